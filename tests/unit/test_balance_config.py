@@ -15,12 +15,7 @@ from mntrain.train.job_data import (
 
 THROUGHPUT = BalanceConfig(mode="throughput")
 CADENCE = BalanceConfig(mode="cadence", speed=("2:4",))
-
-
-def test_speeds_are_by_rank():
-    config = BalanceConfig(mode="throughput", speed=("3:0.5", "0:2"))
-    assert config.speeds == {3: 0.5, 0: 2.0}
-    assert BalanceConfig().speeds == {}
+NO_EFFECT, BALANCED = r"has no effect in --balance\.mode", ("off", "throughput")
 
 
 @pytest.mark.parametrize(
@@ -28,45 +23,35 @@ def test_speeds_are_by_rank():
     [
         (("3",), r"RANK:RATIO with a ratio above 0, such as 3:0.5 \('3' is not\)"),
         (("3:x",), "such as 3:0.5"),
-        (("3:0",), "above 0"),
-        (("-1:2",), "RANK:RATIO"),
-        (("3:inf",), "above 0"),
-        (("3:nan",), "above 0"),
+        *(((wrong,), "above 0") for wrong in ("3:0", "3:inf", "3:nan", "-1:2")),
         (("1:2", "1:3"), "rank 1 is there twice"),
     ],
 )
 def test_wrong_speeds_are_refused(speed, message):
     with pytest.raises(ValueError, match=message):
         BalanceConfig(mode="throughput", speed=speed)
+    speeds = BalanceConfig(mode="throughput", speed=("3:0.5", "0:2")).speeds
+    assert (speeds, BalanceConfig().speeds) == ({3: 0.5, 0: 2.0}, {})
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("mode", "option", "value", "message"),
     [
-        {"overhead_target": 0.009},
-        {"overhead_target": 0.51},
-        {"overhead_target": float("nan")},
-        {"max_anchor": -1},
-        {"mode": "fast"},
+        *(("cadence", "overhead_target", wrong, "") for wrong in (0.009, 0.51, float("nan"))),
+        *(("cadence", "max_rank_grad_norm", wrong, "") for wrong in (0.0, float("nan"))),
+        ("cadence", "max_anchor", -1, ""),
+        ("fast", "mode", "fast", ""),
+        *((mode, "max_anchor", 5, f"max-anchor 5.*{NO_EFFECT} {mode}") for mode in BALANCED),
+        *((mode, "overhead_target", 0.2, f"target 0.*{NO_EFFECT} {mode}") for mode in BALANCED),
+        ("off", "speed", ("1:2",), f"{NO_EFFECT} off"),
+        ("off", "max_rank_grad_norm", 1.0, r"give --balance\.mode throughput or cadence, or leave"),
     ],
 )
-def test_wrong_options_of_a_cadence_are_refused(options):
-    with pytest.raises(ValueError, match=next(reversed(options))):
-        BalanceConfig(**{"mode": "cadence", **options})
+def test_wrong_options_and_those_without_a_use_are_refused(mode, option, value, message):
+    with pytest.raises(ValueError, match=message or option):
+        BalanceConfig(**{"mode": mode, option: value})
     for target in (0.01, 0.5):
         BalanceConfig(mode="cadence", overhead_target=target, max_anchor=0)
-
-
-@pytest.mark.parametrize("mode", ["off", "throughput"])
-def test_options_of_a_cadence_without_a_use_are_refused(mode):
-    for option, text in ({"max_anchor": 5}, "max-anchor 5"), ({"overhead_target": 0.2}, "target 0"):
-        with pytest.raises(ValueError, match=rf"{text}.*has no effect in --balance\.mode {mode}"):
-            BalanceConfig(mode=mode, **option)
-
-
-def test_speeds_without_a_use_are_refused():
-    with pytest.raises(ValueError, match=r"has no effect in --balance\.mode off"):
-        BalanceConfig(speed=("1:2",))
 
 
 def test_shares_are_made_for_several_ranks():
@@ -79,29 +64,15 @@ def test_shares_are_made_for_several_ranks():
     assert choose_shares(hinted, 3, stream=False).counts(32) == [16, 8, 8]
     assert choose_shares(config, 1, stream=False) is None
     assert choose_shares(Config(), 4, stream=True) is None
+    rarely = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
+    assert refusal_of_balance(rarely, 4, stream=False) == ""
 
 
-def test_the_share_of_a_rank_is_limited_at_stage_2():
+def test_at_stage_2_the_share_of_a_rank_is_limited_and_it_cannot_clip_its_gradients():
     assert most_samples(Config(), 4) is None
     assert most_samples(Config(zero=ZeroConfig(stage=2)), 4) == 8  # 32 samples, in parts of 8
     config = Config(zero=ZeroConfig(stage=2), train=TrainConfig(batch_size=36))
     assert most_samples(config, 4) == 16
-
-
-def test_nodes_that_exchange_rarely_may_have_unequal_shares():
-    config = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
-    assert refusal_of_balance(config, 4, stream=False) == ""
-
-
-def test_clipping_each_rank_needs_a_mode_that_balances():
-    with pytest.raises(ValueError, match=r"give --balance\.mode throughput or cadence, or leave"):
-        BalanceConfig(max_rank_grad_norm=1.0)
-    for wrong in (0.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="max_rank_grad_norm"):
-            BalanceConfig(mode="cadence", max_rank_grad_norm=wrong)
-
-
-def test_ranks_cannot_clip_their_gradients_at_stage_2():
     balance = BalanceConfig(mode="throughput", max_rank_grad_norm=0.5)
     choose_shares(Config(balance=balance, zero=ZeroConfig(stage=1)), 4, stream=False)
     with pytest.raises(ValueError, match=r"--balance\.max-rank-grad-norm 0\.5: at --zero\.stage 2"):

@@ -23,61 +23,27 @@ from mntrain.config import (
 
 COUNTS = st.integers(1, 10**12)
 FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-FRACTIONS = st.floats(0, 1)
 TEXTS = st.text(min_size=1)
 PATHS = st.none() | st.sampled_from([Path("none"), Path()]) | TEXTS.map(Path)
 SETS = st.dictionaries(
     st.from_regex(r"[A-Za-z0-9_.-]+", fullmatch=True), PATHS.filter(bool), min_size=1
 )
+# Options of every kind: texts, paths, sets, numbers, choices, switches, and none.
 CONFIGS = st.builds(
     Config,
     task=TEXTS,
     device=st.sampled_from(["auto", "cpu", "cuda"]),
-    data=st.builds(
-        DataConfig,
-        path=PATHS,
-        glob=TEXTS,
-        valid_path=PATHS | SETS,
-        workers=st.integers(0, 99),
-        worker_start=st.sampled_from(["spawn", "forkserver", "fork"]),
-    ),
-    model=st.tuples(COUNTS, COUNTS, COUNTS).map(
-        lambda n: ModelConfig(layers=n[0], heads=n[1], width=2 * n[1] * n[2], context=n[2])
-    ),
+    data=st.builds(DataConfig, path=PATHS, glob=TEXTS, valid_path=PATHS | SETS),
+    model=st.builds(ModelConfig, layers=COUNTS, context=COUNTS),
     optim=st.builds(
         OptimConfig,
-        name=TEXTS,
         lr=FLOATS | COUNTS,
-        weight_decay=FLOATS,
         max_grad_norm=st.none() | FLOATS,
-        non_finite=st.sampled_from(["stop", "skip"]),
-        warmup_steps=COUNTS,
-        min_lr_fraction=FRACTIONS,
+        min_lr_fraction=st.floats(0, 1),
     ),
-    train=st.builds(
-        TrainConfig,
-        steps=COUNTS,
-        batch_size=COUNTS,
-        micro_batch_size=COUNTS,
-        eval_every=COUNTS,
-        eval_samples=COUNTS,
-        precision=st.sampled_from(["fp32", "bf16", "bf16-pure", "fp16"]),
-        compile=st.booleans(),
-        check_every=COUNTS,
-    ),
-    comm=st.builds(
-        CommConfig,
-        algorithm=st.sampled_from(["lanes", "leader", "flat", "naive"]),
-        gather_dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
-        bucket_mb=FLOATS,
-        ranks_per_node=st.none() | COUNTS,
-    ),
-    zero=st.builds(
-        ZeroConfig,
-        stage=st.sampled_from([1, 2]),
-        partition=st.sampled_from(["element", "parameter"]),
-        shard_by=st.sampled_from(["equal", "memory"]),
-    ),
+    train=st.builds(TrainConfig, steps=COUNTS, compile=st.booleans()),
+    comm=st.builds(CommConfig, bucket_mb=FLOATS, ranks_per_node=st.none() | COUNTS),
+    zero=st.builds(ZeroConfig, stage=st.sampled_from([0, 1, 2])),
     run=st.builds(RunConfig, dir=PATHS, seed=st.integers(0, 2**32 - 1)),
 )
 
@@ -103,24 +69,16 @@ def test_validation_data_are_a_path_or_a_table(toml):
     assert parse(["--config", str(toml("[data.valid_path]"))]).data.valid_path is None
 
 
-def test_command_line_wins_over_the_file(toml):
+def test_command_line_wins_over_the_file_and_both_are_checked_together(toml):
     path = toml("[train]\nsteps = 7\nbatch_size = 16\ncompile = true\n[optim]\nlr = 1\n")
     config = parse(["--train.steps", "9", "--config", str(path), "--train.no-compile"])
     expected = Config(train=TrainConfig(steps=9, batch_size=16), optim=OptimConfig(lr=1))
     assert config == dataclasses.replace(expected, config=path)
-
-
-def test_file_and_command_line_are_checked_together(toml):
-    path = toml("[model]\nheads = 3\n")
-    assert parse(["--config", str(path), "--model.width", "96"]).model == ModelConfig(
-        heads=3, width=96
-    )
-
-
-def test_empty_file_and_empty_table_give_the_defaults(toml):
+    words = ["--config", str(toml("[model]\nheads = 3\n[train]\nsteps = 0"))]
+    config = parse([*words, "--model.width", "96", "--train.steps", "5"])
+    assert (config.model, config.train.steps) == (ModelConfig(heads=3, width=96), 5)
     for text in ("", "[train]\n"):
-        path = toml(text)
-        assert parse(["--config", str(path)]) == Config(config=path)
+        assert parse(["--config", str(toml(text))]) == Config(config=path)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +91,6 @@ def test_empty_file_and_empty_table_give_the_defaults(toml):
         ("[train]\nsteps = 5.0", "train.steps: Input should be a valid integer, not 5.0"),
         ("[train]\nsteps = true", "train.steps: Input should be a valid integer, not True"),
         ("[train]\ncompile = 1", "train.compile: Input should be a valid boolean, not 1"),
-        ("[optim]\nlr = inf", "optim.lr: Input should be a finite number, not inf"),
-        ('[run]\ndir = ""', "run.dir: must be a path or none, not ''"),
-        (
-            '[data.valid_path]\n"a b" = "x"',
-            "data.valid_path: must have names of letters, digits, '_', '.' and '-', since metrics "
-            "have them ('a b' is none), not {'a b': 'x'}",
-        ),
         (
             "[data.valid_path]\na = 3",
             "data.valid_path: must be names and paths (the path of 'a' is missing), not {'a': 3}",
@@ -185,11 +136,6 @@ def test_all_problems_of_a_file_are_reported_at_once(toml, text, names):
     assert [line.split(": ")[2] for line in refused("--config", toml(text))] == names
 
 
-def test_overridden_value_of_a_file_is_not_checked(toml):
-    path = toml("[train]\nsteps = 0")
-    assert parse(["--config", str(path), "--train.steps", "5"]).train.steps == 5
-
-
 def test_file_that_cannot_be_read(toml, tmp_path):
     assert refused("--config=") == ["mntrain: --config: must be a path or none, not ''"]
     missing = tmp_path / "missing.toml"
@@ -215,12 +161,9 @@ def test_to_toml_gives_the_same_configuration_again(config):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.toml")
         path.write_text(to_toml(config), encoding="utf-8")
-        assert parse(["--config", str(path)]) == dataclasses.replace(config, config=path)
-
-
-def test_to_toml_leaves_the_file_of_origin_out(toml):
-    config = parse(["--config", str(toml("[train]\nsteps = 3"))])
-    assert "run.toml" not in to_toml(config)
+        again = parse(["--config", str(path)])
+    assert again == dataclasses.replace(config, config=path)
+    assert to_toml(again) == to_toml(config)  # without the file of origin
 
 
 def test_names_may_have_dashes_as_on_the_command_line(toml):

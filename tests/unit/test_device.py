@@ -39,40 +39,20 @@ def gpus(*everyone, hosts=None):
     return ["" if i is None else names[i] for i, names in zip(indices, everyone, strict=True)]
 
 
-def test_ranks_that_see_all_gpus_get_them_in_turn():
-    assert gpus(*["abcd"] * 4) == [*"abcd"]
+def test_ranks_get_gpus_in_turn_and_leave_the_only_one_of_another_rank():
     assert assign([0] * 4, ["abcd"] * 4) == [0, 1, 2, 3]
     assert gpus(*["ab"] * 5) == [*"ababa"]
-
-
-def test_a_rank_that_sees_one_gpu_gets_it():
     assert assign([0] * 3, ["a", "b", "c"]) == [0, 0, 0]
-
-
-def test_numberings_may_differ_between_ranks():
     # By place, both would choose their first and their second: the same one.
     assert gpus("ab", "ba") == ["a", "b"]
-    assert assign([0, 0], ["ab", "ba"]) == [0, 0]
     assert sorted(gpus("abc", "cab", "bca")) == [*"abc"]
-
-
-def test_a_rank_with_a_choice_leaves_the_only_gpu_of_another_rank():
     assert gpus("ab", "a") == ["b", "a"]
     assert gpus("ab", "bc", "a", "abcd") == ["b", "c", "a", "d"]
-
-
-def test_without_any_gpu_all_ranks_are_on_the_cpu():
+    assert gpus("ab", "ab", "ab", "ab", "c", hosts=[0, 7, 0, 7, 3]) == [*"aabbc"]
     assert assign([0, 0, 1], ["", "", ""]) == [None] * 3
     assert assign([], []) == []
-
-
-def test_ranks_with_and_without_a_gpu_are_refused():
     with pytest.raises(ValueError, match="rank 1 sees no GPU, but others do: make a GPU visible"):
         assign([0, 0, 1], ["ab", "", "a"])
-
-
-def test_hosts_are_assigned_independently():
-    assert gpus("ab", "ab", "ab", "ab", "c", hosts=[0, 7, 0, 7, 3]) == [*"aabbc"]
 
 
 @given(st.lists(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1), max_size=8))

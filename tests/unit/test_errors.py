@@ -1,6 +1,5 @@
 """Hooks for uncaught exceptions, which end the job, and errors about values that differ."""
 
-import os
 import sys
 import threading
 
@@ -51,12 +50,6 @@ def leave_uncaught(error):
         sys.excepthook(*sys.exc_info())
 
 
-def run_in_thread(function, name="logger"):
-    thread = threading.Thread(target=function, name=name)
-    thread.start()
-    thread.join()
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_worlds_closed_in_any_order_leave_the_hooks_as_they_were(order):
     before = sys.excepthook, threading.excepthook
@@ -103,19 +96,6 @@ def test_a_hook_that_was_installed_later_stays_and_reaches_the_one_before(told):
     assert told == [error]
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_users_hook_reports_the_error_in_a_world_of_any_size(told, size, capsys):
-    installed(rank=0, size=size)
-    error = KeyError("a bug")
-    if size == 1:
-        leave_uncaught(error)
-    else:
-        with pytest.raises(JobEndedError):
-            leave_uncaught(error)
-    assert told == [error]
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_a_users_hook_is_not_called_twice_where_two_worlds_are_open(told):
     installed()
     installed()
@@ -143,102 +123,64 @@ def test_an_agreed_error_is_reported_by_rank_0_alone(told, rank, capsys):
     assert capsys.readouterr().err == ("mntrain: error: all ranks know\n" if rank == 0 else "")
 
 
-def test_without_a_hook_of_the_users_rank_and_traceback_are_printed_once(capsys):
-    installed()
-    with pytest.raises(JobEndedError):
-        leave_uncaught(KeyError("a bug"))
-    err = capsys.readouterr().err
-    assert "mntrain: rank 1 of 4 on host failed:\nTraceback" in err
-    assert err.count("KeyError: 'a bug'") == 1
-
-
-@pytest.mark.parametrize("code", [0, 3, "text"])
-def test_a_thread_that_exits_ends_alone_as_in_python(code, capsys):
-    installed()
-    run_in_thread(lambda: sys.exit(code))
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_an_exception_ends_a_thread_of_the_users_and_is_reported(size, capsys):
-    installed(size=size)
-    run_in_thread(lambda: {}["missing"])
-    err = capsys.readouterr().err
-    line = "mntrain: rank 1 of 4 on host: an exception ends logger\n"
-    assert err.startswith(line if size > 1 else "Exception in thread logger")
-    assert err.count("KeyError: 'missing'") == 1
-
-
 def test_an_exception_of_an_own_thread_ends_the_job(monkeypatch, capsys):
     codes = []
     monkeypatch.setattr(mpi, "abort", codes.append)
     installed()
-    run_in_thread(lambda: {}["missing"], name="mntrain communication")
+    thread = threading.Thread(target=lambda: {}["missing"], name="mntrain communication")
+    thread.start()
+    thread.join()
     assert codes == [1]
     assert "rank 1 of 4 on host failed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [KeyError, AgreedError])
-def test_a_forked_child_reports_and_ends_without_the_job(told, kind):
-    watch = installed()
-    watch._process += 1  # of another process: this one is its child
-    ended = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "_exit", ended.append)
-        error = kind("a bug", 0) if kind is AgreedError else kind("a bug")
-        leave_uncaught(error)
-    assert told == [error]
-    assert ended == [1]
-    watch.uninstall()
 
 
 # Values that differ between ranks
 
 
-def difference(*values, fix=""):
-    """The error for these values of ranks 0, 1, ... of the option "x"."""
+def difference(by_rank, fix=""):
+    """The error for the values of ranks 0, 1, ..., by name or of the option "x"."""
+    values = [value if isinstance(value, dict) else {"x": value} for value in by_rank]
     with pytest.raises(AgreedError) as error:
-        expect_same([{"x": value} for value in values], 0, fix)
+        expect_same(values, 0, fix)
     return str(error.value)
 
 
-def test_values_that_differ_are_told_with_their_ranks_and_the_fix():
-    assert difference(1, 2) == "x differs between ranks: rank 0 has 1, rank 1 has 2"
-    assert difference("a", "b", "a", "b", fix="give one") == (
-        "x differs between ranks: ranks 0, 2 have a, ranks 1, 3 have b: give one"
-    )
+X = "x differs between ranks: "
+FROM_A, FROM_B = Given(1, "a.toml"), Given(1, "b.toml")
+SEVERAL = [{"x": 1, "y": 1, "z": 0}, {"x": 2, "z": 0, "u": None}]
 
 
-def test_of_lists_the_first_items_that_differ_are_told():
-    assert difference([1, 2, 3], [1, 2, 3], [1, 4, 5], [1]) == (
-        "x differs between ranks: ranks 0, 1 have 2, rank 2 has 4, rank 3 has no more"
-    )
-    assert "rank 0 has [1], rank 1 has 1" in difference([1], 1)
-
-
-def test_every_name_is_told_also_one_that_a_rank_lacks():
-    with pytest.raises(AgreedError) as error:
-        expect_same([{"x": 1, "y": 1, "z": 0}, {"x": 2, "z": 0, "u": None}], 0, "fix it")
-    assert str(error.value) == (
-        "x differs between ranks: rank 0 has 1, rank 1 has 2; "
-        "y differs between ranks: rank 0 has 1, rank 1 has nothing; "
-        "u differs between ranks: rank 0 has nothing, rank 1 has None: fix it"
-    )
-
-
-def test_of_many_ranks_values_and_names_a_few_are_told():
-    assert difference(*[1] * 500, 2, *[1] * 523) == (
-        "x differs between ranks: ranks 0 to 499, 501 to 1023 have 1, rank 500 has 2"
-    )
-    assert difference(*range(9)).endswith("rank 4 has 4, others have 4 more values")
-    with pytest.raises(AgreedError, match=r"; 3 more differ: fix it$"):
-        expect_same([dict.fromkeys("abcdefgh", rank) for rank in (0, 1)], 0, "fix it")
-
-
-def test_where_a_value_is_from_is_told_and_is_no_difference():
-    expect_same([{"x": Given(1, "a.toml")}, {"x": Given(1, "b.toml")}], 0)
-    said = difference(Given(1, "a.toml"), Given(1, "b.toml"), Given(2))
-    assert said == "x differs between ranks: ranks 0, 1 have 1 (a.toml), rank 2 has 2"
+@pytest.mark.parametrize(
+    ("by_rank", "said"),
+    [
+        ((1, 2), X + "rank 0 has 1, rank 1 has 2: give one"),
+        ("abab", X + "ranks 0, 2 have a, ranks 1, 3 have b: give one"),
+        (
+            ([1, 2, 3], [1, 2, 3], [1, 4, 5], [1]),
+            X + "ranks 0, 1 have 2, rank 2 has 4, rank 3 has no more: give one",
+        ),
+        (([1], 1), X + "rank 0 has [1], rank 1 has 1: give one"),
+        (
+            SEVERAL,
+            X + "rank 0 has 1, rank 1 has 2; "
+            "y differs between ranks: rank 0 has 1, rank 1 has nothing; "
+            "u differs between ranks: rank 0 has nothing, rank 1 has None: give one",
+        ),
+        (
+            [*[1] * 500, 2, *[1] * 523],
+            X + "ranks 0 to 499, 501 to 1023 have 1, rank 500 has 2: give one",
+        ),
+        (range(9), "rank 4 has 4, others have 4 more values: give one"),
+        ([dict.fromkeys("abcdefgh", rank) for rank in (0, 1)], "; 3 more differ: give one"),
+        # Where a value is from is no difference.
+        ((FROM_A, FROM_B, Given(2)), X + "ranks 0, 1 have 1 (a.toml), rank 2 has 2: give one"),
+    ],
+)
+def test_values_that_differ_are_told_with_their_ranks_and_the_fix(by_rank, said):
+    found = difference(by_rank, "give one")
+    assert found == said if said.startswith(X) else found.endswith(said)
+    assert difference((1, 2)) == X + "rank 0 has 1, rank 1 has 2"
+    expect_same([{"x": FROM_A}, {"x": FROM_B}], 0)
 
 
 def test_values_travel_only_if_their_digests_differ():

@@ -37,28 +37,25 @@ def test_addends_are_added_in_their_order_and_rounded_once(dtype, numel, count):
     assert bits(total) == bits(expected)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        *((dtype, dtype) for dtype in [*FLOATS, torch.int32]),
+        *((own, wire) for own in FLOATS[:2] for wire in FLOATS[2:]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_the_sum_may_replace_any_addend(dtype, count):
-    for place in range(count):
-        addends = far_apart([dtype] * count, 1000)
+def test_the_sum_may_replace_any_addend_and_others_of_a_wire_dtype_are_widened(dtype, wire, count):
+    for place in (None, *range(count)):
+        dtypes = [dtype if i == place else wire for i in range(count)]
+        addends = far_apart(dtypes, 1000)
         before = [addend.clone() for addend in addends]
-        TORCH.add(addends, addends[place])
-        assert bits(addends[place]) == bits(summed(before, dtype))
+        total = torch.empty(1000, dtype=dtype) if place is None else addends[place]
+        TORCH.add(addends, total)
+        assert bits(total) == bits(summed(before, dtype))
         for index, (addend, was) in enumerate(zip(addends, before, strict=True)):
             assert index == place or bits(addend) == bits(was)
-
-
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("own", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("place", [None, 0, 1, 2])
-def test_addends_of_a_wire_dtype_are_widened_whichever_addend_the_sum_replaces(wire, own, place):
-    dtypes = [own if index == place else wire for index in range(3)]
-    addends = far_apart(dtypes, 1000)
-    expected = summed(addends, own)
-    total = torch.empty(1000, dtype=own) if place is None else addends[place]
-    TORCH.add(addends, total)
-    assert bits(total) == bits(expected)
 
 
 def test_a_16_bit_sum_overflows_only_when_it_is_rounded():
@@ -131,15 +128,12 @@ def test_squares_have_the_same_bits_at_every_address(dtype):
 
 
 def test_squares_keep_non_finite_numbers_and_neither_overflow_nor_vanish():
-    tensors = [torch.tensor([x, 1.0]) for x in (math.nan, math.inf, 3e38, 1e-42)]
-    nan, inf, large, _ = square_sums(tensors).tolist()
+    tensors = [torch.tensor([x, 1.0]) for x in (math.nan, math.inf, 3e38)]
+    nan, inf, large = square_sums(tensors).tolist()
     assert math.isnan(nan)
     assert inf == math.inf
     assert large == pytest.approx(9e76)
     assert float(square_sums([torch.tensor([1e-42])])) > 0
-
-
-def test_squares_of_no_tensors_are_empty():
     assert square_sums([]).tolist() == []
 
 
@@ -170,25 +164,22 @@ def test_the_cpu_gets_torchs_kernels_without_a_try_of_cupy(monkeypatch):
     assert total.tolist() == [2.0, 2.0]
 
 
-def test_without_cupy_kernels_are_torchs_and_the_reason_names_the_package(monkeypatch):
+def test_without_a_cupy_that_works_kernels_are_torchs_and_the_reason_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     kernels = DeviceKernels(CUDA)
     assert kernels.name == "torch"
     assert "ImportError" in kernels.why
     assert "pip install 'mntrain[cuda12]'" in kernels.why
+    for error in (RuntimeError, OSError, AttributeError):
 
+        def fail(self, error=error):
+            raise error("the driver is too old\nand much more")
 
-@pytest.mark.parametrize("error", [RuntimeError, OSError, AttributeError])
-def test_where_cupy_fails_kernels_are_torchs_and_the_reason_is_one_line(monkeypatch, error):
-    def fail(self):
-        raise error("the driver is too old\nand much more")
-
-    monkeypatch.setattr(DeviceKernels, "_compile", fail)
-    kernels = DeviceKernels(CUDA)
-    assert kernels.name == "torch"
-    assert kernels.why == (
-        f"torch's kernels: CuPy does not work: {error.__name__}: the driver is too old"
-    )
+        monkeypatch.setattr(DeviceKernels, "_compile", fail)
+        kernels = DeviceKernels(CUDA)
+        assert kernels.name == "torch"
+        why = f"CuPy does not work: {error.__name__}: the driver is too old"
+        assert kernels.why == f"torch's kernels: {why}"
 
 
 def test_importing_kernels_does_not_import_cupy(tmp_path):

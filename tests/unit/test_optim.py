@@ -44,9 +44,6 @@ def test_other_groups_are_updated_by_adamw(shape):
     options = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.8, 0.9)}
     mine = trained(lambda p: Muon([{"params": p, "muon": False}], **options), shape)
     torch.testing.assert_close(mine, trained(lambda p: torch.optim.AdamW(p, **options), shape))
-
-
-def test_a_vector_in_a_group_of_matrices_is_refused():
     with pytest.raises(ValueError, match=r"takes matrices, not a parameter of shape \(5,\)"):
         Muon([nn.Parameter(torch.ones(5))])
 

@@ -27,39 +27,29 @@ V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "mem
 def test_limits_of_all_cgroups_above_a_process_count(tmp_path, own_groups, top, names):
     root = tmp_path / "cgroup"
     job = root / top / "slurm" / "job_7"
+    assert list(cgroup_rooms("0::/\n", root)) == []
     limit(job / "step_0", names, "max", 300)
     limit(job, names, 1000, 400)
     limit(root / top, names, 5000, 4900)
     limit(tmp_path, names, 10, 10)  # above the root: none
     assert list(cgroup_rooms(own_groups, root)) == [600, 100]
-
-
-def test_without_limits_there_is_no_room_of_a_cgroup(tmp_path):
-    assert list(cgroup_rooms("0::/\n", tmp_path)) == []
-
-
-def test_this_process_has_memory_left():
     assert (available_memory() or 1) > 0
 
 
 @pytest.mark.parametrize(
-    ("free", "reserved", "peak", "ranks", "fraction", "room"),
+    ("reserved", "peak", "ranks", "fraction", "room"),
     [
-        (60, 20, 10, 1, 1.0, 0.9 * 80 / 20),  # what is reserved may have been needed
-        (60, 20, 30, 1, 1.0, 0.9 * 80 / 30),
-        (60, 20, 20, 3, 1.0, 0.9 * 40 / 20),  # three ranks share the GPU
-        (60, 20, 20, 1, 0.5, 0.9 * 50 / 20),  # of 100 bytes
-        (60, 20, 20, 1, None, 0.9 * 80 / 20),
-        (60, 0, 0, 1, 1.0, math.inf),
+        (20, 10, 1, 1.0, 0.9 * 80 / 20),  # what is reserved may have been needed
+        (20, 30, 1, 1.0, 0.9 * 80 / 30),
+        (20, 20, 3, 1.0, 0.9 * 40 / 20),  # three ranks share the GPU
+        (20, 20, 1, 0.5, 0.9 * 50 / 20),  # of 100 bytes
+        (20, 20, 1, None, 0.9 * 80 / 20),
+        (0, 0, 1, 1.0, math.inf),
     ],
 )
-def test_the_room_of_a_gpu(monkeypatch, free, reserved, *, peak, ranks, fraction, room):
-    values = {
-        "mem_get_info": (free, 100),
-        "memory_reserved": reserved,
-        "max_memory_allocated": peak,
-        "get_per_process_memory_fraction": fraction,
-    }
+def test_the_room_of_a_gpu(monkeypatch, reserved, peak, ranks, *, fraction, room):
+    values = {"mem_get_info": (60, 100), "memory_reserved": reserved, "max_memory_allocated": peak}
+    values["get_per_process_memory_fraction"] = fraction
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     if fraction is None:  # an old version of torch

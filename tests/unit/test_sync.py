@@ -20,7 +20,7 @@ def description(*words):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("every-step", None),
+        ("every-step", SyncConfig().description),
         ("local-sgd --sync.every 20 --sync.warmup 100", LocalSGD(20, 100)),
         ("diloco --sync.every 50", DiLoCo(50, 0, 0.7, 0.9)),
         (
@@ -54,104 +54,65 @@ def test_options_describe_the_exchange(words, expected):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("local-sgd", "--sync.mode local-sgd: needs the steps between exchanges; give --sync.ev"),
-        (
-            "every-step --sync.every 5",
-            "--sync.every 5: has no effect in --sync.mode every-step; give --sync.mode local-sgd, "
-            "diloco, streaming or sparseloco, or leave it out",
-        ),
-        ("every-step --sync.warmup 5", "--sync.warmup 5: has no effect in --sync.mode every-step"),
-        (
-            "local-sgd --sync.every 5 --sync.outer-lr 0.5",
-            "--sync.outer-lr 0.5: has no effect in --sync.mode local-sgd; give --sync.mode diloco",
-        ),
-        (
-            "local-sgd --sync.every 5 --sync.outer-momentum 0",
-            "--sync.outer-momentum 0.0: has no effect in --sync.mode local-sgd",
-        ),
-        (
-            "diloco --sync.every 5 --sync.bits 4",
-            "--sync.bits 4: has no effect in --sync.mode diloco; give --sync.mode streaming, or",
-        ),
-        (
-            "streaming --sync.every 5 --sync.density 0.1",
-            "--sync.density 0.1: has no effect in --sync.mode streaming; give --sync.mode sparselo",
-        ),
-        (
-            "sparseloco --sync.every 5 --sync.outer-momentum 0.9",
-            "--sync.outer-momentum 0.9: has no effect in --sync.mode sparseloco",
-        ),
-        (
-            "every-step --sync.max-staleness 2",
-            "--sync.max-staleness 2: has no effect in --sync.mode every-step; give --sync.mode "
-            "local-sgd, diloco or sparseloco, or leave it out",
-        ),
-        (
-            "streaming --sync.every 5 --sync.max-staleness 2",
-            "--sync.max-staleness 2: has no effect in --sync.mode streaming; give --sync.mode "
-            "local-sgd, diloco or sparseloco, or leave it out",
-        ),
-        ("diloco --sync.every 0", "--sync.every is 0: give a number of steps, at least 1"),
-        ("diloco --sync.every 5.5", "--sync.every"),
-        ("sparseloco --sync.every 5 --sync.outer-lr nan", "--sync.outer-lr"),
-        (
-            "diloco --sync.every 5 --sync.max-staleness -1",
-            "--sync.max-staleness is -1: give a number of rounds, at least 0",
-        ),
-        (
-            "diloco --sync.every 5 --sync.outer-momentum 1",
-            "--sync.outer-momentum is 1.0: give a number from 0, and below 1",
-        ),
-        ("streaming --sync.every 5 --sync.bits 8", "--sync.bits is 8: give 4 or 32"),
-        (
-            "streaming --sync.every 1",
-            "--sync.overlap is 1: give a number of steps from 0, and below every, which is 1",
-        ),
+        ("local-sgd", "mode local-sgd: needs the steps between exchanges; give --sync.every"),
+        ("diloco --sync.every 0", "every is 0: give a number of steps, at least 1"),
+        ("diloco --sync.every 5.5", "every"),
+        ("sparseloco --sync.every 5 --sync.outer-lr nan", "outer-lr"),
+        ("diloco --sync.every 5 --sync.outer-momentum 1", "outer-momentum is 1.0: give a number"),
+        ("streaming --sync.every 5 --sync.bits 8", "bits is 8: give 4 or 32"),
     ],
 )
-def test_options_without_effect_or_sense_are_refused(words, error, capsys):
+def test_options_without_sense_are_refused(words, error, capsys):
     with pytest.raises(SystemExit):
         description(*words.split())
-    lines = [line for line in capsys.readouterr().err.splitlines() if "--sync" in line]
-    assert len(lines) == 1
-    assert error in lines[0]
-
-
-def test_by_default_every_step_is_synchronous():
-    assert SyncConfig().description is None
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "--sync" in line]
+    assert f"--sync.{error}" in line
 
 
 @pytest.mark.parametrize(
-    ("make", "error"),
+    ("mode", "option", "modes"),
     [
-        (lambda: LocalSGD(0), "every is 0: give a number of steps, at least 1"),
-        (lambda: LocalSGD(2.5), "every is 2.5: give a number of steps"),
-        (lambda: DiLoCo(5, -1), "warmup is -1: give a number of steps, at least 0"),
-        (
-            lambda: LocalSGD(5, max_staleness=-1),
-            "max_staleness is -1: give a number of rounds, at ",
-        ),
-        (
-            lambda: DiLoCo(5, max_staleness=1.0),
-            "max_staleness is 1.0: give a number of rounds, at ",
-        ),
-        (
-            lambda: StreamingDiLoCo(5, max_staleness=1),
-            "max_staleness is 1: StreamingDiLoCo hides exchanges behind the next overlap steps",
-        ),
-        (lambda: DiLoCo(5, outer_lr=0), "outer_lr is 0: give a number above 0"),
-        (lambda: DiLoCo(5, outer_momentum=1.0), "outer_momentum is 1.0: give a number from 0"),
-        (lambda: StreamingDiLoCo(5, fragments=0), "fragments is 0: give a number, at least 1"),
-        (lambda: StreamingDiLoCo(5, overlap=5), "overlap is 5: give a number of steps from 0, and"),
-        (lambda: StreamingDiLoCo(5, mix=1.0), "mix is 1.0: give a number from 0, and below 1"),
-        (lambda: StreamingDiLoCo(5, bits=8), "bits is 8: give 4 or 32"),
-        (lambda: SparseLoCo(5, density=0.0), "density is 0.0: give the part to send, above 0, to"),
-        (lambda: SparseLoCo(5, outer_lr=-1.0), "outer_lr is -1.0: give a number above 0"),
+        ("every-step", "every 5", "local-sgd, diloco, streaming or sparseloco, or leave it out"),
+        ("every-step", "warmup 5", ""),
+        ("local-sgd", "outer-lr 0.5", "diloco"),
+        ("local-sgd", "outer-momentum 0.0", ""),
+        ("diloco", "bits 4", "streaming, or"),
+        ("streaming", "density 0.1", "sparselo"),
+        ("sparseloco", "outer-momentum 0.9", ""),
+        ("every-step", "max-staleness 2", "local-sgd, diloco or sparseloco, or leave it out"),
+        ("streaming", "max-staleness 2", "local-sgd, diloco or sparseloco, or leave it out"),
     ],
 )
-def test_wrong_arguments_of_a_description_are_refused(make, error):
+def test_options_without_effect_are_refused(mode, option, modes, capsys):
+    words = f"--sync.{option}".split() + ["--sync.every", "5"] * (mode != "every-step")
+    with pytest.raises(SystemExit):
+        description(mode, *words)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "--sync" in line]
+    assert f"--sync.{option}: has no effect in --sync.mode {mode}; give --sync.mode {modes}" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [
+        (LocalSGD, {"every": 0}, "every is 0: give a number of steps, at least 1"),
+        (LocalSGD, {"every": 2.5}, "every is 2.5: give a number of steps"),
+        (DiLoCo, {"warmup": -1}, "warmup is -1: give a number of steps, at least 0"),
+        (LocalSGD, {"max_staleness": -1}, "max_staleness is -1: give a number of rounds, at least"),
+        (DiLoCo, {"max_staleness": 1.0}, "max_staleness is 1.0: give a number of rounds, at least"),
+        (StreamingDiLoCo, {"max_staleness": 1}, "max_staleness is 1: StreamingDiLoCo hides exchan"),
+        (DiLoCo, {"outer_lr": 0}, "outer_lr is 0: give a number above 0"),
+        (DiLoCo, {"outer_momentum": 1.0}, "outer_momentum is 1.0: give a number from 0"),
+        (StreamingDiLoCo, {"fragments": 0}, "fragments is 0: give a number, at least 1"),
+        (StreamingDiLoCo, {"overlap": 5}, "overlap is 5: give a number of steps from 0, and below"),
+        (StreamingDiLoCo, {"mix": 1.0}, "mix is 1.0: give a number from 0, and below 1"),
+        (StreamingDiLoCo, {"bits": 8}, "bits is 8: give 4 or 32"),
+        (SparseLoCo, {"density": 0.0}, "density is 0.0: give the part to send, above 0, to"),
+        (SparseLoCo, {"outer_lr": -1.0}, "outer_lr is -1.0: give a number above 0"),
+    ],
+)
+def test_wrong_arguments_of_a_description_are_refused(kind, options, error):
     with pytest.raises(ValueError, match=re.escape(error)):
-        make()
+        kind(**{"every": 5, **options})
 
 
 def test_descriptions_need_no_torch_and_are_an_attribute_of_the_package():

@@ -132,9 +132,8 @@ def test_diff_lists_what_training_changed(saved, ckpt):
     code, out, _ = ckpt("diff", newest(saved / "run").with_name("step-00000001"), saved / "run")
     assert code == 1
     assert out.count("1.0 and 2.0") == out.count("/step ")
-    assert "tokens.weight/step" in out
-    assert "tokens.weight/exp_avg " in out
-    assert "coarse.bias/master " in out
+    for name in ("tokens.weight/step", "tokens.weight/exp_avg ", "coarse.bias/master "):
+        assert name in out
 
 
 def test_diff_lists_tensors_of_one_side_only_and_mismatched_ones(saved, ckpt):
@@ -149,14 +148,6 @@ def test_diff_lists_tensors_of_one_side_only_and_mismatched_ones(saved, ckpt):
         ("tokens.weight/step", "2.0 and None"),
     ):
         assert re.search(rf"{re.escape(name)} +│ {re.escape(difference)} ", out), name
-
-
-@pytest.mark.parametrize("source", ["_tensor_differences", "_value_differences"])
-def test_one_difference_makes_the_exit_code_1(saved, monkeypatch, ckpt, source):
-    monkeypatch.setattr(commands, source, lambda *_: iter([("w", "1 and 2")]))
-    code, out, _ = ckpt("diff", saved / "run", saved / "run")
-    assert code == 1
-    assert out.endswith("different: 1\n")
 
 
 # export
@@ -185,13 +176,6 @@ def test_an_exported_model_is_the_one_that_was_saved(saved, tmp_path, ckpt, endi
     assert all(bits(tensor) == bits(expected[name]) for name, tensor in model.state_dict().items())
     assert model.head.weight is model.tokens.weight
     assert os.listdir(tmp_path) == [out.name]
-    assert out.stat().st_mode & 0o777 == 0o666 & ~umask()
-
-
-def umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -201,8 +185,10 @@ def test_export_replaces_a_file_only_with_force(saved, tmp_path, ckpt, ending):
     said = f"mntrain: {out} exists: give another name, or --force to replace it\n"
     assert ckpt("export", saved / "run", out) == (2, "", said)
     assert out.read_text() == "mine"
+    mode = out.stat().st_mode
     assert ckpt("export", saved / "run", out, "--force")[0] == 0
     assert "tokens.weight" in loaded(out)
+    assert out.stat().st_mode == mode  # as the umask says
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
@@ -261,34 +247,22 @@ def test_an_error_of_the_file_is_raised_as_itself_not_as_torchs(saved, tmp_path,
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("ending", ENDINGS[:2])
-def test_export_of_a_damaged_model_leaves_no_file(copied, tmp_path, ckpt, ending):
-    file, out = newest(copied / "run") / MODEL, tmp_path / "there" / f"model.{ending}"
-    out.parent.mkdir()
-    chance = random.Random(2)
-    for at in chance.sample(range(file.stat().st_size), 40):
-        bit = chance.randrange(8)
-        flip(file, at, bit)
-        code, _, err = ckpt("export", copied / "run", out)
-        assert code == 2
-        assert err.count(MODEL) == err.count("\n") == 1
-        assert not list(out.parent.iterdir())
-        flip(file, at, bit)
-    assert ckpt("export", copied / "run", out)[0] == 0
-
-
 # Damaged checkpoints, for every subcommand.
 
 
-# The words, {} for the damaged checkpoint, and the exit code.
-COMMANDS = {
-    "show": (["show", "{}"], 1),
-    "verify": (["verify", "{}"], 1),
-    "diff, the first": (["diff", "{}", "{sound}"], 2),
-    "diff, the second": (["diff", "{sound}", "{}"], 2),
-    "export": (["export", "{}", "{out}.pt"], 2),
-    "export to safetensors": (["export", "{}", "{out}.safetensors"], 2),
+COMMANDS = {  # the words, {} for the damaged checkpoint, and the exit code
+    "show": ("show {}", 1),
+    "verify": ("verify {}", 1),
+    "diff, the first": ("diff {} {sound}", 2),
+    "diff, the second": ("diff {sound} {}", 2),
+    "export": ("export {} {out}.pt", 2),
+    "export to safetensors": ("export {} {out}.safetensors", 2),
 }
+
+
+def fill(template, path, saved, tmp_path):
+    """The words of a command."""
+    return [word.format(path, sound=saved / "run", out=tmp_path / "a") for word in template.split()]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -297,8 +271,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_it(saved, copied, tmp_path
     path = newest(copied / "run")
     damage(path)
     for template, expected in COMMANDS.values():
-        words = [word.format(path, sound=saved / "run", out=tmp_path / "a") for word in template]
-        code, out, err = ckpt(*words)
+        code, out, err = ckpt(*fill(template, path, saved, tmp_path))
         assert (code, out) == (expected, "")
         assert err.count(str(path)) == err.count(said) == err.count("\n") == 1
     assert os.listdir(tmp_path) == ["copied"]
@@ -316,9 +289,8 @@ def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, templat
         path.mkdir()
     elif what == "a file":
         path.write_text("x")
-    words, expected = COMMANDS[template]
-    words = [word.format(path, sound=saved / "run", out=tmp_path / "a") for word in words]
-    code, out, err = ckpt(*words)
+    template, expected = COMMANDS[template]
+    code, out, err = ckpt(*fill(template, path, saved, tmp_path))
     assert (code, out) == (expected, "")
     assert err.startswith(f"mntrain: {path}: ")
     assert err.count("\n") == 1
@@ -326,38 +298,24 @@ def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, templat
     assert ckpt("list", path)[0] == 1
 
 
-@pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
-def test_a_flipped_bit_is_detected_by_every_command_that_reads_it(saved, copied, ckpt, name):
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, FILE])
+def test_a_flipped_bit_is_detected_by_every_command_that_reads_it(
+    saved, copied, tmp_path, ckpt, name
+):
     path, chance = newest(copied / "run"), random.Random(4)
+    reading = {OPTIMIZER: ("verify", "diff"), MODEL: ("verify", "diff", "export"), FILE: ("",)}
     for at in chance.sample(range((path / name).stat().st_size), 40):
         bit = chance.randrange(8)
         flip(path / name, at, bit)
-        for words, expected in (
-            (["verify", path], 1),
-            (["diff", path, saved / "run"], 2),
-            (["diff", saved / "run", path], 2),
-        ):
-            code, out, err = ckpt(*words)
-            assert (code, out) == (expected, "")
-            assert err.count(name) == err.count("\n") == 1
-            assert str(path) in err
+        for template, expected in COMMANDS.values():
+            if template.startswith(reading[name]):
+                code, out, err = ckpt(*fill(template, path, saved, tmp_path))
+                assert (code, out) == (expected, "")
+                assert err.count(name) == err.count("\n") == 1
+                assert str(path) in err
         flip(path / name, at, bit)
     assert ckpt("verify", path)[0] == 0
-
-
-def test_a_flipped_bit_of_the_manifest_is_detected_by_all_commands(saved, copied, tmp_path, ckpt):
-    path, chance = newest(copied / "run"), random.Random(6)
-    for at in chance.sample(range((path / FILE).stat().st_size), 40):
-        bit = chance.randrange(8)
-        flip(path / FILE, at, bit)
-        for template, expected in COMMANDS.values():
-            words = [
-                word.format(path, sound=saved / "run", out=tmp_path / "a") for word in template
-            ]
-            code, out, err = ckpt(*words)
-            assert (code, out) == (expected, "")
-            assert err.count(FILE) == err.count("\n") == 1
-        flip(path / FILE, at, bit)
+    assert os.listdir(tmp_path) == ["copied"]
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ def saved(request, tmp_path):
     """A checkpoint of a model with tied weights, and the model."""
     config = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=11)
     model = GPT2LMHeadModel(config).to(request.param)
-    path = tmp_path / "run" / "checkpoints" / "step-00000002"
-    path.mkdir(parents=True)
+    path, run_files = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "run" / "hf"
+    for folder in (path, run_files):
+        folder.mkdir(parents=True)
     save_file({n: t.clone() for n, t in model.state_dict().items()}, path / "model.safetensors")
-    (tmp_path / "run" / "hf").mkdir()
     # The configuration of the model that training began with names another dtype.
     content = config.to_dict() | {"architectures": ["GPT2LMHeadModel"], "dtype": "float16"}
-    (tmp_path / "run" / "hf" / "config.json").write_text(json.dumps(content))
-    (tmp_path / "run" / "hf" / "tokenizer.json").write_text("{}")
+    (run_files / "config.json").write_text(json.dumps(content))
+    (run_files / "tokenizer.json").write_text("{}")
     return path, model
 
 
@@ -70,20 +70,17 @@ def test_an_existing_folder_is_kept_unless_forced(saved, tmp_path):
         export_folder(saved[0], HF, tmp_path / "out" / "mine", force=True)
 
 
-def test_a_model_of_other_shapes_leaves_no_folder(saved, tmp_path):
+def test_a_model_of_other_shapes_and_a_run_of_another_task_are_refused(saved, tmp_path):
     file = tmp_path / "run" / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 12}))
     with pytest.raises(ValueError, match=r"is of another model: transformer.wte"):
         export_folder(saved[0], HF, tmp_path / "out", force=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_run_of_another_task_is_refused(saved, tmp_path):
-    (tmp_path / "run" / "hf" / "config.json").unlink()
+    file.unlink()
     refused = r"is of no run of --task hf, .* or of --task lm: export it to a .safetensors or .pt"
     for content in (manifest(task="own:Task"), manifest()):
         with pytest.raises(ValueError, match=refused):
             export_folder(saved[0], content, tmp_path / "out", force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 # The built-in model
@@ -119,35 +116,36 @@ def opened(folder):
     return model.eval()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (4, None)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype"),
+    [
+        (4, 2, torch.float32),
+        (3, 1, torch.float32),
+        (4, None, torch.float32),
+        (4, 2, torch.bfloat16),
+    ],
+)
 @torch.no_grad()
-def test_the_exported_llama_has_the_same_logits(tmp_path, heads, kv_heads):
+def test_the_exported_llama_has_the_same_weights_and_logits(tmp_path, heads, kv_heads, dtype):
     given = shape(heads, kv_heads)
-    path, ours = save(tmp_path, given)
+    path, ours = save(tmp_path, given, dtype)
     size = export_folder(path, described(given), tmp_path / "out", force=False)
-    assert size == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-    }
+    files = list((tmp_path / "out").iterdir())
+    assert size == sum(file.stat().st_size for file in files)
+    assert {file.name for file in files} == {"config.json", "model.safetensors"}
     llama = opened(tmp_path / "out")
     assert type(llama) is LlamaForCausalLM
     assert llama.lm_head.weight is llama.model.embed_tokens.weight
-    assert llama.config.max_position_embeddings == 24
-    assert (llama.config.bos_token_id, llama.config.eos_token_id) == (None, None)
-    tokens = torch.randint(VOCABULARY, (3, 24))
-    logits = llama(tokens).logits
-    torch.testing.assert_close(logits, ours(tokens), rtol=1e-4, atol=1e-4 * logits.std().item())
-
-
-def test_an_exported_llama_keeps_the_dtype_of_the_checkpoint(tmp_path):
-    path, ours = save(tmp_path, shape(), torch.bfloat16)
-    export_folder(path, described(shape()), tmp_path / "out", force=False)
-    llama = opened(tmp_path / "out")
-    assert llama.dtype == torch.bfloat16
     assert torch.equal(llama.model.embed_tokens.weight, ours.embedding.weight)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert {llama.dtype, *(tensor.dtype for tensor in tensors.values())} == {dtype}
+    assert llama.config.max_position_embeddings == 24
+    assert (llama.config.bos_token_id, llama.config.eos_token_id) == (None, None)
+    if dtype == torch.float32:
+        tokens = torch.randint(VOCABULARY, (3, 24))
+        logits = llama(tokens).logits
+        atol = 1e-4 * logits.std().item()
+        torch.testing.assert_close(logits, ours(tokens), rtol=1e-4, atol=atol)
 
 
 def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path, monkeypatch):
@@ -170,8 +168,7 @@ def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path
 
 
 def test_the_exported_tokenizer_adds_no_token_that_training_has_not_seen(tmp_path):
-    tokenizer = bpe(tmp_path)
-    made = Tokenizer.from_file(str(tokenizer.path))
+    made = Tokenizer.from_file(str(bpe(tmp_path).path))
     made.add_special_tokens(["<s>"])
     start = made.token_to_id("<s>")
     made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
@@ -183,13 +180,11 @@ def test_the_exported_tokenizer_adds_no_token_that_training_has_not_seen(tmp_pat
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     given = FileTokenizer(folder / "tokenizer.json")
     path, _ = save(tmp_path, shape())
-    run_files = tmp_path / "run" / "hf"
-    run_files.mkdir()
+    (tmp_path / "run" / "hf").mkdir()
     for name, content in given.exported_files().items():
-        (run_files / name).write_bytes(content)
+        (tmp_path / "run" / "hf" / name).write_bytes(content)
     export_folder(path, described(shape()), tmp_path / "out", force=False)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = stories(70)[69]
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path / "out"), stories(70)[69]
     assert theirs(text)["input_ids"] == given.encode([text])[0].tolist()
     assert theirs.bos_token_id == start
 
@@ -205,7 +200,7 @@ def test_forced_into_a_folder_no_file_of_an_earlier_export_is_left(tmp_path):
     assert names == {"config.json", "model.safetensors", "notes.md"}
 
 
-def test_a_folder_without_a_tokenizer_is_explained(tmp_path):
+def test_a_folder_without_a_tokenizer_is_explained_and_other_layers_refused(tmp_path):
     path, _ = save(tmp_path, shape())
     for identity, line in (
         ("bytes", "tokens are bytes"),
@@ -213,10 +208,6 @@ def test_a_folder_without_a_tokenizer_is_explained(tmp_path):
         ("sha256 12", r"no copy of its tokenizer (sha256 12): add its tokenizer.json"),
     ):
         assert line in missing_tokenizer(path, described(shape(), tokenizer=identity))
-
-
-def test_a_checkpoint_of_other_layers_is_refused_and_leaves_no_folder(tmp_path):
-    path, _ = save(tmp_path, shape())
     options = as_mapping(shape()) | {"layers": 3}
     with pytest.raises(ValueError, match=r"differs in blocks\.2\.attention"):
         export_folder(path, manifest(task="lm", model=options), tmp_path / "out", force=False)

@@ -13,18 +13,9 @@ VERSIONS = {"mntrain": "0.1.0", "torch": "2.6.0", "MPI": "MPICH 5", "mpi4py": "4
 
 
 def fact(cores=range(4), **changes):
-    given = {
-        "host": "n1",
-        "host_key": 0,
-        "cores": frozenset(cores),
-        "physical": len(cores),
-        "host_cores": 4,
-        "threads": 0,
-        "gpu": "",
-        "versions": VERSIONS,
-        "clock": (100.0, 100.1),
-        "findings": {"limits": passed("fine")},
-    }
+    given = {"host": "n1", "host_key": 0, "cores": frozenset(cores), "physical": len(cores)}
+    given |= {"host_cores": 4, "threads": 0, "gpu": "", "versions": VERSIONS}
+    given |= {"clock": (100.0, 100.1), "findings": {"limits": passed("fine")}}
     return RankFacts(**{**given, **changes})
 
 
@@ -60,13 +51,12 @@ def test_more_ranks_than_cores_are_one_warning():
     found = all_ranks.cores(facts)
     assert found.text == "4 ranks share the 2 cores of n1, so each is slower"
     assert found.fix == "start at most 2 ranks there"
-
-
-def test_ranks_bound_to_fewer_cores_than_the_host_has_can_have_more():
-    facts = [fact([1])] * 2
-    assert names(facts) == {"cores"}
-    assert "the 1 core of n1 that they are bound to (of 4)" in all_ranks.cores(facts).text
-    assert "mpirun --bind-to none" in all_ranks.cores(facts).fix
+    assert names([fact([0, 1], host_cores=2, threads=1)] * 4) == {"cores"}
+    bound = [fact([1])] * 2
+    assert names(bound) == {"cores"}
+    found = all_ranks.cores(bound)
+    assert "the 1 core of n1 that they are bound to (of 4)" in found.text
+    assert "mpirun --bind-to none" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -98,10 +88,6 @@ def test_more_threads_than_cores_name_the_rank_and_the_right_number(facts, rank,
     assert f"OMP_NUM_THREADS={allowed}," in found.fix
 
 
-def test_single_threads_of_more_ranks_than_cores_are_no_second_warning():
-    assert names([fact([0, 1], host_cores=2, threads=1)] * 4) == {"cores"}
-
-
 def test_a_shared_gpu_is_reported_with_the_ranks_and_the_fix():
     facts = [fact(gpu="a"), fact(gpu="b"), other_host(gpu="a"), other_host(gpu="a")]
     assert names(facts) == {"gpus"}
@@ -127,24 +113,18 @@ def test_a_clock_that_is_off_is_named(shift, word):
     facts = [fact(), other_host(clock=(100.0 + shift, 100.5 + shift))]
     found = all_ranks.clocks(facts)
     assert found.status == "warn"
-    assert (
-        f"the clock of n2 (rank 1) is 3599.{9 if shift > 0 else 5} s or more {word}" in found.text
-    )
-
-
-@pytest.mark.parametrize("clock", [(100.9, 100.95), (60.0, 100.05), (100.05, 160.0), (99.5, 99.6)])
-def test_clocks_that_may_agree_are_no_warning(clock):
-    assert all_ranks.clocks([fact(), other_host(clock=clock)]).status == "pass"
+    off = f"3599.{9 if shift > 0 else 5}"
+    assert f"the clock of n2 (rank 1) is {off} s or more {word}" in found.text
+    for clock in ((100.9, 100.95), (60.0, 100.05), (100.05, 160.0), (99.5, 99.6)):
+        assert all_ranks.clocks([fact(), other_host(clock=clock)]).status == "pass"
 
 
 def test_a_hosts_own_finding_is_named_by_host():
     bad = Finding("warn", "few files", "ulimit")
     facts = [fact(), other_host(findings={"limits": bad}), other_host(findings={"limits": bad})]
-    assert all_ranks.examine(facts)["limits"] == Finding("warn", "n2: few files", "ulimit")
-
-
-def test_every_check_is_in_the_report_by_its_name():
-    assert {check.__name__ for check in all_ranks.CHECKS} < all_ranks.examine([fact()]).keys()
+    found = all_ranks.examine(facts)
+    assert found["limits"] == Finding("warn", "n2: few files", "ulimit")
+    assert {check.__name__ for check in all_ranks.CHECKS} < found.keys()
 
 
 @pytest.mark.parametrize(
@@ -210,25 +190,14 @@ def threads(monkeypatch):
 def test_torch_gets_a_share_of_the_physical_cores(threads, ranks, count):
     assert threads(ranks) == count
     assert threads(ranks, before=CORES) == count  # torch's default without MKL
-
-
-def test_a_rank_that_is_bound_to_one_hyperthread_of_each_core_has_as_many_threads(threads):
-    assert threads(1, before=2, cores=[0, 2]) == 2
+    assert threads(1, before=2, cores=[0, 2]) == 2  # bound to one hyperthread of each core
     assert threads(2, before=1, cores=[0, 1]) == 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_a_count_that_the_user_has_set_stays(threads, count):
-    assert threads(4, before=count) == count
-    assert threads(1, before=count) == count
-
-
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-def test_a_count_in_the_environment_stays(threads, monkeypatch, name):
-    monkeypatch.setenv(name, "3")
+def test_a_count_that_the_user_has_set_stays(threads, monkeypatch):
+    for count in (1, 2, 3, 6):
+        assert threads(4, before=count) == threads(1, before=count) == count
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
     assert threads(2, before=3) == 3
-
-
-def test_a_variable_counts_for_more_than_what_torch_makes_of_it(threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert threads(2, before=1, cores=[0]) == 4
+    assert threads(2, before=1, cores=[0]) == 4  # it counts for more than what torch makes of it

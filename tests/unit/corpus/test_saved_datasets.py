@@ -53,14 +53,18 @@ def test_the_tokens_are_those_of_the_same_records_as_json_lines(tmp_path, saved,
     assert list(first.files)[:3] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
 
 
-def test_labelled_records_are_those_of_json_lines(tmp_path, saved):
+def test_labelled_records_are_those_of_json_lines_and_parquet(tmp_path, saved):
+    import pyarrow
+    from pyarrow import parquet
+
     lines = "".join(json.dumps(record) + "\n" for record in records())
     (tmp_path / "a.jsonl").write_text(lines)
-    first, second = (
+    parquet.write_table(pyarrow.Table.from_pylist(records()), tmp_path / "a.parquet")
+    first, second, third = (
         read_labelled(find_files(path, "**/*"), "text", "label")
-        for path in (saved, tmp_path / "a.jsonl")
+        for path in (saved, tmp_path / "a.jsonl", tmp_path / "a.parquet")
     )
-    assert first == second
+    assert first == second == third
     assert first[2] == ["0", "1", "2"]
 
 
@@ -85,8 +89,8 @@ def cut_at_a_batch(folder):
     path = folder / "data-00002-of-00003.arrow"
     content = path.read_bytes()
     with pyarrow.BufferReader(content) as file, pyarrow.ipc.open_stream(file) as stream:
-        stream.read_next_batch()
-        stream.read_next_batch()
+        for _ in range(2):
+            stream.read_next_batch()
         path.write_bytes(content[: file.tell()])
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
         assert stream.read_all().num_rows == 6  # of 7: the library does not notice
@@ -128,21 +132,17 @@ def test_an_arrow_stream_that_was_cut_is_refused(saved, damage, message):
         texts(saved)
 
 
-def test_a_part_of_a_dataset_and_a_dataset_among_other_files_are_refused(tmp_path, saved):
+def test_a_part_of_a_dataset_one_among_other_files_and_splits_are_refused(tmp_path, saved):
     for path in (saved / "data-00000-of-00003.arrow", tmp_path):
         with pytest.raises(ValueError, match=r"saved is a dataset .* give --data.path .*/saved$"):
             find_files(path, "**/*")
-
-
-def test_a_folder_of_splits_is_refused_with_their_names(tmp_path):
+    folder = tmp_path / "D"
     for name in ("train", "validation"):
-        write_saved_dataset(tmp_path / "D" / name, records(4))
-    (tmp_path / "D" / "dataset_dict.json").write_text("{}")
+        write_saved_dataset(folder / name, records(4))
+    (folder / "dataset_dict.json").write_text("{}")
     with pytest.raises(ValueError, match=r"INPUT .*D is a DatasetDict: .*D/train, .*D/validation$"):
-        find_files(tmp_path / "D", "**/*", OptionNames("INPUT"))
-    assert texts(tmp_path / "D" / "train") == stories(4)
-
-
-def test_a_state_file_of_something_else_is_text(tmp_path):
-    (tmp_path / "state.json").write_text('{"phase": 3}')
-    assert [file.name for file in find_files(tmp_path, "**/*").files] == ["state.json"]
+        find_files(folder, "**/*", OptionNames("INPUT"))
+    assert texts(folder / "train") == stories(4)
+    (tmp_path / "E").mkdir()
+    (tmp_path / "E" / "state.json").write_text('{"phase": 3}')  # of something else
+    assert [file.name for file in find_files(tmp_path / "E", "**/*").files] == ["state.json"]

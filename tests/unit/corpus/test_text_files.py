@@ -1,4 +1,5 @@
 import gzip
+import sys
 
 import pytest
 from corpora import write_records
@@ -66,8 +67,11 @@ def test_characters_that_a_sample_cuts_in_two_are_text(tmp_path, monkeypatch):
             assert why_binary(tmp_path / "a") == ""
 
 
-def test_binary_files_of_a_folder_are_skipped_and_named(tmp_path):
-    (tmp_path / "b").mkdir()
+def test_binary_files_and_what_an_interrupted_tokenization_left_are_skipped(tmp_path):
+    left = tmp_path / ".tokens.12ab34cd.partial"
+    for folder in (tmp_path / "b", left):
+        folder.mkdir()
+    (left / "tokenizer.json").write_text("{}")
     for name in ("d.zip", "b/a.png", "b/c", "e"):
         (tmp_path / name).write_bytes(b"\0")
     (tmp_path / "a.txt").write_bytes(b"text")
@@ -76,26 +80,13 @@ def test_binary_files_of_a_folder_are_skipped_and_named(tmp_path):
     assert [file.name for file in found.files] == ["a.txt", "z.npy"]
     assert found.describe_skipped() == "skipped 4 binary files: b/a.png, b/c, d.zip and 1 more"
     assert find_files(tmp_path, "a*").describe_skipped() == ""
-
-
-def test_a_binary_file_alone_is_refused(tmp_path):
-    (tmp_path / "a.dat").write_bytes(b"ab\0")
-    with pytest.raises(
-        ValueError, match=r"INPUT .*a.dat has no text: a.dat has a NUL byte at offset 2; give"
-    ):
-        find_files(tmp_path / "a.dat", "**/*", OptionNames(path="INPUT"))
-    with pytest.raises(ValueError, match=r"has no text: a.dat has a NUL byte"):
-        find_files(tmp_path, "**/*")
-
-
-def test_what_an_interrupted_tokenization_left_is_not_read(tmp_path):
-    folder = tmp_path / ".tokens.12ab34cd.partial"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
-    (tmp_path / "a").write_text("text")
-    assert [file.name for file in find_files(tmp_path, "**/*").files] == ["a"]
     with pytest.raises(ValueError, match=r"matches no file .*: give another pattern"):
-        find_files(folder, "**/*")
+        find_files(left, "**/*")
+    alone = r"INPUT .*d.zip has no text: d.zip has a NUL byte at offset 0; give"
+    with pytest.raises(ValueError, match=alone):
+        find_files(tmp_path / "d.zip", "**/*", OptionNames(path="INPUT"))
+    with pytest.raises(ValueError, match=r"has no text: a.png has a NUL byte"):
+        find_files(tmp_path, "b/*")
 
 
 # ---- text in files ----
@@ -129,11 +120,9 @@ def test_a_field_of_each_line_is_a_document_and_empty_ones_are_left_out(tmp_path
     texts = ["first\nsecond\r\n", "", " ", "日本", "x" * (10 << 20)]
     write_records(tmp_path / name, texts, field="story")
     assert texts_of(tmp_path / name, "story") == [text for text in texts if text]
-
-
-def test_byte_order_marks_line_ends_and_empty_lines_of_json_do_not_matter(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b\\u00e9"}')
-    assert texts_of(tmp_path / "a.jsonl") == ["a", "bé"]
+    # Byte order marks, line ends and empty lines do not matter.
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b\\u00e9"}')
+    assert texts_of(tmp_path / "b.jsonl") == ["a", "bé"]
 
 
 @pytest.mark.parametrize(
@@ -148,63 +137,43 @@ def test_byte_order_marks_line_ends_and_empty_lines_of_json_do_not_matter(tmp_pa
         (b"{}", "has no field 'text': its fields are none"),
         (b'{"text": null}', "'text' is a NoneType, and must be text"),
         (b'{"text": ["a"]}', "'text' is a list, and must be text"),
-        (
-            rb'{"text": "ab\ud800"}',
-            r"'text' has half of a surrogate pair",
-        ),
+        (rb'{"text": "ab\ud800"}', r"'text' has half of a surrogate pair"),
     ],
 )
 def test_a_line_without_the_text_is_refused_with_its_number(tmp_path, line, message):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    path, options = tmp_path / "a.jsonl", OptionNames(text_field="--f")
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(ValueError, match=f"a.jsonl, line 3:? {message}"):
-        list(
-            read_pieces(
-                tmp_path / "a.jsonl", "text", as_bytes=False, options=OptionNames(text_field="--f")
-            )
-        )
+        list(read_pieces(path, "text", as_bytes=False, options=options))
 
 
 def test_a_damaged_gzip_file_is_refused(tmp_path):
     path = write_records(tmp_path / "a.jsonl.gz", ["some text " * 100] * 50)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read"):
-        texts_of(path)
-    path.write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read"):
-        texts_of(path)
+    for content in (path.read_bytes()[:-20], b"no gzip"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read"):
+            texts_of(path)
     path.write_bytes(gzip.compress(b""))
     assert texts_of(path) == []
 
 
-def test_a_column_of_parquet_is_read_row_by_row(tmp_path):
+def test_a_column_of_parquet_is_read_row_by_row(tmp_path, monkeypatch):
+    path, texts = tmp_path / "a.parquet", ["first\n", "", "日本"] * 300
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    texts = ["first\n", "", "日本"] * 300
-    for kind in (
-        pyarrow.string(),
-        pyarrow.large_string(),
-        pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
-    ):
-        column = pyarrow.array(texts, kind)
-        table = pyarrow.table({"id": list(range(900)), "story": column})
-        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-        assert texts_of(tmp_path / "a.parquet", "story") == [text for text in texts if text]
-    with pytest.raises(
-        ValueError, match=r"a.parquet has no field 'text': its fields are id, story;"
-    ):
-        texts_of(tmp_path / "a.parquet")
+    codes = pyarrow.dictionary(pyarrow.int8(), pyarrow.string())
+    for kind in (pyarrow.string(), pyarrow.large_string(), codes):
+        table = pyarrow.table({"id": list(range(900)), "story": pyarrow.array(texts, kind)})
+        parquet.write_table(table, path, row_group_size=100)
+        assert texts_of(path, "story") == [text for text in texts if text]
+    with pytest.raises(ValueError, match=r"a.parquet has no field 'text': its fields are id, st"):
+        texts_of(path)
     with pytest.raises(ValueError, match=r"a.parquet, row 1: 'id' is a int, and must be text"):
-        texts_of(tmp_path / "a.parquet", "id")
-    content = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
+        texts_of(path, "id")
+    path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"a.parquet cannot be read"):
-        texts_of(tmp_path / "a.parquet")
-
-
-def test_without_pyarrow_the_package_to_install_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    (tmp_path / "a.parquet").touch()
+        texts_of(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"needs pyarrow: pip install 'mntrain\[data\]'"):
-        texts_of(tmp_path / "a.parquet")
+        texts_of(path)

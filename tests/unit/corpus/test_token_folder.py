@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,19 +77,9 @@ def test_a_folder_says_what_its_tokens_are(tmp_path, records, tokens):
         "text_field": "text",
         "sources": {"a.jsonl": records.stat().st_size},
     }
-    found = open_token_folder(tokens)
-    assert found.tokenizer.identity == made.identity
-    for given in (tokens, tokens / "tokenizer.json"):  # as hf:PATH
-        path = given / "tokenizer.json" if given.is_dir() else given
-        assert FileTokenizer(path).identity == made.identity
+    assert open_token_folder(tokens).tokenizer.identity == made.identity
+    assert FileTokenizer(tokens / "tokenizer.json").identity == made.identity  # as hf:PATH
     assert not list(tmp_path.glob(".tokens*"))
-
-
-def test_bytes_of_joined_text_have_no_end_of_text(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    manifest = write(tmp_path / "tokens", tmp_path / "a.txt")
-    assert (manifest.end_of_text, manifest.tokenizer, manifest.tokens) == (None, "bytes", 9)
-    assert open_token_folder(tmp_path / "tokens").manifest == manifest
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
@@ -122,36 +111,49 @@ def edit(**changes):
     return apply
 
 
-def cut_tokens(folder):
-    path = folder / "tokens.bin"
-    path.write_bytes(path.read_bytes()[:-2])
+def halve(folder):
+    """Half as many tokens, of 32 bits."""
+    count = json.loads((folder / "manifest.json").read_text())["tokens"]
+    with (folder / "tokens.bin").open("ab") as file:
+        file.write(b"\0\0" * (count % 2))
+    edit(dtype="uint32", tokens=-(-count // 2))(folder)
 
 
-def edit_tokenizer(folder):
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text() + "\n")
+def rewrite(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+NO_MANIFEST = "is no manifest of tokens"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_tokens, r"the bytes of tokens.bin should be \d+, and is \d+: .*`.*tokenize` again"),
-        (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin should be .* and is 0"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "is no manifest of tokens"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "is no manifest of tokens"),
+        (
+            rewrite("tokens.bin", lambda content: content[:-2]),
+            r"the bytes of tokens.bin should be \d+, and is \d+: .*`.*tokenize` again",
+        ),
+        (remove("tokens.bin"), "tokens.bin should be .* and is 0"),
+        (rewrite("manifest.json", lambda content: b"{"), NO_MANIFEST),
+        (rewrite("manifest.json", lambda content: b"[]"), NO_MANIFEST),
         (edit(tokens=5), "tokens.bin should be 10"),
-        (edit(tokens="5"), "is no manifest of tokens: tokens: Input should be a valid integer"),
-        (edit(extra=5), "is no manifest of tokens: extra: Unexpected"),
-        (edit(format="mntrain tokens 2"), "is no manifest of tokens: format: .*'mntrain tokens 1'"),
+        (edit(tokens="5"), f"{NO_MANIFEST}: tokens: Input should be a valid integer"),
+        (edit(extra=5), f"{NO_MANIFEST}: extra: Unexpected"),
+        (edit(format="mntrain tokens 2"), f"{NO_MANIFEST}: format: .*'mntrain tokens 1'"),
         (edit(dtype="uint32", tokens=1), "tokens.bin should be 4"),
+        (halve, "dtype should be uint32, and is uint16"),
         (edit(vocabulary=299), "vocabulary should be 299, and is 300"),
         (edit(vocabulary=70_000), "vocabulary should be 70000, and is 300"),
         (edit(end_of_text=5), "end_of_text should be 5, and is 0"),
         (edit(end_of_text=None), "end_of_text should be None, and is 0"),
         (edit(tokenizer="bytes"), "tokenizer_sha256 should be .*, and is None"),
-        (edit(tokenizer="../other.json"), "is no manifest of tokens: tokenizer: "),
-        (edit_tokenizer, "tokenizer_sha256 should be "),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
+        (edit(tokenizer="../other.json"), f"{NO_MANIFEST}: tokenizer: "),
+        (rewrite("tokenizer.json", lambda content: content + b"\n"), "tokenizer_sha256 should be "),
+        (remove("tokenizer.json"), "tokenizer.json cannot be read"),
     ],
 )
 def test_a_folder_that_was_changed_is_refused(tokens, damage, message):
@@ -161,57 +163,39 @@ def test_a_folder_that_was_changed_is_refused(tokens, damage, message):
         open_token_folder(tokens)
 
 
-def test_half_as_many_tokens_of_32_bits_are_refused(tokens):
-    count = json.loads((tokens / "manifest.json").read_text())["tokens"]
-    with (tokens / "tokens.bin").open("ab") as file:
-        file.write(b"\0\0" * (count % 2))
-    edit(dtype="uint32", tokens=-(-count // 2))(tokens)
-    with pytest.raises(ValueError, match="dtype should be uint32, and is uint16"):
-        open_token_folder(tokens)
-
-
-def test_folders_of_other_kinds_hold_no_tokens(tmp_path):
-    assert not is_token_folder(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"format": "mntrain checkpoint 1"}')
-    assert not is_token_folder(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"format": "mntrain tokens 1"}')
-    assert is_token_folder(tmp_path)
-
-
 def test_an_output_that_exists_is_kept_unless_it_may_be_replaced(tmp_path, records, tokens):
-    (tmp_path / "b.txt").write_text("others")
+    other, empty = tmp_path / "b.txt", tmp_path / "empty"
+    other.write_text("others")
     before = (tokens / "tokens.bin").read_bytes()
     with pytest.raises(ValueError, match=r"tokens has tokens already: .* or --overwrite"):
-        write(tokens, tmp_path / "b.txt")
+        write(tokens, other)
     assert (tokens / "tokens.bin").read_bytes() == before
-    write(tokens, tmp_path / "b.txt", overwrite=True)
-    assert open_token_folder(tokens).manifest.tokens == 6
+    write(tokens, other, overwrite=True)
     assert not list(tmp_path.glob(".tokens*"))
     (tokens / "notes.md").touch()
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"tokens has other files than tokens"):
             write(tokens, records, overwrite=overwrite)
-    (tmp_path / "empty").mkdir()
-    write(tmp_path / "empty", tmp_path / "b.txt")
-    assert open_token_folder(tmp_path / "empty").manifest.tokens == 6
+    empty.mkdir()
+    assert not is_token_folder(empty)
+    write(empty, other)
+    assert [open_token_folder(made).manifest.tokens for made in (tokens, empty)] == [6, 6]
+    for kind in ("checkpoint", "tokens"):
+        (tmp_path / "manifest.json").write_text(f'{{"format": "mntrain {kind} 1"}}')
+        assert is_token_folder(tmp_path) == (kind == "tokens")
 
 
-def test_files_that_change_meanwhile_are_refused(tmp_path, records, at_batch):
-    def change():
-        with records.open("a") as file:
-            file.write("\n")
-
-    at_batch(change)
+def test_changed_files_and_ids_that_the_tokenizer_does_not_list_are_refused(
+    tmp_path, records, at_batch
+):
+    at_batch(lambda: records.write_text(records.read_text() + "\n"))
     with pytest.raises(ValueError, match="changed while they were read: try again"):
         write(tmp_path / "tokens", records)
-    assert not is_token_folder(tmp_path / "tokens")
-
-
-def test_an_id_that_the_tokenizer_does_not_list_is_refused(tmp_path, records):
     made = bpe(tmp_path)
     made.size = 100
     with pytest.raises(ValueError, match=r"the tokenizer made id \d+, which it does not list"):
         write(tmp_path / "tokens", records, made)
+    assert not is_token_folder(tmp_path / "tokens")
 
 
 def write_slowly(folder, source):
@@ -279,12 +263,10 @@ def test_an_older_folder_returns_if_the_new_one_cannot_take_its_place(
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch):
-    largest = 0
-    encode = ByteTokenizer.encode
+    sizes, encode = [], ByteTokenizer.encode
 
     def measured(self, texts):
-        nonlocal largest
-        largest = max(largest, sum(map(len, texts)))
+        sizes.append(sum(map(len, texts)))
         return encode(self, texts)
 
     monkeypatch.setattr(ByteTokenizer, "encode", measured)
@@ -293,15 +275,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("word " * 600_000)
     write_records(tmp_path / "b.jsonl", ["word " * 600_000, "short"])
     manifest = write(tmp_path / "tokens", tmp_path)
-    assert manifest.tokens == 6_000_000 + 1 + 5 + 1
-    assert manifest == replace(manifest, documents=2)
-    assert largest < 150_000
-
-
-def test_progress_is_told(tmp_path, records, capsys, monkeypatch):
-    monkeypatch.setattr(token_folder, "_EVERY_S", 0.0)
-    tokens = write(tmp_path / "tokens", records).tokens
-    assert f"1 of 1 files, {tokens:,} tokens" in capsys.readouterr().err
+    assert (manifest.tokens, manifest.documents) == (6_000_000 + 1 + 5 + 1, 2)
+    assert max(sizes) < 150_000
 
 
 # ---- the cache ----
@@ -334,22 +309,16 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path, records,
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_file_that_is_replaced_with_its_old_times_is_read_again(records):
+def test_a_file_that_is_replaced_with_its_old_times_and_damaged_tokens_are_read_again(records):
     first, stat = cached(records), records.stat()
-    content = records.read_text().replace("all", "ALL")
-    records.write_text(content)
+    expected = first.tokens_path.read_bytes()
+    first.tokens_path.write_bytes(expected[:-2])
+    assert cached(records).tokens_path.read_bytes() == expected
+    records.write_text(records.read_text().replace("all", "ALL"))
     os.utime(records, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again = cached(records)
     assert again.path != first.path
     assert b"ALL" in again.tokens_path.read_bytes().replace(b"\0", b"")
-
-
-@pytest.mark.usefixtures("cache")
-def test_damaged_tokens_are_made_again(records):
-    first = cached(records)
-    expected = first.tokens_path.read_bytes()
-    first.tokens_path.write_bytes(expected[:-2])
-    assert cached(records).tokens_path.read_bytes() == expected
 
 
 def at_once(barrier, records, cache, results):

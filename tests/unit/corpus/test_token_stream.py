@@ -55,26 +55,22 @@ def test_long_lines_are_split_in_linear_time(tmp_path):
     assert max(len(piece) for piece, _ in pieces) <= 2 << 16
 
 
-def test_an_end_of_text_follows_each_record(tmp_path):
-    made = bpe(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    write_records(tmp_path / "corpus" / "a.jsonl", ["first", "", "second <|endoftext|>\n"])
-    encoded = [made.encode([t])[0].tolist() for t in ("first", "second <|endoftext|>\n")]
-    end = [made.end_of_text]
-    assert tokens_of(tmp_path / "corpus", made) == ([*encoded[0], *end, *encoded[1], *end], 2)
-    expected = list(b"first\0second <|endoftext|>\n\0")
-    assert tokens_of(tmp_path / "corpus", ByteTokenizer()) == (expected, 2)
-
-
-def test_text_files_are_documents_of_a_tokenizer_and_joined_bytes(tmp_path):
-    made = bpe(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    for name, content in {"a": b"\xef\xbb\xbffirst", "b": b"", "c": b" \r\n"}.items():
-        (tmp_path / "corpus" / name).write_bytes(content)
-    encoded = [made.encode([t])[0].tolist() for t in ("first", " \r\n")]
-    end = [made.end_of_text]
-    assert tokens_of(tmp_path / "corpus", made) == ([*encoded[0], *end, *encoded[1], *end], 2)
-    assert tokens_of(tmp_path / "corpus", ByteTokenizer())[0] == list(b"\xef\xbb\xbffirst \r\n")
+@pytest.mark.parametrize("kind", ["records", "files"])
+def test_an_end_of_text_follows_each_record_and_file_but_bytes_of_files_are_joined(tmp_path, kind):
+    made, folder = bpe(tmp_path), tmp_path / "corpus"
+    folder.mkdir()
+    documents, expected = ["first", "second <|endoftext|>\n"], b"first\0second <|endoftext|>\n\0"
+    if kind == "records":
+        write_records(folder / "a.jsonl", ["first", "", documents[1]])
+    else:
+        documents, expected = ["first", " \r\n"], b"\xef\xbb\xbffirst \r\n"
+        for name, content in {"a": b"\xef\xbb\xbffirst", "b": b"", "c": b" \r\n"}.items():
+            (folder / name).write_bytes(content)
+    encoded = [[*ids.tolist(), made.end_of_text] for ids in made.encode(documents)]
+    assert tokens_of(folder, made) == ([*encoded[0], *encoded[1]], 2)
+    found, count = tokens_of(folder, ByteTokenizer())
+    assert found == list(expected)
+    assert kind == "files" or count == 2
 
 
 @pytest.mark.parametrize("size", [1, 50, 1 << 22])

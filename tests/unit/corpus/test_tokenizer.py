@@ -3,18 +3,14 @@ import sys
 
 import numpy as np
 import pytest
-from corpora import bpe, stories, write_bpe
+import tokenizers
+from corpora import stories, write_bpe
+from tokenizers.processors import TemplateProcessing
 
 from mntrain.corpus.text_files import OptionNames
 from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, train_bpe
 
 TEXTS = ["", " ", "1 and 2 make 3\r\n\tcafé 日本 😀\0", "<|endoftext|> in a text"]
-
-
-def edited(path, **changes):
-    """A tokenizer.json with other top-level values."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return path
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -24,6 +20,9 @@ def test_text_is_what_its_tokens_decode_to(tmp_path, kind):
         assert ids.dtype == np.int64
         assert made.decode(ids.tolist()) == text
         assert not len(ids) or (ids.min() >= 0 and ids.max() < made.size)
+    if kind == "bpe":  # in a document, the end of text is ordinary text
+        assert made.end_of_text not in ids
+        assert made.decode([*ids, made.end_of_text]) == f"{TEXTS[-1]}<|endoftext|>"
 
 
 def test_bytes_are_those_of_utf8():
@@ -31,13 +30,6 @@ def test_bytes_are_those_of_utf8():
     assert [ids.tolist() for ids in made.encode(TEXTS)] == [list(t.encode()) for t in TEXTS]
     assert made.encode(["\udcff"])[0].tolist() == [0xFF]  # as a file was read
     assert made.decode([0xFF, 97]) == "\N{REPLACEMENT CHARACTER}a"
-
-
-def test_the_end_of_text_in_a_document_is_ordinary_text(tmp_path):
-    made = bpe(tmp_path)
-    ids = made.encode(["a<|endoftext|>b"])[0]
-    assert made.end_of_text not in ids
-    assert made.decode([*ids, made.end_of_text]) == "a<|endoftext|>b<|endoftext|>"
 
 
 def test_training_gives_the_asked_vocabulary_and_the_same_tokenizer_again():
@@ -51,47 +43,34 @@ def test_training_gives_the_asked_vocabulary_and_the_same_tokenizer_again():
 def test_what_a_tokenizer_file_adds_or_cuts_off_is_turned_off(tmp_path):
     path = write_bpe(tmp_path)
     plain = FileTokenizer(path).encode(TEXTS)
-    template = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {
-            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
-        },
-    }
-    model = {**json.loads(path.read_text())["model"], "dropout": 0.9}
-    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    pad = {
-        "strategy": {"Fixed": 64},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "<|endoftext|>",
-    }
-    edited(path, post_processor=template, model=model, truncation=cut, padding=pad)
+    made = tokenizers.Tokenizer.from_file(str(path))
+    end = "<|endoftext|>"
+    made.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    made.enable_truncation(3)
+    made.enable_padding(length=64, pad_token=end)
+    made.model.dropout = 0.9
+    made.save(str(path))
     for ids, expected in zip(FileTokenizer(path).encode(TEXTS), plain, strict=True):
         assert ids.tolist() == expected.tolist()
 
 
 def test_a_folder_of_hugging_face_names_its_end_of_text(tmp_path):
     write_bpe(tmp_path).rename(tmp_path / "tokenizer.json")
+    settings = tmp_path / "tokenizer_config.json"
     assert load_tokenizer(f"hf:{tmp_path}").end_of_text == 0
     for named in ("!", {"content": "!", "lstrip": False}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        settings.write_text(json.dumps({"eos_token": named}))
         for given in (f"hf:{tmp_path}", f"hf:{tmp_path}/tokenizer.json"):
             made = load_tokenizer(given)
             assert made.decode([made.end_of_text]) == "!"
             assert made.identity != load_tokenizer(f"bpe:{write_bpe(tmp_path)}").identity
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "absent"}')
-    with pytest.raises(ValueError, match=r"tokenizer.json has no end-of-text token 'absent'"):
-        load_tokenizer(f"hf:{tmp_path}")
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is not the settings"):
-        load_tokenizer(f"hf:{tmp_path}")
+    for content, message in (
+        ('{"eos_token": "absent"}', r"tokenizer.json has no end-of-text token 'absent'"),
+        ("[", r"tokenizer_config.json is not the settings"),
+    ):
+        settings.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(f"hf:{tmp_path}")
 
 
 def word_level(vocabulary, *added):
@@ -122,13 +101,11 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
         load_tokenizer(f"bpe:{tmp_path}/a.json")
 
 
-@pytest.mark.parametrize("given", ["gpt2", "bpe:", "hf", "bytes:x", "tok.json", ":x"])
-def test_an_unknown_kind_of_tokenizer_is_refused(given):
-    with pytest.raises(ValueError, match=rf"--t {given}: must be bytes, bpe:FILE .* or hf:PATH"):
-        load_tokenizer(given, OptionNames(tokenizer="--t"))
-
-
-def test_an_absent_file_is_refused(tmp_path):
+def test_an_unknown_kind_of_tokenizer_and_an_absent_file_are_refused(tmp_path):
+    for given in ("gpt2", "bpe:", "hf", "bytes:x", "tok.json", ":x"):
+        kinds = rf"--t {given}: must be bytes, bpe:FILE .* or hf:PATH"
+        with pytest.raises(ValueError, match=kinds):
+            load_tokenizer(given, OptionNames(tokenizer="--t"))
     for given in (f"bpe:{tmp_path}", f"bpe:{tmp_path}/x", f"hf:{tmp_path}"):
         with pytest.raises(ValueError, match=r"there is no file .*; give one that exists"):
             load_tokenizer(given)

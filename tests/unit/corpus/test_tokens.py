@@ -8,16 +8,14 @@ from mntrain.corpus.text_files import find_files
 from mntrain.corpus.training_tokens import Corpus
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(97, 123)) * 4)
-    return path
-
-
-def tokens_of(files):
-    found = Corpus(files)
-    return found.read(0, len(found)).tolist()
+def test_a_pickled_corpus_reopens_its_files(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(97, 123)) * 4)
+    found = Corpus([tmp_path / "text"])
+    unread = len(pickle.dumps(found))
+    expected = found.read(3, 9).tolist()
+    pickled = pickle.dumps(found)
+    assert len(pickled) == unread
+    assert pickle.loads(pickled).read(3, 9).tolist() == expected
 
 
 def test_files_are_read_end_to_end_in_the_order_of_their_paths(tmp_path):
@@ -27,12 +25,11 @@ def test_files_are_read_end_to_end_in_the_order_of_their_paths(tmp_path):
     found = Corpus(find_files(tmp_path, "**/*").files)
     assert found.is_text
     assert len(found) == 6
-    whole = b"345126"
     for start in range(6):
         for stop in range(start + 1, 7):
-            assert bytes(found.read(start, stop).tolist()) == whole[start:stop]
-    assert tokens_of(find_files(tmp_path, "b/*").files) == list(b"126")
-    assert tokens_of(find_files(tmp_path / "a", "ignored").files) == list(b"345")
+            assert bytes(found.read(start, stop).tolist()) == b"345126"[start:stop]
+    for path, glob, whole in ((tmp_path, "b/*", b"126"), (tmp_path / "a", "ignored", b"345")):
+        assert bytes(Corpus(find_files(path, glob).files).read(0, 3).tolist()) == whole
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "<u4", "<i8"])
@@ -53,6 +50,8 @@ def test_bin_files_hold_little_endian_uint16_and_mix_with_npy(tmp_path):
     found = Corpus(find_files(tmp_path, "*").files)
     assert found.read(0, 4).tolist() == [1, 256, 65535, 3]
     assert found.id_range() == (0, 65535)
+    (tmp_path / "a.bin").write_bytes(np.array([1, 1 << 20], dtype="<u4").tobytes())
+    assert Corpus([tmp_path / "a.bin"], "<u4").read(0, 2).tolist() == [1, 1 << 20]
 
 
 def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
@@ -63,15 +62,6 @@ def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
     assert found.read(0, 150).tolist() == list(range(150))
     assert found.read(0, 2).tolist() == [0, 1]
     assert training_tokens._map_tokens.cache_info().currsize == 64
-
-
-def test_a_pickled_corpus_reopens_its_files(text):
-    found = Corpus([text])
-    unread = len(pickle.dumps(found))
-    expected = found.read(3, 9).tolist()
-    pickled = pickle.dumps(found)
-    assert len(pickled) == unread
-    assert pickle.loads(pickled).read(3, 9).tolist() == expected
 
 
 def test_ids_are_found_wherever_they_lie_and_of_much_data_in_some_blocks(tmp_path, monkeypatch):
@@ -85,8 +75,3 @@ def test_ids_are_found_wherever_they_lie_and_of_much_data_in_some_blocks(tmp_pat
         low, high = Corpus([tmp_path / "a.npy"]).id_range(20)  # of 100: 3 of 10 blocks
         assert (low == -3) == (at // 10 in (0, 5, 9))
         assert (high == 900) == ((99 - at) // 10 in (0, 5, 9))
-
-
-def test_bin_files_may_hold_32_bits(tmp_path):
-    (tmp_path / "a.bin").write_bytes(np.array([1, 1 << 20], dtype="<u4").tobytes())
-    assert Corpus([tmp_path / "a.bin"], "<u4").read(0, 2).tolist() == [1, 1 << 20]

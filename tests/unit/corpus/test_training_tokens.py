@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from corpora import bpe, stories, write_bpe, write_records
+from corpora import stories, write_bpe, write_records
 
 from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import write_token_folder
@@ -22,6 +22,18 @@ def ids(found):
 
 
 @pytest.fixture
+def tokenized(tmp_path, corpus):
+    """Makes the folder of tokens t of the corpus."""
+
+    def make(tokenizer, glob="*"):
+        folder, sources = tmp_path / "t", find_files(corpus, glob)
+        write_token_folder(folder, sources, "text", load_tokenizer(tokenizer), overwrite=False)
+        return folder
+
+    return make
+
+
+@pytest.fixture
 def corpus(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -33,12 +45,9 @@ def corpus(tmp_path):
 
 @pytest.mark.parametrize("glob", ["*.txt", "*.jsonl", "*"])
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_raw_text_has_the_tokens_of_its_token_folder(tmp_path, corpus, kind, glob):
+def test_raw_text_has_the_tokens_of_its_token_folder(tmp_path, corpus, tokenized, kind, glob):
     given = "bytes" if kind == "bytes" else f"bpe:{write_bpe(tmp_path)}"
-    raw = opened(corpus, given, glob=glob)
-    sources = find_files(corpus, glob)
-    write_token_folder(tmp_path / "t", sources, "text", load_tokenizer(given), overwrite=False)
-    made = opened(tmp_path / "t")
+    raw, made = opened(corpus, given, glob=glob), opened(tokenized(given, glob))
     assert ids(raw) == ids(made)
     assert raw.end_of_text == made.end_of_text
     assert raw.tokenizer.identity == made.tokenizer.identity
@@ -55,20 +64,20 @@ def test_bytes_of_text_are_read_in_place(tmp_path, corpus):
     assert found.describe() == "1 file, 7 tokens, which are bytes"
 
 
-def test_what_nodes_compare_includes_the_tokens_and_the_tokenizer(tmp_path, corpus):
-    path = write_bpe(tmp_path)
-    found = opened(corpus, f"bpe:{path}")
+def test_what_nodes_compare_includes_the_tokens_and_the_tokenizer(tmp_path, corpus, tokenized):
+    given = f"bpe:{write_bpe(tmp_path)}"
+    found = opened(corpus, given)
     assert list(found.files) == ["a.txt", "c.jsonl", "the tokens"]
     assert "6 documents" in found.describe()
-    sources, made = find_files(corpus, "*"), bpe(tmp_path)
-    write_token_folder(tmp_path / "t", sources, "text", made, overwrite=False)
-    folder = opened(tmp_path / "t", f"bpe:{path}")
-    assert list(folder.files) == ["manifest.json", "tokens.bin", "tokenizer.json"]
+    folder = tokenized(given)
+    assert list(opened(folder, given).files) == ["manifest.json", "tokens.bin", "tokenizer.json"]
     write_bpe(tmp_path, vocabulary=290)
-    with pytest.raises(
-        ValueError, match=r"--data.tokenizer .*tok.json is not the tokenizer of .*t:"
-    ):
-        opened(tmp_path / "t", f"bpe:{path}")
+    other = r"--data.tokenizer .*tok.json is not the tokenizer of .*t:"
+    with pytest.raises(ValueError, match=other):
+        opened(folder, given)
+    for path, glob in ((folder / "tokens.bin", "*"), (tmp_path, "**/*.bin")):
+        with pytest.raises(ValueError, match=r"/t is a folder of tokens .*: give --data.path .*/t"):
+            opened(path, glob=glob)
 
 
 def test_token_ids_may_have_a_tokenizer(tmp_path):
@@ -78,14 +87,6 @@ def test_token_ids_may_have_a_tokenizer(tmp_path):
     assert found.tokenizer.size == 300
     assert not found.checked
     assert "9 token ids without" in opened(tmp_path / "a.npy").describe()
-
-
-def test_the_file_of_a_token_folder_is_refused_without_its_manifest(tmp_path, corpus):
-    sources = find_files(corpus, "*")
-    write_token_folder(tmp_path / "t", sources, "text", load_tokenizer("bytes"), overwrite=False)
-    for path, glob in ((tmp_path / "t" / "tokens.bin", "*"), (tmp_path, "**/*.bin")):
-        with pytest.raises(ValueError, match=r"/t is a folder of tokens .*: give --data.path .*/t"):
-            opened(path, glob=glob)
 
 
 def test_text_with_a_space_only_and_empty_files_are_tokens_or_none(tmp_path):

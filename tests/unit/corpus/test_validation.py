@@ -31,57 +31,44 @@ def ids(found):
 @pytest.fixture
 def kinds(tmp_path):
     """Paths of data of each kind, twice."""
-    tok, other = write_bpe(tmp_path), tmp_path / "other"
+    other, made = tmp_path / "other", {}
     other.mkdir()
-    made = {}
+    given = f"bpe:{write_bpe(tmp_path)}"
+    tokenizers = {"bytes": load_tokenizer("bytes"), "tokens": load_tokenizer(given)}
+    tokenizers["others"] = bpe(other, vocabulary=290)
     for i in (1, 2):
         texts = stories(20 * i)
-        lines = write_records(tmp_path / f"{i}.jsonl", texts)
-        (tmp_path / f"{i}.txt").write_text("".join(texts))
-        np.array(range(50 * i), "<u2").tofile(tmp_path / f"{i}.bin")
-        for kind, made_by in (
-            ("bytes", load_tokenizer("bytes")),
-            ("tokens", bpe(tmp_path)),
-            ("others", bpe(other, vocabulary=290)),
-        ):
-            folder = tmp_path / f"{kind}{i}"
-            write_token_folder(folder, find_files(lines, "*"), "text", made_by, overwrite=False)
+        made["lines", i] = write_records(tmp_path / f"{i}.jsonl", texts)
+        made["text", i], made["ids", i] = tmp_path / f"{i}.txt", tmp_path / f"{i}.bin"
+        made["text", i].write_text("".join(texts))
+        np.array(range(50 * i), "<u2").tofile(made["ids", i])
+        for kind, tokenizer in tokenizers.items():
+            folder, lines = tmp_path / f"{kind}{i}", find_files(made["lines", i], "*")
+            write_token_folder(folder, lines, "text", tokenizer, overwrite=False)
             made[kind, i] = folder
-        made |= {("lines", i): lines, ("text", i): tmp_path / f"{i}.txt"}
-        made["ids", i] = tmp_path / f"{i}.bin"
-    return made, f"bpe:{tok}"
+    return made, given
 
 
-@pytest.mark.parametrize("train", ["text", "lines", "tokens", "ids"])
-@pytest.mark.parametrize("valid", ["text", "lines", "tokens"])
-def test_the_tokenizer_of_the_training_data_makes_the_tokens(tmp_path, kinds, train, valid):
+def test_the_tokenizer_of_the_training_data_makes_the_tokens(kinds):
     paths, given = kinds
-    found = opened(paths[train, 1], paths[valid, 2], given)
-    end = found.tokenizer.end_of_text
-    encoded = found.tokenizer.encode(stories(40))
+    tokenizer = load_tokenizer(given)
+    end, encoded = tokenizer.end_of_text, tokenizer.encode(stories(40))
     records = [token for one in encoded for token in (*one.tolist(), end)]
-    whole = [*found.tokenizer.encode(["".join(stories(40))])[0].tolist(), end]
-    assert ids(found) == (whole if valid == "text" else records)
-    assert found.tokenizer.identity == load_tokenizer(given).identity
+    whole = [*tokenizer.encode(["".join(stories(40))])[0].tolist(), end]
+    for train in ("text", "lines", "tokens", "ids"):
+        for valid, expected in (("text", whole), ("lines", records), ("tokens", records)):
+            found = opened(paths[train, 1], paths[valid, 2], given)
+            assert ids(found) == expected
+            assert found.tokenizer.identity == tokenizer.identity
 
 
-@pytest.mark.parametrize(
-    ("train", "valid"),
-    [
-        ("text", "ids"),
-        ("tokens", "ids"),
-        ("ids", "text"),
-        ("ids", "tokens"),
-        ("text", "tokens"),
-        ("tokens", "others"),
-        ("tokens", "bytes"),
-    ],
-)
-def test_data_of_another_or_an_unknown_tokenizer_are_refused(kinds, train, valid):
+def test_data_of_another_or_an_unknown_tokenizer_are_refused(kinds):
     paths, _ = kinds
     message = "^--data.valid-path news=.* are of another tokenizer than .*, or of one that is not"
-    with pytest.raises(ValueError, match=message):
-        opened(paths[train, 1], paths[valid, 2])
+    refused = ["text ids", "tokens ids", "ids text", "ids tokens", "text tokens", "tokens others"]
+    for train, valid in map(str.split, [*refused, "tokens bytes"]):
+        with pytest.raises(ValueError, match=message):
+            opened(paths[train, 1], paths[valid, 2])
 
 
 def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch):
@@ -114,26 +101,21 @@ def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("name", "label"), [("", "--data.valid-path"), ("news", "--data.valid-path news")]
 )
-def test_errors_name_the_option_and_the_set(tmp_path, name, label):
-    (tmp_path / "a.txt").write_text("text")
+def test_errors_and_compared_files_name_the_option_and_the_set(kinds, tmp_path, name, label):
+    paths, given = kinds
     (tmp_path / "b.jsonl").write_text('{"body": 1}\n')
-    given = f"{label}{'=' if name else ' '}{tmp_path}"
-    for path, message in [
-        ("gone", f"{given}/gone: must be a file or a folder"),
+    path = f"{label}{'=' if name else ' '}{tmp_path}"
+    for file, message in [
+        ("gone", f"{path}/gone: must be a file or a folder"),
         ("b.jsonl", f"{label}: {tmp_path}/b.jsonl, line 1 has no field 'text'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            opened(tmp_path / "a.txt", tmp_path / path, name=name)
-
-
-def test_compared_files_have_names_of_their_own(kinds):
-    paths, given = kinds
-    for name, label in (("", "--data.valid-path"), ("news", "--data.valid-path news")):
-        with validation_set(name) as options:
-            found = opened(paths["text", 1], paths["text", 2], given, name=name)
-            assert list(named_files(found.files, options)) == [label, f"{label}: the tokens"]
-            found = opened(paths["tokens", 1], paths["tokens", 2], name=name)
-            assert named_files(found.files, options) == {
-                f"{label}: {file}": paths["tokens", 2] / file
-                for file in ("manifest.json", "tokens.bin", "tokenizer.json")
-            }
+            opened(paths["text", 1], tmp_path / file, name=name)
+    with validation_set(name) as options:
+        found = opened(paths["text", 1], paths["text", 2], given, name=name)
+        assert list(named_files(found.files, options)) == [label, f"{label}: the tokens"]
+        found = opened(paths["tokens", 1], paths["tokens", 2], name=name)
+        assert named_files(found.files, options) == {
+            f"{label}: {file}": paths["tokens", 2] / file
+            for file in ("manifest.json", "tokens.bin", "tokenizer.json")
+        }

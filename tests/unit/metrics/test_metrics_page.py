@@ -22,25 +22,17 @@ def names(title: str, cell: int = 0) -> set[str]:
     return {name for row in rows(title) for name in re.findall(r"`(\w+)`", row[cell])}
 
 
-def test_every_metric_has_its_unit_and_its_reduction():
-    documented = {
-        row[0].strip("`"): (row[1], row[2]) for row in rows("name \\| unit \\| over ranks")
-    }
+def test_every_metric_has_its_unit_its_reduction_and_a_formula():
+    table = rows("name \\| unit \\| over ranks")
+    documented = {row[0].strip("`"): (row[1], row[2]) for row in table}
     declared = {name: (metric.unit, metric.reduction) for name, metric in METRICS.items()}
     assert documented == declared
-
-
-def test_every_metric_has_a_formula():
-    assert all(len(row) == 4 and len(row[3]) > 5 for row in rows("name \\| unit \\| over ranks"))
+    assert all(len(row) == 4 and len(row[3]) > 5 for row in table)
 
 
 def test_every_figure_of_a_rank_is_documented():
     declared = {field.name for kind in (Place, Usage) for field in fields(kind)}
-    assert names("name in `ranks`") == declared | {
-        "samples",
-        "own_s",
-        "link_bytes_per_s",
-    }
+    assert names("name in `ranks`") == declared | {"samples", "own_s", "link_bytes_per_s"}
 
 
 def test_every_metric_of_the_summary_is_documented():

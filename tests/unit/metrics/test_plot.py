@@ -11,7 +11,7 @@ import pytest
 
 from mntrain.metrics import plot
 from mntrain.metrics.files import flatten
-from mntrain.metrics.plot import LoggedRun, read_run, running_mean
+from mntrain.metrics.plot import LoggedRun, running_mean
 
 mpl = pytest.importorskip("matplotlib")
 FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
@@ -79,14 +79,21 @@ def figure(paths: list[Path], metrics: list[str], *, log: bool = False):
 
 
 def test_a_run_has_its_loss_its_running_mean_and_its_evaluations(tmp_path):
-    run = make(tmp_path / "a", lines(100))
+    run = make(tmp_path / "a", [*lines(100), {"step": 101, "loss": None}, {"step": 102}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 103, "lo')  # as a kill leaves it
     [axes] = figure([run], ["loss"]).axes
     each, mean, evaluation = axes.lines
-    assert each.get_ydata().tolist() == [2 + 1 / step for step in range(1, 101)]
-    assert len(mean.get_ydata()) == 100
+    assert each.get_ydata()[:100].tolist() == [2 + 1 / step for step in range(1, 101)]
+    assert np.isnan(each.get_ydata()[100:]).tolist() == [True]
+    assert len(mean.get_ydata()) == 101
     assert evaluation.get_xdata().tolist() == list(range(5, 101, 5))
     assert each.get_linewidth() < mean.get_linewidth()
     assert each.get_color() == mean.get_color() != evaluation.get_color()
+    for name in ("accuracy", "metrics/accuracy"):
+        [axes] = figure([make(tmp_path / "b", lines(10))], [name]).axes
+        drawn = [line.get_ydata().tolist() for line in axes.lines]
+        assert drawn == [[step / 10 for step in range(1, 11)], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("count", [2, 10, 14])
@@ -96,11 +103,9 @@ def test_each_run_has_a_colour_of_its_own_that_the_legend_names(tmp_path, count)
     colours = [mpl.colors.to_hex(line.get_color()) for line in drawn.axes[0].lines[:count]]
     assert len(set(colours)) == count
     legend = drawn.legends[1]
-    named = {
-        text.get_text(): mpl.colors.to_hex(handle.get_color())
-        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
-    }
-    assert named == {f"r{index}": colour for index, colour in enumerate(colours)}
+    handles = [mpl.colors.to_hex(handle.get_color()) for handle in legend.legend_handles]
+    assert [text.get_text() for text in legend.get_texts()] == [f"r{i}" for i in range(count)]
+    assert handles == colours
 
 
 NAMES = ["_hidden $x^", "a" * 200, "lr=3e-4 " * 25, "ä\n\tb"]
@@ -140,16 +145,6 @@ def test_the_vertical_axis_is_logarithmic_only_if_asked(tmp_path):
     assert sum(bool(label.get_text()) for label in axes.get_yticklabels(which="both")) >= 3
 
 
-def test_a_metric_of_the_task_is_drawn_with_its_evaluations(tmp_path):
-    run = make(tmp_path / "a", lines(10))
-    for name in ("accuracy", "metrics/accuracy"):
-        [axes] = figure([run], [name]).axes
-        assert [line.get_ydata().tolist() for line in axes.lines] == [
-            [step / 10 for step in range(1, 11)],
-            [0.5, 0.5],
-        ]
-
-
 @pytest.mark.parametrize(
     ("ending", "begin"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("PDF", b"%PDF")]
 )
@@ -175,52 +170,37 @@ def test_default_files_are_in_the_run_or_here_for_several(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none"], "none: there is no such folder; give the folder of a run"),
-        (["empty"], "empty has no metrics.jsonl: give the folder of a run"),
-        (["begun"], "begun: its metrics.jsonl has no step yet"),
-        (["a", "b/../a"], "a run is given twice"),
+        ("none", "none: there is no such folder; give the folder of a run"),
+        ("empty", "empty has no metrics.jsonl: give the folder of a run"),
+        ("begun", "begun: its metrics.jsonl has no step yet"),
+        ("a b/../a", "a run is given twice"),
         (
-            ["a", "--metric", "lss"],
+            "a --metric lss",
             "--metric lss: a has no value of it; it has loss, samples, step_s, tokens_per_s, "
             "metrics/accuracy, eval_loss, eval_metrics/accuracy",
         ),
-        (["a", "own", "--metric", "samples"], "--metric samples: own has no value of it; it has v"),
-        (["own", "--metric", "v", "--x", "tokens"], "--x tokens: own has no tokens_per_s; give "),
-        (["own", "--metric", "v", "--log"], "--log: v of own has no value above 0"),
-        (["a", "--output", "a.jpg"], "--output a.jpg: its ending must be .svg, .png, .pdf"),
-        (["a", "--output", "no/a.png"], "--output no/a.png: there is no folder no"),
+        ("a own --metric samples", "--metric samples: own has no value of it; it has v"),
+        ("own --metric v --x tokens", "--x tokens: own has no tokens_per_s; give "),
+        ("own --metric v --log", "--log: v of own has no value above 0"),
+        ("a --output a.jpg", "--output a.jpg: its ending must be .svg, .png, .pdf"),
+        ("a --output no/a.png", "--output no/a.png: there is no folder no"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
     tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
-    make(Path("a"), lines(6))
-    make(Path("b"), lines(6))
+    for name in "ab":
+        make(Path(name), lines(6))
     make(Path("own"), [{"step": 1, "v": -1.0}, {"step": 2, "v": 0}])
     make(Path("begun"), [])
     Path("empty").mkdir()
-    assert draw(*words) == 2
+    assert draw(*words.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"mntrain: {message}")
     assert err.count("\n") == 1
-    files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {"metrics.jsonl"}
-
-
-def test_a_line_that_a_kill_has_cut_short_is_left_out(tmp_path):
-    run = make(tmp_path, lines(3))
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert [line["step"] for line in read_run(run)] == [1, 2, 3]
-
-
-def test_values_that_are_not_finite_are_gaps():
-    curve = logged(*lines(3), {"step": 4, "loss": None}, {"step": 5, "error": "x"}).curve(
-        "loss", "step"
-    )
-    assert np.isnan(curve[1]).tolist() == [False, False, False, True]
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"metrics.jsonl"}
 
 
 def test_the_command_needs_neither_torch_nor_mpi(tmp_path):
@@ -231,29 +211,25 @@ from mntrain.__main__ import main
 assert main(["plot", {str(run)!r}]) == 0
 print([name for name in sys.modules if name in ("torch", "mpi4py")])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.splitlines()[1:], done.stderr) == (["[]"], "")
 
 
-def test_a_job_draws_in_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(plot, "JOB_LIMIT_S", 60)
-    run = make(tmp_path, lines(30))
-    assert plot.draw_at_end(run) == ""
-    assert (run / "loss.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_a_job_that_cannot_draw_says_why(tmp_path, monkeypatch):
+def test_a_job_draws_in_a_process_of_its_own_or_says_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "JOB_LIMIT_S", 60)
     assert plot.draw_at_end(make(tmp_path, [])).endswith("metrics.jsonl has no step yet")
+    make(tmp_path, lines(30))
+    picture = tmp_path / "loss.svg"
+    assert plot.draw_at_end(tmp_path) == ""
+    assert picture.read_bytes().startswith(b"<?xml")
+    picture.unlink()
     monkeypatch.setattr(plot, "JOB_LIMIT_S", 0.01)
-    make(tmp_path, lines(3))
     why = plot.draw_at_end(tmp_path)
     assert why == f"it took more than 0.01 s; python -m mntrain plot {tmp_path} draws it"
-    (tmp_path / "loss.svg").touch()  # by a process that was slow to end
+    picture.touch()  # by a process that was slow to end
     assert plot.draw_at_end(tmp_path) == ""
-    (tmp_path / "loss.svg").unlink()
+    picture.unlink()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert "No such file" in plot.draw_at_end(tmp_path)
 

@@ -27,36 +27,19 @@ def test_each_step_is_on_disk_at_once_as_a_line_of_json(tmp_path):
     assert strict(lines[0]) == record(1).to_json()
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path):
+def test_numbers_that_json_lacks_become_null_and_a_skipped_step_lacks_some(tmp_path):
     nan, inf = math.nan, math.inf
     with reporting(tmp_path, console(False)) as reporter:
-        reporter.step(record(1, loss=nan, grad_norm=inf, metrics={"a": -inf, "b": 1.0}))
+        reporter.step(record(1, loss=nan, metrics={"a": -inf, "b": 1.0}))
+        reporter.step(skipped(2, loss=inf))
         reporter.finish(summary(final_loss=nan, ranks=[rank(0, share=nan)]))
-    line = strict((tmp_path / "metrics.jsonl").read_text())
-    assert line["loss"] is line["grad_norm"] is line["metrics"]["a"] is None
-    assert line["metrics"]["b"] == 1.0
+    done, left_out = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert done["loss"] is done["metrics"]["a"] is left_out["loss"] is None
+    assert done["metrics"]["b"] == 1.0
+    assert {"grad_norm", "clip_coef", "clipped_norm"} == done.keys() - left_out.keys() - {"metrics"}
+    assert (done["skipped"], left_out["skipped"]) == (False, True)
     written = strict((tmp_path / "summary.json").read_text())
     assert written["final_loss"] is written["ranks"][0]["share"] is None
-
-
-def test_skipped_step_is_json_without_what_it_has_not(tmp_path):
-    with reporting(tmp_path, console(False)) as reporter:
-        reporter.step(record(1))
-        reporter.step(skipped(2, loss=math.inf))
-    done, left_out = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert done.keys() - left_out.keys() == {"grad_norm", "clip_coef", "clipped_norm"}
-    assert (done["skipped"], left_out["skipped"]) == (False, True)
-    assert left_out["loss"] is None
-    assert left_out["lr"] == done["lr"]
-
-
-def test_step_after_close_raises(tmp_path):
-    reporter = Reporter(True, tmp_path, 4, console(False))
-    with reporter:
-        reporter.close()
-        reporter.close()
-    with pytest.raises(RuntimeError, match="step 3 was reported outside"):
-        reporter.step(record(3))
 
 
 def test_summary_is_written_after_all_else(tmp_path):
@@ -72,8 +55,9 @@ def test_summary_is_written_after_all_else(tmp_path):
         reporter.step(record(1))
         reporter.finish(summary())
         assert strict(written.read_text()) == summary()
-        with pytest.raises(RuntimeError):  # metrics.jsonl was closed before
-            reporter.step(record(2))
+        reporter.close()
+    with pytest.raises(RuntimeError, match="step 2 was reported outside"):
+        reporter.step(record(2))
 
 
 def test_summary_replaces_an_old_one_as_a_whole(tmp_path):

@@ -53,18 +53,11 @@ def found(folder: Path, command: str, columns: int = 70) -> list[int] | None:
     (folder / "rank.py").write_text(RANK)
     command = command.replace("RANK", f"{sys.executable} {folder / 'rank.py'}")
     with pseudo_terminal(columns, 20 if columns else 0) as terminal:
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.file)
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+        options = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.file)
+        options["env"] = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
         # A shell of its own session has no controlling terminal, as a job under setsid.
-        subprocess.run(
-            ["sh", "-c", command],
-            **streams,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-            timeout=60,
-            check=True,
-        )
+        options |= {"cwd": folder, "start_new_session": True, "timeout": 60}
+        subprocess.run(["sh", "-c", command], check=True, **options)
     return json.loads((folder / "result").read_text())
 
 
@@ -78,8 +71,9 @@ def found(folder: Path, command: str, columns: int = 70) -> list[int] | None:
         "mpirun pipe sh -c 'RANK; true'",
     ],
 )
-def test_the_terminal_of_the_user_is_found(tmp_path, command):
+def test_the_terminal_of_the_user_is_found_if_it_has_a_size(tmp_path, command):
     assert found(tmp_path, command) == [70, 20, True]
+    assert found(tmp_path, command, columns=0) is None
 
 
 @pytest.mark.parametrize(
@@ -103,20 +97,9 @@ def test_there_is_none_where_the_output_goes_elsewhere_or_is_changed(tmp_path, c
     assert found(tmp_path, command) is None
 
 
-@pytest.mark.parametrize("command", ["RANK", "mpirun pipe RANK", "mpirun pty RANK"])
-def test_a_terminal_without_a_size_does_not_count(tmp_path, command):
-    assert found(tmp_path, command, columns=0) is None
-
-
 @pytest.mark.parametrize("command", ["RANK 2> file", "mpirun pipe RANK 2> file"])
 def test_stderr_in_a_file_is_told_from_stderr_on_the_terminal(tmp_path, command):
     assert found(tmp_path, command) == [70, 20, False]
-
-
-def test_streams_that_are_no_files_have_none():
-    closed = io.TextIOWrapper(io.BytesIO())
-    closed.close()
-    assert [find_terminal(stream) for stream in (None, io.StringIO(), closed)] == [None] * 3
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -134,6 +117,9 @@ def test_a_size_is_that_of_the_moment_and_none_after_the_process(tmp_path):
             process.kill()
         assert of_process.size() is None
         assert Terminal(terminal.file).size() == (50, 10)
+    closed = io.TextIOWrapper(io.BytesIO())
+    closed.close()
+    assert [find_terminal(stream) for stream in (None, io.StringIO(), closed)] == [None] * 3
 
 
 def console_in(terminal: Terminal | None, monkeypatch, **environment: str):

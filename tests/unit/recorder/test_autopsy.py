@@ -54,29 +54,19 @@ def test_files_of_an_earlier_job_with_more_ranks_do_not_count(tmp_path, capsys):
     assert "note      2 files are of earlier jobs" in said
 
 
-def test_an_unreadable_file_counts_as_a_missing_rank(tmp_path, capsys):
-    write(tmp_path / "recorder", range(3))
-    (tmp_path / "recorder" / "rank-00001.bin").write_bytes(b"cut")
-    assert autopsy.run([str(tmp_path)]) == 1
+def test_files_on_local_disks_are_found_by_config_toml_and_as_copies(tmp_path, capsys):
+    run, local, copies = tmp_path / "run", tmp_path / "local", tmp_path / "from node 1"
+    assert recordings(run, local) != recordings(tmp_path / "y" / "run", local)  # of one name
+    run.mkdir()
+    (run / "config.toml").write_text(f"[run]\nrecorder = {str(local)!r}\n")
+    write(recordings(run, local), [0, 1], size=2)
+    write(copies, [1], size=2)
+    (recordings(run, local) / "rank-00001.bin").write_bytes(b"cut")
+    assert autopsy.run([str(run)]) == 1
     said = capsys.readouterr().out
     assert "missing   no recording of rank 1" in said
     assert "rank-00001.bin is no recording" in said
-
-
-def test_files_on_local_disks_are_found_by_config_toml_and_as_copies(tmp_path, capsys):
-    run, local, copies = tmp_path / "run", tmp_path / "local", tmp_path / "from node 1"
-    run.mkdir()
-    (run / "config.toml").write_text(f"[run]\nrecorder = {str(local)!r}\n")
-    write(recordings(run, local), [0], size=2)
-    write(copies, [1], size=2)
-    assert autopsy.run([str(run)]) == 1
-    assert "no recording of rank 1" in capsys.readouterr().out
     assert autopsy.run([str(run), str(copies)]) == 0
-
-
-def test_two_runs_of_one_name_have_recordings_of_their_own(tmp_path):
-    local = tmp_path / "local"
-    assert recordings(tmp_path / "x" / "run", local) != recordings(tmp_path / "y" / "run", local)
 
 
 def test_a_large_job_fits_a_screen(tmp_path, capsys):
@@ -105,7 +95,9 @@ def slurm_header(tmp_path, monkeypatch):
     return read(tmp_path / "recorder" / "rank-00000.bin").header
 
 
-def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(tmp_path, slurm_header):
+def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(
+    tmp_path, slurm_header, monkeypatch
+):
     def state():
         return examine(tmp_path, slurm_header).scheduler
 
@@ -118,13 +110,10 @@ def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(tmp_path, slurm_
     assert state() == "TIMEOUT"
     program(tmp_path / "bin", "scontrol", "exit 1")
     assert state() == ""
-
-
-def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path, slurm_header, monkeypatch):
     monkeypatch.setattr(autopsy, "_SLURM_TIMEOUT_S", 0.2)
     for name in ("sacct", "scontrol"):
         program(tmp_path / "bin", name, "exec sleep 600")
-    assert examine(tmp_path, slurm_header).scheduler == ""
+    assert state() == ""  # one that does not answer is not waited for
 
 
 def test_kills_in_the_cgroup_count_since_the_start_and_of_the_same_cgroup_only(tmp_path):
@@ -183,7 +172,7 @@ def test_an_out_of_memory_kill_is_told(tmp_path, small_cgroup, capsys):
     assert "--train.micro-batch-size" in said
 
 
-def test_processes_are_judged_on_their_own_host_and_boot_only(tmp_path):
+def test_processes_of_this_host_and_boot_and_the_summary_of_this_job_count(tmp_path):
     write(tmp_path, [0])
     own = read(tmp_path / "rank-00000.bin").header
     assert examine(tmp_path, own).processes == {0: "runs"}
@@ -191,13 +180,8 @@ def test_processes_are_judged_on_their_own_host_and_boot_only(tmp_path):
     assert examine(tmp_path, reused).processes == {0: "gone"}
     for other in (replace(own, boot="another"), replace(own, pid_namespace="another")):
         assert examine(tmp_path, other).processes == {}
-
-
-def test_the_summary_of_an_earlier_job_does_not_count(tmp_path):
-    write(tmp_path, [0])
-    header = read(tmp_path / "rank-00000.bin").header
     summary = tmp_path / "summary.json"
     summary.write_text('{"status": "failed"}')
-    assert examine(tmp_path, header).summary == {"status": "failed"}
-    os.utime(summary, (header.wall - 100, header.wall - 100))
-    assert examine(tmp_path, header).summary == {}
+    assert examine(tmp_path, own).summary == {"status": "failed"}
+    os.utime(summary, (own.wall - 100, own.wall - 100))
+    assert examine(tmp_path, own).summary == {}

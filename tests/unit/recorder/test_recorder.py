@@ -30,6 +30,23 @@ def recorder():
     recorder.close()
 
 
+@pytest.fixture
+def opened(recorder, tmp_path):
+    """The recorder with its file in a folder."""
+    assert recorder.open(tmp_path, "job") == ""
+    return recorder
+
+
+def events(folder, rank=3):
+    return read(folder / f"rank-{rank:05}.bin").events
+
+
+def run(*words, check=False, env=None):
+    """Run Python with these words."""
+    options = {"capture_output": True, "text": True, "timeout": 60, "env": env}
+    return subprocess.run([sys.executable, *words], check=check, **options)
+
+
 def test_events_from_before_and_after_the_file_are_in_it(recorder, tmp_path):
     recorder.begin_phase("start")
     assert recorder.open(tmp_path / "recorder", "job") == ""
@@ -60,64 +77,43 @@ def test_the_newest_events_replace_the_oldest(recorder, tmp_path):
     assert (tmp_path / "rank-00003.bin").stat().st_size == FILE_BYTES
 
 
-def test_long_texts_are_cut_where_they_tell_least(recorder, tmp_path):
-    recorder.open(tmp_path, "job")
-    recorder.collective_begins("n" * 100, 1, "é" * 200 + "\udcff", "/long" * 50 + "/train.py:123")
-    (event,) = read(tmp_path / "rank-00003.bin").events
+def test_long_texts_are_cut_where_they_tell_least(opened, tmp_path):
+    opened.collective_begins("n" * 100, 1, "é" * 200 + "\udcff", "/long" * 50 + "/train.py:123")
+    (event,) = events(tmp_path)
     assert event.name == "n" * 30
     assert event.text.startswith("é" * 49)
     assert event.site.endswith("/long/train.py:123")
 
 
-def test_a_torn_record_is_left_out(recorder, tmp_path):
-    recorder.open(tmp_path, "job")
+def test_a_torn_record_is_left_out_and_a_damaged_header_refused(opened, tmp_path):
     for number in (1, 2, 3):
-        recorder.collective_ends("s", number)
+        opened.collective_ends("s", number)
     path = tmp_path / "rank-00003.bin"
     data = bytearray(path.read_bytes())
     NUMBER.pack_into(data, HEADER_BYTES + 2 * RECORD_BYTES, 0)  # as while event 2 is written
     path.write_bytes(data)
-    assert [event.number for event in read(path).events] == [1, 3]
+    assert [event.number for event in events(tmp_path)] == [1, 3]
+    path.write_bytes(path.read_bytes().replace(b'"rank"', b'"tank"'))
+    with pytest.raises(ValueError, match="damaged header"):
+        read(path)
 
 
-def test_many_threads_write_without_loss(recorder, tmp_path):
-    recorder.open(tmp_path, "job")
+def test_many_threads_write_without_loss_and_a_reader_sees_whole_records_only(opened, tmp_path):
     each = CAPACITY // 4
 
     def write(name):
         for number in range(each):
-            recorder.collective_ends(name, number)
+            opened.collective_begins(name, number, f"t{name}{number}", f"l{name}{number}")
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    events = read(tmp_path / "rank-00003.bin").events
+    while any(thread.is_alive() for thread in threads):
+        for event in events(tmp_path):
+            of_it = f"{event.name}{event.number}"
+            assert (event.text, event.site) == (f"t{of_it}", f"l{of_it}")
     for name in "abcd":
-        assert [e.number for e in events if e.name == name] == list(range(each))
-
-
-def test_a_reader_of_a_file_that_is_being_written_sees_whole_records_only(recorder, tmp_path):
-    recorder.open(tmp_path, "job")
-    done = threading.Event()
-
-    def write():
-        number = 0
-        while not done.is_set():
-            recorder.collective_begins(f"s{number}", number, f"t{number}", f"l{number}")
-            number += 1
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        for _ in range(20):
-            for event in read(tmp_path / "rank-00003.bin").events:
-                n = event.number
-                assert (event.name, event.text, event.site) == (f"s{n}", f"t{n}", f"l{n}")
-    finally:
-        done.set()
-        thread.join()
+        assert [e.number for e in events(tmp_path) if e.name == name] == list(range(each))
 
 
 KILLED = """
@@ -141,7 +137,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_events_and_the_last_line_survive_sigkill_and_a_forked_child_writes_none(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
-    done = subprocess.run([sys.executable, script, tmp_path], timeout=60, check=False)
+    done = run(script, tmp_path)
     assert done.returncode == -signal.SIGKILL
     found = read(tmp_path / "rank-00000.bin")
     assert [(e.kind, e.name, e.number) for e in found.events] == [(Kind.PHASE_BEGINS, "forward", 4)]
@@ -150,48 +146,37 @@ def test_events_and_the_last_line_survive_sigkill_and_a_forked_child_writes_none
     assert found.sign.site == f"{script}:{line}"
 
 
-def test_the_end_of_the_interpreter_is_a_clean_end(tmp_path):
+def test_the_end_of_the_interpreter_is_a_clean_end(opened, tmp_path):
     script = (
         "from pathlib import Path; from mntrain.recorder.events import Recorder\n"
         f"recorder = Recorder(0, 1); recorder.open(Path({str(tmp_path)!r}), 'job')"
     )
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
-    assert [e.kind for e in read(tmp_path / "rank-00000.bin").events] == [Kind.END]
+    run("-c", script, check=True)
+    opened.close()
+    opened.begin_phase("forward")  # after the end, nothing is recorded
+    assert [[e.kind for e in events(tmp_path, rank)] for rank in (0, 3)] == [[Kind.END]] * 2
 
 
-def test_nothing_is_recorded_after_the_end(recorder, tmp_path):
-    recorder.open(tmp_path, "job")
-    recorder.close()
-    recorder.begin_phase("forward")
-    assert [e.kind for e in read(tmp_path / "rank-00003.bin").events] == [Kind.END]
-
-
-def test_an_error_has_the_innermost_line_of_the_user(tmp_path):
+def test_an_error_has_the_innermost_line_of_the_user_and_its_phase_does_not_end(tmp_path):
     recorder = Recorder(0, 1, internal=(str(Path(__file__).parent / "no such folder"),))
-    recorder.open(tmp_path, "job")
-    try:
-        Path("/no/such/file").read_text()  # raises in the standard library
-    except OSError as error:
-        recorder.error_raised(error)
-        line = error.__traceback__.tb_lineno
-    (event,) = read(tmp_path / "rank-00000.bin").events
-    assert event.kind == Kind.ERROR
-    assert event.text.startswith("FileNotFoundError: [Errno 2]")
-    assert event.site == f"{__file__}:{line}"[-96:]
-
-
-def test_a_phase_that_raises_does_not_end(recorder, tmp_path):
     recorder.open(tmp_path, "job")
     with recorder.phase("data", 1):
         pass
-    with pytest.raises(KeyError), recorder.phase("forward", 1):
-        raise KeyError
-    kinds = [(e.kind, e.name) for e in read(tmp_path / "rank-00003.bin").events]
-    assert kinds == [
-        (Kind.PHASE_BEGINS, "data"),
-        (Kind.PHASE_ENDS, "data"),
-        (Kind.PHASE_BEGINS, "forward"),
+    try:
+        with recorder.phase("forward", 1):
+            Path("/no/such/file").read_text()  # raises in the standard library
+    except OSError as error:
+        recorder.error_raised(error)
+        line = error.__traceback__.tb_lineno
+    *phases, event = events(tmp_path, 0)
+    begins, ends = Kind.PHASE_BEGINS, Kind.PHASE_ENDS
+    assert [(e.kind, e.name) for e in phases] == [
+        *((kind, "data") for kind in (begins, ends)),
+        (begins, "forward"),
     ]
+    assert event.kind == Kind.ERROR
+    assert event.text.startswith("FileNotFoundError: [Errno 2]")
+    assert event.site == f"{__file__}:{line}"[-96:]
 
 
 def test_a_folder_that_cannot_hold_the_file_is_told_and_recording_goes_on_in_memory(
@@ -217,16 +202,9 @@ def test_a_full_disk_does_not_end_the_process(tmp_path):
         "recorder = Recorder(0, 1); said = recorder.open(Path(sys.argv[1]), 'job')\n"
         "[recorder.begin_phase('x') for _ in range(2000)]; print(said)"
     )
-    mount = (
-        f'mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mount, script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    mount = f'mount -t tmpfs -o size=64k x {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
+    command = ["unshare", "--mount", "sh", "-c", mount, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip("needs root")
     assert done.returncode == 0, done.stderr
@@ -261,14 +239,6 @@ def test_other_files_are_refused(tmp_path, content):
         read(tmp_path / "rank-00000.bin")
 
 
-def test_a_damaged_header_is_refused(recorder, tmp_path):
-    recorder.open(tmp_path, "job")
-    path = tmp_path / "rank-00003.bin"
-    path.write_bytes(path.read_bytes().replace(b'"rank"', b'"tank"'))
-    with pytest.raises(ValueError, match="damaged header"):
-        read(path)
-
-
 def test_out_of_memory_kills_are_read_from_both_versions_of_cgroups(tmp_path):
     one, two = tmp_path / "memory.oom_control", tmp_path / "memory.events"
     one.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
@@ -300,17 +270,10 @@ def test_a_crash_of_native_code_is_recorded_with_its_line(tmp_path, kind):
     program = tmp_path / "program.py"
     program.write_text(CRASH)
     environment = {n: v for n, v in os.environ.items() if n != "PYTHONFAULTHANDLER"}
-    ended = subprocess.run(
-        [sys.executable, program, tmp_path, kind],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=60,
-    )
+    ended = run(program, tmp_path, kind, env=environment)
     assert ended.returncode == (0 if kind == "child" else -signal.SIGSEGV)
     assert ("Segmentation fault" in ended.stderr) == (kind == "the user's")
-    recorded = read(tmp_path / "rank-00000.bin").events
+    recorded = events(tmp_path, 0)
     found = [event for event in recorded if event.kind == Kind.CRASH]
     if kind != "own":
         assert found == []

@@ -19,28 +19,22 @@ from mntrain.tasks.lm import LanguageModel
 
 
 def test_every_option_is_compared_by_its_flag_but_for_those_that_may_differ():
-    flags = {"--" + name.replace("_", "-") for name in named_options(Config()).keys() - MAY_DIFFER}
+    names = named_options(Config()).keys()
+    flags = {"--" + name.replace("_", "-") for name in names - MAY_DIFFER}
+    assert MAY_DIFFER.keys() <= names
     assert describe_options(Config()).keys() == flags
     assert {"--optim.lr", "--train.batch-size", "--run.seed", "--comm.bucket-mb"} <= flags
     assert describe_options(BenchOptions()).keys() > {"--sizes"}
-
-
-def test_the_options_that_may_differ_exist():
-    assert MAY_DIFFER.keys() <= named_options(Config()).keys()
-
-
-@pytest.mark.parametrize("words", [["--data.path", "x"], ["--run.dir", "y"], ["--data.workers=3"]])
-def test_what_may_differ_is_not_described(words):
-    assert describe_options(parse(words)) == describe_options(Config())
+    for words in (["--data.path", "x"], ["--run.dir", "y"], ["--data.workers=3"]):
+        assert describe_options(parse(words)) == describe_options(Config())
 
 
 def test_values_are_those_of_the_command_line_and_equal_however_they_are_written():
     one, other = (describe_options(parse(["--optim.lr", text])) for text in ("1e-2", "0.01"))
     assert one == other
     assert str(one["--optim.lr"]) == "0.01"
-    assert str(
-        describe_options(parse(["--optim.max-grad-norm=none"]))["--optim.max-grad-norm"]
-    ) == ("none")
+    told = describe_options(parse(["--optim.max-grad-norm=none"]))
+    assert str(told["--optim.max-grad-norm"]) == "none"
 
 
 def test_an_option_from_a_file_names_it_and_the_command_line_does_not(tmp_path):
@@ -62,11 +56,8 @@ def write(folder, contents):
     return paths
 
 
-def test_no_files_are_no_entries():
-    assert describe_files({}) == {}
-
-
-def test_files_differ_by_name_and_by_size(tmp_path):
+def test_files_differ_by_name_and_by_size_and_of_many_some_sizes_are_compared(tmp_path):
+    names = "the list of the data's files"
     usual, same, longer, named = (
         describe_files(write(tmp_path, contents))
         for contents in (
@@ -79,18 +70,13 @@ def test_files_differ_by_name_and_by_size(tmp_path):
     assert usual == same
     assert {name for name in usual if usual[name] != longer[name]} == {"the size of b"}
     assert longer["the size of b"].value == "4 bytes"
-    assert usual["the list of the data's files"] != named["the list of the data's files"]
-
-
-def test_of_many_files_all_names_and_some_sizes_are_compared(tmp_path):
+    assert usual[names] != named[names]
     paths = write(tmp_path, {f"{number:04}": b"x" * (number % 7) for number in range(250)})
     told = describe_files(paths)
     assert 50 < len(told) <= 101
     del paths["0124"]
-    assert (
-        describe_files(paths)["the list of the data's files"]
-        != told["the list of the data's files"]
-    )
+    assert describe_files(paths)[names] != told[names]
+    assert describe_files({}) == {}
 
 
 FILES = {
@@ -129,12 +115,9 @@ def test_the_source_is_the_module_and_what_it_imports_from_its_folder_or_package
     found = module_files(module(root))
     assert set(found) == {f"own/{name}.py" for name in USED} | beside
     assert all(found[name] == root / name for name in found)
-
-
-def test_the_package_itself_can_be_the_module(root):
-    made = module(root, "own")
-    made.__file__ = str(root / "own" / "__init__.py")
-    assert module_files(made) == {"own/__init__.py": root / "own" / "__init__.py"}
+    package = module(root, "own")
+    package.__file__ = str(root / "own" / "__init__.py")
+    assert module_files(package) == {"own/__init__.py": root / "own" / "__init__.py"}
 
 
 def test_a_module_without_a_file_of_its_own_has_no_source():
@@ -154,20 +137,7 @@ def test_the_source_of_a_class_is_that_of_its_bases_too(tmp_path, monkeypatch):
     assert describe_sources(kind).keys() == {"the source base_task.py", "the source top_task.py"}
     for module in (base, top):
         del sys.modules[module.__name__]
-
-
-def test_the_built_in_task_is_compared_with_its_package():
-    assert describe_sources(LanguageModel) == {}
-
-
-def test_an_imported_module_is_found(tmp_path, monkeypatch):
-    (tmp_path / "lone_task.py").write_text("import lone_net\n")
-    (tmp_path / "lone_net.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    found = module_files(importlib.import_module("lone_task"))
-    assert found.keys() == {"lone_task.py", "lone_net.py"}
-    for name in ("lone_task", "lone_net"):
-        del sys.modules[name]
+    assert describe_sources(LanguageModel) == {}  # it is compared with its package
 
 
 def test_another_content_of_any_file_is_a_difference(root, monkeypatch):

@@ -47,24 +47,19 @@ def test_a_sharded_model_is_refused():
 
 
 def test_an_accelerator_that_trains_each_rank_alone_is_found(monkeypatch):
-    class State:
-        _shared_state = {"backend": None}  # noqa: RUF012 - as accelerate has it
-        num_processes = 1
-
-    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(AcceleratorState=State))
-    assert "trains each of 2 ranks alone" in lone_accelerator(2)
-    assert not lone_accelerator(1)
-    State.num_processes = 2  # it has a process group
-    assert not lone_accelerator(2)
-    State._shared_state = {}  # none was made
-    State.num_processes = 1
-    assert not lone_accelerator(2)
-
-
-def test_accelerate_tells_of_its_accelerators_as_is_expected_here():
     from accelerate.state import AcceleratorState
 
-    assert AcceleratorState._shared_state == {}
+    assert AcceleratorState._shared_state == {}  # as is expected here
+    for shared, processes, size, alone in (
+        ({"backend": None}, 1, 2, True),
+        ({"backend": None}, 1, 1, False),
+        ({"backend": None}, 2, 2, False),  # it has a process group
+        ({}, 1, 2, False),  # none was made
+    ):
+        state = type("State", (), {"_shared_state": shared, "num_processes": processes})
+        module = SimpleNamespace(AcceleratorState=state)
+        monkeypatch.setitem(sys.modules, "accelerate.state", module)
+        assert ("trains each of 2 ranks alone" in lone_accelerator(size)) == alone
 
 
 def test_an_error_for_want_of_a_process_group_gets_advice_once():
@@ -115,9 +110,9 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
         optimizer = ZeroOptimizer(named, torch.optim.Adam, collectives, stage=1, lr=0.1)
         model(torch.full((1, 3), value)).sum().backward()
         optimizer.step()
-        return model, optimizer
+        return optimizer
 
-    model, optimizer = trained(FirstOfTwo(), 1.0)
+    optimizer = trained(FirstOfTwo(), 1.0)
     guards = guard_torch_checkpoints(rank=0)
     words = r"mntrain\.checkpoint\.load .* optimizer\.load_state_dict"
     for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
@@ -126,20 +121,13 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
         with pytest.raises(RuntimeError, match=rf"cannot load .*{words}"):
             dcp.load(state, checkpoint_id=tmp_path)
     assert not list(tmp_path.iterdir())
-    saved = {"model": model.state_dict()}
-    dcp.save(saved, checkpoint_id=tmp_path / "model")
-    loaded = {"model": nn.Linear(3, 2).state_dict()}
-    dcp.load(loaded, checkpoint_id=tmp_path / "model")
-    assert torch.equal(loaded["model"]["weight"], model.weight)
-    _, alone = trained(SingleProcessCollectives(), 2.0)
+    alone, other = (trained(SingleProcessCollectives(), value) for value in (2.0, 3.0))
     dcp.save({"optimizer": alone.full_state_dict()}, checkpoint_id=tmp_path / "whole")
-    _, other = trained(SingleProcessCollectives(), 3.0)
     whole = {"optimizer": other.full_state_dict()}
     dcp.load(whole, checkpoint_id=tmp_path / "whole")
-    other.load_state_dict(whole["optimizer"])
     for name, state in alone.full_state_dict()["state"].items():
         for key, value in state.items():
-            assert torch.equal(other.full_state_dict()["state"][name][key], value)
+            assert torch.equal(whole["optimizer"]["state"][name][key], value)
     for one in guards:
         one.close()
 

@@ -16,17 +16,12 @@ def clock(monkeypatch):
     return now
 
 
-def test_an_interval_in_steps():
-    interval = SaveInterval("3", mtbf_hours=24)
-    assert interval.wanted
-    assert [step for step in range(1, 10) if interval.due_after(step)] == [3, 6, 9]
+@pytest.mark.parametrize(("every", "steps"), [("3", [3, 6, 9]), ("0", [])])
+def test_an_interval_in_steps(every, steps):
+    interval = SaveInterval(every, mtbf_hours=24)
+    assert interval.wanted == bool(steps)
+    assert [step for step in range(1, 10) if interval.due_after(step)] == steps
     assert not interval.due_now()
-
-
-def test_no_interval():
-    interval = SaveInterval("0", mtbf_hours=24)
-    assert not interval.wanted
-    assert not any(interval.due_after(step) for step in range(1, 10))
 
 
 def test_an_interval_in_minutes(clock):
@@ -54,11 +49,6 @@ def test_auto_saves_at_once_and_then_as_often_as_its_cost_allows(clock):
     assert interval.due_now()
 
 
-@pytest.mark.parametrize("every", ["0", "500", "10min", "0.5min", "auto"])
-def test_valid_values_of_checkpoint_every(every):
-    assert CheckpointConfig(every=every).every == every
-
-
 @pytest.mark.parametrize(
     "every", ["-1", "1.5", "10 min", "0min", "0.0min", "min", "often", "1h", ""]
 )
@@ -66,6 +56,8 @@ def test_invalid_values_of_checkpoint_every(every):
     with pytest.raises(ValueError, match=r"\nevery\n") as error:
         CheckpointConfig(every=every)
     assert "must be a number of steps, minutes such as 10min, or auto" in str(error.value)
+    for valid in ("0", "500", "10min", "0.5min", "auto"):
+        assert CheckpointConfig(every=valid).every == valid
 
 
 @pytest.mark.parametrize("every", ["500", "30min", "auto"])

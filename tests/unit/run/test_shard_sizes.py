@@ -17,22 +17,17 @@ def places(*words):
     return [SimpleNamespace(host=w.partition("/")[0], gpu=w.partition("/")[2]) for w in words]
 
 
-def test_ranks_share_the_memory_of_their_host():
-    free = [64 * GB, 62 * GB, 30 * GB]  # measured one after the other
-    assert free_by_rank(free, places("a", "a", "b")) == [31 * GB, 31 * GB, 30 * GB]
-
-
-def test_virtual_nodes_of_one_host_share_its_memory():
-    assert free_by_rank([60, 60, 60], places("a", "a", "a")) == [20, 20, 20]
-
-
-def test_each_gpu_counts_and_ranks_that_share_one_have_a_part():
-    free = [80, 40, 38, 24]
-    assert free_by_rank(free, places("a/0", "a/1", "a/1", "b/0")) == [80, 19, 19, 24]
-
-
-def test_a_cgroup_above_its_limit_has_nothing_free():
-    assert free_by_rank([-5, 10], places("a", "b")) == [0, 10]
+@pytest.mark.parametrize(
+    ("free", "where", "expected"),
+    [
+        ([64, 62, 30], "a a b", [31, 31, 30]),  # measured one after the other
+        ([60, 60, 60], "a a a", [20, 20, 20]),  # virtual nodes of one host
+        ([80, 40, 38, 24], "a/0 a/1 a/1 b/0", [80, 19, 19, 24]),
+        ([-5, 10], "a b", [0, 10]),  # a cgroup above its limit
+    ],
+)
+def test_ranks_share_the_memory_of_their_host_and_gpu(free, where, expected):
+    assert free_by_rank(free, places(*where.split())) == expected
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ def slurm(seconds: float) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time() + seconds))}
 
 
-def test_there_is_no_deadline_outside_of_an_allocation():
+def test_minutes_count_from_now_or_a_start_before(clock):
     assert not Deadline(None, {}).near(1e9, 1e9)
-
-
-def test_minutes_count_from_now(clock):
+    assert Deadline(10, {}, start=clock[0] - 500).at == clock[0] + 100
     deadline = Deadline(10, {})
     assert deadline.reason == "its 10 minutes are over"
     clock[0] += 600 - 30 - 2 * (4 + 3) - 1  # 30 s are 5 % of it
@@ -34,26 +32,15 @@ def test_minutes_count_from_now(clock):
     assert deadline.near(step_s=4, save_s=3)
 
 
-def test_minutes_count_from_a_start_before(clock):
-    deadline = Deadline(10, {}, start=clock[0] - 500)
-    assert deadline.at == clock[0] + 100
-
-
-def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock):
+def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock, monkeypatch):
     late, early = slurm(3600), slurm(60)
     assert Deadline(10, late).reason == "its 10 minutes are over"
     deadline = Deadline(10, early)
     assert deadline.reason.startswith("the allocation ends 20")
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that is set back changes nothing
     clock[0] += 60 - 5 - 4 - 2  # a second of which its own clock does not know
     assert not deadline.near(1, 1)
     clock[0] += 3
-    assert deadline.near(1, 1)
-
-
-def test_a_clock_that_is_set_back_changes_nothing(clock, monkeypatch):
-    deadline = Deadline(None, slurm(60))
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    clock[0] += 59
     assert deadline.near(1, 1)
 
 
@@ -73,7 +60,6 @@ with SignalRequests(MagicMock(), 30.0, '') as requests:
     os.kill(child, signal.SIGTERM)
     print(os.WTERMSIG(os.waitpid(child, 0)[1]), requests.first)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("15 None\n", "")

@@ -70,10 +70,8 @@ def test_token_ids_outside_the_vocabulary_are_refused(tmp_path, vocab):
     np.arange(40).astype("<u2").tofile(tmp_path / "train.bin")
     np.array([1, 2, 3, 4, 50]).astype("<u2").tofile(tmp_path / "val.bin")
     given = {"code": tmp_path / "val.bin"}
-    with pytest.raises(
-        ValueError,
-        match=rf"^--data.valid-path code: .* id 50, outside the vocabulary of {vocab or 40}, ",
-    ):
+    message = rf"^--data.valid-path code: .* id 50, outside the vocabulary of {vocab or 40}, "
+    with pytest.raises(ValueError, match=message):
         lm(tmp_path / "train.bin", given, vocab)
     lm(tmp_path / "train.bin", given, vocab=51)
 
@@ -106,15 +104,14 @@ def test_sets_are_named_everywhere(tmp_path):
 
 
 def test_data_too_short_for_a_window_are_refused_with_the_set(tmp_path):
-    (tmp_path / "a.txt").write_text("12345")
-    (tmp_path / "b.txt").write_text("1234")
-    with pytest.raises(
-        ValueError,
-        match=r"^--data.valid-path b: the data has 4 tokens, but validation needs a window, 5 tok",
-    ):
-        lm(tmp_path / "a.txt", {"b": tmp_path / "b.txt"})
-    with pytest.raises(ValueError, match=r"^the data has 4 tokens, but training needs a window, 5"):
-        lm(tmp_path / "b.txt", tmp_path / "a.txt")
+    long, short = tmp_path / "a.txt", tmp_path / "b.txt"
+    long.write_text("12345")
+    short.write_text("1234")
+    too_short = r"the data has 4 tokens, but {} needs a window, 5 tok"
+    with pytest.raises(ValueError, match="^--data.valid-path b: " + too_short.format("validation")):
+        lm(long, {"b": short})
+    with pytest.raises(ValueError, match="^" + too_short.format("training")):
+        lm(short, long)
 
 
 # ---- Hugging Face models ----
@@ -131,14 +128,11 @@ def test_a_causal_model_validates_on_text_by_its_own_tokenizer(tmp_path, text):
     made = hf(folder, text, {"b": other})
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     encoded = [token for one in tokenizer.encode(stories(90)[50:]) for token in (*one, 0)]
-    expected = encoded[: (len(encoded) - 1) // 32 * 32 + 1]
-    assert tokens(made.dataset("valid")["b"]) == expected
+    assert tokens(made.dataset("valid")["b"]) == encoded[: (len(encoded) - 1) // 32 * 32 + 1]
     assert {"--data.path", "--data.valid-path b"} <= set(made.compared_files())
     np.full(99, 304, "<u2").tofile(tmp_path / "v.bin")
     np.zeros(99, "<u2").tofile(tmp_path / "t.bin")
-    with pytest.raises(
-        ValueError, match=r"--data.valid-path: .* 304, outside the vocabulary of 304"
-    ):
+    with pytest.raises(ValueError, match=r"valid-path: .* 304, outside the vocabulary of 304"):
         hf(folder, tmp_path / "t.bin", tmp_path / "v.bin")
 
 
@@ -171,22 +165,16 @@ def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
     made = hf(folder, train, given, head="classification")
     assert made.model().config.label2id == {"neg": 0, "none": 1, "pos": 2}
     assert len(made.dataset("train")) == 12
-    sets = made.dataset("valid")
-    assert {name: [label for _, label in samples(sets[name])] for name in sets} == {
-        "one": [2, 2],
-        "two": [1, 0, 2],
-    }
+    sets = {name: samples(data) for name, data in made.dataset("valid").items()}
+    assert [label for _, label in sets["one"]] == [2, 2]
+    assert [label for _, label in sets["two"]] == [1, 0, 2]
     encoded = FileTokenizer(folder / "tokenizer.json").encode_samples(["0 and", "1 and"], 24)
-    assert [ids.tolist() for ids, _ in samples(sets["one"])] == [one.tolist() for one in encoded]
-    assert list(made.compared_files())[:3] == [
-        "--data.path",
-        "--data.valid-path one",
-        "--data.valid-path two",
-    ]
-    assert "data: 12 records with 3 labels: neg 4, none 4, pos 4\n" in made.describe_data()
-    assert "\nvalidation one: 2 records with 3 labels: neg 0, none 0, pos 2\n" in (
-        made.describe_data()
-    )
+    assert [ids.tolist() for ids, _ in sets["one"]] == [one.tolist() for one in encoded]
+    names = ["--data.path", "--data.valid-path one", "--data.valid-path two"]
+    assert list(made.compared_files())[:3] == names
+    described = made.describe_data()
+    assert "data: 12 records with 3 labels: neg 4, none 4, pos 4\n" in described
+    assert "\nvalidation one: 2 records with 3 labels: neg 0, none 0, pos 2\n" in described
     assert len(hf(folder, train, given["one"], head="classification").dataset("valid")) == 2
 
 

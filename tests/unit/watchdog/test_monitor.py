@@ -115,11 +115,15 @@ def test_a_wait_is_one_warning_and_then_one_report(make):
     assert len(world.warnings) == 1
 
 
-def test_a_wait_that_is_over_when_the_answers_come_is_nothing(make):
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_wait_that_is_over_when_the_answers_come_is_nothing(make, ends):
     world = make(0)
-    world.hear(1, "waiting", ends=True)
-    world.waits = {1: 3.0}
+    world.networks = {} if ends else {1: "a cannot connect to b"}
+    world.hear(1, "waiting", ends=ends)
+    world.waits = {1: 3.0} if ends else {}
     world.answer(1, 2)
+    world.hear(2, "left")
+    world.monitor.on_disconnected(2, None)  # it is not lost
     assert (world.warnings, world.ends) == ([], [])
 
 
@@ -139,14 +143,6 @@ def test_a_node_that_does_not_answer_is_warned_of_before_the_limit(make):
     )
     assert warning.count("cannot connect") == 1
     assert "  rank 2 on b: does not answer\n" in warning
-
-
-def test_an_early_warning_is_none_if_the_ranks_have_gone_on(make):
-    world = make(0)
-    world.networks = {1: "a cannot connect to b"}
-    world.hear(1, "waiting", ends=False)
-    world.answer(1, 2)
-    assert (world.warnings, world.ends) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -231,13 +227,6 @@ def test_all_ranks_of_a_lost_node_are_named_but_not_those_of_a_namesake(make):
     assert world.ends[0][1][1] == "lost"
 
 
-def test_a_rank_that_left_is_not_lost(make):
-    world = make(0)
-    world.hear(2, "left")
-    world.monitor.on_disconnected(2, None)
-    assert (world.ends, world.warnings) == ([], [])
-
-
 def test_rank_1_acts_once_rank_0_is_gone_but_not_before_it_was_there(make):
     world = make(1)
     world.monitor.on_disconnected(2, None)
@@ -255,13 +244,10 @@ def test_a_failed_rank_learns_when_all_others_have_left(make):
     assert world.channel.taken("others left") == []
     world.hear(0, "left")
     assert world.channel.taken("others left") == [2]
-
-
-def test_a_rank_that_fails_after_all_others_have_left_learns_so_at_once(make):
-    world = make(0)
-    come(world, 0, 1)
-    world.hear(2, "failed", report={"rank": 2})
-    assert world.channel.taken("others left") == [2]
+    late = make(0)  # it fails after all others have left
+    come(late, 0, 1)
+    late.hear(2, "failed", report={"rank": 2})
+    assert late.channel.taken("others left") == [2]
 
 
 def test_a_monitor_listens_until_the_ranks_above_it_are_connected(make):
@@ -333,12 +319,10 @@ def test_a_process_that_ends_after_the_world_is_lost_once_all_others_are_at_the_
 def test_who_is_late_at_the_exit_is_told_and_ends_no_job(make):
     world = make(0)
     come(world, 0, 1)
-    at_exit = Wait(EXIT, 0, "its end", "", 10.0)
 
     def status(rank):
-        wait = at_exit if rank < 2 else None
-        begun = {"w": 5, EXIT: int(rank < 2)}
-        return RankStatus(begun, wait, "stack\n", "a.py:2")
+        wait = Wait(EXIT, 0, "its end", "", 10.0) if rank < 2 else None
+        return RankStatus({"w": 5, EXIT: int(rank < 2)}, wait, "stack\n", "a.py:2")
 
     world.status = status
     world.hear(2, "left")

@@ -82,28 +82,24 @@ def test_a_failure_is_heard_by_all_others_and_waits_until_they_left(job, monkeyp
     assert ends == [("crashed", "rank 2 on a failed with KeyError: of one")]
 
 
-def test_only_rank_0_says_how_a_run_ends(job):
+def test_only_rank_0_says_how_a_run_ends_and_an_error_of_one_summary_is_printed(job, capsys):
     ends = []
+    job.ranks[0].at_end.append(lambda status, reason: 1 / 0)
     for rank in job.ranks:
-        rank.at_end.append(lambda status, reason: ends.append(status))
+        rank.at_end.append(lambda *how: ends.append(how))
     for rank in reversed(job.ranks):
-        rank.end_run("stalled", "")
-    assert ends == ["stalled"]
-
-
-def test_an_error_of_a_summary_is_printed_and_the_next_is_written(job, capsys):
-    ends = []
-    job.ranks[0].at_end += [lambda status, reason: 1 / 0, lambda *how: ends.append(how)]
-    job.ranks[0].end_run("lost", "why")
+        rank.end_run("lost", "why")
     assert ends == [("lost", "why")]
     assert "the summary cannot be written: division by zero" in capsys.readouterr().err
 
 
-def test_a_monitor_that_comes_late_is_tried_again(monkeypatch):
+def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeypatch):
     monkeypatch.setattr(watchdogs, "RECONNECT_S", 0.2)
     job = Job(addresses=lambda found: ("127.0.0.2", found[1]))
     try:
-        time.sleep(0.3)
+        job.ranks[2].arrive_at_exit()
+        wait_for(job.ranks[2]._all_at_exit.is_set)
+        assert not job.ranks[2]._none_unknown
         assert not job.connected()
         for rank in job.ranks:
             rank._monitors = {m: ("127.0.0.1", port) for m, (_, port) in rank._monitors.items()}
@@ -112,20 +108,7 @@ def test_a_monitor_that_comes_late_is_tried_again(monkeypatch):
         job.close()
 
 
-def test_ports_are_open_until_all_ranks_are_connected(job):
-    wait_for(job.connected)
-    wait_for(lambda: all(job.ranks[monitor]._channel._listener is None for monitor in (0, 1)))
-
-
-def test_a_rank_that_leaves_is_not_lost(job, capsys):
-    wait_for(job.connected)
-    job.ranks[2].close()
-    wait_for(lambda: job.ranks[0]._channel.peers == [1])
-    assert job.ranks[0]._monitor.left == {2}
-    assert capsys.readouterr().err == ""
-
-
-def test_ranks_at_the_exit_go_on_when_all_are_there(job, capsys):
+def test_ranks_at_the_exit_go_on_when_all_are_there_and_none_that_leaves_is_lost(job, capsys):
     wait_for(job.connected)
     job.ranks[2].leave_world()
     for rank in (0, 2):
@@ -137,17 +120,6 @@ def test_ranks_at_the_exit_go_on_when_all_are_there(job, capsys):
     for rank in job.ranks:
         rank.close()
     assert capsys.readouterr().err == ""
-
-
-def test_a_rank_that_knows_no_monitor_goes_on_from_the_exit(monkeypatch):
-    monkeypatch.setattr(watchdogs, "RECONNECT_S", 0.2)
-    job = Job(addresses=lambda found: ("127.0.0.2", found[1]))
-    try:
-        job.ranks[2].arrive_at_exit()
-        wait_for(job.ranks[2]._all_at_exit.is_set)
-        assert not job.ranks[2]._none_unknown
-    finally:
-        job.close()
 
 
 def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_closed():
