@@ -1,14 +1,10 @@
 import copy
-import math
 
 import pytest
 import torch
 from torch import nn
 
-from mntrain.errors import TrainingStoppedError
 from mntrain.train.model_digest import differing_ranks, model_digest
-from mntrain.train.step_means import StepMeans
-from zero import SingleProcessCollectives
 
 
 class Holding(nn.Module):
@@ -94,16 +90,3 @@ def test_a_digest_does_not_change_the_model():
 )
 def test_differing_ranks_are_those_without_the_most_common_digest(digests, differing):
     assert differing_ranks(list(digests)) == differing
-
-
-def test_means_start_anew_after_a_reduction_and_leave_out_empty_batches():
-    means = StepMeans(0)
-    for accuracy in (0.5, 0.75):
-        means.add(3, {"loss": torch.tensor(2.0), "accuracy": torch.tensor(accuracy)})
-        means.add(1, {"loss": torch.tensor(4.0)})
-        means.add(0, {"loss": torch.tensor(math.nan)})
-        reduced = means.reduce(SingleProcessCollectives(), "in step 1")
-        assert (reduced.loss, reduced.count) == (2.5, 4)
-        assert reduced.metrics == {"accuracy": accuracy}  # of the three items that have one
-    with pytest.raises(TrainingStoppedError, match="in step 2, no rank has anything"):
-        means.reduce(SingleProcessCollectives(), "in step 2")

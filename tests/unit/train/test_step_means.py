@@ -1,11 +1,13 @@
-"""What a task may say about the counts of its losses, and what is refused."""
+"""Means over the items of a step, and what a task may say about their counts."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mntrain.config import Config
+from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train.evaluation import merge_sets
@@ -139,3 +141,16 @@ def test_items_are_those_that_the_task_names_or_those_of_all_parts():
     for items, count in ((None, 5), (11, 11)):
         means.add_loss(Losses(parts, items=items))
         assert means.reduce(GROUP, "in step 1").count == count
+
+
+def test_means_start_anew_after_a_reduction_and_leave_out_empty_batches():
+    means = StepMeans(0)
+    for accuracy in (0.5, 0.75):
+        means.add(3, {"loss": torch.tensor(2.0), "accuracy": torch.tensor(accuracy)})
+        means.add(1, {"loss": torch.tensor(4.0)})
+        means.add(0, {"loss": torch.tensor(math.nan)})
+        reduced = means.reduce(GROUP, "in step 1")
+        assert (reduced.loss, reduced.count) == (2.5, 4)
+        assert reduced.metrics == {"accuracy": accuracy}  # of the three items that have one
+    with pytest.raises(TrainingStoppedError, match="in step 2, no rank has anything"):
+        means.reduce(GROUP, "in step 2")
