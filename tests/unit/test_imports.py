@@ -150,10 +150,3 @@ print(sys.excepthook is sys.__excepthook__, threading.excepthook is threading.__
 print(signals == [signal.getsignal(number) for number in signal.valid_signals()])
 """
     assert run(program) == ["False", "1", "True", "True", "True"]
-
-
-def test_zero_needs_no_mpi_and_nothing_of_mntrain():
-    program = (
-        'import sys; sys.modules["mpi4py"] = None; import zero; print("mntrain" in sys.modules)'
-    )
-    assert run(program) == ["False"]

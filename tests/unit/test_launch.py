@@ -142,14 +142,6 @@ def test_failure_on_one_rank_is_reported_within_seconds(suite):
     assert "test_passes" not in report
 
 
-@pytest.mark.thorough
-def test_warnings_are_errors_in_the_ranks(suite):
-    source = "def test_warns():\n    import warnings\n    warnings.warn('sample', UserWarning)\n"
-    result = suite(1, source)
-    assert result.returncode != 0
-    assert "UserWarning: sample" in result.report()
-
-
 def test_serial_pytest_collects_nothing_of_the_mpi_tests():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", MPI_TESTS]
     result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=TESTS.parent)

@@ -43,8 +43,9 @@ def test_a_folder_without_recordings_is_bad_input(tmp_path, capsys):
 
 def test_files_of_an_earlier_job_with_more_ranks_do_not_count(tmp_path, capsys):
     write(tmp_path / "recorder", range(4), "old")
-    future = replace(read(tmp_path / "recorder" / "rank-00003.bin").header, wall=9e9).to_bytes()
-    with (tmp_path / "recorder" / "rank-00003.bin").open("r+b") as file:
+    last = tmp_path / "recorder" / "rank-00003.bin"
+    future = replace(read(last).header, wall=9e9).to_bytes()
+    with last.open("r+b") as file:
         file.write(future)  # of a host whose clock is wrong
     write(tmp_path / "recorder", range(2), "new")
     assert autopsy.run([str(tmp_path)]) == 0

@@ -138,13 +138,3 @@ def test_the_source_of_a_class_is_that_of_its_bases_too(tmp_path, monkeypatch):
     for module in (base, top):
         del sys.modules[module.__name__]
     assert describe_sources(LanguageModel) == {}  # it is compared with its package
-
-
-def test_another_content_of_any_file_is_a_difference(root, monkeypatch):
-    monkeypatch.setitem(sys.modules, "own.task", module(root))
-    kind = type("Own", (), {"__module__": "own.task"})
-    before = describe_sources(kind)
-    (root / "own" / "sizes.py").write_text("WIDTH = 3")
-    now = describe_sources(kind)
-    assert [name for name in before if before[name] != now[name]] == ["the source own/sizes.py"]
-    assert str(root / "own" / "sizes.py") in str(now["the source own/sizes.py"])

@@ -35,14 +35,6 @@ def names(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_the_lock_names_its_holder_and_ends_with_the_directory(tmp_path):
-    RunDirectory(alone(), tmp_path).close()
-    with RunDirectory(alone(), tmp_path):
-        assert ", process " in (tmp_path / ".lock").read_text()
-        with pytest.raises(ValueError, match="is in use by a job"):
-            RunDirectory(alone(), tmp_path)
-
-
 def test_a_new_directory_belongs_to_one_job_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
