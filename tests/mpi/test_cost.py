@@ -177,10 +177,7 @@ def transfers(algorithm, layout, verb, shards, *, root=0, piece_bytes=PIECE):
 
 
 def bill(algorithm, layout, several, *, near=True, item=ITEM):
-    """Messages and bytes within nodes, then between them, by rank.
-
-    `near`: whether nodes share the memory; `item`: bytes of an element that goes to another node.
-    """
+    """By rank: messages and bytes within nodes (`near`: in shared memory), then between them."""
     node_of = {rank: m for m, node in enumerate(nodes_of(layout)) for rank in node}
     totals = [[0, 0, 0, 0] for _ in range(RANKS)]
     for worker, source, to, elements in several:

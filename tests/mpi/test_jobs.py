@@ -199,10 +199,12 @@ class Filling(LanguageModel):
             self.ballast.unlink()
 
 
-@pytest.mark.skipif(RANKS != 2 or os.geteuid() != 0, reason="mounts a file system, on 2 ranks")
+@pytest.mark.thorough
+@pytest.mark.skipif(RANKS != 3 or os.geteuid() != 0, reason="mounts a file system, on 3 ranks")
 def test_a_full_disk_ends_no_job_and_what_is_lost_is_told_at_its_end(folder, monkeypatch, capfd):
     run = folder / "run"
     monkeypatch.setattr(Filling, "ballast", run / "ballast")
+    monkeypatch.setattr("mntrain.metrics.writers.RETRY_S", 0.0)
     options = ["--task", f"{__name__}:Filling", "--train.steps", "40", "--log.csv"]
     if RANK == 0:
         run.mkdir()
