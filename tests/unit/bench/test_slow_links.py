@@ -49,17 +49,15 @@ def page(**changes):
 
 
 def test_a_curve_is_the_mean_over_seeds_at_the_steps_that_all_have(bench):
-    curve = bench("slow_page").curve
+    slow_page, value_at = bench("slow_page"), bench("figures").value_at
     runs = {"0": run_of(5, 3.0, 2.0, 1.0), "1": run_of(5, 4.0, 4.0)}
-    assert curve(runs) == [(100, 3.5), (200, 3.0)]  # not that of step 0
-
-
-def test_steps_of_the_warm_up_cost_what_synchronous_ones_do(bench):
-    spent = bench("slow_page").spent
-    cost = {FP32: 10.0, RARE: 1.0}
-    assert spent(RARE, 60, cost) == 600  # of 100
-    assert spent(RARE, 150, cost) == 1050
-    assert spent(FP32, 150, cost) == 1500
+    assert slow_page.curve(runs) == [(100, 3.5), (200, 3.0)]  # not that of step 0
+    for x, expected in [(0, 4), (5, 3), (15, 1.5), (20, 1), (21, None)]:
+        assert value_at([(0, 4), (10, 2), (20, 1)], x) == expected
+    cost = {FP32: 10.0, RARE: 1.0}  # steps of the warm-up, of 100, cost what synchronous ones do
+    assert slow_page.spent(RARE, 60, cost) == 600
+    assert slow_page.spent(RARE, 150, cost) == 1050
+    assert slow_page.spent(FP32, 150, cost) == 1500
 
 
 def test_losses_are_compared_on_the_same_seeds(bench):
@@ -79,11 +77,6 @@ def test_times_are_multiples_of_computing_alone(bench):
     row = next(row for row in rows if row.startswith(f"| {RARE}"))
     minutes = (100 * 15 + 900 * 3.75) / 60
     assert f"| 1.250 | 1.25 - 1.25 | {minutes:.2f} |" in row
-
-
-@pytest.mark.parametrize(("x", "expected"), [(0, 4), (5, 3), (15, 1.5), (20, 1), (21, None)])
-def test_a_curve_is_linear_between_its_points(bench, x, expected):
-    assert bench("figures").value_at([(0, 4), (10, 2), (20, 1)], x) == expected
 
 
 def test_commands_of_all_modes_can_be_parsed(bench):

@@ -4,7 +4,7 @@ import torch
 from mntrain.comm.resources import MAX_VIEWS, MIN_BYTES, BufferPool, as_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1003])
 def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
     with BufferPool().lease() as take:
@@ -12,24 +12,10 @@ def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
         for number, tensor in enumerate(rows.tensors):
             assert (len(tensor), tensor.dtype) == (numel, dtype)
             tensor.fill_(number)
-        assert [array.tolist() for array in rows.arrays] == [[n] * numel for n in range(3)]
+        arrays = [[n] * numel for n in range(3)] if dtype != torch.bfloat16 else []  # not numpy's
+        assert [array.tolist() for array in rows.arrays] == arrays
         whole = torch.cat(list(rows.tensors))
         assert rows.bytes.tobytes() == whole.view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_rows_of_a_dtype_that_numpy_lacks_have_no_arrays(dtype):
-    with BufferPool().lease() as take:
-        rows = take(5, dtype, 2)
-        assert ([tensor.dtype for tensor in rows.tensors], list(rows.arrays)) == ([dtype] * 2, [])
-
-
-def test_buffers_of_one_lease_do_not_overlap():
-    with BufferPool().lease() as take:
-        a, b = take(1000, torch.float32).tensor, take(1000, torch.float32).tensor
-        a.fill_(1)
-        b.fill_(2)
-        assert set(a.tolist()) == {1}
 
 
 def test_a_returned_buffer_is_leased_again_where_it_fits():
@@ -37,9 +23,14 @@ def test_a_returned_buffer_is_leased_again_where_it_fits():
 
     def address(numel, dtype):
         with pool.lease() as take:
-            return take(numel, dtype).tensor.data_ptr()
+            first, second = take(numel, dtype).tensor, take(1, dtype).tensor
+            first.fill_(1)
+            second.fill_(2)  # which is elsewhere
+            assert set(first.tolist()) == {1}
+            return first.data_ptr()
 
-    first = address(3000, torch.float32)
+    with torch.inference_mode():
+        first = address(3000, torch.float32)
     assert address(2048, torch.float64) == first  # 16 KiB hold both
     assert address(4097, torch.float32) != first
 
@@ -64,15 +55,6 @@ def test_a_buffer_is_not_leased_again_after_an_error():
         fail()
     with pool.lease() as take:
         assert take(MIN_BYTES // 8, torch.float64).tensor.data_ptr() not in addresses
-
-
-def test_buffers_made_in_inference_mode_can_be_written_outside_of_it():
-    pool = BufferPool()
-    with torch.inference_mode(), pool.lease() as take:
-        take(4, torch.float32)
-    with pool.lease() as take:
-        tensor = take(4, torch.float32).tensor
-        assert tensor.copy_(torch.ones(4)).tolist() == [1.0] * 4
 
 
 def test_the_bytes_of_a_tensor_are_its_memory():

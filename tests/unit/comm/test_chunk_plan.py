@@ -1,11 +1,10 @@
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.comm.algorithms import load
+from mntrain.comm.algorithms import AlgorithmChoice, load
 from mntrain.comm.chunk_plan import NO_RANK, WHOLE_BYTES
 from mntrain.comm.topology import Topology
 from zero.layout import split
@@ -79,6 +78,17 @@ def test_a_scheme_says_what_counts_as_a_node_and_who_owns_which_lane():
     assert leader.lane_owners == ((0, 2),)
     assert lanes.lane_owners == ((0, 2), (1, 3))
     assert (lanes.node, lanes.local_rank, lanes.members) == (1, 1, (2, 3))
+    with pytest.raises(ValueError, match="unknown algorithm 'ring': choose flat, lanes, leader, n"):
+        load("ring")
+
+
+def test_one_of_several_goes_in_fewer_and_longer_pieces():
+    alone = AlgorithmChoice("lanes", 256 << 10)
+    among = alone.among_others()
+    assert among.algorithm == alone.algorithm
+    assert among.chunk_bytes == 2 * alone.chunk_bytes
+    assert among.min_chunks < alone.min_chunks
+    assert (alone.concurrent, among.concurrent) == (False, True)
 
 
 # All-reduce.
@@ -125,11 +135,8 @@ def test_more_than_two_nodes_share_what_is_not_small(nodes, nbytes, parts):
     topology = Topology(tuple((node,) for node in range(nodes)))
     for piece in load("leader").plan(topology, 0).all_reduce(-(-nbytes // 4), 4, 4096):
         assert len(piece.parts) == parts
-
-
-def test_a_lane_is_cut_into_as_few_pieces_as_may_be_of_about_one_length():
-    topology = Topology(((0,), (1,)))
-    pieces = load("leader").plan(topology, 1).all_reduce(1001, 4, 400)
+    # As few pieces as may be, of about one length.
+    pieces = load("leader").plan(Topology(((0,), (1,))), 1).all_reduce(1001, 4, 400)
     assert [high - low for piece in pieces for low, high in piece.parts] == [91] * 11
 
 
@@ -182,19 +189,13 @@ def test_shards_are_complete_and_every_piece_has_one_of_every_node(
 
 
 def test_a_rank_beyond_the_lanes_is_served_by_one_of_them():
-    topology = Topology(((0, 1, 2), (3, 4)))
-    scheme = load("lanes").plan(topology, 0)
+    scheme = load("lanes").plan(Topology(((0, 1, 2), (3, 4))), 0)
     pieces = scheme.by_shard(split(50, 5), 4, 1 << 20)
     # Slots go by lane, then by node: ranks 0 and 2, then 3, are served by lane 0.
-    assert [(p.lane, p.shard_owners) for p in pieces] == [
-        (0, (0, 3)),
-        (1, (1, 4)),
-        (0, (2, NO_RANK)),
-    ]
-    assert [p.parts for p in pieces] == [
-        ((0, 10), (20, 30)),
-        ((30, 40), (40, 50)),
-        ((10, 20), (0, 0)),
+    assert [(p.lane, p.shard_owners, p.parts) for p in pieces] == [
+        (0, (0, 3), ((0, 10), (20, 30))),
+        (1, (1, 4), ((30, 40), (40, 50))),
+        (0, (2, NO_RANK), ((10, 20), (0, 0))),
     ]
 
 
@@ -241,12 +242,3 @@ def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
     else:  # a binomial tree: in each of its rounds, who has it sends it once
         assert max(depth.values()) <= (len(nodes) - 1).bit_length()
         assert len(ways[first][1]) == (len(nodes) - 1).bit_length()
-
-
-def test_plans_are_made_once():
-    scheme = load("lanes").plan(Topology(((0, 1), (2, 3))), 0)
-    bounds = split(1000, 4)
-    size = torch.float32.itemsize
-    assert scheme.all_reduce(1000, size, 64) is scheme.all_reduce(1000, size, 64)
-    assert scheme.by_shard(bounds, size, 64) is scheme.by_shard(bounds, size, 64)
-    assert scheme.broadcast(1000, size, 64) is scheme.broadcast(1000, size, 64)

@@ -11,7 +11,7 @@ import pytest
 from mntrain.comm.collectives import CollectiveWork
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
-from mntrain.comm.waits import pause
+from mntrain.comm.ticket import Signature, Ticket
 
 WINDOW = 5
 
@@ -89,36 +89,6 @@ def test_an_operation_goes_through_its_steps_in_order(engine, wakes):
     assert log == [("a", "enter"), *pieces, ("a", "leave"), ("a", "finish")]
 
 
-def test_it_goes_on_by_itself_while_nobody_waits(engine):
-    log, gate = [], threading.Event()
-    future = engine.submit(Steps(log, "a", chunk=gate.is_set).work)
-    until(lambda: of(log, "start"))
-    assert not future.done
-    gate.set()
-    until(lambda: future.done)
-    assert future.wait() == future.wait() == "a"
-
-
-@pytest.mark.parametrize("wakes", [True, False])
-@pytest.mark.parametrize("alone", [True, False])
-def test_who_waits_for_one_of_several_sleeps_from_the_start(engine, monkeypatch, alone, wakes):
-    pauses, here, gate = [], threading.get_ident(), threading.Event()
-
-    def pause_and_note(seconds):
-        if threading.get_ident() == here:
-            pauses.append(seconds)
-        pause(seconds)
-
-    monkeypatch.setattr("mntrain.comm.engine.pause", pause_and_note)
-    monkeypatch.setattr("mntrain.comm.engine.LATENCY_BOUND", (60, 1e-3))
-    future = engine.submit(Steps([], "a", alone=alone, chunk=gate.is_set).work, wake=wakes)
-    later = threading.Timer(0.05, gate.set)
-    later.start()
-    future.wait()
-    later.join()
-    assert any(pauses) != alone
-
-
 def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engine):
     log, threads, answers = [], set(), cycle([False, False, True])
 
@@ -133,26 +103,19 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
     assert engine.busy_s > before
 
 
-def test_work_that_is_asked_for_progresses_without_a_wait(engine):
-    gate = threading.Event()
+def test_work_that_is_asked_for_progresses_without_a_wait_and_after_waits_for_other_work(engine):
+    gate, stream = threading.Event(), engine.add_stream("other")
     first = CollectiveWork(engine, [engine.submit(Steps([], "a").work, wake=False)])
-    second = CollectiveWork(
-        engine, [engine.submit(Steps([], "b", chunk=gate.is_set).work, wake=False)]
-    )
+    behind = engine.submit(Steps([], "b", chunk=gate.is_set).work, wake=False)
+    second = CollectiveWork(engine, [behind])
     assert not first.done()
     until(first.done)
     assert not second.done()
-    gate.set()
-    until(second.done)
-
-
-def test_work_that_was_asked_for_once_progresses_after_waits_for_other_work(engine):
-    gate, stream = threading.Event(), engine.add_stream("other")
-    behind = engine.submit(Steps([], "a", chunk=gate.is_set).work, wake=False)
-    assert not CollectiveWork(engine, [behind]).done()
-    assert engine.submit(Steps([], "b").work, wake=False, stream=stream).wait() == "b"
+    assert engine.submit(Steps([], "c").work, wake=False, stream=stream).wait() == "c"
     gate.set()
     until(lambda: behind.done)
+    assert second.done()
+    assert behind.wait() == behind.wait() == "b"
 
 
 def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
@@ -226,7 +189,7 @@ def test_each_step_comes_after_that_of_the_collective_ahead(engine, gate, seen):
         assert of(log, step) == ["a", "b"]
 
 
-def test_so_many_are_entered_and_no_more(engine):
+def test_so_many_are_entered_and_so_many_pieces_under_way_and_no_more(engine):
     log, gate = [], threading.Event()
     names = list(range(3 * DEPTH))
     futures = [engine.submit(Steps(log, name, all_left=gate.is_set).work) for name in names]
@@ -236,10 +199,8 @@ def test_so_many_are_entered_and_no_more(engine):
     gate.set()
     assert [future.wait() for future in futures] == names
     assert of(log, "enter") == names
-
-
-def test_so_many_pieces_are_under_way_and_no_more(engine):
-    log, gate = [], threading.Event()
+    log.clear()
+    gate.clear()
     several = [Steps(log, name, count=WINDOW - 2, chunk=gate.is_set) for name in "abc"]
     futures = [engine.submit(one.work) for one in several]
     until(lambda: len(of(log, "start")) >= WINDOW)
@@ -250,23 +211,6 @@ def test_so_many_pieces_are_under_way_and_no_more(engine):
         future.wait()
     starts = [entry[::2] for entry in log if entry[1] == "start"]
     assert starts == [(name, index) for name in "abc" for index in range(WINDOW - 2)]
-
-
-def test_others_get_the_core_once_the_first_piece_has_started(engine, monkeypatch):
-    log, gate = [], threading.Event()
-
-    def pause_and_note(seconds):
-        log.append(("core", "offered"))
-        pause(seconds)
-
-    monkeypatch.setattr("mntrain.comm.engine.pause", pause_and_note)
-    future = engine.submit(Steps(log, "a", count=4, chunk=gate.is_set).work)
-    until(lambda: len(of(log, "start")) == 4)
-    gate.set()
-    future.wait()
-    first, second, third, fourth = (log.index(("a", "start", number)) for number in range(4))
-    assert ("core", "offered") in log[first:second]
-    assert (third, fourth) == (second + 1, second + 2)
 
 
 def test_a_piece_that_waits_does_not_hold_the_next_ones(engine):
@@ -281,33 +225,6 @@ def test_a_piece_that_waits_does_not_hold_the_next_ones(engine):
     assert ("a", "end", 0) in log
 
 
-# Functions.
-
-
-def test_a_function_runs_alone_and_in_its_turn(engine):
-    log, gate = [], threading.Event()
-    engine.submit(Steps(log, "a", chunk=gate.is_set).work)
-    called = engine.call(lambda: log.append(("f", "call")))
-    after = engine.submit(Steps(log, "b").work)
-    until(lambda: of(log, "start") == ["a"])
-    time.sleep(0.01)
-    assert of(log, "call") == of(log, "enter")[1:] == []
-    gate.set()
-    after.wait()
-    called.wait()
-    assert [name for name, step, *_ in log if step in ("finish", "call")] == ["a", "f", "b"]
-    assert log.index(("f", "call")) < log.index(("b", "enter"))
-
-
-def test_a_function_gives_its_result_or_its_error_every_time(engine):
-    good, bad = engine.call(lambda: 7), engine.call(lambda: 1 // 0)
-    assert good.wait() == good.wait() == 7
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            bad.wait()
-    assert engine.call(lambda: 8).wait() == 8  # nothing else has suffered
-
-
 # Steps that run alone.
 
 
@@ -318,49 +235,21 @@ def alone(log, name, test=lambda: True):
     return name
 
 
-def test_steps_run_alone_and_in_their_turn(engine):
+@pytest.mark.parametrize("function", [True, False])
+def test_functions_and_steps_run_alone_and_in_their_turn(engine, function):
     log, gate = [], threading.Event()
     engine.submit(Steps(log, "a", chunk=gate.is_set).work)
     until(lambda: of(log, "start") == ["a"])
-    second = engine.submit(alone(log, "b"))
+    steps = alone(log, "b")
+    second = engine.call(lambda: list(steps)) if function else engine.submit(steps)
     third = engine.submit(Steps(log, "c").work)
     time.sleep(0.01)
     assert of(log, "enter") == ["a"]
     gate.set()
-    assert [second.wait(), third.wait()] == ["b", "c"]
+    assert third.wait() == "c"
+    second.wait()
     assert of(log, "enter") == of(log, "finish") == ["a", "b", "c"]
     assert log.index(("b", "finish")) < log.index(("c", "enter"))
-
-
-def test_the_thread_leaves_started_steps_to_who_waits_for_them(engine):
-    threads, gate, before = set(), threading.Event(), engine.busy_s
-
-    def test():
-        threads.add(threading.get_ident())
-        return gate.is_set()
-
-    future = engine.submit(alone([], "a", test))
-    until(lambda: threads)
-    assert threading.get_ident() not in threads
-    later = threading.Timer(0.05, gate.set)
-    later.start()
-    assert future.wait() == "a"
-    later.join()
-    assert threading.get_ident() in threads
-    assert engine.busy_s - before > 0.04
-
-
-def test_an_interrupt_in_steps_of_another_future_reaches_who_drives(engine):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    first = engine.submit(alone([], "a", interrupt), wake=False)
-    second = engine.submit(alone([], "b"), wake=False)
-    with pytest.raises(KeyboardInterrupt):
-        second.wait()
-    assert second.wait() == "b"
-    with pytest.raises(KeyboardInterrupt):
-        first.wait()
 
 
 @pytest.fixture
@@ -376,8 +265,11 @@ def raising_signal():
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal, chunked):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal, chunked, error):
     def test():
+        if error is KeyboardInterrupt:
+            raise error("a worker is killed")
         raising_signal()
         return False
 
@@ -385,10 +277,10 @@ def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal,
         Steps([], "a", chunk=test).work if chunked else alone([], "a", test), wake=False
     )
     second = engine.submit(alone([], "b"), wake=False)
-    with pytest.raises(RuntimeError, match="a worker is killed"):
+    with pytest.raises(error, match="a worker is killed"):
         second.wait()  # else it might wait for ranks that wait for this one in the first
     assert second.wait() == "b"
-    with pytest.raises(RuntimeError, match="a worker is killed"):
+    with pytest.raises(error, match="a worker is killed"):
         first.wait()
 
 
@@ -425,24 +317,6 @@ def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine)
     assert driver.is_alive()
     gate.set()
     driver.join(10)
-
-
-def test_an_error_of_a_stream_leaves_others_alone(engine):
-    gate, other = threading.Event(), engine.add_stream("other")
-    bad = engine.submit(Steps([], "a", chunk=fail).work)
-    good = engine.submit(Steps([], "b", chunk=gate.is_set).work, stream=other)
-    with pytest.raises(OSError, match="no way"):
-        bad.wait()
-    gate.set()
-    assert good.wait() == "b"
-
-
-def test_close_finishes_all_streams():
-    engine = ProgressEngine()
-    end, other = time.monotonic() + 0.05, engine.add_stream("other")
-    future = engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end).work, stream=other)
-    engine.close()
-    assert future.done
 
 
 class Found:
@@ -510,12 +384,13 @@ def test_an_error_in_any_step_reaches_who_waits(engine, step, wakes):
     assert engine.submit(Steps([], "b").work, wake=wakes).wait() == "b"
 
 
-def test_an_error_reaches_who_waits_for_those_behind_too(engine):
-    log, gate = [], threading.Event()
+def test_an_error_reaches_who_waits_for_those_behind_too_but_no_other_stream(engine):
+    log, gate, other = [], threading.Event(), engine.add_stream("other")
 
     def fail_later():
         return gate.is_set() and fail()
 
+    good = engine.submit(Steps([], "d", chunk=gate.is_set).work, stream=other)
     futures = [engine.submit(Steps(log, "a", chunk=fail_later).work)]
     futures += [engine.submit(Steps(log, name, all_left=lambda: False).work) for name in "bc"]
     until(lambda: of(log, "start") == ["a", "b", "c"])
@@ -524,6 +399,7 @@ def test_an_error_reaches_who_waits_for_those_behind_too(engine):
         with pytest.raises(OSError, match="no way"):
             future.wait()
     assert of(log, "finish") == []
+    assert good.wait() == "d"
 
 
 def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
@@ -557,8 +433,8 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
 # Who moves them.
 
 
-def test_only_one_thread_at_a_time_moves_them():
-    engine, inside, met = ProgressEngine(), threading.Lock(), []
+def test_only_one_thread_at_a_time_moves_them(engine):
+    inside, met = threading.Lock(), []
 
     def alone():
         met.append(inside.acquire(blocking=False))
@@ -577,11 +453,14 @@ def test_only_one_thread_at_a_time_moves_them():
         thread.join(60)
     assert len(met) == 3 * 100 * 3
     assert all(met)
-    engine.close()
 
 
 def test_busy_seconds_are_those_with_something_under_way(engine):
-    engine.call(lambda: None).wait()
+    assert engine.call(lambda: 7).wait() == 7
+    bad = engine.call(lambda: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            bad.wait()
     time.sleep(0.05)
     assert engine.busy_s < 0.05
     end = time.monotonic() + 0.1
@@ -597,21 +476,19 @@ def test_busy_seconds_are_those_with_something_under_way(engine):
 def test_close_finishes_what_is_queued_and_ends_the_thread():
     before = threading.active_count()
     engine, log = ProgressEngine(), []
-    end = time.monotonic() + 0.02
-    futures = [
-        engine.submit(Steps(log, name, count=3, chunk=lambda: time.monotonic() > end).work)
-        for name in range(3 * DEPTH)
-    ]
+    end, other = time.monotonic() + 0.02, engine.add_stream("other")
+
+    def slow(name):
+        return Steps(log, name, count=3, chunk=lambda: time.monotonic() > end).work
+
+    futures = [engine.submit(slow(name)) for name in range(3 * DEPTH)]
+    elsewhere = engine.submit(alone([], "a", lambda: time.monotonic() > end), stream=other)
     engine.close()
+    assert elsewhere.done
     assert all(future.done for future in futures)
     assert of(log, "finish") == list(range(3 * DEPTH))
     assert [future.wait() for future in futures] == list(range(3 * DEPTH))
     assert threading.active_count() == before
-
-
-def test_nothing_is_taken_after_close():
-    engine = ProgressEngine()
-    engine.close()
     with pytest.raises(RuntimeError, match="this world is closed"):
         engine.submit(Steps([], "a").work)
     with pytest.raises(RuntimeError, match="this world is closed"):
@@ -646,3 +523,41 @@ def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
     future = engine.submit(Steps([], "a").work)
     until(lambda: future.done)
     assert threads == ["mntrain communication"]
+
+
+# What the observer of a stream is told.
+
+
+class Log(list):
+    def collective_begins(self, *event):
+        self.append(("begins", *event))
+
+    def collective_ends(self, *event):
+        self.append(("ends", *event))
+
+
+def ticketed(engine, signature, test=lambda: True, stream=None):
+    ticket = Ticket(signature, "train.py:3")
+    engine.submit(alone([], "a", test), ticket=ticket, stream=stream).wait()
+
+
+def test_begin_and_end_of_a_collective_are_told_with_number_call_and_line(engine):
+    engine.main.observer = log = Log()
+    ticketed(engine, Signature("gather"))
+    ticketed(engine, Signature("broadcast", "parameters", root=2))
+    engine.call(lambda: None).wait()  # local: no collective
+    assert log == [
+        ("begins", "the world", 0, "gather", "train.py:3", -1),
+        ("ends", "the world", 0),
+        ("begins", "the world", 1, "parameters: broadcast", "train.py:3", 2),
+        ("ends", "the world", 1),
+    ]
+    log.clear()
+    with pytest.raises(OSError, match="no way"):  # one that fails does not end
+        ticketed(engine, Signature("gather"), fail)
+    assert [event[0] for event in log] == ["begins"]
+    log.clear()
+    group = engine.add_stream("group", [4, 6])  # which names ranks of the world
+    ticketed(engine, Signature("gather"), stream=group)
+    ticketed(engine, Signature("broadcast", root=1), stream=group)
+    assert [event[-1] for event in log if event[0] == "begins"] == [-2, 6]

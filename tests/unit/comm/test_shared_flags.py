@@ -31,14 +31,6 @@ class Memory:
         return part.view(dtype)
 
 
-class NoMemory:
-    def allocate(self, nbytes):
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def locate(self, tensor):
-        return None
-
-
 def make(size):
     parts = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(size)]
     memories = [Memory(parts, rank) for rank in range(size)]
@@ -61,6 +53,22 @@ def test_a_collective_is_entered_or_left_when_all_ranks_have():
             view.leave()
         assert all(view.all_left(number) for view in flags)
     assert all(view.all_entered(0) and view.all_left(0) for view in flags)
+
+
+def test_without_shared_memory_no_rank_is_waited_for():
+    class NoMemory:
+        def allocate(self, nbytes):
+            return torch.zeros(nbytes, dtype=torch.uint8)
+
+        def locate(self, tensor):
+            return None
+
+    view = SharedFlags(NoMemory(), 0, 2)
+    view.enter(torch.zeros(1))
+    assert view.all_entered(0)
+    assert view.tensors(0, torch.zeros(1)) is None
+    view.leave()
+    assert view.all_left(0)
 
 
 def test_a_collective_with_unequal_digests_is_never_entered_by_all():
@@ -86,57 +94,35 @@ def test_every_rank_sees_the_other_ranks_tensors():
 def test_small_private_tensors_are_copied_to_inline_slots(dtype):
     flags, _ = make(2)
     numel = INLINE_BYTES // dtype.itemsize
-    for number in range(2 * DEPTH):
-        tensors = [torch.full((numel,), 10 * rank + number % 10).to(dtype) for rank in range(2)]
-        for view, tensor in zip(flags, tensors, strict=True):
-            view.enter(tensor)
-        for rank, view in enumerate(flags):
-            found = view.tensors(number, tensors[rank])
-            assert all(map(torch.equal, found, tensors))
-            assert same_memory(found[rank], view._inline_slot(rank, number, tensors[rank]))
-            assert not same_memory(found[rank], tensors[rank])
+    for turn in range(2):
+        numbers = range(turn * DEPTH, (turn + 1) * DEPTH)  # as many as may be in flight
+        sent = [[torch.full((numel,), n % 10 + 10 * r).to(dtype) for n in numbers] for r in (0, 1)]
+        for view, tensors in zip(flags, sent, strict=True):
+            for tensor in tensors:
+                view.enter(tensor)
+        for number, tensors in zip(numbers, zip(*sent, strict=True), strict=True):
+            for rank, view in enumerate(flags):
+                found = view.tensors(number, tensors[rank])
+                assert all(map(torch.equal, found, tensors))
+                assert same_memory(found[rank], view._inline_slot(rank, number, tensors[rank]))
+                assert not same_memory(found[rank], tensors[rank])
         for view in flags:
-            view.leave()
+            for _ in numbers:
+                view.leave()
 
 
-def test_collectives_in_flight_use_different_inline_slots():
-    flags, _ = make(2)
-    numel = INLINE_BYTES // 4
-    for number in range(DEPTH):
-        for view in flags:
-            view.enter(torch.full((numel,), number, dtype=torch.int32))
-    for number in range(DEPTH):
-        for theirs in flags[0].tensors(number, torch.empty(numel, dtype=torch.int32)):
-            assert set(theirs.tolist()) == {number}
-
-
-def test_a_large_private_tensor_is_out_of_reach_for_all():
+@pytest.mark.parametrize(("nbytes", "reached"), [(80, True), (INLINE_BYTES + 8, False)])
+def test_a_private_tensor_beside_a_shared_one_is_reached_where_it_is_small(nbytes, reached):
     flags, memories = make(2)
-    shared, own = memories[0].allocate(INLINE_BYTES + 8), torch.zeros(INLINE_BYTES + 8).byte()
-    flags[0].enter(shared)
-    flags[1].enter(own)
-    assert flags[0].tensors(0, shared) is None
-    assert flags[1].tensors(0, own) is None
-
-
-def test_an_inline_slot_and_a_shared_tensor_in_one_collective():
-    flags, memories = make(2)
-    shared, own = memories[0].allocate(80).view(torch.float32), torch.arange(20.0)
-    flags[0].enter(shared)
-    flags[1].enter(own)
-    for rank, view in enumerate(flags):
-        found = view.tensors(0, (shared, own)[rank])
-        assert same_memory(found[0], shared)
-        assert torch.equal(found[1], own)
-
-
-def test_without_shared_memory_no_rank_is_waited_for():
-    view = SharedFlags(NoMemory(), 0, 2)
-    view.enter(torch.zeros(1))
-    assert view.all_entered(0)
-    assert view.tensors(0, torch.zeros(1)) is None
-    view.leave()
-    assert view.all_left(0)
+    shared, own = memories[0].allocate(nbytes), torch.arange(nbytes).byte()
+    for view, tensor in zip(flags, (shared, own), strict=True):
+        view.enter(tensor)
+    for view, tensor in zip(flags, (shared, own), strict=True):
+        found = view.tensors(0, tensor)
+        assert (found is not None) == reached
+        if reached:
+            assert same_memory(found[0], shared)
+            assert torch.equal(found[1], own)
 
 
 def test_data_written_before_entering_are_visible_afterwards():

@@ -1,9 +1,11 @@
 from collections import Counter
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mntrain.comm.links import rounds
 from mntrain.comm.topology import Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -13,23 +15,24 @@ TOPOLOGIES = st.builds(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks_per_node", "nodes"),
+    ("hosts", "ranks_per_node", "nodes", "words"),
     [
-        ("aabb", None, ((0, 1), (2, 3))),
-        ("aaab", None, ((0, 1, 2), (3,))),
-        ("ababab", None, ((0, 2, 4), (1, 3, 5))),
-        ("baab", None, ((0, 3), (1, 2))),
-        ("a", None, ((0,),)),
-        ("aaaaa", 2, ((0, 1), (2, 3), (4,))),
-        ("aaaa", 1, ((0,), (1,), (2,), (3,))),
-        ("aaaa", 7, ((0, 1, 2, 3),)),
-        ("aaabb", 2, ((0, 1), (2,), (3, 4))),
-        ("ababab", 2, ((0, 2), (1, 3), (4,), (5,))),
+        ("aabb", None, ((0, 1), (2, 3)), "4 ranks on 2 nodes of 2"),
+        ("aaab", None, ((0, 1, 2), (3,)), "4 ranks on 2 nodes of 3+1"),
+        ("ababab", None, ((0, 2, 4), (1, 3, 5)), "6 ranks on 2 nodes of 3"),
+        ("baab", None, ((0, 3), (1, 2)), "4 ranks on 2 nodes of 2"),
+        ("a", None, ((0,),), "1 rank on 1 node of 1"),
+        ("aaaaa", 2, ((0, 1), (2, 3), (4,)), "5 ranks on 3 nodes of 2+2+1"),
+        ("aaaa", 1, ((0,), (1,), (2,), (3,)), "4 ranks on 4 nodes of 1"),
+        ("aaaa", 7, ((0, 1, 2, 3),), "4 ranks on 1 node of 4"),
+        ("aaabb", 2, ((0, 1), (2,), (3, 4)), "5 ranks on 3 nodes of 2+1+2"),
+        ("ababab", 2, ((0, 2), (1, 3), (4,), (5,)), "6 ranks on 4 nodes of 2+2+1+1"),
     ],
     ids=str,
 )
-def test_hosts_become_nodes(hosts, ranks_per_node, nodes):
-    assert Topology.from_hosts(hosts, ranks_per_node).nodes == nodes
+def test_hosts_become_nodes_that_say_what_they_are(hosts, ranks_per_node, nodes, words):
+    topology = Topology.from_hosts(hosts, ranks_per_node)
+    assert (topology.nodes, str(topology)) == (nodes, words)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1])
@@ -75,47 +78,20 @@ def test_a_cross_group_has_one_rank_of_each_node_that_is_large_enough(topology):
         assert nodes == [i for i, node in enumerate(topology.nodes) if len(node) > local]
 
 
-def test_cross_groups_of_unequal_nodes_shrink():
-    topology = Topology.from_hosts("aaabbc")
-    assert topology.cross_group(0) == (0, 3, 5)
-    assert topology.cross_group(4) == (1, 4)
-    assert topology.cross_group(2) == (2,)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "words"),
-    [
-        ("a", "1 rank on 1 node of 1"),
-        ("ab", "2 ranks on 2 nodes of 1"),
-        ("aaaa", "4 ranks on 1 node of 4"),
-        ("aabb", "4 ranks on 2 nodes of 2"),
-        ("aaab", "4 ranks on 2 nodes of 3+1"),
-    ],
-)
-def test_a_topology_says_what_it_is(hosts, words):
-    assert str(Topology.from_hosts(hosts)) == words
-
-
-def test_the_documented_slots():
+def test_the_documented_slots_and_groups():
     topology = Topology.from_hosts("aabb")
     assert topology.owners == (0, 2, 1, 3)
     assert topology.slots == (0, 2, 1, 3)
-
-
-def test_ranks_beyond_the_lanes_are_served_by_a_lane():
     assert Topology.from_hosts("aaaaabb").owners == (0, 2, 4, 5, 1, 3, 6)
+    unequal = Topology.from_hosts("aaabbc")
+    assert [unequal.cross_group(rank) for rank in (0, 4, 2)] == [(0, 3, 5), (1, 4), (2,)]
 
 
 @given(TOPOLOGIES)
-def test_owners_and_slots_are_inverse_permutations_of_the_ranks(topology):
-    ranks = range(topology.size)
+def test_slots_are_a_permutation_of_the_ranks_by_lane_then_by_node_then_by_local_rank(topology):
+    ranks, lanes = range(topology.size), topology.smallest_node
     assert sorted(topology.owners) == sorted(topology.slots) == list(ranks)
     assert [topology.slots[topology.owners[slot]] for slot in ranks] == list(ranks)
-
-
-@given(TOPOLOGIES)
-def test_slots_go_by_lane_then_by_node_then_by_local_rank(topology):
-    lanes = topology.smallest_node
     keys = [
         (topology.local_rank(rank) % lanes, topology.node(rank), topology.local_rank(rank))
         for rank in topology.owners
@@ -133,3 +109,14 @@ def test_the_slots_of_a_node_in_a_lane_are_those_of_its_ranks_with_these_local_r
         ours = [r for r in topology.node_group(rank) if topology.local_rank(r) % lanes == lane]
         assert [topology.owners[at] for at in range(start, stop)] == ours
     assert topology.lane_slots[-1] == topology.size
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_rounds_have_each_pair_once_and_no_member_twice_in_a_round(count):
+    plan = list(rounds(range(count)))
+    pairs = [tuple(sorted(pair)) for pairs in plan for pair in pairs]
+    assert sorted(pairs) == list(combinations(range(count), 2))
+    assert len(plan) <= max(count, 0)
+    for together in plan:
+        members = [member for pair in together for member in pair]
+        assert len(members) == len(set(members))

@@ -44,6 +44,7 @@ def paces(speeds, communication_s, drawn=0):
         (10, (4.0, 1.0, 2.0), (40, 10, 20)),
         (3, (100.0, 100.0), (3, 3)),
         (1, (1.4, 1.0, 1.6), (1, 1, 2)),
+        (2, (1.45, 1.0), (3, 2)),
         (7, (5.0,), (7,)),
         (10, (1e-3, 1e3), (10, 10**7)),
         (2, (1e-320, 1e300), (2, 1 << 40)),  # their ratio is no float
@@ -51,12 +52,9 @@ def paces(speeds, communication_s, drawn=0):
 )
 def test_counts_are_in_proportion_to_speeds(anchor, speeds, counts):
     assert micro_batch_counts(anchor, speeds) == counts
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_is_no_speed_is_refused(speed):
-    with pytest.raises(ValueError, match="give finite numbers above 0"):
-        micro_batch_counts(10, (1.0, speed))
+    for speed in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="give finite numbers above 0"):
+            micro_batch_counts(anchor, (*speeds, speed))
 
 
 @given(st.integers(1, 50), SPEEDS)
@@ -72,12 +70,6 @@ def test_the_largest_anchor_is_the_largest(speeds, most):
     anchor = largest_anchor(speeds, most)
     assert anchor == 1 or sum(micro_batch_counts(anchor, speeds)) <= most
     assert sum(micro_batch_counts(anchor + 1, speeds)) > most
-
-
-def test_efficiency_is_the_part_of_time_that_ranks_compute():
-    assert efficiency((40, 10), (4.0, 1.0)) == 1
-    assert efficiency((10, 10), (4.0, 1.0)) == pytest.approx(2 / 5)
-    assert efficiency((3,), (0.1,)) == pytest.approx(1)
 
 
 # ---- the anchor ----
@@ -100,6 +92,11 @@ def test_efficiency_is_the_part_of_time_that_ranks_compute():
 )
 def test_the_anchor_lets_communication_take_its_part(anchor, communication_s, expected):
     assert tuned_anchor(anchor, (4.0, 1.0), 1, communication_s, 0.1) == expected
+    # 1 and 1 micro-batches would leave the faster rank idle for a third of the time.
+    assert tuned_anchor(10, (1.45, 1.0), 1, 0.0, 0.1) == 2
+    assert efficiency((40, 10), (4.0, 1.0)) == 1
+    assert efficiency((10, 10), (4.0, 1.0)) == pytest.approx(2 / 5)
+    assert efficiency((3,), (0.1,)) == pytest.approx(1)
 
 
 @given(
@@ -117,12 +114,6 @@ def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, targ
         assert wasted <= max(before, 1.05) * (1 + 1e-9)
 
 
-def test_a_smaller_anchor_does_not_make_ranks_wait_for_whole_micro_batches():
-    speeds = (1.45, 1.0)  # 1 and 1 would leave the faster rank idle for a third of the time
-    assert tuned_anchor(10, speeds, 1, 0.0, 0.1) == 2
-    assert micro_batch_counts(2, speeds) == (3, 2)
-
-
 # ---- the plans of a job ----
 
 
@@ -135,27 +126,27 @@ def test_a_plan_follows_the_speeds_behind_what_is_drawn():
     assert [cadence.index(step) for step in (0, 14, 15, 99)] == [0, 0, 1, 1]
 
 
-def test_the_communication_is_the_wait_of_the_rank_that_waits_least():
-    cadence = make()
-    # 10 micro-batches take 40 s on rank 0, for which rank 1 waits.
-    assert cadence.revise(paces((1.0, 4.0), 8.0)) == StepPlan(1, 25, (25, 100), pytest.approx(0.2))
-
-
-def test_one_long_wait_of_an_interval_changes_nothing():
-    cadence = make()
-    interval = [pace._replace(waits=(500.0, *pace.waits[1:])) for pace in paces((1.0, 1.0), 3.2)]
-    assert cadence.revise(interval) is None
-
-
-def test_speeds_that_are_known_before_hold_until_they_are_measured():
-    cadence = make(hints={1: 0.25})
-    assert cadence.latest.counts == (40, 10)
-    plan = cadence.revise(paces((1.0, 1.0), 3.2))
+@pytest.mark.parametrize(
+    ("options", "speeds", "communication_s", "before", "after"),
+    [
+        # 10 micro-batches take 40 s on rank 0, for which rank 1 waits: the least wait counts.
+        ({}, (1.0, 4.0), 8.0, (10, 10), (25, 100)),
+        # Speeds that are known before hold until they are measured.
+        ({"hints": {1: 0.25}}, (1.0, 1.0), 3.2, (40, 10), (10, 10)),
+        # A step has at most an epoch: 100 micro-batches.
+        ({"samples": 403}, (24.0, 1.0), 3.2, (10, 10), (96, 4)),
+        ({"tunes": False}, (2.0, 1.0), 400.0, (10, 10), (20, 10)),
+    ],
+)
+def test_plans_before_and_after_an_interval(options, speeds, communication_s, before, after):
+    cadence = make(**options)
+    assert cadence.latest.counts == before
+    plan = cadence.revise(paces(speeds, communication_s))
     assert plan is not None
-    assert plan.counts == (10, 10)
+    assert plan.counts == after
 
 
-def test_revisions_are_rare_and_noise_moves_nothing():
+def test_revisions_are_rare_and_neither_noise_nor_one_long_wait_moves_anything():
     cadence, revised = make(3), []
     for step in range(INTERVAL, 12 * REVISION, INTERVAL):
         noise = [1 + 0.03 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(3)]
@@ -163,6 +154,8 @@ def test_revisions_are_rare_and_noise_moves_nothing():
         if plan := cadence.revise(paces(speeds, 3.0 * noise[0], drawn=step)):
             revised.append((step, plan.anchor))
     assert revised == [(10, 10)]
+    interval = [pace._replace(waits=(500.0, *pace.waits[1:])) for pace in paces((1.0, 1.0), 3.2)]
+    assert make().revise(interval) is None
 
 
 def test_a_rank_that_recovers_gets_its_micro_batches_back():
@@ -197,20 +190,6 @@ def test_an_anchor_at_its_automatic_limit_does_not_follow_noise():
     assert anchors[-1] == pytest.approx(80, abs=4)
 
 
-def test_a_step_has_at_most_an_epoch():
-    cadence = make(samples=403, max_anchor=0)  # 100 micro-batches
-    plan = cadence.revise(paces((24.0, 1.0), 3.2))
-    assert plan is not None
-    assert plan.counts == (96, 4)
-
-
-def test_without_tuning_only_counts_change():
-    cadence = make(tunes=False)
-    plan = cadence.revise(paces((2.0, 1.0), 400.0))
-    assert plan is not None
-    assert plan.counts == (20, 10)
-
-
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3000))
 def test_an_epoch_has_ten_steps_if_it_can(size, micro_batch, samples):
     if samples // micro_batch < size:
@@ -238,10 +217,6 @@ def test_what_has_no_first_step_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
     make(samples=80, max_anchor=0)
-
-
-def test_one_rank_has_ten_micro_batches():
-    assert make(1).latest.counts == (10,)
 
 
 # ---- samples ----

@@ -1,6 +1,7 @@
 """Sharding of map-style loaders: epochs, shares, digests, positions, evaluation."""
 
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,37 +18,24 @@ from torch.utils.data import (
 
 from mntrain.data.loader import passes_of
 
-WORKERS = [(0, "spawn"), (2, "fork")]
-SPAWNED = (1, "spawn")  # seconds each: a spawned worker imports torch
-
 
 class Numbers(Dataset):
-    """Item i is i. At module level, for spawned workers."""
+    """Item i is i, and is remembered as asked for. At module level, for spawned workers."""
 
     def __init__(self, n):
-        self.n = n
+        self.n, self.asked = n, []
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, index):
+        self.asked.append(index)
         return torch.tensor(index)
 
 
-class Counting(Numbers):
-    """Remembers what it was asked for."""
-
-    def __init__(self, n):
-        super().__init__(n)
-        self.asked = []
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return super().__getitem__(index)
-
-
-def as_list_plus_one(samples):
-    return [int(sample) + 1 for sample in samples]
+def loader_of(data, batch_size=1, workers=0, **options):
+    method = {"multiprocessing_context": "fork"} if workers else {}
+    return DataLoader(data, batch_size, num_workers=workers, **{**method, **options})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -64,16 +52,10 @@ def test_the_parts_of_a_loader_are_the_global_batches(size, options):
     assert (drawn == sorted(drawn)) == ("shuffle" not in options)
 
 
-@pytest.mark.parametrize(("workers", "start_method"), [*WORKERS, SPAWNED])
+@pytest.mark.parametrize(("workers", "start_method"), [(0, None), (2, "fork"), (1, "spawn")])
 def test_the_ranks_agree_though_their_random_states_differ(workers, start_method):
     data = TensorDataset(torch.arange(10), torch.arange(10))
-    loader = DataLoader(
-        data,
-        batch_size=4,
-        shuffle=True,
-        num_workers=workers,
-        multiprocessing_context=start_method if workers else None,
-    )
+    loader = loader_of(data, 4, workers, shuffle=True, multiprocessing_context=start_method)
     drawn = []
     for rank in range(2):
         with torch.random.fork_rng(devices=[]):
@@ -85,47 +67,18 @@ def test_the_ranks_agree_though_their_random_states_differ(workers, start_method
     assert sorted(torch.cat([*drawn[0], *drawn[1]]).tolist()) == list(range(10))
 
 
-def test_each_iteration_is_an_epoch_with_an_order_of_its_own():
-    loader = DataLoader(Numbers(20), batch_size=20, shuffle=True)
-    parts = sharded(loader)
-    first, second = [[batch.tolist() for batch in parts] for _ in range(2)]
-    assert first != second
-    parts.epoch = 1
-    assert [batch.tolist() for batch in parts] == second
-    assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, epoch=0)] == first
-    assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, seed=1)] != first
-
-
-def test_a_rank_loads_only_its_own_samples():
-    data = Counting(12)
-    for batch, share in epoch_of(DataLoader(data, batch_size=5), rank=1, size=2):
-        assert len(batch) == share
-    assert data.asked == [2, 3, 4, 7, 8, 9, 11]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stand_in_comes_with_a_share_of_zero(workers):
-    loader = DataLoader(
-        Numbers(7),
-        batch_size=5,
-        num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
-    )
-    got = epoch_of(loader, rank=0, size=4)
-    assert [(batch.tolist(), share) for batch, share in got] == [([0], 1), ([5], 0)]
-    got = epoch_of(loader, rank=1, size=4)
-    assert [(batch.tolist(), share) for batch, share in got] == [([1], 1), ([5], 1)]
+def test_a_rank_loads_its_own_samples_by_the_loaders_collate_or_a_stand_in_of_no_share(workers):
+    data = Numbers(7)
+    loader = loader_of(data, 5, workers, collate_fn=lambda samples: [int(s) + 1 for s in samples])
+    assert epoch_of(loader, rank=0, size=4) == [([1], 1), ([6], 0)]
+    assert data.asked == ([0, 5] if not workers else [])
+    assert epoch_of(loader, rank=1, size=4) == [([2], 1), ([6], 1)]
 
 
 def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():
-    loader = DataLoader(
-        Numbers(31),
-        batch_sampler=UnevenBatches(),
-        num_workers=2,
-        prefetch_factor=4,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-    )
+    options = {"prefetch_factor": 4, "persistent_workers": True}
+    loader = loader_of(Numbers(31), workers=2, batch_sampler=UnevenBatches(), **options)
     log = Log()
     parts = sharded(loader, 0, 2, log)
     for _ in range(2):  # the second time after one broken off
@@ -135,6 +88,7 @@ def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():
                 break
     assert log.shares == [1, 2, *(n // 2 for n in UnevenBatches.SIZES)]
     assert [total for _, total, _ in log.expected[2:]] == list(UnevenBatches.SIZES)
+    assert log.forgotten == 1
 
 
 class UnevenBatches(Sampler):
@@ -148,11 +102,6 @@ class UnevenBatches(Sampler):
 
     def __len__(self):
         return len(self.SIZES)
-
-
-def test_the_loaders_own_collate_function_is_kept():
-    loader = DataLoader(Numbers(4), batch_size=4, collate_fn=as_list_plus_one)
-    assert epoch_of(loader, rank=1, size=2) == [([3, 4], 2)]
 
 
 def test_length_is_the_loaders():
@@ -194,6 +143,8 @@ def test_epochs_advance_also_with_a_new_shard_or_loader_for_each_pass():
     assert got == expected
     parts.epoch = 1
     assert drawn(parts) == expected[1]
+    assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, epoch=0)] == expected[0]
+    assert [batch.tolist() for batch, _ in epoch_of(loader, 0, 1, seed=1)] != expected[0]
 
 
 def test_the_passes_over_a_dataset_are_forgotten_with_it():
@@ -217,13 +168,7 @@ class Augmented(Numbers):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_augment_each_epoch_and_rank_differently(persistent):
-    loader = DataLoader(
-        Augmented(4),
-        batch_size=4,
-        num_workers=1,
-        multiprocessing_context="fork",
-        persistent_workers=persistent,
-    )
+    loader = loader_of(Augmented(4), 4, 1, persistent_workers=persistent)
     seen = []
     for rank in range(2):
         parts = sharded(loader, rank, 2)
@@ -232,16 +177,6 @@ def test_workers_augment_each_epoch_and_rank_differently(persistent):
 
 
 # ---- what the optimizers are told ----
-
-
-def test_a_batch_that_is_drawn_ahead_keeps_its_share():
-    log = Log()
-    batches = iter(sharded(DataLoader(Numbers(7), batch_size=5), 1, 2, log))
-    assert [len(next(batches)), len(next(batches))] == [3, 1]
-    with pytest.raises(StopIteration):
-        next(batches)
-    assert log.shares == [3, 1]
-    assert (log.forgotten, log.ended) == (0, 1)
 
 
 def test_batches_of_a_pass_that_was_left_are_forgotten_when_the_next_begins():
@@ -269,16 +204,13 @@ def test_a_weight_takes_the_place_of_the_number_of_samples():
         [([[1, 1, 0]], 2, None), ([[0, 0, 0]], 0, None)],
         [([[1, 0, 0], [1, 1, 1]], 4, None), ([[0, 0, 0]], 0, None)],
     ]
-
-
-def test_a_stand_in_is_not_weighed_and_a_bad_weight_is_refused():
-    loader = DataLoader(Numbers(1))
-    log = Log()
-    list(sharded(loader, 0, 2, log, weight=lambda batch: 1 / 0))
-    assert log.shares == [0]
+    assert (log.forgotten, log.ended) == (0, 1)
+    one = DataLoader(Numbers(1))
+    list(sharded(one, 0, 2, log, weight=lambda batch: 1 / 0))  # a stand-in is not weighed
+    assert log.shares[-1] == 0
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight"):
-            list(sharded(loader, 1, 2, weight=lambda batch, bad=bad: bad))
+            list(sharded(one, 1, 2, weight=lambda batch, bad=bad: bad))
 
 
 class Draws(Sampler):
@@ -307,16 +239,13 @@ def test_ranks_agree_on_samplers_that_draw_from_any_default_generator(name):
     loader = DataLoader(Numbers(50), batch_size=4, sampler=Draws(draw))
     ranks = []
     for rank in range(2):
-        random.seed(rank)
-        np.random.seed(rank)
-        torch.manual_seed(rank)
-        before = [draw() for _ in range(3)]
-        random.seed(rank)
-        np.random.seed(rank)
-        torch.manual_seed(rank)
-        log = Log()
-        after = [draw() for _ in sharded(loader, rank, 2, log)]
-        assert after == before  # the caller's draws are as without a loader
+        log, draws = Log(), []
+        for passes in (range(3), sharded(loader, rank, 2, log)):
+            random.seed(rank)
+            np.random.seed(rank)
+            torch.manual_seed(rank)
+            draws.append([draw() for _ in passes])
+        assert draws[0] == draws[1]  # the caller's draws are as without a loader
         ranks.append(log.expected)
     assert ranks[0] == ranks[1]
     assert len({digest for _, _, digest in ranks[0]}) == 3
@@ -343,28 +272,15 @@ def test_the_digest_tells_batches_of_other_indices_apart():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["rebuilt", "cut"])
 def test_an_evaluation_sees_each_sample_once(kind, workers):
-    loader = DataLoader(
-        Numbers(5),
-        batch_size=4,
-        num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
-    )
+    loader = loader_of(Numbers(5), 4, workers)
     if kind == "cut":
         loader = list(loader)
     for size, counts in [(2, [2, 3]), (3, [1, 1, 3]), (7, [0, 1, 0, 1, 0, 1, 2])]:
-        ranks = []
-        for rank in range(size):
-            log = Log()
-            with torch.no_grad():
-                ranks.append(
-                    [
-                        sample
-                        for batch in sharded(loader, rank, size, log)
-                        for sample in batch.tolist()
-                    ]
-                )
-            assert not log.expected
-        assert sorted(sample for samples in ranks for sample in samples) == list(range(5))
+        log = Log()
+        with torch.no_grad():
+            ranks = [[*chain(*drawn(sharded(loader, r, size, log)))] for r in range(size)]
+        assert not log.expected
+        assert sorted(chain(*ranks)) == list(range(5))
         assert [len(samples) for samples in ranks] == counts
 
 
@@ -422,7 +338,8 @@ def test_a_resumed_job_continues_behind_the_last_batch_on_any_number_of_ranks(ma
 
 
 def test_a_position_is_that_of_training_and_does_not_follow_evaluations():
-    parts = sharded(DataLoader(Numbers(6), batch_size=2, shuffle=True))
+    data = Numbers(6)
+    parts = sharded(DataLoader(data, batch_size=2))
     training = iter(parts)
     next(training)
     state = parts.state_dict()
@@ -432,13 +349,9 @@ def test_a_position_is_that_of_training_and_does_not_follow_evaluations():
     list(training)
     assert (parts.state_dict()["epoch"], parts.state_dict()["batches"]) == (1, 0)
     parts.load_state_dict(state)
+    data.asked.clear()
+    assert len(list(parts)) == 2
+    assert data.asked == [2, 3, 4, 5]  # not those that are done
+    parts.load_state_dict(state)
     parts.epoch = 7
     assert (parts.state_dict()["epoch"], parts.state_dict()["batches"]) == (7, 0)
-
-
-def test_a_resumed_job_does_not_load_the_batches_that_are_done():
-    data = Counting(12)
-    parts = sharded(DataLoader(data, batch_size=4))
-    parts.load_state_dict({"epoch": 0, "batches": 2, "stream": None, "generator": None})
-    assert len(list(parts)) == 1
-    assert data.asked == [8, 9, 10, 11]

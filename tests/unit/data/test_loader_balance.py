@@ -1,8 +1,6 @@
 """Loaders whose batches are divided by the speed of ranks, with clocks that tests set."""
 
-import gc
 import math
-import weakref
 from itertools import chain
 
 import pytest
@@ -44,13 +42,15 @@ class Clock:
         return end - start
 
 
-def no_limit():
-    return math.inf
+def balanced(rank, size, gather, clock, kind="cut", **options):
+    """A rank's parts of a loader, and what it was told of them."""
+    log, workers = Log(), options.get("workers", 0)
+    plan = LoaderBalance(size, gather, clock, options.get("room", lambda: math.inf), int)
+    plan = plan if options.get("balance", True) else None
+    return sharded(loader(kind, workers), rank, size, log, gather=gather, balance=plan), log
 
 
-def parts_by_rank(
-    costs, kind="indexed", *, passes=1, workers=0, balance=True, saves=False, rooms=()
-):
+def parts_by_rank(costs, kind="indexed", *, passes=1, saves=False, rooms=(), **options):
     """What each rank gets: for each pass a list of (samples, share); costs are seconds a sample.
 
     With `saves`, rank 0 does something else for a long time after every fifth batch. `rooms` are
@@ -58,13 +58,9 @@ def parts_by_rank(
     """
 
     def body(rank, gather):
-        clock, log = Clock(), Log()
-        room = (lambda: rooms[rank]) if rooms else no_limit
-        plan = LoaderBalance(len(costs), gather, clock, room, int) if balance else None
-        parts, taken = (
-            sharded(loader(kind, workers), rank, len(costs), log, gather=gather, balance=plan),
-            [],
-        )
+        clock, taken = Clock(), []
+        room = rooms[rank] if rooms else math.inf
+        parts, log = balanced(rank, len(costs), gather, clock, kind, room=lambda: room, **options)
         for _ in range(passes):
             taken.append([])
             for (batch,) in parts:
@@ -99,13 +95,6 @@ def test_parts_follow_speeds_and_the_order_of_samples_stays(kind, workers):
     assert second == [(4, 2)] * 25
 
 
-def test_evaluations_are_divided_equally_and_see_each_sample_once():
-    by_rank = parts_by_rank([1.0, 2.0, 1.0])
-    seen = [seen for _, seen in by_rank]
-    assert [len(samples) for samples in seen] == [50, 50, 50]
-    assert sorted(chain(*seen)) == list(range(SAMPLES))
-
-
 @pytest.mark.parametrize(
     ("rooms", "last"),
     [
@@ -121,45 +110,17 @@ def test_parts_grow_only_as_far_as_memory_may(rooms, last):
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_equal_ranks_keep_equal_parts(saves):
+def test_equal_ranks_keep_equal_parts_and_evaluations_have_them_always(saves):
     _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves), 0)
     assert shares == [(2, 2, 2)] * 25
-
-
-def test_a_pass_that_has_ended_leaves_no_mark():
-    """Its clock keeps what follows a mark."""
-
-    class Mark(float):
-        """A point in time that is weakly referred to."""
-
-    class Marks(Clock):
-        def mark(self):
-            mark = Mark(self.now)
-            kept.append(weakref.ref(mark))
-            return mark
-
-    def body(rank, gather):
-        plan = LoaderBalance(1, gather, Marks(), no_limit, int)
-        log = Log()
-        parts = sharded(loader("cut"), rank, 1, log, gather=gather, balance=plan)
-        first = iter(parts)
-        next(first)
-        list(parts)
-        del first  # which has not ended the pass that followed it
-        gc.collect()
-        return len(kept), sum(ref() is not None for ref in kept)
-
-    kept = []
-    [(made, alive)] = in_turns(1, body)
-    assert made > 25
-    assert alive == 0
+    seen = [seen for _, seen in parts_by_rank([1.0, 2.0, 1.0])]
+    assert [len(samples) for samples in seen] == [50, 50, 50]
+    assert sorted(chain(*seen)) == list(range(SAMPLES))
 
 
 def test_ranks_that_begin_other_passes_are_told_so():
     def body(rank, gather):
-        log = Log()
-        plan = LoaderBalance(2, gather, Clock(), no_limit, int)
-        parts = sharded(loader("cut"), rank, 2, log, gather=gather, balance=plan)
+        parts, _ = balanced(rank, 2, gather, Clock())
         if rank == 0:
             next(iter(parts))  # to look at a batch
         with pytest.raises(RuntimeError, match=r"other passes .*rank 0: pass 2, rank 1: pass 1"):

@@ -3,11 +3,9 @@
 import traceback
 
 import pytest
-import torch
-from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from mntrain.data.phase_notes import name_samples, noted
+from mntrain.data.phase_notes import name_samples
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches, validation_batches
 from mntrain.data.streams import StreamBatches
 
@@ -131,17 +129,3 @@ def test_many_samples_are_not_all_listed():
     assert name_samples([5], "training data") == "sample 5 of the training data"
     assert name_samples([9, 3, 4, 5], "data") == "samples 3 to 5, 9 of the data"
     assert name_samples(range(0, 200, 2), "data").endswith(" 60, 62 and 68 more of the data")
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_batch_that_is_too_small_for_batch_norm_is_explained(samples):
-    def forward():
-        nn.BatchNorm1d(3)(torch.ones(samples, 3))
-        raise KeyError("another error")
-
-    with pytest.raises((ValueError, KeyError)) as raised, noted(2, "forward"):
-        forward()
-    said = text_of(raised.value)
-    assert "mntrain: rank 2: forward\n" in said
-    assert ("another error" in said) == (samples == 2)
-    assert ("give --data.drop-last to leave that out" in said) == (samples == 1)

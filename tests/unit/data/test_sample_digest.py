@@ -63,14 +63,12 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_samples_that_differ_have_other_digests(one, other):
-    assert digest_sample(one) != digest_sample(other)
-
-
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_samples_that_are_the_same_have_equal_digests(one, other):
-    assert digest_sample(one) == digest_sample(other)
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [*((*pair, False) for pair in DIFFERENT), *((*pair, True) for pair in SAME)],
+)
+def test_samples_that_differ_have_other_digests_and_equal_ones_have_one(one, other, same):
+    assert (digest_sample(one) == digest_sample(other)) == same
 
 
 class Numbers(Dataset):
@@ -120,16 +118,13 @@ def test_drawing_leaves_the_dataset_and_the_default_generators_as_they_were(wrap
     assert len(found.content["[0]"]) == 2
 
 
-def test_a_sample_that_cannot_be_drawn_counts_as_its_exception():
-    def draw(index):
-        raise FileNotFoundError(f"/node1/{index}.png")
-
-    assert of_samples(Numbers(1, draw), [0]).content == {"": [digest_sample("FileNotFoundError")]}
-
-
-def test_a_dataset_that_cannot_be_copied_has_no_samples_to_compare():
+def test_a_sample_that_cannot_be_drawn_counts_as_its_exception_and_a_whole_dataset_not_at_all():
     class Whole(Numbers):
         def __copy__(self):
             raise TypeError("there is one of me")
 
+    def draw(index):
+        raise FileNotFoundError(f"/node1/{index}.png")
+
+    assert of_samples(Numbers(1, draw), [0]).content == {"": [digest_sample("FileNotFoundError")]}
     assert of_samples(Whole(3), [0]).content == {}

@@ -96,29 +96,20 @@ def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
         assert plan.position(step) == equal.position(step)
 
 
-def test_hints_hold_until_speeds_are_measured():
-    shares = Shares(2, {1: 0.25})
-    assert shares.bounds(20, BatchNumber(0, 0)) == (0, 16, 20)
-    first = shares.revise(paces((1.0, 1.0), drawn=12), 20)
-    assert first == BatchNumber(0, 13)
-    assert shares.bounds(20, BatchNumber(0, 12)) == (0, 16, 20)
-    assert shares.bounds(20, BatchNumber(0, 13)) == (0, 10, 20)
-
-
 def test_shares_change_behind_the_last_batch_that_any_rank_has_drawn():
-    shares = Shares(2)
-    shares.bounds(12, BatchNumber(0, 14))
+    shares = Shares(2, {1: 0.5})  # a hint holds until speeds are measured
+    assert shares.bounds(12, BatchNumber(0, 14)) == (0, 8, 12)
     assert shares.drawn == BatchNumber(0, 14)
-    by_rank = [Pace(100, 50.0, BatchNumber(0, 14)), Pace(100, 100.0, BatchNumber(0, 17))]
+    by_rank = [Pace(100, 100.0, BatchNumber(0, 14)), Pace(100, 50.0, BatchNumber(0, 17))]
     assert shares.revise(by_rank, 12) == BatchNumber(0, 18)
-    assert shares.bounds(12, BatchNumber(0, 17)) == (0, 6, 12)
-    assert shares.bounds(12, BatchNumber(0, 18)) == (0, 8, 12)
-    assert shares.bounds(12, BatchNumber(1, 0)) == (0, 8, 12)  # the next pass
-    assert shares.counts(12) == [8, 4]
+    assert shares.bounds(12, BatchNumber(0, 17)) == (0, 8, 12)
+    assert shares.bounds(12, BatchNumber(0, 18)) == (0, 4, 12)
+    assert shares.bounds(12, BatchNumber(1, 0)) == (0, 4, 12)  # the next pass
+    assert shares.counts(12) == [4, 8]
 
 
-def test_shares_are_revised_after_the_calibration_and_then_now_and_again():
-    shares = Shares(2)
+def test_shares_are_revised_now_and_again_but_not_for_noise():
+    shares, noisy = Shares(2), Shares(4)
     revised = []
     for step in range(INTERVAL, 4 * REVISION, INTERVAL):
         fast = 2.0 if step <= 60 else 6.0
@@ -128,14 +119,10 @@ def test_shares_are_revised_after_the_calibration_and_then_now_and_again():
     assert revised == [10, 110, 160]
     measured = 2.0 + 4.0 * (1 - 0.7**10)
     assert shares.counts(120)[0] == pytest.approx(120 * measured / (measured + 1), abs=1)
-
-
-def test_noise_moves_nothing():
-    shares = Shares(4)
     for step in range(INTERVAL, 10 * REVISION, INTERVAL):
-        noisy = [1 + 0.04 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(4)]
-        assert shares.revise(paces(noisy), 64) is None
-    assert shares.counts(64) == [16] * 4
+        speeds = [1 + 0.04 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(4)]
+        assert noisy.revise(paces(speeds), 64) is None
+    assert noisy.counts(64) == [16] * 4
 
 
 def test_speeds_are_exponential_means():

@@ -116,7 +116,7 @@ class Batches(Whole):
 
 def loader(dataset, workers=0, batch_size=4, **options):
     method = {"multiprocessing_context": "fork"} if workers else {}
-    return DataLoader(dataset, batch_size=batch_size, num_workers=workers, **method, **options)
+    return DataLoader(dataset, batch_size=batch_size, num_workers=workers, **{**method, **options})
 
 
 def run(make, size, body):
@@ -154,23 +154,22 @@ def evaluate(parts, log):
         return [sample for batch in parts for sample in batch.tolist()]
 
 
+def seed_by_reader(worker):
+    np.random.seed(get_worker_info().seed % 2**32)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_whole_streams_make_the_same_global_batches_everywhere(size, workers, drop_last):
     expected = [list(range(low, min(low + 4, 13))) for low in range(0, 13, 4)]
-    make = partial(loader, Whole(13), workers, drop_last=drop_last)
+    make = partial(loader, Whole(13), workers, drop_last=drop_last, worker_init_fn=seed_by_reader)
     assert global_batches(run(make, size, epoch)) == expected[: 3 if drop_last else 4]
     seen = [sample for samples in run(make, size, evaluate) for sample in samples]
     assert sorted(seen) == list(range(12 if drop_last else 13))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_streams_of_whole_batches_are_cut(size, workers):
     make = partial(loader, Batches(11), workers, batch_size=None)
-    expected = [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9, 10]]
-    assert global_batches(run(make, size, epoch)) == expected
+    assert global_batches(run(make, size, epoch)) == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9, 10]]
+    assert run(partial(loader, Own(0), workers), size, epoch) == [[]] * size
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -219,17 +218,6 @@ def test_a_worker_init_fn_may_cut_the_stream(size, workers):
     assert sorted(chain(*global_batches(run(make, size, epoch)))) == list(range(23))
 
 
-def seed_by_reader(worker):
-    np.random.seed(get_worker_info().seed % 2**32)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_worker_init_fn_that_only_seeds_does_not_cut_the_stream(size):
-    make = partial(loader, Whole(23), 1, worker_init_fn=seed_by_reader)
-    whole = list(chain(*global_batches(run(make, size, epoch))))
-    assert whole == list(range(23))
-
-
 class Buffered(Own):
     """Shuffles by a buffer, with a default generator."""
 
@@ -260,11 +248,6 @@ def test_a_shuffled_stream_of_its_own_is_resumed_where_it_was(size, done):
         assert resumed == whole
 
 
-def test_streams_that_have_all_ended_at_once_end_the_epoch():
-    assert run(partial(loader, Own(0)), 3, epoch) == [[], [], []]
-    assert run(partial(loader, Whole(0), 2), 3, epoch) == [[], [], []]
-
-
 class Late(Whole):
     def __iter__(self):
         yield 0
@@ -275,11 +258,8 @@ class Late(Whole):
 def test_a_dataset_that_asks_late_for_its_worker_is_refused():
     with pytest.raises(RuntimeError, match="Late read get_worker_info\\(\\) after its first"):
         list(sharded(loader(Late(2)), gather=alone))
-
-
-def test_an_outer_worker_info_is_seen_again_between_samples():
     for _ in sharded(loader(Own(4), batch_size=2), gather=alone):
-        assert get_worker_info() is None
+        assert get_worker_info() is None  # between samples
 
 
 class Augmented(Whole):
@@ -390,7 +370,5 @@ def test_passes_over_one_stream_do_not_mix():
 
 @pytest.mark.thorough
 def test_spawned_workers_read_streams():
-    parts = sharded(
-        DataLoader(Whole(6), batch_size=4, num_workers=1, multiprocessing_context="spawn"), 1, 2
-    )
+    parts = sharded(loader(Whole(6), 1, multiprocessing_context="spawn"), 1, 2)
     assert [batch.tolist() for batch in parts] == [[2, 3], [5]]

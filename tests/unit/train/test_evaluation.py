@@ -24,19 +24,13 @@ def record(loss, **metrics):
     ("text", "score"),
     [("eval_loss", 2.0), ("accuracy:max", -0.75), ("errors", 9.0), ("errors:min", 9.0)],
 )
-def test_the_lowest_score_is_the_best_evaluation(text, score):
+def test_the_lowest_score_is_the_best_evaluation_if_there_is_one(text, score):
     assert BestMetric(text).score(record(2.0, accuracy=0.75, errors=9.0)) == score
-
-
-def test_a_step_without_an_evaluation_and_a_value_that_is_no_number_have_no_score():
-    assert BestMetric("accuracy:max").score(record(None)) is None
-    assert BestMetric("accuracy:max").score(record(2.0, accuracy=math.nan)) is None
-
-
-def test_a_metric_that_there_is_not_is_refused_with_those_there_are():
-    with pytest.raises(
-        ValueError, match=r"--checkpoint.best acc: .* they have eval_loss, accuracy$"
-    ):
+    assert BestMetric(text).score(record(None)) is None
+    nan = math.nan
+    assert BestMetric(text).score(record(nan, accuracy=nan, errors=nan)) is None
+    refused = r"--checkpoint.best acc: .* they have eval_loss, accuracy$"
+    with pytest.raises(ValueError, match=refused):
         BestMetric("acc").score(record(2.0, accuracy=0.5))
 
 
@@ -50,12 +44,8 @@ def evaluations_until_end(stopping, scores):
 def test_a_run_ends_after_so_many_evaluations_without_a_better_one():
     found = evaluations_until_end(EarlyStopping(3), [5, 4, 4, 6, 3, 3, None, 3.5, 1])
     assert found == (8, "no better evaluation in the last 3")
-
-
-def test_without_patience_a_run_never_ends():
-    stopping = EarlyStopping(0)
-    assert not stopping.enabled
-    assert evaluations_until_end(stopping, [1.0] * 50) is None
+    assert not EarlyStopping(0).enabled
+    assert evaluations_until_end(EarlyStopping(0), [1.0] * 50) is None
 
 
 @pytest.mark.parametrize("before", range(5))

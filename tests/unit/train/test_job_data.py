@@ -52,17 +52,20 @@ def test_data_without_a_length_are_refused(train, valid, which):
         data_of(train, valid)
 
 
-@pytest.mark.parametrize("valid", [None, points(0), {}, {"news": points(0), "code": None}])
-def test_there_need_be_no_validation(valid):
+@pytest.mark.parametrize(
+    ("valid", "sets"),
+    [
+        (None, []),
+        (points(0), []),
+        ({}, []),
+        ({"news": points(0), "code": None}, []),
+        ({"news": points(0), "code": points(2)}, ["code"]),
+    ],
+)
+def test_there_need_be_no_validation_and_sets_without_samples_are_left_out(valid, sets):
     data = data_of(points(3), valid)
-    assert data.validation_sets == []
-    assert list(data.datasets) == ["training"]
-
-
-def test_validation_sets_without_samples_are_left_out():
-    data = data_of(points(3), {"news": points(0), "code": points(2)})
-    assert data.validation_sets == ["code"]
-    assert list(data.datasets) == ["training", "validation code"]
+    assert data.validation_sets == sets
+    assert list(data.datasets) == ["training", *(f"validation {name}" for name in sets)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,4 @@ def test_a_resumed_run_continues_after_the_samples_that_it_has_seen(position, sa
     config = {"train": {"batch_size": 4}}
     manifest = SimpleNamespace(step=5, position=position, config=config, samples=10)
     assert _find_origin(FoundCheckpoint(None, manifest, {}), samples) == origin
-
-
-def test_a_new_run_begins_with_the_first_sample():
-    assert _find_origin(None, 3) == BEGIN
+    assert _find_origin(None, samples) == BEGIN

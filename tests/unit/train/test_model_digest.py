@@ -29,11 +29,6 @@ def flip_a_bit(tensor):
     tensor.detach().view(-1).view(torch.uint8)[-tensor.element_size()] ^= 1
 
 
-def test_equal_models_have_equal_digests():
-    first = model()
-    assert model_digest(first) == model_digest(copy.deepcopy(first)) == model_digest(model())
-
-
 @pytest.mark.parametrize("name", model().state_dict())
 def test_one_bit_of_any_parameter_or_buffer_changes_the_digest(name):
     first, second = model(), model()
@@ -41,36 +36,31 @@ def test_one_bit_of_any_parameter_or_buffer_changes_the_digest(name):
     assert model_digest(first) != model_digest(second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.complex64])
-def test_a_digest_covers_every_dtype(dtype):
-    ones = torch.ones(3, dtype=dtype)
-    assert model_digest(Holding(ones)) == model_digest(Holding(ones.clone()))
-    assert model_digest(Holding(ones)) != model_digest(Holding(ones + ones))
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(torch.tensor([0.0]), torch.tensor([-0.0])), (torch.tensor(True), torch.tensor(False))],
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor(True), torch.tensor(False)),
+        *(
+            (torch.ones(3, dtype=dtype), torch.full((3,), 2, dtype=dtype))
+            for dtype in (torch.float64, torch.float16, torch.int64, torch.complex64)
+        ),
+    ],
 )
-def test_a_digest_is_of_bits_whatever_the_shape(one, other):
+def test_a_digest_is_of_bits_whatever_the_shape_and_dtype(one, other):
     empty, nan = torch.zeros(0, 3), nn.Parameter(torch.tensor(float("nan")))
     first, second = Holding(empty, nan, one), Holding(empty, nan, other)
     assert model_digest(first) == model_digest(copy.deepcopy(first)) != model_digest(second)
 
 
-def test_a_digest_does_not_depend_on_the_memory_format():
+def test_a_digest_depends_on_no_memory_format_and_leaves_the_model_alone():
     first = model()
     second = copy.deepcopy(first).to(memory_format=torch.channels_last)
     assert second[0].weight.stride() != first[0].weight.stride()
     assert model_digest(first) == model_digest(second)
-
-
-def test_a_digest_does_not_change_the_model():
-    module = model()
-    before = copy.deepcopy(module.state_dict())
-    model_digest(module)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert all(p.requires_grad and p.grad is None for p in module.parameters())
+    for name, tensor in model().state_dict().items():
+        assert torch.equal(tensor, first.state_dict()[name]), name
+    assert all(p.requires_grad and p.grad is None for p in first.parameters())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from mntrain.config import Config, OptimConfig
 from mntrain.optim import Muon
@@ -33,9 +34,6 @@ class Scaled(nn.Module):
 class Plain(Task):
     """A task that brings no optimizer, or what `brought` is."""
 
-    brought = None
-    scheduled = None
-
     def __init__(self, brought=None, scheduled=None):
         super().__init__(Config())
         self.brought, self.scheduled = brought, scheduled
@@ -56,21 +54,10 @@ class Plain(Task):
 def test_an_optimizer_of_torch_is_found_by_its_name(name):
     kind, options = resolve_optimizer(OptimConfig(name=name, lr=0.25), CPU)
     assert kind is getattr(torch.optim, name)
-    optimizer = kind([nn.Parameter(torch.ones(2, 2))], **options)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
-def test_on_a_gpu_one_kernel_makes_the_update_if_there_is_one(name):
-    assert resolve_optimizer(OptimConfig(name=name), GPU)[1]["fused"] is True
-    kind, options = resolve_optimizer(OptimConfig(name=name), CPU)
-    plain = kind([nn.Parameter(torch.ones(2))], lr=options["lr"])
-    assert kind([nn.Parameter(torch.ones(2))], **options).defaults == plain.defaults
-
-
-@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])  # Adagrad's is for the CPU
-def test_what_has_no_such_kernel_is_not_asked_for_it(name):
-    assert "fused" not in resolve_optimizer(OptimConfig(name=name), GPU)[1]
+    plain = kind([nn.Parameter(torch.ones(2, 2))], lr=0.25)
+    assert kind([nn.Parameter(torch.ones(2, 2))], **options).defaults == plain.defaults
+    on_gpu = resolve_optimizer(OptimConfig(name=name), GPU)[1]  # one kernel if there is one
+    assert on_gpu.get("fused") is (True if name in ("AdamW", "Adam", "SGD") else None)
 
 
 on_gpu = pytest.param(
@@ -109,46 +96,64 @@ def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, de
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("adamw", "AdamW"), ("AdmW", "AdamW"), ("Sgd", "SGD"), ("rmsprop", "Rprop")],
+    ("name", "message"),
+    [
+        *((name, ".*nearest: .*AdamW") for name in ("adamw", "AdmW")),
+        ("Sgd", ".*nearest: .*SGD"),
+        ("rmsprop", ".*nearest: .*Rprop"),
+        *((name, ".*has no such optimizer") for name in ("Optimizer", "lr_scheduler", "no thing")),
+        *((name, ".*; choose another") for name in UNSUPPORTED),
+        ("torch.optim:", ".*is not of the form"),
+        ("no_module:Adam", ".*module 'no_module' does not import"),
+        ("torch.optim:Nothing", ".*has no class 'Nothing'"),
+        ("torch.nn:Linear", ".*does not derive from"),
+    ],
 )
-def test_a_misspelt_name_is_refused_with_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=rf"--optim.name {name}: .*nearest: .*{nearest}"):
+def test_a_name_of_no_optimizer_is_refused(name, message):
+    with pytest.raises(ValueError, match=rf"^--optim.name {name}: {message}"):
         resolve_optimizer(OptimConfig(name=name), CPU)
-
-
-@pytest.mark.parametrize("name", ["Optimizer", "lr_scheduler", "no such thing"])
-def test_what_is_no_optimizer_is_refused(name):
-    with pytest.raises(ValueError, match="has no such optimizer"):
-        resolve_optimizer(OptimConfig(name=name), CPU)
-
-
-def test_weight_decay_is_refused_where_the_optimizer_takes_none():
-    with pytest.raises(ValueError, match=r"--optim.weight-decay 0\.1: Rprop .*weight-decay 0$"):
-        resolve_optimizer(OptimConfig(name="Rprop", weight_decay=0.1), CPU)
-    assert (
-        resolve_optimizer(OptimConfig(name="Rprop", weight_decay=0.0), CPU)[0] is torch.optim.Rprop
-    )
 
 
 @pytest.mark.parametrize(
-    ("decay", "frozen", "groups"),
+    ("name", "given", "message"),
     [
-        (0.3, (), {0.3: ["linear.weight", "conv.weight"], 0.0: ["gain", "linear.bias"]}),
-        (0.0, (), {None: ["gain", "linear.weight", "linear.bias", "conv.weight"]}),
-        (0.3, ("linear",), {0.3: ["conv.weight"], 0.0: ["gain"]}),
-        (0.3, ("linear.bias", "gain"), {0.3: ["linear.weight", "conv.weight"]}),  # none is empty
+        ("AdamW", {"beta": 0.9}, "--optim.options: AdamW takes no beta; it takes betas, eps, "),
+        ("AdamW", {"lr": 0.9}, "--optim.options: lr is given by --optim.lr"),
+        (
+            "AdamW",
+            {"weight_decay": 0.9},
+            "--optim.options: weight_decay is given by --optim.weight-decay",
+        ),
+        ("Adadelta", {"weight-decay": 0.1}, "weight_decay is given by"),
+        ("Adagrad", {"lr-decay": 0.1, "lr_decay": 0.1}, "with a dash and with an underscore"),
+        ("Rprop", {}, r"--optim.weight-decay 0\.1: Rprop .*weight-decay 0$"),
     ],
 )
-def test_matrices_that_train_decay_and_vectors_do_not(decay, frozen, groups):
+def test_options_that_the_class_does_not_take_are_refused(name, given, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_optimizer(OptimConfig(name=name, options=given, weight_decay=0.1), CPU)
+    rprop = OptimConfig(name="Rprop", weight_decay=0.0)
+    assert resolve_optimizer(rprop, CPU)[0] is torch.optim.Rprop
+
+
+def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
+    def named(groups):
+        return [({id(p) for p in group["params"]}, group.get("weight_decay")) for group in groups]
+
+    def ids(*parameters):
+        return {id(p) for p in parameters}
+
     model = Scaled()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, name in names.items():
-        parameter.requires_grad_(not name.startswith(frozen))
-    made = weight_decay_groups(model, decay)
-    found = {group.get("weight_decay"): [names[p] for p in group["params"]] for group in made}
-    assert found == groups
-    assert len(made) == len(groups)
+    linear, conv = model.linear, model.conv.weight
+    assert named(weight_decay_groups(model, 0.3)) == [
+        (ids(linear.weight, conv), 0.3),
+        (ids(linear.bias, model.gain), 0.0),
+    ]
+    assert weight_decay_groups(model, 0.0) == [{"params": list(model.parameters())}]
+    linear.requires_grad_(False)
+    assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3), (ids(model.gain), 0.0)]
+    model.gain.requires_grad_(False)
+    assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3)]  # no group of nothing
 
 
 def test_muon_gets_the_matrices_of_the_layers_and_its_options():
@@ -164,46 +169,47 @@ def test_muon_gets_the_matrices_of_the_layers_and_its_options():
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.3, 0.0]
 
 
-HALF = math.sqrt(0.5)
+# Five steps of cosine: angles of 0, 45, 90, 135 and 180 degrees.
+COSINE = [0.1 + 0.9 * (1 + math.cos(turn * math.pi / 4)) / 2 for turn in range(5)]
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup", "least", "options", "expected"),
+    ("warmup", "least", "options", "expected"),
     [
-        (20, 4, 0.1, {}, [0.25, 0.5, 0.75, 1]),
-        # Five steps of cosine: angles of 0, 45, 90, 135 and 180 degrees.
-        (7, 2, 0, {}, [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0]),
-        (5, 1, 0.2, {}, [1, 1, 0.8, 0.4, 0.2, 0.2, 0.2]),  # also after the last step
-        (3, 0, 0, {}, [1, 0.5, 0]),
-        (5, 0, 1, {}, [1] * 5),
-        (3, 3, 0.1, {}, [1 / 3, 2 / 3, 1]),  # a warm-up as long as training
-        (3, 7, 0.1, {}, [1 / 7, 2 / 7, 3 / 7]),
-        (1, 0, 0.1, {}, [1]),
-        (2, 1, 0.1, {}, [1, 1]),
-        (6, 2, 0.1, {"schedule": "constant"}, [0.5, 1, 1, 1, 1, 1]),
-        (7, 2, 0.2, {"schedule": "linear"}, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        (4, 0.1, {}, [0.25, 0.5, 0.75, 1.0, *COSINE]),
+        (2, 0.1, {}, [0.5, 1.0, *COSINE]),
+        (0, 0.0, {}, [1.0, 0.5, 0.0]),  # without a warm-up
+        (0, 1.0, {}, [1.0] * 5),
+        (3, 0.1, {}, [1 / 3, 2 / 3, 1.0]),  # as long as training, or longer
+        (7, 0.1, {}, [1 / 7, 2 / 7, 3 / 7]),
+        (0, 0.1, {}, [1.0]),  # a single step of cosine
+        (1, 0.1, {}, [1.0, 1.0]),
+        (2, 0.1, {"schedule": "constant"}, [0.5, 1, 1, 1, 1, 1]),
+        (2, 0.2, {"schedule": "linear"}, [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
         (
-            10,
             2,
-            0,
+            0.0,
             {"schedule": "wsd", "decay_fraction": 0.4},
             [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0],
         ),
-        # The decay is to begin before the warm-up ends.
-        (6, 3, 0, {"schedule": "wsd", "decay_fraction": 1.0}, [1 / 3, 2 / 3, 1, 1, 0.5, 0]),
+        # A decay after a warm-up that takes longer than the rest.
+        (3, 0.0, {"schedule": "wsd", "decay_fraction": 1.0}, [1 / 3, 2 / 3, 1, 1, 0.5, 0]),
     ],
 )
-def test_a_schedule_is_a_function_of_the_completed_steps(steps, warmup, least, options, expected):
+def test_a_schedule_has_these_rates_and_a_scheduler_of_torch_takes_them(
+    warmup, least, options, expected
+):
     config = OptimConfig(warmup_steps=warmup, min_lr_fraction=least, **options)
-    factor = lr_factor(config, steps)
-    assert [factor(done) for done in range(len(expected))] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_cannot_train_here_is_refused_by_name_with_the_reason(name):
-    config = OptimConfig(name=name)
-    with pytest.raises(ValueError, match=f"--optim.name {name}: .*; choose another"):
-        resolve_optimizer(config, CPU)
+    factor = lr_factor(config, len(expected))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    scheduler = LambdaLR(optimizer, factor)
+    for done, rate in enumerate(expected):
+        assert factor(done) == pytest.approx(rate)
+        assert scheduler.get_last_lr()[0] == pytest.approx(2 * rate)
+        optimizer.step()
+        scheduler.step()
+    if warmup < len(expected) > 2 and options.get("schedule") != "constant":
+        assert factor(len(expected) + 50) == pytest.approx(least)
 
 
 class Slower(torch.optim.SGD):
@@ -223,51 +229,16 @@ def test_a_class_of_any_module_is_found_with_its_options():
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("torch.optim:", "is not of the form"),
-        ("no_module:Adam", "module 'no_module' does not import"),
-        ("torch.optim:Nothing", "has no class 'Nothing'"),
-        ("torch.nn:Linear", "does not derive from"),
-    ],
-)
-def test_a_class_that_cannot_be_imported_is_refused(name, message):
-    with pytest.raises(ValueError, match=rf"^--optim.name {name}: .*{message}"):
-        resolve_optimizer(OptimConfig(name=name), CPU)
-
-
-def test_lists_of_options_are_the_tuples_that_optimizers_document():
+def test_lists_of_options_are_the_tuples_that_optimizers_document_and_dashes_underscores():
     _, options = resolve_optimizer(OptimConfig(options={"betas": [0.8, 0.9], "eps": 1e-6}), CPU)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], **options)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert optimizer.param_groups[0]["eps"] == 1e-6
-    given = {"rho": 0.5, "weight-decay": 0.1}
-    with pytest.raises(ValueError, match="weight_decay is given by"):
-        resolve_optimizer(OptimConfig(name="Adadelta", options=given), CPU)
-    both = {"lr-decay": 0.1, "lr_decay": 0.1}
-    assert resolve_optimizer(OptimConfig(name="Adagrad", options={"lr-decay": 0.1}), CPU)[1] == {
-        "lr": 0.003,
-        "lr_decay": 0.1,
-    }
-    with pytest.raises(ValueError, match="with a dash and with an underscore"):
-        resolve_optimizer(OptimConfig(name="Adagrad", options=both), CPU)
+    _, options = resolve_optimizer(OptimConfig(name="Adagrad", options={"lr-decay": 0.1}), CPU)
+    assert options == {"lr": 0.003, "lr_decay": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"beta": 0.9}, "AdamW takes no beta; it takes betas, eps, "),
-        ({"lr": 0.9}, "lr is given by --optim.lr"),
-        ({"weight_decay": 0.9}, "weight_decay is given by --optim.weight-decay"),
-    ],
-)
-def test_options_that_the_class_does_not_take_are_refused(given, message):
-    with pytest.raises(ValueError, match=f"--optim.options: {message}"):
-        resolve_optimizer(OptimConfig(options=given), CPU)
-
-
-def test_a_task_brings_an_optimizer_with_its_groups():
+def test_a_task_brings_an_optimizer_with_its_groups_or_one_of_all_parameters():
     model = Scaled()
     groups = [{"params": [model.gain], "lr": 3.0}, {"params": model.linear.parameters()}]
     brought = partial(torch.optim.SGD, groups, lr=0.5, momentum=0.9)
@@ -275,21 +246,14 @@ def test_a_task_brings_an_optimizer_with_its_groups():
     assert str(choice) == "SGD of the task"
     assert [group.get("lr") for group in choice.groups] == [3.0, None]
     assert choice.options == {"lr": 0.5, "momentum": 0.9}
-
-
-def test_without_groups_all_parameters_are_one():
-    model = Scaled()
     choice = choose_optimizer(Plain(partial(torch.optim.SGD, lr=0.5)), model, OptimConfig(), CPU)
     assert [id(p) for p in choice.groups] == [id(p) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("wrong", [torch.optim.SGD, partial(torch.optim.SGD, [], 0.1), 3])
-def test_a_task_that_brings_no_partial_is_told_what_to_return(wrong):
+def test_a_task_that_brings_no_partial_or_no_scheduler_is_told_what_to_return(wrong):
     with pytest.raises(ValueError, match=r"optimizer\(\) of the task returned .*functools.partial"):
         choose_optimizer(Plain(wrong), Scaled(), OptimConfig(), CPU)
-
-
-def test_a_task_that_brings_no_scheduler_is_told_what_to_return():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     with pytest.raises(ValueError, match=r"schedule\(\) of the task returned a float"):
         Schedule(Plain(scheduled=0.5), optimizer, OptimConfig(), 5)
@@ -307,8 +271,7 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
             schedule.after_step()
         return found
 
-    whole, factor = rates(0, 9), lr_factor(OptimConfig(warmup_steps=2), 9)
-    assert whole == pytest.approx([2.0 * factor(done) for done in range(9)])
+    whole = rates(0, 9)
     assert len(set(whole)) == 8  # the end of the warm-up is the peak of the cosine
     assert whole[4:] == rates(4, 5)
 

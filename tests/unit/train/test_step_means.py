@@ -51,20 +51,6 @@ def weighed(task, *batches):
     return sum(float(value) * weight for value, weight in pairs) / sum(w for _, w in pairs)
 
 
-def test_the_mean_over_a_step_is_the_sum_of_the_parts_means():
-    class Given(Several):
-        def loss(self, model, batch):
-            parts = {name: Mean(torch.tensor(v), n) for name, (v, n) in batch.items()}
-            return Losses(parts, {"b": 10.0})
-
-        def counts(self, batch):
-            return {name: n for name, (_, n) in batch.items()}
-
-    nan = float("nan")
-    first, second = {"a": (1.0, 3), "b": (nan, 0)}, {"a": (5.0, 1), "b": (7.0, 2)}
-    assert weighed(Given, first, second, {"b": (nan, 0)}) == pytest.approx(2.0 + 10 * 7.0)
-
-
 def test_a_task_with_one_loss_communicates_no_counts():
     counts = PartCounts(OneLoss(Config()), "mine:Task", lambda: pytest.fail("communicates"))
     counts.start([1, 2])
@@ -101,27 +87,25 @@ def test_counts_that_are_no_numbers_of_items_are_refused(said):
         weighed(Several, ({"a": 3}, said))
 
 
-def test_losses_without_counts_are_refused_with_what_to_add():
+def test_losses_without_counts_and_counts_without_losses_are_refused():
     class Forgets(Several):
         counts = Task.counts
 
-    words = r"loss\(\) of --task mine:Task returned Losses, .* returns {\"a\": ..., \"b\": ...}"
-    with pytest.raises(TypeError, match=words):
-        weighed(Forgets, ({"a": 3, "b": 1}, {}))
-
-
-def test_one_loss_of_a_task_with_counts_is_refused():
     class Mixes(OneLoss):
         def counts(self, batch):
             return {"a": 1}
 
+    words = r"loss\(\) of --task mine:Task returned Losses, .* returns {\"a\": ..., \"b\": ...}"
+    with pytest.raises(TypeError, match=words):
+        weighed(Forgets, ({"a": 3, "b": 1}, {}))
     with pytest.raises(TypeError, match=r"returned a Loss, but the task has counts\(\)"):
         weighed(Mixes, 1)
 
 
 def test_the_loss_of_several_validation_sets_is_that_of_their_items_together():
+    parts = {"a": Mean(torch.tensor(1.0), 3), "b": Mean(torch.tensor(7.0), 2)}
     sets = {
-        "x": Losses({"a": Mean(torch.tensor(1.0), 3), "b": Mean(torch.tensor(7.0), 2)}, {"b": 0.5}),
+        "x": Losses(parts, {"b": 0.5}),
         "y": Losses({"a": Mean(torch.tensor(5.0), 1), "b": Mean(torch.tensor(0.0), 0)}),
     }
     by_set = {}
@@ -133,12 +117,7 @@ def test_the_loss_of_several_validation_sets_is_that_of_their_items_together():
         2.0 + 0.5 * 7.0,
         {"x loss": 4.5, "x a": 1.0, "x b": 7.0, "y loss": 5.0, "y a": 5.0},
     )
-
-
-def test_items_are_those_that_the_task_names_or_those_of_all_parts():
-    means = StepMeans(0)
-    parts = {"a": Mean(torch.tensor(1.0), 3), "b": Mean(torch.tensor(7.0), 2)}
-    for items, count in ((None, 5), (11, 11)):
+    for items, count in ((None, 5), (11, 11)):  # those that the task names, or those of all parts
         means.add_loss(Losses(parts, items=items))
         assert means.reduce(GROUP, "in step 1").count == count
 

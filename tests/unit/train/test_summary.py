@@ -1,5 +1,6 @@
 """The description of a job at its start, its counters, and what its summary adds up."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,32 +103,47 @@ def described(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_description_has_model_place_and_sharding(device):
-    reporter = described(device=device)
+@pytest.mark.parametrize("data", ["data: 3 files\n2 windows", None])
+def test_description_has_model_place_and_sharding(device, data):
+    reporter = described(device=device, data=data, compiles=True)
     of_gpu = ["transport: host: by any MPI", "kernels: torch: CuPy is absent"]
     assert reporter.notes == [
         "lm: 10,000 parameters",
-        "data: 3 files",
-        "2 windows",
+        *(["data: 3 files", "2 windows"] if data else ["data of 200 steps"]),
         "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)",
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
         "between nodes: LocalSGD(every=7, warmup=0)",
         "optimizer: AdamW, schedule cosine",
+        "compiling: the first step takes longer",
     ]
     assert reporter.warnings == []
     assert reporter.shown == (places(4, 2), (1e8, 9e7))
 
 
-def test_data_that_the_task_does_not_describe_are_described_by_their_numbers():
-    notes = described(data=None).notes
-    assert notes[:2] == ["lm: 10,000 parameters", "data of 200 steps"]
-    assert "data: 3 files" not in notes
+UNSHARED = r"messages.*\(node 1: no room\). Run all ranks of a node as one user, in one container"
+EQUAL = "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup$"
 
 
-def test_one_node_that_is_to_exchange_rarely_is_told_that_it_has_no_peer():
-    (said,) = described(nodes=1).warnings
-    assert said == "--sync.mode local-sgd: there is one node, so every step is synchronous"
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"nodes": 1}, "^--sync.mode local-sgd: there is one node, so every step is synchronous$"),
+        ({"balance": "throughput", "max_staleness": 2}, EQUAL),
+        ({"balance": "throughput", "max_staleness": 2, "planned": True}, ""),
+        ({"balance": "throughput"}, ""),
+        ({"reasons": ("", "", "no room", "no room")}, UNSHARED),
+        (
+            {"reasons": ("no room", "no room", "denied", "denied")},
+            r"\(node 0: no room; node 1: denied\)",
+        ),
+        ({"links": (1e8, 1e7)}, r"^the link of node 1 \(n1\) carries 10 MB/s"),
+    ],
+)
+def test_what_a_job_is_warned_of(given, words):
+    warnings = described(**given).warnings
+    assert len(warnings) == bool(words)
+    assert all(re.search(words, said, re.DOTALL) for said in warnings)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +160,6 @@ def test_the_command_that_continues_a_run_leaves_out_what_has_ended_it(monkeypat
     command = resume_command(world, Config(run=RunConfig(**options)), job)
     start = f"mpirun -n 3 python -m mntrain --config {Path('a/config.toml')} --run.dir a"
     assert command == start + more
-
-
-def test_nodes_that_cannot_compare_their_speeds_are_told_so():
-    [said] = described(balance="throughput", max_staleness=2).warnings
-    assert said.endswith(
-        "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"
-    )
-    assert described(balance="throughput", max_staleness=2, planned=True).warnings == []
-    assert described(balance="throughput").warnings == []
 
 
 def checkpoint_of(config):
@@ -179,18 +186,6 @@ def test_a_resumed_stream_without_files_to_compare_is_warned_of_once(
     assert reporter.warnings == said
 
 
-def test_compiling_is_announced_before_the_first_step():
-    assert described(compiles=True).notes[-1] == "compiling: the first step takes longer"
-
-
-def test_a_node_without_shared_memory_is_named_with_the_reason_and_the_fix():
-    (said,) = described(reasons=("", "", "no room", "no room")).warnings
-    assert "messages" in said
-    assert "(node 1: no room). Run all ranks of a node as one user, in one container" in said
-    (both,) = described(reasons=("no room", "no room", "denied", "denied")).warnings
-    assert "(node 0: no room; node 1: denied)" in both
-
-
 def test_a_result_counts_items_and_its_rate_leaves_out_single_slow_steps():
     result = JobResult(flops_per_item=None, skipped_steps=2)
     assert result.items_per_s == 0.0
@@ -212,13 +207,13 @@ def test_memory_has_least_median_and_most_over_ranks_and_what_the_peak_was_expec
     assert report["buckets"] == dict.fromkeys(state, 0)
 
 
-def test_every_role_has_its_own_peak():
+def test_every_role_has_its_own_peak_and_of_equal_ranks_the_first_is_named():
     measured = [Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 1)]
     first = used(7, 1, device_memory=2, reserved_memory=8, peak_reserved_memory=8)
     second = used(6, 2, device_memory=1, reserved_memory=4, peak_reserved_memory=9, pinned_memory=1)
     report = memory_by_role(measured, measured[::-1], [first, second])
     peaks = {role: (sizes["peak_rank"], sizes["most"]) for role, sizes in report.items()}
-    assert peaks == {
+    of_optimizer = {
         "parameters": (1, 5),
         "gradients": (1, 4),
         "buckets": (0, 3),
@@ -226,6 +221,8 @@ def test_every_role_has_its_own_peak():
         "state": (0, 5),
         "hook": (0, 0),
         "total": (0, 15),
+    }
+    assert peaks == of_optimizer | {
         "process_peak": (0, 7),
         "device_peak": (1, 2),
         "device_now": (0, 2),
@@ -233,32 +230,11 @@ def test_every_role_has_its_own_peak():
         "reserved_now": (0, 8),
         "pinned": (1, 1),
     }
-
-
-def test_of_equal_ranks_the_first_is_named():
-    report = memory_by_role([Memory(1, 1, 1, 1, 1)] * 3, [Memory(2, 2, 2, 2, 2)] * 3, [used(9)] * 3)
-    assert {sizes["peak_rank"] for sizes in report.values()} == {0}
-
-
-def test_what_a_process_needs_is_not_predicted():
-    report = memory_by_role([Memory(1, 1, 1, 1, 1)], [Memory(1, 1, 1, 1, 1)], [used(9)])
-    assert {role for role, sizes in report.items() if "expected" not in sizes} == {
-        "process_peak",
-        "device_peak",
-        "device_now",
-        "reserved_peak",
-        "reserved_now",
-        "pinned",
-    }
-
-
-def test_on_the_cpu_there_is_no_memory_of_a_gpu():
+    # What a process needs is not predicted.
+    assert {role for role, sizes in report.items() if "expected" in sizes} == set(of_optimizer)
     memory = device_memory(torch.device("cpu"))
     assert set(memory.values()) == {0}
     assert set(memory) < {field.name for field in fields(Usage)}
-
-
-H100 = ("uuid-1", "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(
@@ -275,38 +251,20 @@ H100 = ("uuid-1", "NVIDIA H100 80GB HBM3")
         ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA A10G", "bf16", 70),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a seventh of one
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),  # another chip
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("AMD Instinct MI300X", "bf16", None),
+        ("", "fp32", None),
     ],
 )
-def test_a_gpu_has_the_peak_of_its_data_sheet(model, dtype, tera):
-    assert peak_flops([("", model)], dtype) == pytest.approx(tera * 1e12)
-
-
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),  # a seventh of one
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),  # another chip
-        ("NVIDIA GeForce RTX 4090 D", "bf16"),
-        ("AMD Instinct MI300X", "bf16"),
-        ("", "fp32"),
-    ],
-)
-def test_what_is_not_known_has_none(model, dtype):
-    assert peak_flops([("", model)], dtype) is None
-
-
-def test_peaks_add_up_over_gpus_and_a_shared_one_counts_once():
-    one = peak_flops([H100], "bf16")
-    assert peak_flops([H100, H100], "bf16") == one
-    assert peak_flops([H100, ("uuid-2", H100[1])], "bf16") == 2 * one
-    assert peak_flops([H100, ("", "")], "bf16") is None
-
-
-def test_a_node_with_a_slow_link_is_warned_of():
-    assert described().warnings == []
-    [said] = described(links=(1e8, 1e7)).warnings
-    assert said.startswith("the link of node 1 (n1) carries 10 MB/s")
+def test_a_gpu_has_the_peak_of_its_data_sheet_and_a_shared_one_counts_once(model, dtype, tera):
+    one = peak_flops([("a", model)], dtype)
+    assert one == (tera and pytest.approx(tera * 1e12))
+    assert peak_flops([("a", model), ("a", model)], dtype) == one
+    assert peak_flops([("a", model), ("b", model)], dtype) == (tera and 2 * one)
+    assert peak_flops([("a", model), ("", "")], dtype) is None
 
 
 @pytest.mark.parametrize(
@@ -326,9 +284,6 @@ def test_a_node_with_a_slow_link_is_warned_of():
         ),
     ],
 )
-def test_nodes_with_slow_links_are_named(links, said):
+def test_nodes_with_slow_links_are_named_unless_they_are_of_one_host(links, said):
     assert slow_links(links, places(6, 2)) == said
-
-
-def test_nodes_of_one_host_have_no_links_of_their_own():
-    assert slow_links([1e9, 1e8], places(4, 2, host="n")) == ""
+    assert slow_links(links, places(6, 2, host="n")) == ""

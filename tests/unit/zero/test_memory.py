@@ -1,5 +1,6 @@
 """Bytes that an optimizer holds: predicted, in closed form, and measured after steps."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -25,7 +26,6 @@ KEPT = {
     "momentum": (MOMENTUM, 1, 0),
     "Lion": (Lion, 1, 0),
 }
-KINDS = pytest.mark.parametrize(("optimizer_class", "tensors", "extra"), KEPT.values(), ids=KEPT)
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 # Awkward on purpose: empty, a scalar, odd numbers, one larger than a bucket.
@@ -84,32 +84,23 @@ def closed_form(specs, tensors, extra, *, stage, size, slot):
     return Memory(parameters, gradients, 0, master, state)
 
 
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+PREDICTED = {  # the parameters, and the slots
+    "fp32": (specs_of(FP32), SLOTS),
+    "fp64": (specs_of(FP64), [(1, 0), (3, 2), (4, 1)]),
+    "fp32 and fp64": (specs_of(FP32, FP64), [(1, 0), (3, 2), (4, 1)]),
+    "bf16": (even(BF16), SLOTS),
+    "fp16": (even(FP16), SLOTS),
+}
+
+
 @STAGES
-@KINDS
-def test_prediction_is_the_closed_form_in_fp32(optimizer_class, tensors, extra, stage):
-    specs = specs_of(torch.float32)
-    for size, slot in SLOTS:
-        place = {"stage": stage, "size": size, "slot": slot}
-        found = predicted(specs, optimizer_class, **place)
-        assert found == closed_form(specs, tensors, extra, **place)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32, torch.float64)], ids=str)
-@STAGES
-def test_prediction_is_the_closed_form_in_wider_floats(dtypes, stage):
-    specs = specs_of(*dtypes)
-    for size, slot in [(1, 0), (3, 2), (4, 1)]:
-        place = {"stage": stage, "size": size, "slot": slot}
-        found = predicted(specs, ADAM, **place)
-        assert found == closed_form(specs, 2, 4, **place)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@STAGES
-@KINDS
-def test_prediction_is_the_closed_form_in_16_bits(optimizer_class, tensors, extra, stage, dtype):
-    specs = even(dtype)
-    for size, slot in SLOTS:
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("dtypes", PREDICTED)
+def test_prediction_is_the_closed_form(dtypes, kind, stage):
+    specs, slots = PREDICTED[dtypes]
+    optimizer_class, tensors, extra = KEPT[kind]
+    for size, slot in slots:
         place = {"stage": stage, "size": size, "slot": slot}
         found = predicted(specs, optimizer_class, **place)
         assert found == closed_form(specs, tensors, extra, **place)
@@ -138,23 +129,18 @@ def test_adams_bytes_a_parameter_are_those_of_the_table(dtype, stage, size):
     assert found.buckets == (2 * plan[0].nbytes if stage == 2 else 0)
 
 
-def test_adafactor_keeps_rows_and_columns():
+def test_adafactor_keeps_rows_and_columns_and_options_of_an_optimizer_count():
     specs = [
         ParameterSpec("matrix", (30, 20), torch.float32),
         ParameterSpec("vector", (7,), torch.bfloat16),
     ]
-    options = {"stage": 1, "size": 2, "partition": "parameter", "bucket_bytes": BUCKET}
-    found = [predict(specs, torch.optim.Adafactor, slot=slot, **options) for slot in range(2)]
+    options = {"stage": 1, "size": 2, "bucket_bytes": BUCKET}
+    found = [
+        predict(specs, torch.optim.Adafactor, slot=slot, partition="parameter", **options)
+        for slot in range(2)
+    ]
     assert sorted(memory.state for memory in found) == [4 * 7 + 4, 4 * (30 + 20) + 4]
-
-
-def test_options_of_the_optimizer_count():
-    specs = specs_of(torch.float32)
-    by_class = predict(specs, AMSGRAD, stage=1, size=3, bucket_bytes=BUCKET)
-    by_option = predict(
-        specs, torch.optim.AdamW, stage=1, size=3, bucket_bytes=BUCKET, amsgrad=True
-    )
-    assert by_class == by_option
+    assert predict(specs, ADAM, amsgrad=True, **options) == predict(specs, AMSGRAD, **options)
 
 
 # Measured.
@@ -191,26 +177,16 @@ class Matrices(nn.Module):
 WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
 
 
-def measured(
-    model, optimizer_class, world=SingleProcessCollectives, groups=None, micro_batches=1, **options
-):
+def measured(model, optimizer_class, world=SingleProcessCollectives, micro_batches=1, **options):
     """What an optimizer holds after two steps, and what it had expected."""
     optimizer = ZeroOptimizer(
-        groups(model) if groups else model.named_parameters(),
-        optimizer_class,
-        world(),
-        bucket_bytes=400,
-        **options,
+        model.named_parameters(), optimizer_class, world(), bucket_bytes=400, **options
     )
     expected = optimizer.expected_memory()
     for _ in range(2):
         for turn in range(micro_batches):
-            loss = model(torch.ones(2, 9)).float().square().mean()
-            if turn < micro_batches - 1:
-                with optimizer.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
+            with optimizer.no_sync() if turn < micro_batches - 1 else nullcontext():
+                model(torch.ones(2, 9)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     found = optimizer.memory()
@@ -265,21 +241,20 @@ def test_dtypes_and_accumulation_hold_what_was_predicted(
 @pytest.mark.parametrize("kind", [ADAM, AMSGRAD, MOMENTUM, SGD], ids=str)
 @STAGES
 @WORLDS
-def test_what_was_predicted_before_a_job_is_held(world, stage, kind):
+def test_what_was_predicted_before_a_job_is_held_but_of_frozen_parameters_nothing(
+    world, stage, kind
+):
     model = Model(torch.bfloat16, torch.float32)
-    specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-    found, _ = measured(model, kind, world, stage=stage)
-    assert found == predict(specs, kind, stage=stage, size=world.size, bucket_bytes=400)
-
-
-@STAGES
-@WORLDS
-def test_frozen_parameters_are_not_held(world, stage):
-    model = Model(torch.float32)
     model.layers[0].requires_grad_(False)
-    found, expected = measured(model, ADAM, world, stage=stage)
+    specs = [
+        ParameterSpec(name, tuple(p.shape), p.dtype)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+    found, expected = measured(model, kind, world, stage=stage)
     assert found == expected
-    assert found.parameters == 4 * (9 * 9 + 9 + 1)
+    assert found == predict(specs, kind, stage=stage, size=world.size, bucket_bytes=400)
+    assert found.parameters == sum(spec.numel * spec.dtype.itemsize for spec in specs)
 
 
 def test_parameters_that_are_added_count():

@@ -5,21 +5,23 @@ import math
 import pickle
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from first_of_two import FirstOfTwo
 from handmade import Decaying, Lamb, Lion
+from predictions import predict
 from torch import nn
 
-from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
+from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
+from zero.layout import ParameterSpec
 
-STAGES = [(0, "element"), (1, "element"), (1, "parameter"), (2, "element"), (2, "parameter")]
-modes = pytest.mark.parametrize(
-    "mode",
-    [{"stage": stage, "partition": partition} for stage, partition in STAGES],
-    ids=[f"{stage}-{partition}" for stage, partition in STAGES],
-)
+MODES = [
+    {"stage": stage, "partition": partition}
+    for stage, partition in [(0, "element"), *product((1, 2), ("element", "parameter"))]
+]
+modes = pytest.mark.parametrize("mode", MODES, ids=str)
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 OPTIMIZERS = {
@@ -47,14 +49,10 @@ BY_PARAMETER = {
 }
 
 
-def mlp():
+def mlp(*, bias=True):
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def matrices():
-    torch.manual_seed(6)
-    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+    norm = nn.LayerNorm(8) if bias else nn.Identity()  # without biases all are matrices
+    return nn.Sequential(nn.Linear(4, 8, bias=bias), norm, nn.Tanh(), nn.Linear(8, 3, bias=bias))
 
 
 def inputs(steps, dtype=torch.float32):
@@ -62,10 +60,8 @@ def inputs(steps, dtype=torch.float32):
     return [torch.randn(6, 4, generator=generator).to(dtype) for _ in range(steps)]
 
 
-def zero(model, optimizer_class=SGD, /, **options):
-    return ZeroOptimizer(
-        model.named_parameters(), optimizer_class, SingleProcessCollectives(), **options
-    )
+def zero(model, optimizer_class=SGD, /, world=SingleProcessCollectives, **options):
+    return ZeroOptimizer(model.named_parameters(), optimizer_class, world(), **options)
 
 
 def train(model, optimizer, data):
@@ -81,21 +77,17 @@ def assert_same_weights(mine, torchs):
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@modes
-def test_weights_have_the_bits_of_plain_torch(optimizer_class, mode):
-    mine, theirs = mlp(), mlp()
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for name in OPTIMIZERS for mode in MODES]
+    + [(name, mode) for name in BY_PARAMETER for mode in MODES if mode["partition"] != "element"]
+    + [(name, MODES[0]) for name in BY_PARAMETER],
+    ids=str,
+)
+def test_weights_have_the_bits_of_plain_torch(name, mode):
+    optimizer_class = (OPTIMIZERS | BY_PARAMETER)[name]
+    mine, theirs = (mlp(bias=name not in BY_PARAMETER) for _ in range(2))
     train(mine, zero(mine, optimizer_class, bucket_bytes=100, **mode), inputs(5))
-    train(theirs, optimizer_class(theirs.parameters()), inputs(5))
-    assert_same_weights(mine, theirs)
-
-
-@pytest.mark.parametrize("optimizer_class", BY_PARAMETER.values(), ids=BY_PARAMETER)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_optimizers_of_whole_parameters_have_them_too(optimizer_class, stage):
-    mine, theirs = matrices(), matrices()
-    optimizer = zero(mine, optimizer_class, stage=stage, partition="parameter")
-    train(mine, optimizer, inputs(5))
     train(theirs, optimizer_class(theirs.parameters()), inputs(5))
     assert_same_weights(mine, theirs)
 
@@ -103,32 +95,17 @@ def test_optimizers_of_whole_parameters_have_them_too(optimizer_class, stage):
 @pytest.mark.parametrize("name", BY_PARAMETER)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_optimizers_of_whole_parameters_are_refused_by_name_where_they_are_cut(name, stage):
-    for given in (BY_PARAMETER[name], partial(partial(BY_PARAMETER[name], lr=0.1), lr=0.2)):
-        with pytest.raises(ValueError, match=rf'{name} .*partition="parameter"'):
-            zero(matrices(), given, stage=stage)
-
-
-def test_an_heir_of_such_an_optimizer_is_refused_as_well():
-    class Mine(Lamb):
+    class Heir(Lamb):
         pass
 
-    with pytest.raises(ValueError, match="Mine"):
-        zero(matrices(), Mine, stage=1)
-
-
-@modes
-def test_memory_formats_stay(mode):
-    torch.manual_seed(5)
-    mine = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 2, groups=2), nn.Flatten()
-    ).to(memory_format=torch.channels_last)
-    theirs = copy.deepcopy(mine)
-    strides = [p.stride() for p in mine.parameters()]
-    images = [torch.randn(2, 3, 6, 6) for _ in range(3)]
-    train(mine, zero(mine, ADAMW, **mode), images)
-    train(theirs, ADAMW(theirs.parameters()), images)
-    assert_same_weights(mine, theirs)
-    assert [p.stride() for p in mine.parameters()] == strides
+    given = BY_PARAMETER[name]
+    for make, word in (
+        (given, name),
+        (partial(partial(given, lr=0.1), lr=0.2), name),
+        (Heir, "Heir"),
+    ):
+        with pytest.raises(ValueError, match=rf'{word} .*partition="parameter"'):
+            zero(mlp(bias=False), make, stage=stage)
 
 
 class Forked(nn.Module):
@@ -144,7 +121,7 @@ class Forked(nn.Module):
 
 @pytest.mark.parametrize("emptied", [True, False])
 @modes
-def test_unused_parameters_are_left_alone(mode, emptied):
+def test_unused_parameters_are_left_alone_and_have_no_state_until_they_are_used(mode, emptied):
     torch.manual_seed(3)
     mine = Forked()
     theirs = copy.deepcopy(mine)
@@ -157,115 +134,24 @@ def test_unused_parameters_are_left_alone(mode, emptied):
         if emptied and mode["stage"] == 2:
             optimizer.zero_grad()  # what is kept is the optimizer's, not the model's
         plain.zero_grad()
+        if step == 0:
+            used = {piece.name for piece in optimizer.slices() if piece.tensors}
+            assert used == {"left.weight", "left.bias"}
     assert_same_weights(mine, theirs)
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(3, 4)], ids=["model", "layer"])
 @modes
-def test_a_parameter_that_is_never_used_has_no_state(mode):
-    model = Forked()
-    optimizer = zero(model, ADAMW, **mode)
-    for x in inputs(2):
-        model(x, left=True).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert {piece.name for piece in optimizer.slices() if piece.tensors} == {
-        "left.weight",
-        "left.bias",
-    }
-
-
-# 16 bits: torch on an fp32 copy, fed with the 16-bit gradients; weights are rounded afterwards.
-
-
-class Masters:
-    """The oracle of 16-bit parameters: the model's own gradients, an update in fp32."""
-
-    def __init__(self, model, optimizer_class):
-        self.model = copy.deepcopy(model)
-        self._masters = [nn.Parameter(p.detach().float()) for p in self.model.parameters()]
-        self._optimizer = optimizer_class(self._masters)
-
-    def step(self, loss, scale=1.0):
-        (loss * scale).backward()
-        for p, master in zip(self.model.parameters(), self._masters, strict=True):
-            master.grad = p.grad.float() / scale
-            p.grad = None
-        self._optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(self.model.parameters(), self._masters, strict=True):
-                p.copy_(master)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer_class", [ADAMW, SGD], ids=["AdamW", "SGD"])
-@modes
-def test_16_bit_parameters_have_fp32_masters(dtype, optimizer_class, mode):
-    mine = mlp().to(dtype)
-    oracle = Masters(mine, optimizer_class)
-    optimizer = zero(mine, optimizer_class, **mode)
-    for x in inputs(20, dtype):
-        oracle.step(oracle.model(x).float().square().mean())
-        mine(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_weights(mine, oracle.model)
-    assert optimizer.memory().master == 4 * sum(p.numel() for p in mine.parameters())
-
-
-@modes
-def test_weights_that_are_loaded_into_16_bit_parameters_stay(mode):
+def test_weights_that_are_loaded_into_16_bit_parameters_stay(mode, part):
     mine, other = mlp().bfloat16(), mlp().bfloat16()
     optimizer = zero(mine, partial(torch.optim.SGD, lr=0.0), model=mine, **mode)
     train(mine, optimizer, inputs(1, torch.bfloat16))
     with torch.no_grad():
-        for p in other.parameters():
+        for p in other[part].parameters():
             p.add_(1)
-    mine.load_state_dict(other.state_dict())
+    mine[part].load_state_dict(other[part].state_dict())
     train(mine, optimizer, inputs(1, torch.bfloat16))
     assert_same_weights(mine, other)
-
-
-@modes
-def test_weights_that_are_loaded_into_a_part_stay_too(mode):
-    mine, other = mlp().bfloat16(), mlp().bfloat16()
-    optimizer = zero(mine, partial(torch.optim.SGD, lr=0.0), model=mine, **mode)
-    train(mine, optimizer, inputs(1, torch.bfloat16))
-    with torch.no_grad():
-        other[3].weight.add_(1)
-    mine[3].load_state_dict(other[3].state_dict())
-    train(mine, optimizer, inputs(1, torch.bfloat16))
-    assert_same_weights(mine, other)
-
-
-@modes
-def test_the_scale_halves_at_an_overflow_and_training_goes_on(mode):
-    mine = mlp().half()
-    optimizer = zero(mine, ADAMW, loss_scale="dynamic", **mode)
-    oracle = Masters(mine, ADAMW)
-    one, skipped = torch.ones(()), []
-    for x in inputs(8, torch.float16):
-        scale = float(optimizer.scale(one))
-        optimizer.scale(100 * mine(x).float().square().mean()).backward()
-        skipped.append(optimizer.step().skipped)
-        optimizer.zero_grad()
-        assert float(optimizer.scale(one)) == (scale / 2 if skipped[-1] else scale)
-        if not skipped[-1]:
-            oracle.step(100 * oracle.model(x).float().square().mean(), scale)
-        assert_same_weights(mine, oracle.model)
-    assert skipped[0]
-    assert not skipped[-1]
-
-
-@modes
-def test_a_scale_of_a_power_of_two_leaves_no_trace(mode):
-    mine, theirs = mlp(), mlp()
-    optimizer, plain = zero(mine, SGD, loss_scale=1024.0, **mode), SGD(theirs.parameters())
-    for x in inputs(4):
-        optimizer.scale(mine(x).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    train(theirs, plain, inputs(4))
-    assert_same_weights(mine, theirs)
 
 
 @modes
@@ -328,8 +214,7 @@ def unscale(parameter):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_sharded_gradient_refuses_every_use(stage, partition):
     model = mlp()
-    options = {"stage": stage, "partition": partition}
-    optimizer = ZeroOptimizer(model.named_parameters(), SGD, FirstOfTwo(), **options)
+    optimizer = zero(model, SGD, FirstOfTwo, stage=stage, partition=partition)
     uses = [
         lambda p: nn.utils.clip_grad_norm_([p], 1.0),
         lambda p: nn.utils.clip_grad_value_([p], 1.0),
@@ -356,32 +241,40 @@ def test_a_sharded_gradient_refuses_every_use(stage, partition):
             with pytest.raises(RuntimeError, match=r"of 0\.weight is sharded .*full_gradient"):
                 use(model[0].weight)
         assert "clip_grad_norm_" in repr(model[0].weight.grad)
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        optimizer.full_gradient(nn.Parameter(torch.ones(1)))
     optimizer.step()
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_gradient_of_a_tensor_that_is_not_trained_is_refused():
-    optimizer = zero(mlp())
-    with pytest.raises(ValueError, match="no parameter of this optimizer"):
-        optimizer.full_gradient(nn.Parameter(torch.ones(1)))
+def norm_of(model):
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
 
 
-@modes
-def test_stop_raises_and_training_goes_on(mode):
-    mine, theirs = mlp(), mlp()
-    optimizer, plain = zero(mine, ADAMW, **mode), ADAMW(theirs.parameters())
-    first, second = inputs(2)
-    train(mine, optimizer, [first])
-    train(theirs, plain, [first])
-    (mine(second).square().mean() + mine[3].bias[1] * math.nan).backward()
-    with pytest.raises(NonFiniteGradientError, match=r"nan.* not finite in 3\.bias.* rank 0"):
+def test_without_a_limit_nothing_is_clipped_and_with_one_the_gradient_is_the_clipped_mean():
+    plain, model, clipped = mlp(), mlp(), mlp()
+    optimizers = zero(model), zero(clipped, max_grad_norm=0.01)
+    for each in (plain, model, clipped):
+        (1e3 * each(inputs(1)[0])).square().mean().backward()
+    norm = pytest.approx(norm_of(plain))
+    free, limited = (optimizer.step() for optimizer in optimizers)
+    assert free == StepResult(norm, 1.0, norm, 1.0, skipped=False)
+    assert limited.clip_coef < 1
+    assert norm_of(clipped) == pytest.approx(limited.clipped_norm, rel=1e-6)
+
+
+def test_what_is_not_finite_is_named():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    optimizer = zero(model)
+    (model(torch.ones(1, 2)).mean() * math.inf).backward()
+    with pytest.raises(NonFiniteGradientError, match=r"0\.weight.* and 3 more, on rank 0$"):
         optimizer.step()
-    assert_same_weights(mine, theirs)
-    optimizer.zero_grad()
-    train(mine, optimizer, [second])
-    train(theirs, plain, [second])
-    assert_same_weights(mine, theirs)
+    model = nn.Linear(2, 1).double()
+    optimizer = zero(model)
+    (model(torch.ones(1, 2).double()).sum() * 1e200).backward()
+    with pytest.raises(NonFiniteGradientError, match="overflow"):
+        optimizer.step()
 
 
 # What is refused.
@@ -431,12 +324,33 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone(stage, options, wor
     assert_same_weights(mine, theirs)
 
 
+def twice(names):
+    return [(name, nn.Parameter(torch.ones(2))) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (lambda: mlp().parameters(), r"names: give model.named_parameters\(\)"),
+        (lambda: [{"params": mlp().parameters()}], r"names: give model.named_parameters\(\)"),
+        (
+            lambda: [*mlp().named_parameters(), {"params": list(mlp().named_parameters())}],
+            r"names: give model.named_parameters\(\)",
+        ),
+        (lambda: twice(["weight", "weight"]), "weight"),
+        (list, "nothing to train"),
+        (lambda: [("p", nn.Parameter(torch.ones(2), False))], "nothing to train"),
+        (
+            lambda: [*twice(["here"]), ("there", nn.Parameter(torch.ones(2, device="meta")))],
+            "here on cpu, there on meta",
+        ),
+    ],
+    ids=["parameters", "groups", "a mixture", "one name", "none", "frozen", "two devices"],
+)
 @modes
-def test_parameters_on_two_devices_are_refused(mode):
-    here = nn.Parameter(torch.ones(2))
-    there = nn.Parameter(torch.ones(2, device=torch.device("meta")))
-    with pytest.raises(ValueError, match="here on cpu, there on meta"):
-        ZeroOptimizer([("here", here), ("there", there)], SGD, SingleProcessCollectives(), **mode)
+def test_parameters_that_cannot_train_are_refused(mode, parameters, words):
+    with pytest.raises(ValueError, match=words):
+        ZeroOptimizer(parameters(), SGD, SingleProcessCollectives(), **mode)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -485,9 +399,10 @@ class Averaged(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_it_is_not_copied(copied):
+def test_it_is_an_optimizer_of_torch_that_is_not_copied(copied):
     model = mlp()
-    optimizer = ZeroOptimizer(model.named_parameters(), SGD, SingleProcessCollectives())
+    optimizer = zero(model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
     with pytest.raises(TypeError, match=r"full_state_dict\(\), and load that into another"):
         copied((optimizer, model) if copied is copy.deepcopy else optimizer)
 
@@ -495,9 +410,7 @@ def test_it_is_not_copied(copied):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_only_the_torch_optimizer_has_is_handed_on(stage):
     model = nn.Linear(3, 2)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), Averaged, SingleProcessCollectives(), stage=stage, lr=0.1
-    )
+    optimizer = zero(model, Averaged, stage=stage, lr=0.1)
     before = model.weight.detach().clone()
     optimizer.eval()
     assert torch.equal(model.weight, before - 1)
@@ -508,9 +421,88 @@ def test_what_only_the_torch_optimizer_has_is_handed_on(stage):
     optimizer.step()
     torch.testing.assert_close(model.weight, before - 0.1)
     assert not hasattr(optimizer, "no_such_thing")
-    half = nn.Linear(3, 2).bfloat16()
-    masters = ZeroOptimizer(
-        half.named_parameters(), Averaged, SingleProcessCollectives(), stage=stage, lr=0.1
-    )
+    masters = zero(nn.Linear(3, 2).bfloat16(), Averaged, stage=stage, lr=0.1)
     with pytest.raises(AttributeError, match="eval of Averaged is of use with whole parameters"):
         masters.eval()
+
+
+# Parameters that are rounded to a 16-bit gather dtype, with master weights at their owners.
+
+SHARDED = pytest.mark.parametrize("stage", [1, 2])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def masters_of(optimizer):
+    return {piece.name: piece.tensors["master"] for piece in optimizer.slices()}
+
+
+@DTYPES
+@SHARDED
+def test_parameters_are_the_rounded_master_weights(stage, dtype):
+    model, masters, reference = mlp(), mlp(), mlp()
+    optimizer = zero(model, ADAMW, stage=stage, gather_dtype=dtype, bucket_bytes=150)
+    plain = ADAMW(masters.parameters())
+    for number, x in enumerate(inputs(3)):
+        for parameter, master in zip(reference.parameters(), masters.parameters(), strict=True):
+            # The first forward reads what was never gathered.
+            parameter.data = master.detach().to(dtype).float() if number else master.detach()
+            parameter.grad = None
+        reference(x).square().mean().backward()
+        for parameter, master in zip(reference.parameters(), masters.parameters(), strict=True):
+            master.grad = parameter.grad
+        plain.step()
+    train(model, optimizer, inputs(3))
+    found = masters_of(optimizer)
+    for name, master in masters.named_parameters():
+        assert torch.equal(model.get_parameter(name), master.to(dtype).float())
+        assert not torch.equal(model.get_parameter(name), master)
+        assert torch.equal(found[name], master.detach().flatten())
+
+
+@DTYPES
+def test_at_stage_0_they_are_not_rounded_and_other_dtypes_are_refused(dtype):
+    expected, model = mlp(), mlp()
+    train(expected, zero(expected, ADAMW), inputs(3))
+    train(model, zero(model, ADAMW, gather_dtype=dtype), inputs(3))
+    assert_same_weights(model, expected)
+    with pytest.raises(ValueError, match=r"gather_dtype is torch\.int8: .*torch\.bfloat16"):
+        zero(model, gather_dtype=torch.int8)
+
+
+@SHARDED
+def test_what_is_written_into_a_parameter_replaces_its_master_weights_and_others_resume(stage):
+    model, options = mlp(), {"stage": stage, "gather_dtype": torch.bfloat16}
+    optimizer = zero(model, ADAMW, **options)
+    train(model, optimizer, inputs(3))
+    other = copy.deepcopy(model)
+    resumed = zero(other, ADAMW, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, inputs(3))
+    train(other, resumed, inputs(3))
+    assert_same_weights(other, model)
+    with torch.no_grad():
+        model[0].bias.fill_(1 / 3)
+    before = {name: master.clone() for name, master in masters_of(optimizer).items()}
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    train(model, optimizer, inputs(1))
+    after = masters_of(optimizer)
+    assert torch.equal(after["0.bias"], torch.full((8,), 1 / 3))
+    assert torch.equal(after["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+def test_master_weights_and_copies_hold_what_was_predicted(world, stage):
+    model = mlp()
+    given = {"gather_dtype": torch.bfloat16, "bucket_bytes": 150}
+    optimizer = zero(model, ADAMW, world, stage=stage, **given)
+    specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    options = {"stage": stage, "size": world.size, "bucket_bytes": 150}
+    with_gather = predict(specs, ADAMW, gather_dtype=torch.bfloat16, **options)
+    without = predict(specs, ADAMW, **options)
+    train(model, optimizer, inputs(3))
+    assert optimizer.memory() == optimizer.expected_memory() == with_gather
+    masters = sum(len(p.tensors.get("master", ())) for p in optimizer.slices())
+    copies = sum(spec.numel for spec in specs) if stage and world.size > 1 else 0
+    assert with_gather.total - without.total == 4 * masters + 2 * copies
+    assert bool(masters) == (stage > 0)

@@ -28,67 +28,8 @@ class Failing(FirstOfTwo):
         return SimpleNamespace(wait=wait)
 
 
-def stepped(stage):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    optimizer = ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        Failing(),
-        stage=stage,
-        model=model,
-        overlap_forward=True,
-    )
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda model: model[0].weight,
-        lambda model: list(model.parameters()),
-        lambda model: model.state_dict(),
-        lambda model: model(torch.ones(1, 3)),
-    ],
-    ids=["attribute", "parameters", "state_dict", "forward"],
-)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_every_read_after_a_failed_all_gather_fails(stage, read):
-    model, _optimizer = stepped(stage)
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="abandoned"):
-            read(model)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_closed_optimizer_gives_the_model_back_although_an_all_gather_failed(stage):
-    model, optimizer = stepped(stage)
-    with pytest.raises(RuntimeError, match="abandoned"):
-        optimizer.close()
-    assert all(type(module._parameters) is dict for module in model)
-    model.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict())
-    assert model(torch.ones(1, 3)).shape == (1, 3)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_group_that_comes_later_leaves_the_master_weights_alone(stage):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
-    model[0].requires_grad_(False)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), stage=stage, lr=1e-4
-    )
-    model(torch.ones(1, 3).bfloat16()).sum().backward()
-    optimizer.step()
-    before = {piece.name: piece.tensors["master"].clone() for piece in optimizer.slices()}
-    model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": model[0].named_parameters(prefix="0")})
-    after = {piece.name: piece.tensors["master"] for piece in optimizer.slices()}
-    for name, master in before.items():
-        assert not torch.equal(master, master.bfloat16().float())
-        assert torch.equal(after[name], master)
-    assert torch.equal(after["0.weight"], model[0].weight.detach().float().flatten())
+def sgd(model, world=FirstOfTwo, /, **options):
+    return ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), **options)
 
 
 class Mixed(nn.Module):
@@ -103,10 +44,54 @@ class Mixed(nn.Module):
         self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model[0].weight,
+        lambda model: list(model.parameters()),
+        lambda model: model.state_dict(),
+        lambda model: model(torch.ones(1, 3)),
+    ],
+    ids=["attribute", "parameters", "state_dict", "forward"],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_read_after_a_failed_all_gather_fails_until_the_model_is_given_back(stage, read):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = sgd(model, Failing, stage=stage, model=model, overlap_forward=True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="abandoned"):
+            read(model)
+    with pytest.raises(RuntimeError, match="abandoned"):
+        optimizer.close()
+    assert all(type(module._parameters) is dict for module in model)
+    model.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict())
+    assert model(torch.ones(1, 3)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_group_that_comes_later_leaves_the_master_weights_alone(stage):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model, SingleProcessCollectives, stage=stage, lr=1e-4)
+    model(torch.ones(1, 3).bfloat16()).sum().backward()
+    optimizer.step()
+    before = {piece.name: piece.tensors["master"].clone() for piece in optimizer.slices()}
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].named_parameters(prefix="0")})
+    after = {piece.name: piece.tensors["master"] for piece in optimizer.slices()}
+    for name, master in before.items():
+        assert not torch.equal(master, master.bfloat16().float())
+        assert torch.equal(after[name], master)
+    assert torch.equal(after["0.weight"], model[0].weight.detach().float().flatten())
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_saved_parameter_has_no_bytes_of_others(stage):
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(64, 1))
-    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, FirstOfTwo(), stage=stage, lr=0.1)
+    sgd(model, stage=stage, lr=0.1)
     saved = io.BytesIO()
     torch.save(model[1].state_dict(), saved)
     plain = io.BytesIO()
@@ -121,7 +106,7 @@ def test_a_saved_parameter_has_no_bytes_of_others(stage):
 def test_parameters_keep_their_layout_and_lie_in_a_storage_of_their_own(stage):
     model = Mixed()
     before = copy.deepcopy(model)
-    ZeroOptimizer(model.named_parameters(), torch.optim.SGD, FirstOfTwo(), stage=stage, lr=0.1)
+    sgd(model, stage=stage, lr=0.1)
     for name, parameter in model.named_parameters():
         old = before.get_parameter(name)
         assert torch.equal(parameter, old)
@@ -136,9 +121,7 @@ def test_parameters_keep_their_layout_and_lie_in_a_storage_of_their_own(stage):
 
 def test_state_dicts_share_the_memory_of_the_model_and_outlive_it():
     model = nn.Linear(3, 3)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, FirstOfTwo(), stage=1, lr=0.1
-    )
+    optimizer = sgd(model, stage=1, lr=0.1)
     state = model.state_dict()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -166,8 +149,7 @@ def test_views_with_a_storage_of_their_own_keep_that_of_the_whole_alive():
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_graph_of_values_before_the_update_is_refused_as_in_torch(stage):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    named = model.named_parameters()
-    optimizer = ZeroOptimizer(named, torch.optim.SGD, FirstOfTwo(), stage=stage, model=model)
+    optimizer = sgd(model, stage=stage, model=model)
     old = model(torch.ones(1, 2)).sum()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

@@ -80,12 +80,25 @@ def train(model, optimizer, data, scale=1.0):
     return results
 
 
+def trained(model=None, data=None, optimizer_class=ADAMW, **options):
+    model = model or net()
+    optimizer = zero(model, optimizer_class, **options)
+    train(model, optimizer, data or rows(1))
+    return model, optimizer
+
+
 def saved(optimizer):
     """A state that has been a file."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def loaded(model, state, optimizer_class=ADAMW, **options):
+    optimizer = zero(model, optimizer_class, **options)
+    optimizer.load_state_dict(state)
+    return optimizer
 
 
 def assert_same_weights(first, second):
@@ -121,137 +134,50 @@ def partition_of(name, stage):
 @pytest.mark.parametrize(("name", "stage"), [*zip(OPTIMIZERS, cycle(range(3)), strict=False)])
 def test_a_resumed_run_has_the_bits_of_plain_torch(name, stage):
     options = {"stage": stage, "partition": partition_of(name, stage)}
-    data = images(6)
-    theirs = Zoo()
-    first, second = copy.deepcopy(theirs), copy.deepcopy(theirs)
-    optimizer = zero(first, OPTIMIZERS[name], **options)
-    train(first, optimizer, data[:3])
-    state = saved(optimizer)
-    second.load_state_dict(first.state_dict())
-    resumed = zero(second, OPTIMIZERS[name], **options)
-    resumed.load_state_dict(state)
-    train(second, resumed, data[3:])
-    train(theirs, OPTIMIZERS[name](theirs.parameters()), data)
+    data, kind, theirs = images(6), OPTIMIZERS[name], Zoo()
+    first, optimizer = trained(copy.deepcopy(theirs), data[:3], kind, **options)
+    second = copy.deepcopy(first)
+    train(second, loaded(second, saved(optimizer), kind, **options), data[3:])
+    train(theirs, kind(theirs.parameters()), data)
     assert_same_weights(second, theirs)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_was_loaded_is_what_is_saved(name):
     options = {"stage": 1, "partition": "parameter", "loss_scale": "dynamic"}
-    model = Zoo()
-    optimizer = zero(model, OPTIMIZERS[name], **options)
-    train(model, optimizer, images(2))
-    other = zero(Zoo(), OPTIMIZERS[name], **options)
-    state = saved(optimizer)
-    other.load_state_dict(state)
-    assert_same(other.state_dict(), state)
+    state = saved(trained(Zoo(), images(2), OPTIMIZERS[name], **options)[1])
+    assert_same(loaded(Zoo(), state, OPTIMIZERS[name], **options).state_dict(), state)
 
 
-@pytest.mark.parametrize("stages", [(a, b) for a in range(3) for b in range(3) if a != b], ids=str)
-def test_the_state_of_one_stage_is_that_of_another(stages):
-    before, after = stages
-    data = images(4)
-    theirs = Zoo()
-    first, second = copy.deepcopy(theirs), copy.deepcopy(theirs)
-    optimizer = zero(first, stage=before)
-    train(first, optimizer, data[:2])
-    second.load_state_dict(first.state_dict())
-    resumed = zero(second, stage=after)
-    resumed.load_state_dict(saved(optimizer))
-    train(second, resumed, data[2:])
-    train(theirs, ADAMW(theirs.parameters()), data)
-    assert_same_weights(second, theirs)
-
-
-class Mastered:
-    """Plain torch on an fp32 copy of a 16-bit model's parameters."""
-
-    def __init__(self, model):
-        self.model = model
-        self.masters = [p.detach().float() for p in model.parameters()]
-        self.optimizer = ADAMW(self.masters)
-
-    def train(self, data):
-        for x in data:
-            self.model(x.to(torch.bfloat16)).square().mean().backward()
-            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
-                master.grad, parameter.grad = parameter.grad.float(), None
-            self.optimizer.step()
-            with torch.no_grad():
-                for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
-                    parameter.copy_(master)
-
-
-@STAGES
-def test_masters_resume_to_the_bit(stage):
-    data = rows(8)
-    theirs = net(torch.bfloat16)
-    first, second = copy.deepcopy(theirs), copy.deepcopy(theirs)
-    optimizer = zero(first, stage=stage)
-    train(first, optimizer, data[:4])
-    second.load_state_dict(first.state_dict())
-    resumed = zero(second, stage=stage)
-    resumed.load_state_dict(saved(optimizer))
-    train(second, resumed, data[4:])
-    alone = Mastered(theirs)
-    alone.train(data)
-    assert_same_weights(second, theirs)
-    for piece, master in zip(resumed.slices(), reversed(alone.masters), strict=True):
-        assert torch.equal(piece.tensors["master"], master.flatten())
-
-
-def test_without_masters_in_the_state_they_stay_those_of_the_weights():
-    model = net(torch.bfloat16)
-    optimizer = zero(model)
-    train(model, optimizer, rows(2))
-    state = saved(optimizer)
+def test_masters_that_are_not_saved_are_those_of_the_weights_and_others_are_passed_over():
+    state = saved(trained(net(torch.bfloat16), rows(2))[1])
+    wide = net()
+    other = loaded(wide, state)
+    assert "master" not in other.state[wide[0].weight]
+    train(wide, other, rows(1))
     for piece in state["slices"]:
         del piece["tensors"]["master"]
-    other = net(torch.bfloat16)
-    resumed = zero(other)
-    resumed.load_state_dict(state)
-    for piece in resumed.slices():
-        weights = dict(other.named_parameters())[piece.name]
+    narrow = net(torch.bfloat16)
+    for piece in loaded(narrow, state).slices():
+        weights = narrow.get_parameter(piece.name)
         assert torch.equal(piece.tensors["master"], weights.detach().float().flatten())
 
 
-def test_masters_that_are_not_needed_are_passed_over():
-    narrow, wide = net(torch.bfloat16), net()
-    optimizer, other = zero(narrow), zero(wide)
-    train(narrow, optimizer, rows(2))
-    other.load_state_dict(saved(optimizer))
-    assert "master" not in other.state[wide[0].weight]
-    train(wide, other, rows(1))
-
-
-def test_a_dynamic_loss_scale_goes_on_where_it_was():
+def test_a_dynamic_loss_scale_goes_on_where_it_was_and_a_fixed_one_stays():
+    one = torch.tensor(1.0)
     first = net()
     optimizer = zero(first, loss_scale="dynamic")
     results = train(first, optimizer, rows(4), scale=1e35)
     assert any(result.skipped for result in results)
     second = copy.deepcopy(first)
-    resumed = zero(second, loss_scale="dynamic")
-    resumed.load_state_dict(saved(optimizer))
+    resumed = loaded(second, saved(optimizer), loss_scale="dynamic")
+    fixed = loaded(net(), saved(optimizer), loss_scale=8.0)
     assert train(second, resumed, rows(3)) == train(first, optimizer, rows(3))
     assert resumed.state_dict()["loss_scale"] == optimizer.state_dict()["loss_scale"]
-    assert float(resumed.scale(torch.tensor(1.0))) < 2.0**16
-
-
-def test_a_fixed_loss_scale_stays_what_was_asked_for():
-    model = net()
-    optimizer = zero(model, loss_scale="dynamic")
-    other = zero(net(), loss_scale=8.0)
-    other.load_state_dict(optimizer.state_dict())
-    assert float(other.scale(torch.tensor(1.0))) == 8.0
-
-
-def test_a_dynamic_loss_scale_learns_nothing_from_a_run_without():
-    model = net()
-    optimizer = zero(model)
-    train(model, optimizer, rows(1))
-    other = zero(net(), loss_scale="dynamic")
-    other.load_state_dict(optimizer.state_dict())
-    assert float(other.scale(torch.tensor(1.0))) == 2.0**16
+    assert float(resumed.scale(one)) < 2.0**16
+    assert float(fixed.scale(one)) == 8.0
+    without = trained()[1].state_dict()
+    assert float(loaded(net(), without, loss_scale="dynamic").scale(one)) == 2.0**16
 
 
 def test_options_that_a_user_changed_are_kept_by_group():
@@ -269,10 +195,8 @@ def test_options_that_a_user_changed_are_kept_by_group():
 
 def test_a_loaded_state_shares_nothing_with_where_it_came_from():
     tensor_lr = partial(torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False)
-    model, other = net(), net()
-    optimizer, resumed = zero(model, tensor_lr), zero(other, tensor_lr)
-    train(model, optimizer, rows(1))
-    resumed.load_state_dict(optimizer.state_dict())
+    model, optimizer = trained(optimizer_class=tensor_lr)
+    resumed = loaded(net(), optimizer.state_dict(), tensor_lr)
     before = copy.deepcopy(resumed.state_dict())
     train(model, optimizer, rows(2))
     optimizer.param_groups[0]["lr"].fill_(9.0)
@@ -280,10 +204,9 @@ def test_a_loaded_state_shares_nothing_with_where_it_came_from():
 
 
 def test_a_state_in_another_float_is_cast_as_torch_casts_it():
-    wide, narrow = Zoo().double(), Zoo()
-    optimizer, other = zero(wide), zero(narrow)
-    train(wide, optimizer, images(2))
-    other.load_state_dict(saved(optimizer))
+    wide, optimizer = trained(Zoo().double(), images(2))
+    narrow = Zoo()
+    other = loaded(narrow, saved(optimizer))
     source, theirs = ADAMW(wide.parameters()), copy.deepcopy(narrow)
     source.state.update(optimizer.state)
     plain = ADAMW(theirs.parameters())
@@ -296,7 +219,7 @@ def test_a_state_in_another_float_is_cast_as_torch_casts_it():
 # Slices.
 
 
-def test_slices_say_what_they_are_of():
+def test_slices_say_what_they_are_of_and_are_the_optimizers_own_memory():
     model = Zoo()
     optimizer = zero(model, stage=1)
     assert all(piece.tensors == {} and piece.others == {} for piece in optimizer.slices())
@@ -304,7 +227,7 @@ def test_slices_say_what_they_are_of():
     pieces = {piece.name: piece for piece in optimizer.slices()}
     assert pieces.keys() == dict(model.named_parameters()).keys() - {"nothing"}
     for name, piece in pieces.items():
-        parameter = dict(model.named_parameters())[name]
+        parameter = model.get_parameter(name)
         assert (piece.shape, piece.low, piece.high) == (parameter.shape, 0, parameter.numel())
         assert piece.whole
         assert all(tensor.shape == (parameter.numel(),) for tensor in piece.tensors.values())
@@ -312,12 +235,7 @@ def test_slices_say_what_they_are_of():
     assert pieces["conv.weight"].tensors.keys() == {"exp_avg", "exp_avg_sq"}
     in_memory = optimizer.state[model.conv.weight]["exp_avg"].permute(0, 2, 3, 1).flatten()
     assert torch.equal(pieces["conv.weight"].tensors["exp_avg"], in_memory)
-
-
-def test_slices_are_the_optimizers_own_memory():
-    model = net()
-    optimizer = zero(model)
-    train(model, optimizer, rows(1))
+    model, optimizer = trained()
     for piece in optimizer.slices():
         piece.tensors["exp_avg"].fill_(7.0)
     assert all(bool((optimizer.state[p]["exp_avg"] == 7.0).all()) for p in model.parameters())
@@ -325,43 +243,24 @@ def test_slices_are_the_optimizers_own_memory():
 
 def cut(piece, parts):
     """A slice as several."""
-    bounds = split(piece.high - piece.low, parts)
-    for start, stop in pairwise(bounds):
+    for start, stop in pairwise(split(piece.high - piece.low, parts)):
         if start < stop:
             tensors = {key: tensor[start:stop] for key, tensor in piece.tensors.items()}
-            low = piece.low + start
-            yield piece._replace(low=low, high=piece.low + stop, tensors=tensors)
+            place = {"low": piece.low + start, "high": piece.low + stop}
+            yield piece._replace(**place, tensors=tensors)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @STAGES
 def test_slices_load_however_they_are_cut_and_in_any_order(stage, parts):
-    model, other = Zoo(), Zoo()
-    optimizer, resumed = zero(model, stage=stage), zero(other, stage=stage)
-    train(model, optimizer, images(2))
+    _, optimizer = trained(Zoo(), images(2), stage=stage)
+    resumed = zero(Zoo(), stage=stage)
     pieces = [part for piece in optimizer.slices() for part in cut(piece, parts)]
     resumed.load_slices(reversed(pieces))
     assert_same(list(resumed.slices()), list(optimizer.slices()))
 
 
-def test_whole_slices_of_rows_and_columns_load():
-    adafactor = OPTIMIZERS["Adafactor"]
-    model, other = net(), net()
-    optimizer, resumed = zero(model, adafactor), zero(other, adafactor)
-    train(model, optimizer, rows(2))
-    resumed.load_slices(optimizer.slices())
-    assert_same(list(resumed.slices()), list(optimizer.slices()))
-    assert resumed.state[other[0].weight]["row_var"].shape == (8, 1)
-
-
 # Refusals.
-
-
-def trained(stage=0, model=None, optimizer_class=ADAMW):
-    model = model or net()
-    optimizer = zero(model, optimizer_class, stage=stage)
-    train(model, optimizer, rows(1))
-    return model, optimizer
 
 
 def refuse(optimizer, load, *given):
@@ -378,7 +277,7 @@ def refuse(optimizer, load, *given):
 
 @STAGES
 def test_a_state_of_another_model_is_refused_naming_each_mismatch(stage):
-    _, optimizer = trained(stage)
+    _, optimizer = trained(stage=stage)
     pieces = {piece.name: piece for piece in optimizer.slices()}
     del pieces["0.bias"]
     pieces["2.bias"] = pieces["2.bias"]._replace(shape=(4,))
@@ -420,64 +319,41 @@ def test_a_state_of_other_groups_is_refused_saying_how_they_differ(change, words
     assert words in refuse(optimizer, optimizer.load_state_dict, state)
 
 
-def test_a_state_of_plain_torch_of_other_groups_is_refused():
+def test_a_state_that_lacks_a_part_and_one_of_other_groups_of_torch_are_refused():
     model, optimizer = trained()
+    for key in ("slices", "param_groups", "loss_scale"):
+        state = copy.deepcopy(optimizer.state_dict())
+        del state[key]
+        assert key in refuse(optimizer, optimizer.load_state_dict, state)
     plain = ADAMW(list(model.parameters())[1:])
     words = refuse(optimizer, optimizer.load_state_dict, plain.state_dict())
     assert "groups of [3] parameters, and this optimizer of [4]" in words
 
 
-@pytest.mark.parametrize("key", ["slices", "param_groups", "loss_scale"])
-def test_a_state_that_lacks_a_part_is_refused(key):
-    _, optimizer = trained()
-    state = copy.deepcopy(optimizer.state_dict())
-    train(net(), optimizer, [])
-    del state[key]
-    assert key in refuse(optimizer, optimizer.load_state_dict, state)
-
-
 @STAGES
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_state_in_another_memory_format_is_loaded(stage, turned):
+@pytest.mark.parametrize("kernel", [1, 2])  # a pointwise one has its elements in one order
+def test_a_state_in_another_memory_format_is_loaded(stage, turned, kernel):
     torch.manual_seed(5)
-    conv = nn.Conv2d(2, 3, 2)
+    conv = nn.Conv2d(2, 3, kernel)
     other = copy.deepcopy(conv).to(memory_format=torch.channels_last)
     if turned:
         conv, other = other, conv
-    optimizer, resumed = zero(conv, stage=stage), zero(other, stage=stage)
-    train(conv, optimizer, images(1))
-    train(other, resumed, images(2))
-    halves = [half for piece in optimizer.slices() for half in split_slice(piece)]
+    _, optimizer = trained(conv, images(1), stage=stage)
+    _, resumed = trained(other, images(2), stage=stage)
+    halves = [half for piece in optimizer.slices() for half in cut(piece, 2)]
     resumed.load_slices(halves)
     for key in ("exp_avg", "exp_avg_sq"):
         expected = optimizer.state[conv.weight][key]
         assert torch.equal(resumed.state[other.weight][key], expected)
     lacking = [half for half in halves if half.name == "bias" or half.low]
     words = refuse(resumed, resumed.load_slices, lacking)
-    assert "weight needs the elements 0 to 24" in words
+    assert f"weight needs the elements 0 to {6 * kernel**2}" in words
     assert "bias" not in words
-    mixed = [half._replace(order=(0, 2, 3, 1)) if i else half for i, half in enumerate(halves)]
-    mixed[0] = mixed[0]._replace(order=(0, 1, 2, 3))
-    assert "are in the orders" in refuse(resumed, resumed.load_slices, mixed)
-
-
-def split_slice(piece):
-    """Cut a slice in two of unequal lengths."""
-    cut = (piece.high - piece.low) // 3
-    for low, high in ((0, cut), (cut, piece.high - piece.low)):
-        tensors = {key: tensor[low:high] for key, tensor in piece.tensors.items()}
-        place = {"low": piece.low + low, "high": piece.low + high}
-        yield piece._replace(**place, tensors=tensors)
-
-
-def test_a_memory_format_that_orders_elements_alike_is_none():
-    pointwise = nn.Conv2d(2, 3, 1)
-    other = copy.deepcopy(pointwise).to(memory_format=torch.channels_last)
-    optimizer, resumed = zero(pointwise), zero(other)
-    train(pointwise, optimizer, images(1))
-    resumed.load_slices(optimizer.slices())
-    first, second = optimizer.state[pointwise.weight], resumed.state[other.weight]
-    assert torch.equal(first["exp_avg"], second["exp_avg"])
+    if kernel > 1:
+        mixed = [half._replace(order=(0, 2, 3, 1)) if i else half for i, half in enumerate(halves)]
+        mixed[0] = mixed[0]._replace(order=(0, 1, 2, 3))
+        assert "are in the orders" in refuse(resumed, resumed.load_slices, mixed)
 
 
 def change_of(name, change):
@@ -521,23 +397,19 @@ BAD_SLICES = {
 @STAGES
 @pytest.mark.parametrize("change", BAD_SLICES.values(), ids=BAD_SLICES)
 def test_slices_that_make_no_whole_are_refused(change, stage):
-    _, optimizer = trained(stage, net(torch.bfloat16))
+    _, optimizer = trained(net(torch.bfloat16), stage=stage)
     pieces = change_of("0.weight", change)(optimizer.slices())
     words = refuse(optimizer, optimizer.load_slices, copy.deepcopy(pieces))
     assert "0.weight" in words
     assert "2.weight" not in words
 
 
-def test_what_is_of_rows_is_refused_for_a_piece():
+def test_slices_that_break_off_and_pieces_of_what_is_of_rows_change_nothing():
     _, optimizer = trained(optimizer_class=OPTIMIZERS["Adafactor"])
     pieces = change_of("0.weight", lambda low, high: [low, high])(optimizer.slices())
     words = refuse(optimizer, optimizer.load_slices, pieces)
     assert "0.weight is cut" in words
     assert "of the whole parameter" in words
-
-
-def test_slices_that_break_off_change_nothing():
-    _, optimizer = trained()
 
     def broken():
         yield from list(optimizer.slices())[:2]

@@ -1,0 +1,332 @@
+"""What the gradients of an accumulation add up to, what they weigh, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from first_of_two import FirstOfTwo
+from torch import nn
+
+from zero import SingleProcessCollectives, ZeroOptimizer
+
+WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+def one_weight(stage=0, world=SingleProcessCollectives, **options):
+    """One weight of 1, whose gradient is the mean of the inputs, and its optimizer."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    # By parameter, so it is the first rank's to update.
+    options = {"stage": stage, "partition": "parameter", "lr": 1.0, **options}
+    return model, ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), **options)
+
+
+def mean(model, *inputs):
+    return model(torch.tensor(inputs, dtype=torch.float32).view(-1, 1)).mean()
+
+
+def play(model, optimizer, steps):
+    """Run backward of means, or call a method of the optimizer, with what follows its name."""
+    for what, *given in steps:
+        match what:
+            case "backward":
+                mean(model, *given).backward()
+            case "kept":
+                with optimizer.no_sync():
+                    mean(model, *given).backward()
+            case "half kept":
+                with optimizer.no_sync():
+                    (mean(model, *given) / 2).backward()
+            case "half":
+                (mean(model, *given) / 2).backward()
+            case "weighted":
+                weight, *inputs = given
+                optimizer.backward(mean(model, *inputs), weight=weight)
+            case "weighted kept":
+                weight, *inputs = given
+                with optimizer.no_sync():
+                    optimizer.backward(mean(model, *inputs), weight=weight)
+            case "model.zero_grad":
+                model.zero_grad()
+            case _:
+                getattr(optimizer, what)(*given)
+
+
+# The calls of a step, the norm of its gradient, and its weight.
+STEPS = {
+    "plain and weighted backward passes": (
+        [("share", 4), ("backward", 3), ("weighted", 7, 5), ("weighted", 3, 5)],
+        (13, 14),
+    ),
+    "shares of micro-batches": (
+        [("share", 2), ("half kept", 1, 3), ("share", 2), ("half", 5, 7)],
+        (4, 4),
+    ),
+    "a share that no backward followed": ([("share", 7), ("share", 2), ("backward", 3)], (3, 2)),
+    "a share taken back too late": ([("share", 8), ("backward", 3), ("share", None)], (3, 8)),
+    "a share outlives zero_grad": ([("share", 8), ("zero_grad",), ("backward", 3)], (3, 8)),
+    "a share of nothing at the end": ([("share", 4), ("kept", 6), ("share", 0)], (6, 4)),
+    "a mean over no samples": ([("weighted kept", 0), ("weighted", 2, 3)], (3, 2)),
+    "a stand-in": (
+        [
+            ("expect_batch", 0, 1),
+            ("weighted kept", 8, math.nan),
+            ("expect_batch", 1, 1),
+            ("weighted", 2, 3),
+        ],
+        (3, 2),
+    ),
+    "a batch that is forgotten": (
+        [("expect_batch", 7, 14), ("forget_batches",), ("backward", 3)],
+        (3, 1),
+    ),
+    "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
+    "a weighted one behind a weighted one": ([("weighted", 4, 3), ("weighted kept", 4, 5)], (8, 8)),
+    "zeroed": ([("kept", 100), ("zero_grad", False), ("backward", 3)], (3, 1)),
+    "dropped by weight": (
+        [("weighted kept", 4, 100), ("zero_grad",), ("weighted kept", 4, 3)],
+        (3, 4),
+    ),
+    "dropped with its share": (
+        [("share", 4), ("kept", 100), ("zero_grad",), ("share", 4), ("kept", 3)],
+        (3, 4),
+    ),
+    "dropped by the model, by weight": (
+        [("weighted kept", 6, 100), ("model.zero_grad",), ("weighted", 2, 3)],
+        (3, 2),
+    ),
+    "dropped by the model, with its share": (
+        [("share", 6), ("kept", 100), ("model.zero_grad",), ("share", 2), ("backward", 3)],
+        (3, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(("steps", "expected"), STEPS.values(), ids=STEPS)
+@WORLDS
+@STAGES
+def test_a_step_has_the_norm_and_the_weight_of_what_it_adds(stage, world, steps, expected):
+    model, optimizer = one_weight(stage, world)
+    play(model, optimizer, steps)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == expected
+    assert model.weight.item() == 1 - expected[0]
+    optimizer.zero_grad()
+    mean(model, 3).backward()  # nothing of it is left
+    assert optimizer.step().grad_norm == 3
+
+
+@STAGES
+def test_a_stand_in_within_an_accumulation_adds_nothing(stage):
+    model, optimizer = one_weight(stage, FirstOfTwo)  # whose other rank adds nothing either
+    play(model, optimizer, [("expect_batch", 8, 16), ("kept", 3)])
+    play(model, optimizer, [("expect_batch", 0, 1), ("backward", math.nan)])
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 8.0)
+
+
+@WORLDS
+@STAGES
+def test_a_dropped_accumulation_is_no_part_of_the_step(stage, world):
+    model, optimizer = one_weight(stage, world, weight_decay=0.5)
+    play(model, optimizer, [("share", 4), ("kept", 100), ("model.zero_grad",), ("step",)])
+    assert model.weight.item() == 1.0
+
+
+@WORLDS
+@STAGES
+def test_one_batch_weighs_every_backward_until_the_next(stage, world):
+    model, optimizer = one_weight(stage, world)
+    for batch in (5, 2):
+        optimizer.expect_batch(batch, 2 * batch)
+        for _ in range(2):
+            mean(model, 3).backward()
+            assert optimizer.step().weight == batch
+            optimizer.zero_grad()
+
+
+PASS = [("expect_batch", 7, 14), ("backward", 3), ("step",), ("zero_grad",)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "weight"),
+    [([("share", 2)], 2), ([("forget_batches",)], 1), ([("expect_batch", 5, 14)], 5)],
+)
+@WORLDS
+@STAGES
+def test_after_a_pass_weights_may_be_stated_and_other_data_counts_alike(
+    stage, world, steps, weight
+):
+    model, optimizer = one_weight(stage, world)
+    play(model, optimizer, PASS)
+    optimizer.forget_batches(drawn=False)
+    play(model, optimizer, [*steps, ("backward", 3)])
+    assert optimizer.step().weight == weight
+
+
+def test_a_batch_that_was_kept_after_its_pass_is_refused_unless_there_is_one_rank():
+    for world in (SingleProcessCollectives, FirstOfTwo):
+        model, optimizer = one_weight(0, world)
+        play(model, optimizer, PASS)
+        optimizer.forget_batches(drawn=False)
+        if world is SingleProcessCollectives:
+            mean(model, 3).backward()
+            continue
+        with pytest.raises(RuntimeError, match=r"by itertools.cycle, or a cache\) have lost their"):
+            mean(model, 3).backward()
+
+
+# What is refused: the calls before, the one that raises, and its words.
+REFUSED = {
+    "a weight after a share": (
+        [("share", 2)],
+        ("weighted", 2, 1),
+        r"backward\(loss, weight=...\) follows share\(\) in one accumulation: call",
+    ),
+    "a share after a weight": (
+        [("weighted kept", 2, 1)],
+        ("share", 2),
+        r"share\(\) follows backward\(loss, weight=...\) in one accumulation: give",
+    ),
+    "no weight after one": (
+        [("weighted kept", 4, 3)],
+        ("backward", 3),
+        r"loss\.backward\(\) follows optimizer\.backward",
+    ),
+    "no samples, by a share": ([("share", 0)], ("backward",), "weights sum to 0"),
+    "no samples, by a weight": ([], ("weighted", 0), "weights sum to 0"),
+    **{
+        f"{how} {count}": ([], (how, count, *inputs), str(count))
+        for how, inputs in (("share", ()), ("weighted", (1,)))
+        for count in (-1, math.nan, math.inf, "9")
+    },
+}
+
+
+@pytest.mark.parametrize(("before", "call", "words"), REFUSED.values(), ids=REFUSED)
+@WORLDS
+@STAGES
+def test_what_has_no_weight_or_two_is_refused_and_changes_nothing(
+    stage, world, before, call, words
+):
+    model, optimizer = one_weight(stage, world)
+    play(model, optimizer, before)
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        play(model, optimizer, [call])
+    assert model.weight.item() == 1.0
+    optimizer.zero_grad()
+    mean(model, 3).backward()
+    assert optimizer.step().grad_norm == 3.0
+
+
+@WORLDS
+@STAGES
+def test_an_assigned_gradient_is_not_weighed_and_zero_grad_forgets_it(stage, world):
+    model, optimizer = one_weight(stage, world)
+    model.weight.grad = torch.full((1, 1), 10.0)
+    with pytest.raises(RuntimeError, match="assigned before"):
+        optimizer.backward(mean(model, 1), weight=8)
+    model, optimizer = one_weight(stage, world)
+    model.weight.grad = torch.full((1, 1), 10.0)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+@WORLDS
+@STAGES
+@pytest.mark.parametrize("how", ["share", "tokens"])
+def test_a_weight_that_changes_without_a_total_is_refused(stage, world, how):
+    model, optimizer = one_weight(stage, world)
+
+    def weigh(count):
+        return ("share", count) if how == "share" else ("expect_batch", count, None)
+
+    play(model, optimizer, [weigh(8), ("kept", 3), weigh(8), ("kept", 3), weigh(5)])
+    if world is SingleProcessCollectives:  # one rank has the whole of every batch
+        mean(model, 1).backward()
+        assert optimizer.step().grad_norm == 7.0
+        return
+    message = r"weighs 8 in one micro-batch .*, and 5 in another, .*backward\(loss, weight=n\)"
+    with pytest.raises(RuntimeError, match=message):
+        mean(model, 5).backward()
+
+
+@WORLDS
+@STAGES
+def test_a_loss_that_cannot_run_backward_leaves_no_half_of_a_step(stage, world):
+    model, optimizer = one_weight(stage, world)
+    mean(model, 3).backward()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        optimizer.backward(torch.ones(()), weight=1)
+    with pytest.raises(RuntimeError, match="did not end"):
+        optimizer.step()
+    optimizer.zero_grad()
+    mean(model, 3).backward()
+    assert optimizer.step().grad_norm == 3.0
+
+
+@STAGES
+def test_clipping_hides_no_overflow(stage):
+    model, optimizer = one_weight(stage)
+    mean(model, math.inf).backward()
+    assert optimizer.clip_grad_norm_(1.0).isinf()
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+
+
+# Gradients between steps.
+
+
+@STAGES
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_leaves_none_or_zeros(stage, set_to_none):
+    model, optimizer = one_weight(stage)
+    for _ in range(2):
+        play(model, optimizer, [("backward", 3), ("step",), ("zero_grad", set_to_none)])
+        gradient = model.weight.grad
+        assert gradient is None if set_to_none else gradient.item() == 0.0
+    assert model.weight.item() == 1.0 - 3.0 - 3.0
+
+
+def test_gradients_come_back_into_their_bucket():
+    model, optimizer = one_weight(world=FirstOfTwo)
+    mean(model, 3).backward()
+    place = model.weight.grad.data_ptr()
+    play(model, optimizer, [("step",), ("model.zero_grad",), ("backward", 3)])
+    assert model.weight.grad.data_ptr() == place
+    optimizer.step()
+    assert model.weight.item() == 1.0 - 3.0 - 3.0
+
+
+@WORLDS
+def test_a_gradient_that_the_user_keeps_is_not_overwritten(world):
+    model, optimizer = one_weight(0, world)
+    kept = []
+    for number in (3, 5, 7):
+        play(model, optimizer, [("zero_grad",), ("backward", number)])
+        kept.append(model.weight.grad)
+    assert [gradient.item() for gradient in kept] == [3.0, 5.0, 7.0]
+    mean(model, 1).backward()
+    assert kept[-1] is model.weight.grad
+    assert kept[-1].item() == 8.0
+
+
+@WORLDS
+def test_zeros_are_only_for_gradients_that_there_were_and_gradients_may_be_exchanged(world):
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    first, second = model.parameters()
+    for parameter in (first, second):
+        nn.init.ones_(parameter)
+    options = {"lr": 1.0, "weight_decay": 0.5}
+    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), **options)
+    optimizer.zero_grad(set_to_none=False)
+    mean(model[0], 3).backward()
+    optimizer.step()
+    assert (first.item(), second.item()) == (1.0 - 3.5, 1.0)
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    (first * 3 + second * 5).sum().backward()
+    first.grad, second.grad = second.grad, first.grad
+    optimizer.step()
+    assert (first.item(), second.item()) == (-2.5 - 5.0, 1.0 - 3.0)
