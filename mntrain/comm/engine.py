@@ -571,7 +571,7 @@ class ProgressEngine:
     def _rest(self, *, moved: bool) -> None:
         """Give up the core: for a moment after progress, else until the next test is due."""
         active = [task for stream in self.streams for task in stream.active]
-        if moved:
+        if moved and (self._backoff.quick or all(task.alone for task in active)):
             if not all(task.alone for task in active):
                 pause(0)
         elif not self._waiters:

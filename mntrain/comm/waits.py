@@ -25,6 +25,7 @@ BANDWIDTH_BOUND = 0.0, 1e-3
 BACKGROUND = 0.0, 4e-3
 MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 16e-3
 LONG_SLEEP_S = 10e-3  # at most, in a long wait: sleeps are a thousandth of it
+QUICK_S = 0.5e-3  # where answers take longer, tests between them find nothing and cost a core
 
 _libc = ctypes.CDLL(None)
 
@@ -41,7 +42,7 @@ def pause(seconds: float) -> None:
 
 
 class Backoff:
-    """The time to sleep before the next test: a fraction of recent intervals and of this wait."""
+    """The time to sleep before the next test: half of a recent interval, then fractions of it."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -62,13 +63,19 @@ class Backoff:
         """Seconds since the last completion."""
         return time.perf_counter() - self._since
 
+    @property
+    def quick(self) -> bool:
+        """True if recent answers came so quickly that polling is worth its cycles."""
+        return self._interval_s < QUICK_S
+
     def delay(self, policy: tuple[float, float] = LATENCY_BOUND) -> float:
         """Return the seconds to sleep now; 0 while polling is eager."""
-        (eager_s, max_sleep_s), waited_s = policy, self.waited_s
-        if waited_s < eager_s:
+        (eager_s, max_sleep_s), waited_s, interval_s = policy, self.waited_s, self._interval_s
+        if waited_s < eager_s and self.quick:
             return 0.0
-        most_s = max(max_sleep_s, min(waited_s / 1000, LONG_SLEEP_S))
-        return min(max(self._interval_s / 4, waited_s / 8, MIN_SLEEP_S), most_s)
+        most_s = max(max_sleep_s, interval_s / 4, min(waited_s / 1000, LONG_SLEEP_S))
+        due_s = max(interval_s / 2 - waited_s, interval_s / 16, waited_s / 8, MIN_SLEEP_S)
+        return min(due_s, most_s)
 
 
 class Mark(NamedTuple):

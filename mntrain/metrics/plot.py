@@ -45,7 +45,7 @@ _EXTENTS = {"hours": ["step_s"], "samples": ["samples"], "tokens": ["tokens_per_
 _SMOOTHED = 40  # the running mean spans a 40th of a curve
 _SHORT = 20  # a curve of fewer points shows each of them
 _PALETTE = 10  # colours of matplotlib's default cycle
-_LABEL_LENGTH = 80  # characters in a row of the legend
+_LABEL_LENGTH = 78  # characters in a row of the legend
 _POINTS = {"marker": "o", "markersize": 3.5}
 _STYLES: dict[str, dict[str, Any]] = {
     "each step": {"linewidth": 0.8, "alpha": 0.4, "zorder": 2},
