@@ -75,7 +75,7 @@ def test_what_nodes_compare_includes_the_tokens_and_the_tokenizer(tmp_path, corp
     other = r"--data.tokenizer .*tok.json is not the tokenizer of .*t:"
     with pytest.raises(ValueError, match=other):
         opened(folder, given)
-    for path, glob in ((folder / "tokens.bin", "*"), (tmp_path, "**/*.bin")):
+    for path, glob in ((folder / "tokens.bin", "*"), (tmp_path, "t/*.bin")):
         with pytest.raises(ValueError, match=r"/t is a folder of tokens .*: give --data.path .*/t"):
             opened(path, glob=glob)
 
