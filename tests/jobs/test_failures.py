@@ -515,7 +515,8 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     )
     result = mpirun(3, [sys.executable, script], timeout=60)
     assert result.returncode == 1
-    assert result.stderr.count("unknown algorithm 'ring': choose flat, lanes, leader, naive") == 1
+    sentence = "algorithm: Input should be 'flat', 'lanes', 'leader' or 'naive', not 'ring'"
+    assert result.stderr.count(sentence) == 1
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
