@@ -54,7 +54,7 @@ def step(found: dict[str, Any]) -> str:
             if peak
             else "This device's peak is not known."
         ),
-        "| | step, ms | tokens/s | x bare torch | model TFLOP/s | % of peak | loss |\n"
+        "| | step, ms | tokens/s | x bare torch | model TFLOP/s | % of peak | loss of step 3 |\n"
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     table = "\n".join(row(name, way, found, peak) for name, way in found["ways"].items())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 RUN = 1 << 16  # elements that the CPU handles at a time, so that they stay in its cache
+VECTOR = 32  # bytes that a CUDA thread of torch's norm reads at a time, at most
 
 
 class Kernels:
@@ -57,9 +58,15 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
-    # Copies, since on CUDA the address decides in which order torch adds.
-    wide = (tensor.to(torch.float64, copy=True) for tensor in tensors)
-    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in wide]).square()
+    # One pass over each, which adds in fp64. On CUDA, the address of a tensor that does not begin
+    # with a whole vector changes the order in which torch adds, and so do others' dtypes.
+    placed = [tensor if tensor.data_ptr() % VECTOR == 0 else tensor.clone() for tensor in tensors]
+    norms: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        at = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        like = torch._foreach_norm([placed[i] for i in at], 2, dtype=torch.float64)
+        norms.update(zip(at, like, strict=True))
+    return torch.stack([norms[i] for i in range(len(tensors))]).square()
 
 
 @cache

@@ -152,24 +152,24 @@ def by_turns(
     device: torch.device,
     seconds: float,
 ) -> dict[str, dict[str, Any]]:
-    """Train by every way in turn, on the same batches: what each took, and what it learned.
+    """Train by every way in turn, on the same batches: what each took, and its loss at first.
+
+    Later losses differ: orders of sums that differ lead the same training far apart.
 
     A turn is RUN steps. The first goes to the end for the next round, and every other round goes
     backwards.
     """
-    names, losses = list(steps), dict.fromkeys(steps, 0.0)
+    names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in steps}
     first = list(batches(WARM_UP))
-    for step in steps.values():
-        run(step, first, device)
+    losses = {name: run(step, first, device)[1] for name, step in steps.items()}
     start, number = time.perf_counter(), 0
     while number < ROUNDS[0] or (number < ROUNDS[1] and time.perf_counter() - start < seconds):
         windows = list(batches(RUN))
         turn = number // 2 % len(names)
         order = names[turn:] + names[:turn]
         for name in reversed(order) if number % 2 else order:
-            took, losses[name] = run(steps[name], windows, device)
-            times[name].append(took)
+            times[name].append(run(steps[name], windows, device)[0])
         number += 1
     return {
         name: {
