@@ -1,10 +1,8 @@
 """Checks of the file system of a run directory. Local; the ranks that call them differ."""
 
-import fcntl
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,39 +88,6 @@ def sharing(folder: Path, blind_hosts: list[str], hosts: int) -> Finding:
             "give a --run.dir on a file system that all hosts share",
         )
     return passed(f"{folder} is the same on {hosts} host{'s' * (hosts > 1)}")
-
-
-def try_lock(path: Path) -> bool | None:
-    """Return whether the file's lock is free; None where the file system has no file locks."""
-    try:
-        with path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def locks(folder: Path, free: Mapping[str, bool | None], wait_s: float) -> Finding:
-    """Judge what hosts see of a file lock that rank 0 holds: whether it is free, by host.
-
-    `wait_s`: seconds that a job takes to find a holder on another host dead without file locks.
-    """
-    without = [host for host, seen in free.items() if seen is None]
-    blind = [host for host, seen in free.items() if seen]
-    hosts = f"{len(free)} host{'s' * (len(free) > 1)}"
-    if not without and not blind:
-        return passed(f"a file lock in {folder} keeps the others out on {hosts}")
-    what = f"{folder} has no file locks" if without else f"file locks in {folder} are of each host"
-    return Finding(
-        "warn",
-        f"{what} ({', '.join(without or blind)}): jobs keep each other out of a run directory by "
-        "the holder that .lock names, and continue a run whose job was killed on another host "
-        f"after {wait_s:g} s",
-        "none is needed; to do without the wait, mount the file system with file locks that hold "
-        "between hosts (Lustre: -o flock; NFS: not with local_lock or nolock)",
-    )
 
 
 def space(folder: Path) -> Finding:

@@ -1,11 +1,9 @@
 """The command `doctor`: make a world, run all checks, measure the links, report."""
 
-import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from mntrain.doctor.doctor_options import DoctorOptions, mb_per_s
 from mntrain.doctor.link_findings import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
-from mntrain.run.lock import SILENT_S
 from mntrain.watchdog.start_timer import network_watched
 from mntrain.world import World
 
@@ -133,8 +130,6 @@ def _storage(
         findings = {"run directory": storage.writing(folder, probe, error)}
         if written:
             findings["shared files"] = storage.sharing(folder, blind, len(leaders))
-            if not blind:
-                findings["file locks"] = _locks(comm, folder, written[0], leaders, hosts)
         if comm.rank == 0:
             findings["free space"] = storage.space(folder)
     finally:
@@ -142,20 +137,6 @@ def _storage(
             probe.close()
     gathered: list[dict[str, Finding]] = comm.gather_objects(findings)
     return gathered[0]
-
-
-def _locks(
-    comm: mpi.Communicator, folder: Path, path: Path, leaders: Sequence[int], hosts: Sequence[str]
-) -> Finding:
-    """Check whether a file lock of rank 0 is seen from all hosts. Collective."""
-    with ExitStack() as held:
-        if comm.rank == 0:
-            with suppress(OSError):  # of file systems without file locks
-                file = held.enter_context(path.open("r+b"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        comm.gather_objects(None)  # the lock is held
-        free = comm.gather_objects(storage.try_lock(path) if comm.rank in leaders else None)
-    return storage.locks(folder, {hosts[rank]: free[rank] for rank in leaders}, SILENT_S)
 
 
 def _print(

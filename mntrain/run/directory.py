@@ -14,12 +14,12 @@ RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
 
 import json
-import os
 import secrets
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -40,7 +40,6 @@ from mntrain.metrics.files import (
 from mntrain.metrics.writers import WANDB_ID_FILE, rewind_csv
 from mntrain.ranks import Ranks
 from mntrain.recorder.recording import recordings
-from mntrain.run.lock import FILE as LOCK_FILE
 from mntrain.run.lock import RunLock
 
 # Statuses of jobs that hung, lost a rank, or ended by an exception of one rank.
@@ -59,18 +58,13 @@ class RunDirectory:
     def __init__(self, world: Ranks, path: Path | None = None) -> None:
         self._world, self.rewinds = world, 0
         self._lock: RunLock | None = None
-        self._made: list[Path] = []  # what was not there before: the lock, and then folders
+        self._made: list[Path] = []  # folders that were not there before, the inner ones first
         self.path = path or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}")
-        with world.agreement():
+        with world.agreement(), _writing(self.path):
             if world.master:
-                try:
-                    self._make(new=path is None)
-                    if not (self.path / LOCK_FILE).exists():
-                        self._made.insert(0, self.path / LOCK_FILE)
-                    lost = world.watchdog.lose_directory if world.watchdog else warn
-                    self._lock = RunLock(self.path, lost)
-                except OSError as error:
-                    raise _unwritable(self.path, error) from error
+                self._make(new=path is None)
+                lost = world.watchdog.lose_directory if world.watchdog else warn
+                self._lock = RunLock(self.path, lost)
         self.path = world.gather(self.path)[0]
         self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
 
@@ -80,20 +74,19 @@ class RunDirectory:
         If it exists, for example because another job was started in the same second, the name gets
         the first ending of -2, -3, ... that is free.
         """
-        path, number = self.path, 1
-        above = [folder for folder in path.parents if not folder.exists()]
+        path, missing = self.path, [f for f in self.path.parents if not f.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
+        for number in count(1):
+            if number > 1:
+                self.path = path.with_name(f"{path.name}-{number}")
             try:
                 self.path.mkdir()
             except FileExistsError:
                 if not new:
                     self.path.mkdir(exist_ok=True)  # raises for a file
                     return
-                number += 1
-                self.path = path.with_name(f"{path.name}-{number}")
             else:
-                self._made = [self.path, *above]
+                self._made = [self.path, *missing]
                 return
 
     def expect_shared(self) -> None:
@@ -105,12 +98,8 @@ class RunDirectory:
         if world.size == 1:
             return
         try:
-            with world.agreement():
-                if world.master:
-                    try:
-                        probe = Probe(self.path)
-                    except OSError as error:
-                        raise _unwritable(self.path, error) from error
+            with world.agreement(), _writing(self.path):
+                probe = Probe(self.path) if world.master else None
             path, token = world.gather((probe.path, probe.token) if probe else (self.path, ""))[0]
             with world.agreement():
                 if not is_visible(path, token):
@@ -136,18 +125,15 @@ class RunDirectory:
         exception, before its first checkpoint, and the job that starts it over `saves`. Raises
         AgreedError for another, and if files cannot be written.
         """
-        with self._world.agreement():
+        with self._world.agreement(), _writing(self.path):
             if self._world.master:
                 begun = (self.path / CONFIG_FILE).exists() and not saves
                 if not step and (begun or _has_result(self.path) or list_checkpoints(self.path)):
                     raise ValueError(f"{self.path} holds a run already: give another run directory")
-                try:
-                    for name, content in files.items():
-                        (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                        write_whole(self.path / name, content)  # an older one stays on a full disk
-                    rewind(self.path, step)
-                except OSError as error:
-                    raise _unwritable(self.path, error) from error
+                for name, content in files.items():
+                    (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(self.path / name, content)  # an older one stays on a full disk
+                rewind(self.path, step)
         self.last_step, self.rewinds = min(self.last_step, step), self.rewinds + 1
 
     def start_recording(self, local: Path | None = None) -> None:
@@ -168,14 +154,10 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Close the directory of a refused job, and remove it if this job has made it. Local."""
+        self.close()
         with suppress(OSError):
             for made in self._made:
-                if made.name == LOCK_FILE:
-                    made.unlink()  # before the close, after which it may be another job's
-                    self.close()
-                else:
-                    made.rmdir()  # unless another run is in it
-        self.close()
+                made.rmdir()  # unless another run is in it
 
     def close(self) -> None:
         """Let other jobs use the directory. Local."""
@@ -208,18 +190,16 @@ def warn(text: str) -> None:
     print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
 
 
-def _unwritable(run_dir: Path, error: OSError) -> ValueError:
-    """Return the error for a run directory in which files cannot be made."""
-    reason = error.strerror
-    for path in (run_dir, *run_dir.parents):
-        if os.path.islink(path) and not os.path.exists(path):
-            reason = f"{path} is a link to {os.readlink(path)}, which does not exist"
-        elif os.path.exists(path) and not os.path.isdir(path):
-            reason = f"{path} is a file"
-    return ValueError(
-        f"no files can be made in the run directory {run_dir} ({reason}): give a folder in which "
-        "they can"
-    )
+@contextmanager
+def _writing(run_dir: Path) -> Iterator[None]:
+    """Raise ValueError where no files can be made in the run directory."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"no files can be made in the run directory {run_dir} ({error}): give a folder in "
+            "which they can"
+        ) from error
 
 
 def _has_result(run_dir: Path) -> bool:

@@ -19,17 +19,6 @@ pytestmark = pytest.mark.cluster
 
 SECONDS = 100
 DOCTOR = [sys.executable, "-m", "mntrain", "doctor", "--json"]
-# Found by each process at its start: the file locks of a file system.
-SHIM = """
-import errno, fcntl, os
-flock, kept = fcntl.flock, []
-def refused(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-def of_the_node(file, operation):
-    kept.append(open(f"/dev/shm/lock-{os.fstat(file.fileno()).st_ino}", "w"))
-    flock(kept[-1], operation)
-fcntl.flock = {"missing": refused, "of each node": of_the_node}[os.environ["FLOCK"]]
-"""
 
 
 def doctor(cluster, *words, prefix=()):
@@ -151,28 +140,6 @@ def test_a_folder_that_the_hosts_do_not_share_fails(make_cluster):
     assert checks["shared files"]["status"] == "fail"
     assert checks["shared files"]["text"].startswith("n2 does not see the files that rank 0 writes")
     assert "mntrain-doctor" not in left
-
-
-@pytest.mark.thorough
-def test_file_locks_that_do_not_hold_between_nodes_are_named(make_cluster, tmp_path):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SHIM)
-    found = {}
-    with make_cluster(ranks=(2, 1, 1), link=None) as cluster:
-        for locks in ("sound", "missing", "of each node"):
-            shim = ["env", f"PYTHONPATH={tmp_path / 'site'}", f"FLOCK={locks}"]
-            words = ("--run.dir", str(tmp_path))
-            _, _, checks = doctor(cluster, *words, prefix=shim * (locks != "sound"))
-            assert checks["shared files"]["status"] == "pass"
-            found[locks] = checks["file locks"]
-    assert found["sound"]["status"] == "pass"
-    assert found["sound"]["text"] == f"a file lock in {tmp_path} keeps the others out on 3 hosts"
-    assert [found[locks]["status"] for locks in ("missing", "of each node")] == ["warn", "warn"]
-    missing, of_each = (found[locks]["text"] for locks in ("missing", "of each node"))
-    assert missing.startswith(f"{tmp_path} has no file locks (n1, n2, n3): jobs keep each other")
-    assert of_each.startswith(f"file locks in {tmp_path} are of each host (n2, n3): jobs keep")
-    assert "-o flock" in found["missing"]["fix"]
-    assert [path.name for path in tmp_path.iterdir()] == ["site"]
 
 
 @pytest.mark.thorough

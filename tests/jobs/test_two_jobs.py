@@ -1,4 +1,4 @@
-"""Two jobs in one run directory, on file systems without file locks or with those of each node."""
+"""Two jobs in one run directory."""
 
 import json
 import os
@@ -11,14 +11,6 @@ import pytest
 
 from mntrain.checkpoint.reader import list_checkpoints
 
-# Found by each process at its start: the file locks of some parallel and network file systems.
-SHIM = """
-import errno, fcntl, os
-def flock(*_):
-    if os.environ["FLOCK"] == "not supported":
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-fcntl.flock = flock
-"""
 LOOP = """
 import sys, time
 import mntrain, torch
@@ -36,11 +28,9 @@ with mntrain.init(device="cpu") as world:
 """
 
 
-def start(folder, shim):
-    environment = {**os.environ, "PYTHONPATH": str(folder / "site"), "FLOCK": shim}
+def start(folder):
     return subprocess.Popen(
         [sys.executable, folder / "loop.py", folder / "run"],
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,18 +47,13 @@ def until(condition, *running):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "shim", ["local to each node", pytest.param("not supported", marks=pytest.mark.exhaustive)]
-)
-def test_two_jobs_never_train_in_one_directory_without_file_locks(tmp_path, shim):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SHIM)
+def test_two_jobs_never_train_in_one_directory(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     run = tmp_path / "run"
-    first = start(tmp_path, shim)
+    first = start(tmp_path)
     try:
         until(lambda: list_checkpoints(run), first)
-        second = start(tmp_path, shim)
+        second = start(tmp_path)
         errors = second.communicate(timeout=100)[1]
         assert second.returncode == 1, errors
         assert f"run is in use by a job (on {os.uname().nodename}, process {first.pid}," in errors
@@ -78,7 +63,7 @@ def test_two_jobs_never_train_in_one_directory_without_file_locks(tmp_path, shim
     assert first.returncode == -signal.SIGKILL
     assert not [path for path in (run / "checkpoints").iterdir() if path.suffix == ".aside"]
     before = list_checkpoints(run)[0].name
-    third = start(tmp_path, shim)
+    third = start(tmp_path)
     try:
         until(lambda: list_checkpoints(run)[0].name > before, third)
         holder = json.loads((run / ".lock").read_text())

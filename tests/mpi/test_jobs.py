@@ -397,7 +397,7 @@ def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder, capsys):
         (["--task", "test_jobs:shutil"], "module 'test_jobs' has no class 'shutil'"),
         (["--optim.name", "AdamX"], "torch.optim has no such optimizer; nearest: Adam"),
         (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
-        (["--run.dir", "short.txt/run"], "short.txt is a file): give a folder in which they can"),
+        (["--run.dir", "short.txt/run"], "short.txt'): give a folder in which they can"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(folder, options, said, monkeypatch):

@@ -1,11 +1,7 @@
 """Checks of a host and of a file system, on real folders, limits and processes."""
 
-import contextlib
-import errno
-import fcntl
 import os
 import resource
-from unittest.mock import Mock
 
 import pytest
 
@@ -117,24 +113,3 @@ def test_little_free_space_is_reported(tmp_path, monkeypatch):
     found = storage.space(tmp_path)
     assert found.status == "warn"
     assert "has 0.10 GB free" in found.text
-
-
-@pytest.mark.parametrize(
-    ("shim", "status", "words"),
-    [
-        (None, "pass", "keeps the others out on 1 host"),
-        (OSError(errno.ENOSYS, "Function not implemented"), "warn", "has no file locks (n1)"),
-        (0, "warn", "file locks in {} are of each host (n1)"),
-    ],
-)
-def test_file_locks_that_do_not_hold_are_said(shim, status, words, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    if shim is not None:
-        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=[shim, shim]))
-    with (tmp_path / "file").open("r+b") as held:
-        with contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX)
-        found = storage.locks(tmp_path, {"n1": storage.try_lock(tmp_path / "file")}, 30.0)
-    assert found.status == status
-    assert words.format(tmp_path) in found.text
-    assert status == "pass" or "after 30 s" in found.text
