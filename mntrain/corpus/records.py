@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +19,45 @@ _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _ROWS = 256  # that are read at once
 _STATE_FILE = "state.json"
 
-Fields = Mapping[str, str]  # what each field is, and the option that names it: "the text by --x"
-
 
 def holds_records(path: Path) -> bool:
     """Return whether a file holds records with fields, by its name."""
     return path.name.lower().endswith((*_LINES, _PARQUET, _ARROW))
 
 
-def read_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the place of each record, for errors, and its values of some fields.
+def read_fields(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Return the place of each record, for errors, and its values of some fields.
 
     Raises ValueError with the place for a record without such a field, and for malformed files.
     """
     lines = path.name.lower().endswith(_LINES)
-    yield from (_line_fields if lines else _column_fields)(path, fields)
+    return (_line_fields if lines else _column_fields)(path, fields)
 
 
-def _line_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
+def _line_fields(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
     packed = path.name.lower().endswith(".gz")
     with gzip.open(path, "rb") if packed else path.open("rb") as file:
         try:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
                     place = f"{path}, line {number}"
-                    record = _parse(line, place)
-                    _expect(fields, record, place)
-                    yield place, [record[name] for name in fields]
+                    yield place, _parse(line, fields, place)
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def _parse(line: bytes, fields: Sequence[str], place: str) -> list[Any]:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} is a JSON {type(record).__name__}, and must be an object")
-    return record
+    _expect(fields, record, place)
+    return [record[name] for name in fields]
 
 
-def _column_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]]:
+def _column_fields(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
     try:
         import pyarrow  # noqa: PLC0415 - optional
     except ImportError as error:
@@ -77,15 +74,15 @@ def _column_fields(path: Path, fields: Fields) -> Iterator[tuple[str, list[Any]]
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _parquet_batches(path: Path, fields: Fields) -> Iterator[Any]:
+def _parquet_batches(path: Path, fields: Sequence[str]) -> Iterator[Any]:
     from pyarrow import parquet  # noqa: PLC0415 - optional
 
     with parquet.ParquetFile(path) as file:
         _expect(fields, file.schema_arrow.names, str(path))
-        yield from file.iter_batches(batch_size=_ROWS, columns=list(fields))
+        yield from file.iter_batches(batch_size=_ROWS, columns=fields)
 
 
-def _arrow_batches(path: Path, fields: Fields) -> Iterator[Any]:
+def _arrow_batches(path: Path, fields: Sequence[str]) -> Iterator[Any]:
     import pyarrow  # noqa: PLC0415 - optional
 
     with path.open("rb") as ending:
@@ -99,13 +96,13 @@ def _arrow_batches(path: Path, fields: Fields) -> Iterator[Any]:
                 yield batch.slice(start, _ROWS)
 
 
-def _expect(fields: Fields, present: Any, place: str) -> None:
+def _expect(fields: Sequence[str], present: Any, place: str) -> None:
     """Raise ValueError for a field that is not present."""
-    for name, what in fields.items():
+    for name in fields:
         if name not in present:
             raise ValueError(
                 f"{place} has no field {name!r}: its fields are {', '.join(present) or 'none'}; "
-                f"name the one with {what}"
+                "name another by the option text-field or label-field"
             )
 
 

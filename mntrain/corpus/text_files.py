@@ -11,41 +11,12 @@ from typing import Any
 from mntrain.corpus.records import holds_records, is_saved_dataset, read_fields, saved_files
 
 ID_SUFFIXES = (".bin", ".npy")  # files of token ids
-_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-_SAMPLE = 8192  # bytes at the beginning, in the middle and at the end of a file
-_BLOCK = 1 << 20  # characters of text that are read at once
 PARTIAL = ".partial"  # ending of the folder that a tokenization writes into
-_CONTINUATIONS = bytes(range(0x80, 0xC0))  # bytes of a character of UTF-8 but its first one
+_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+_SAMPLE = 8192  # bytes from which binary files are told
+_BLOCK = 1 << 20  # characters of text that are read at once
 
 Piece = tuple[str, bool]  # a part of a document, and True if the document ends with it
-
-
-@dataclass(frozen=True)
-class OptionNames:
-    """Names of the options that say where a corpus is, for errors."""
-
-    path: str = "--data.path"
-    glob: str = "--data.glob"
-    text_field: str = "--data.text-field"
-    tokenizer: str = "--data.tokenizer"
-    dataset: str = ""  # the name of a set of validation data, if it has one
-
-    def given(self, path: Path) -> str:
-        """Return the option of the path with a value: --data.valid-path news=news.txt."""
-        return f"{self.label}{'=' if self.dataset else ' '}{path}"
-
-    @property
-    def label(self) -> str:
-        """The option of the path, and the name of the set."""
-        return f"{self.path} {self.dataset}".strip()
-
-    @property
-    def validation(self) -> str:
-        """The set in descriptions of data and in metrics: validation, or validation news."""
-        return f"validation {self.dataset}".strip()
-
-
-TRAIN_OPTIONS = OptionNames()
 
 
 @dataclass(frozen=True)
@@ -56,15 +27,14 @@ class CorpusFiles:
     files: tuple[Path, ...]
     skipped: tuple[Path, ...] = ()
 
-    def by_name(self) -> dict[str, Path]:
-        """Return the files by a name that is the same wherever the corpus lies."""
-        if self.root.is_file():
-            return {self.root.name: self.root}
-        return {os.path.relpath(file, self.root): file for file in self.files}
+    def by_name(self, single: str = "") -> dict[str, Path]:
+        """Return the files by a name that is the same wherever the corpus lies.
 
-    def compared(self, options: OptionNames) -> dict[str, Path]:
-        """Return the files by a name that is the same on all nodes: that of a file may differ."""
-        return {options.label: self.root} if self.root.is_file() else self.by_name()
+        `single` is that of a corpus of one file, by default the file's.
+        """
+        if self.root.is_file():
+            return {single or self.root.name: self.root}
+        return {os.path.relpath(file, self.root): file for file in self.files}
 
     def describe_skipped(self) -> str:
         """Return how many files were left out, with a few names; an empty text if none was."""
@@ -74,7 +44,7 @@ class CorpusFiles:
         return f"skipped {len(names)} {files}: {', '.join(names[:3])}{more}" if names else ""
 
 
-def find_files(path: Path | None, glob: str, options: OptionNames = TRAIN_OPTIONS) -> CorpusFiles:
+def find_files(path: Path | None, glob: str) -> CorpusFiles:
     """Return the files of a corpus: one file, those of a folder that match, or Python's library.
 
     They are sorted by path, so that the order is the same on every node; those of a dataset that
@@ -84,45 +54,44 @@ def find_files(path: Path | None, glob: str, options: OptionNames = TRAIN_OPTION
     if path is None:
         return CorpusFiles(_python_library(), tuple(_python_sources()))
     if not path.is_file() and not path.is_dir():
-        raise ValueError(f"{options.given(path)}: must be a file or a folder; give one that exists")
+        raise ValueError(f"{path}: must be a file or a folder; give one that exists")
     if is_saved_dataset(path):
         return CorpusFiles(path, tuple(saved_files(path)))
-    found = [path] if path.is_file() else _matching(path, glob, options)
+    found = [path] if path.is_file() else _matching(path, glob)
     for file in found:
         if file.suffix.lower() == ".arrow" and is_saved_dataset(folder := file.parent):
             raise ValueError(
                 f"{folder} is a dataset that the datasets library has saved, and can only be read "
-                f"alone: give {options.given(folder)}"
+                f"alone: give {folder}"
             )
     skipped = {file: why for file in found if not is_token_ids(file) and (why := why_binary(file))}
     files = tuple(file for file in found if file not in skipped)
     if not files:
         raise ValueError(
-            f"{options.given(path)} has no text: {found[0].name} {skipped[found[0]]}; give UTF-8 "
-            "text, .jsonl, .parquet, .arrow, or token ids as .npy or .bin"
+            f"{path} has no text: {found[0].name} {skipped[found[0]]}; give UTF-8 text, .jsonl, "
+            ".parquet, .arrow, or token ids as .npy or .bin"
         )
     return CorpusFiles(path, files, tuple(skipped))
 
 
-def _matching(path: Path, glob: str, options: OptionNames) -> list[Path]:
+def _matching(path: Path, glob: str) -> list[Path]:
     """Return the sorted files of a folder that match, but those of interrupted tokenizations."""
     if (path / "dataset_dict.json").is_file():
         splits = [str(split) for split in sorted(path.iterdir()) if is_saved_dataset(split)]
         raise ValueError(
-            f"{options.given(path)} is a DatasetDict: give the folder of one of its splits: "
-            f"{', '.join(splits)}"
+            f"{path} is a DatasetDict: give the folder of one of its splits: {', '.join(splits)}"
         )
     try:
         found = sorted(file for file in path.glob(glob) if file.is_file())
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"{options.glob} {glob!r} is not a pattern of files within a folder: {error}"
+            f"glob {glob!r} is not a pattern of files within a folder: {error}"
         ) from error
     found = [file for file in found if not any(map(_unfinished, file.absolute().parts))]
     if not found:
         raise ValueError(
-            f"{options.glob} {glob!r} matches no file in {path}: give another pattern, such as "
-            "'**/*', or a folder that has some"
+            f"glob {glob!r} matches no file in {path}: give another pattern, such as '**/*', or a "
+            "folder that has some"
         )
     return found
 
@@ -138,33 +107,24 @@ def is_token_ids(path: Path) -> bool:
 
 
 def why_binary(path: Path) -> str:
-    """Return why a file is not UTF-8 text, from 24 KiB of it; empty if it may be.
+    """Return why a file is not UTF-8 text, from its first 8 KiB; empty if it may be.
 
     Files of records count as text.
     """
     if holds_records(path):
         return ""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        for start in sorted({0, max(0, size - _SAMPLE) // 2, max(0, size - _SAMPLE)}):
-            file.seek(start)
-            block = file.read(_SAMPLE)
-            if b"\0" in block:
-                return f"has a NUL byte at offset {start + block.index(0)}"
-            # Characters may have begun before the block, and end behind it.
-            text = block.lstrip(_CONTINUATIONS) if start else block
-            try:
-                last = start + len(block) == size
-                codecs.getincrementaldecoder("utf-8")().decode(text, final=last)
-            except UnicodeDecodeError as error:
-                offset = start + len(block) - len(text) + error.start
-                return f"is not UTF-8 at offset {offset}"
+        block = file.read(_SAMPLE)
+    if b"\0" in block:
+        return f"has a NUL byte at offset {block.index(0)}"
+    try:  # a character may end behind the block
+        codecs.getincrementaldecoder("utf-8")().decode(block, final=len(block) < _SAMPLE)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 at offset {error.start}"
     return ""
 
 
-def read_pieces(
-    path: Path, text_field: str, *, as_bytes: bool, options: OptionNames = TRAIN_OPTIONS
-) -> Iterator[Piece]:
+def read_pieces(path: Path, text_field: str, *, as_bytes: bool) -> Iterator[Piece]:
     """Yield the documents of a file in pieces, without empty documents.
 
     A file of records has a document in each; any other file is one document. `as_bytes`: bytes of
@@ -172,8 +132,7 @@ def read_pieces(
     text that is not UTF-8, and with the place for a record without the field.
     """
     if holds_records(path):
-        fields = {text_field: f"the text by {options.text_field}"}
-        for place, (value,) in read_fields(path, fields):
+        for place, (value,) in read_fields(path, [text_field]):
             if text := checked_text(value, place, text_field):
                 yield text, True
         return

@@ -1,25 +1,24 @@
 """Folders of tokens: tokens.bin, the tokenizer, and manifest.json, which says what they are.
 
-A folder is written under another name, and renamed when it is complete and on the disk. So a folder
-that has its name is complete. The tokens of raw text are such folders in a cache of the user.
+A folder is written under another name, and renamed when it is complete. So a folder that has its
+name is complete. The tokens of raw text are such folders in a cache of the user.
 """
 
 import contextlib
-import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, BinaryIO, Literal, NamedTuple
 
 import numpy as np
@@ -27,15 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mntrain.corpus.records import holds_records
-from mntrain.corpus.text_files import (
-    PARTIAL,
-    TRAIN_OPTIONS,
-    CorpusFiles,
-    OptionNames,
-    Piece,
-    is_token_ids,
-    read_pieces,
-)
+from mntrain.corpus.text_files import PARTIAL, CorpusFiles, Piece, is_token_ids, read_pieces
 from mntrain.corpus.tokenizer import (
     SETTINGS_FILE,
     TOKENIZER_FILE,
@@ -48,7 +39,6 @@ from mntrain.corpus.tokenizer import (
 MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.bin"
 _FILES = {MANIFEST_FILE, TOKENS_FILE, TOKENIZER_FILE, SETTINGS_FILE}
-_STALE_S = 3600.0  # without a written token, after which a process is gone
 _EVERY_S = 10.0  # between lines of progress
 _VERSION = 1  # of the rules by which text becomes tokens
 _AGAIN = "run `python -m mntrain tokenize` again"
@@ -57,12 +47,8 @@ _PIECE = 1 << 16  # characters that are encoded as one text
 _BATCH = 1 << 22  # characters that are encoded at once, by all threads
 _CONTEXT = 256  # characters on both sides of a split that are encoded to check it
 _ATTEMPTS = 8  # places of each kind at which a split is tried
-# Places at which most tokenizers split a text: after a line break, before a space, before a mark.
-_PLACES = (
-    re.compile(r"(?<=\S\n)(?=\S)"),
-    re.compile(r"(?<=\w)(?= \w)"),
-    re.compile(r"(?<=\w)(?=[^\w\s])"),
-)
+# Places at which most tokenizers split a text: after a line break, and before a space.
+_PLACES = (re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\w)(?= \w)"))
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -157,7 +143,6 @@ def write_token_folder(
     tokenizer: Tokenizer,
     *,
     overwrite: bool,
-    options: OptionNames = TRAIN_OPTIONS,
 ) -> TokenManifest:
     """Tokenize files into a new folder, which appears when it is complete.
 
@@ -166,11 +151,12 @@ def write_token_folder(
     """
     check_output(output, overwrite=overwrite)
     if found := next((file for file in sources.files if is_token_ids(file)), None):
-        raise ValueError(f"{found} holds token ids already: let {options.glob} match text only")
+        raise ValueError(f"{found} holds token ids already: let glob match text only")
     before = _file_states(sources)
-    with _working_folder(output) as folder:
-        partial = folder / f"tokens{PARTIAL}"  # no job trains on a file of this name
-        tokens, documents = _write_tokens(partial, sources, text_field, tokenizer, options)
+    with TemporaryDirectory(suffix=PARTIAL, prefix=f".{output.name}.", dir=output.parent) as parent:
+        folder = Path(parent, "tokens")
+        folder.mkdir()
+        tokens, documents = _write_tokens(folder / TOKENS_FILE, sources, text_field, tokenizer)
         if _file_states(sources) != before:
             raise ValueError(f"files of {sources.root} changed while they were read: try again")
         if not tokens:
@@ -192,28 +178,25 @@ def write_token_folder(
             sources={name: size for name, size, *_ in before},
         )
         if made_by:
-            settings = json.dumps({"eos_token": made_by.end_of_text_token}).encode()
-            _write(folder / TOKENIZER_FILE, made_by.content)
-            _write(folder / SETTINGS_FILE, settings)
-        _write(folder / MANIFEST_FILE, json.dumps(asdict(manifest), indent=1).encode())
-        partial.rename(folder / TOKENS_FILE)
-        _publish(folder, output, overwrite=overwrite)
+            settings = json.dumps({"eos_token": made_by.end_of_text_token})
+            (folder / TOKENIZER_FILE).write_bytes(made_by.content)
+            (folder / SETTINGS_FILE).write_text(settings)
+        (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
+        if overwrite:
+            shutil.rmtree(output, ignore_errors=True)
+        folder.rename(output)
     return manifest
 
 
 def _write_tokens(
-    path: Path,
-    sources: CorpusFiles,
-    text_field: str,
-    tokenizer: Tokenizer,
-    options: OptionNames,
+    path: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer
 ) -> tuple[int, int]:
     """Write the token ids to a file, synced to disk; return the numbers of tokens and documents."""
     dtype = np.dtype(dtype_of(tokenizer.size)).newbyteorder("<")
     tokens = documents = 0
     told = time.monotonic()
     with path.open("wb") as file:
-        for files, ended, batch in token_batches(sources, text_field, tokenizer, options):
+        for ended, batch in token_batches(sources, text_field, tokenizer):
             for ids in batch:
                 if len(ids) and int(ids.max()) >= tokenizer.size:
                     raise ValueError(f"the tokenizer made id {ids.max()}, which it does not list")
@@ -222,8 +205,7 @@ def _write_tokens(
             documents += ended
             if time.monotonic() - told >= _EVERY_S:
                 told = time.monotonic()
-                of = len(sources.files)
-                print(f"mntrain: {files:,} of {of:,} files, {tokens:,} tokens", file=sys.stderr)
+                print(f"mntrain: {tokens:,} tokens", file=sys.stderr)
         file.flush()
         os.fsync(file.fileno())
     return tokens, documents
@@ -248,61 +230,6 @@ def _file_states(sources: CorpusFiles) -> list[tuple[str, int, int, int]]:
     return [(name, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for name, one in states]
 
 
-@contextlib.contextmanager
-def _working_folder(output: Path) -> Iterator[Path]:
-    """Make a folder beside `output`, and remove it at the end unless it was renamed.
-
-    Folders that interrupted processes have left there are removed too.
-    """
-    prefix = f".{output.name}."
-    for left in output.parent.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
-        with contextlib.suppress(OSError):
-            written = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if time.time() - written > _STALE_S:
-                shutil.rmtree(left)
-    folder = output.with_name(f"{prefix}{secrets.token_hex(4)}{PARTIAL}")
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
-    """Rename a complete folder to its name, in place of an older one if `overwrite`."""
-    _sync(folder)
-    old = output.with_name(f".{output.name}.{secrets.token_hex(4)}.old{PARTIAL}")
-    if overwrite:
-        with contextlib.suppress(FileNotFoundError):
-            output.rename(old)
-    try:
-        folder.rename(output)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise ValueError(f"{output} was made by another process meanwhile") from error
-        with contextlib.suppress(OSError):
-            old.rename(output)
-        raise
-    _sync(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def cache_folder() -> Path:
     """Return the folder of cached tokens, in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -322,19 +249,21 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
         facts = [_VERSION, tokenizer.identity, library, text_field, _file_states(sources)]
         output = cache_folder() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
         output.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(output.with_suffix(".lock")) as lock:
+        with _lock(output.with_suffix(".lock")) as (lock, locked):
             if (found := _find(output)) is not None:
                 return found
             if problem := lock.read():  # of the process that had the lock before
                 raise ValueError(problem.decode())
+            if locked:  # what killed processes have left
+                for left in output.parent.glob(f".{output.name}.*{PARTIAL}"):
+                    shutil.rmtree(left, ignore_errors=True)
             size = sum(file.stat().st_size for file in sources.files) / 1e6
             what = f"{size:.1f} MB of {sources.root} into {output}"
             print(f"mntrain: tokenizing {what}, once", file=sys.stderr, flush=True)
             try:
-                write_token_folder(
-                    output, sources, text_field, tokenizer, overwrite=output.exists()
-                )
-            except ValueError as error:
+                overwrite = output.exists()
+                write_token_folder(output, sources, text_field, tokenizer, overwrite=overwrite)
+            except (OSError, ValueError) as error:
                 if (found := _find(output)) is None:  # else a process without the lock made it
                     lock.write(str(error).encode(errors="replace"))
                     raise
@@ -357,68 +286,64 @@ def _find(folder: Path) -> TokenFolder | None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[BinaryIO]:
-    """Hold the lock of a new file, if the file system has locks; yield the file.
+def _lock(path: Path) -> Iterator[tuple[BinaryIO, bool]]:
+    """Hold the lock of a new file; yield the file, and whether the file system has locks.
 
     It is removed at the end. Processes that wait have it open, and then hold the lock of a file
     without a name: those that come later find the tokens, or try again.
     """
     with path.open("a+b", buffering=0) as file:
+        locked = False
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
+            locked = True
         file.seek(0)
         try:
-            yield file
+            yield file, locked
         finally:
             path.unlink(missing_ok=True)
 
 
 def token_batches(
-    sources: CorpusFiles,
-    text_field: str,
-    tokenizer: Tokenizer,
-    options: OptionNames = TRAIN_OPTIONS,
-) -> Iterator[tuple[int, int, list[Ids]]]:
+    sources: CorpusFiles, text_field: str, tokenizer: Tokenizer
+) -> Iterator[tuple[int, list[Ids]]]:
     """Yield the tokens of all files in their order, 1-D, in batches.
 
-    Each with the number of files that were complete before it, and of documents that end in it. An
-    end-of-text token follows each record, and each text file if the tokenizer separates files.
-    Documents without text have no tokens. Raises ValueError for text that cannot be read.
+    Each with the number of documents that end in it. An end-of-text token follows each record, and
+    each text file if the tokenizer separates files. Documents without text have no tokens. Raises
+    ValueError for text that cannot be read.
     """
     end = np.array([tokenizer.end_of_text])
-    for files, batch in _batches(sources, text_field, tokenizer, options):
+    for batch in _batches(sources, text_field, tokenizer):
         ids: list[Ids] = []
         encoded = tokenizer.encode([text for text, _ in batch])
         for (_, ends), one in zip(batch, encoded, strict=True):
             ids += [one, end] if ends else [one]
-        yield files, sum(ends for _, ends in batch), ids
+        yield sum(ends for _, ends in batch), ids
 
 
-def text_batches(
-    sources: CorpusFiles, text_field: str, options: OptionNames = TRAIN_OPTIONS
-) -> Iterator[list[str]]:
+def text_batches(sources: CorpusFiles, text_field: str) -> Iterator[list[str]]:
     """Yield the text of all files in batches, to train a tokenizer on."""
-    for _, batch in _batches(sources, text_field, None, options):
+    for batch in _batches(sources, text_field, None):
         yield [text for text, _ in batch]
 
 
 def _batches(
-    sources: CorpusFiles, text_field: str, tokenizer: Tokenizer | None, options: OptionNames
-) -> Iterator[tuple[int, list[Piece]]]:
-    """Yield batches of pieces, each with the number of files that were read before it."""
+    sources: CorpusFiles, text_field: str, tokenizer: Tokenizer | None
+) -> Iterator[list[Piece]]:
+    """Yield batches of pieces."""
     batch: list[Piece] = []
     characters = 0
     as_bytes = tokenizer is not None and not tokenizer.separates_files
-    for index, path in enumerate(sources.files):
-        pieces = read_pieces(path, text_field, as_bytes=as_bytes, options=options)
+    for path in sources.files:
         ends_count = holds_records(path) or not as_bytes
-        for text, ends in resplit(pieces, tokenizer):
+        for text, ends in resplit(read_pieces(path, text_field, as_bytes=as_bytes), tokenizer):
             batch.append((text, ends and ends_count))
             characters += len(text) + 1
             if characters >= _BATCH:
-                yield index, batch
+                yield batch
                 batch, characters = [], 0
-    yield len(sources.files), batch
+    yield batch
 
 
 def resplit(pieces: Iterable[Piece], tokenizer: Tokenizer | None) -> Iterator[Piece]:
@@ -448,7 +373,7 @@ def _find_split(text: str, begin: int, searched: int, tokenizer: Tokenizer | Non
     """Return a place behind `searched` where a piece from `begin` may end; 0 without any."""
     for pattern in _PLACES:
         found = pattern.finditer(text, searched + _PIECE // 2, searched + _PIECE)
-        for _, match in zip(range(_ATTEMPTS), found, strict=False):
+        for match in islice(found, _ATTEMPTS):
             at = match.start()
             before, after = text[max(begin, at - _CONTEXT) : at], text[at : at + _CONTEXT]
             if tokenizer is None or tokenizer.splits(before, after):

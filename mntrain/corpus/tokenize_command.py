@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mntrain.corpus.text_files import OptionNames, find_files
+from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import check_output, text_batches, write_token_folder
 from mntrain.corpus.tokenizer import (
     MIN_BPE_VOCABULARY,
@@ -18,8 +18,6 @@ from mntrain.corpus.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-
-_OPTIONS = OptionNames("INPUT", "--glob", "--text-field", "--tokenizer")
 
 
 def run(words: Sequence[str]) -> int:
@@ -77,22 +75,20 @@ def _tokenize(options: argparse.Namespace) -> None:
             "end-of-text token"
         )
     check_output(output, overwrite=options.overwrite)
-    tokenizer = load_tokenizer(options.tokenizer, _OPTIONS) if vocabulary is None else None
-    sources = find_files(options.input, options.glob, _OPTIONS)
+    tokenizer = load_tokenizer(options.tokenizer) if vocabulary is None else None
+    sources = find_files(options.input, options.glob)
     if skipped := sources.describe_skipped():
         _tell(skipped)
     if tokenizer is None:
         _tell(f"training a vocabulary of {vocabulary:,}")
-        content = train_bpe(text_batches(sources, field, _OPTIONS), vocabulary)
+        content = train_bpe(text_batches(sources, field), vocabulary)
         tokenizer = FileTokenizer(output / TOKENIZER_FILE, content)
         if tokenizer.size < vocabulary:
             _tell(
                 f"the text is too small for {vocabulary:,} tokens: the vocabulary has "
                 f"{tokenizer.size:,}"
             )
-    manifest = write_token_folder(
-        output, sources, field, tokenizer, overwrite=options.overwrite, options=_OPTIONS
-    )
+    manifest = write_token_folder(output, sources, field, tokenizer, overwrite=options.overwrite)
     print(
         f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}, vocabulary "
         f"{manifest.vocabulary:,}) of {manifest.documents:,} documents in "

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mntrain.corpus.text_files import TRAIN_OPTIONS, OptionNames
-
 Ids = npt.NDArray[np.int64]
 
 BYTE_VALUES = 256
@@ -70,7 +68,7 @@ class FileTokenizer:
 
     def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
-        self.content = _read(path) if content is None else content
+        self.content = path.read_bytes() if content is None else content
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         library = _import_library()
         try:
@@ -110,7 +108,7 @@ class FileTokenizer:
         beside: dict[str, bytes] = {}
         if self.path.name == TOKENIZER_FILE:
             paths = (self.path.with_name(name) for name in BESIDE_TOKENIZER)
-            beside = {path.name: _read(path) for path in paths if path.is_file()}
+            beside = {path.name: path.read_bytes() for path in paths if path.is_file()}
         if not settings.get("eos_token"):
             settings["eos_token"] = self.end_of_text_token
         text = json.dumps(settings, indent=2)
@@ -156,23 +154,21 @@ class FileTokenizer:
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
-def load_tokenizer(given: str, options: OptionNames = TRAIN_OPTIONS) -> Tokenizer:
+def load_tokenizer(given: str) -> Tokenizer:
     """Return the tokenizer of an option's value: bytes, bpe:FILE or hf:PATH. Raises ValueError."""
     kind, _, where = given.partition(":")
     if given == "bytes":
         return ByteTokenizer()
     if kind not in ("bpe", "hf") or not where:
         raise ValueError(
-            f"{options.tokenizer} {given}: must be bytes, bpe:FILE (a tokenizer.json) or hf:PATH "
-            "(the folder or the tokenizer.json of a Hugging Face tokenizer)"
+            f"tokenizer {given}: must be bytes, bpe:FILE (a tokenizer.json) or hf:PATH (the folder "
+            "or the tokenizer.json of a Hugging Face tokenizer)"
         )
     path = Path(where)
     if kind == "hf" and path.is_dir():
         path /= TOKENIZER_FILE
     if not path.is_file():
-        raise ValueError(
-            f"{options.tokenizer} {given}: there is no file {path}; give one that exists"
-        )
+        raise ValueError(f"tokenizer {given}: there is no file {path}; give one that exists")
     return FileTokenizer(path)
 
 
@@ -207,19 +203,12 @@ def _import_library() -> Any:
     return tokenizers
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def _read_settings(path: Path) -> dict[str, Any]:
     """Return the content of a tokenizer_config.json; nothing without one. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(_read(path)).items())
+        return dict(json.loads(path.read_bytes()).items())
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not the settings of a tokenizer: {error}") from error
 

@@ -16,9 +16,7 @@ import numpy.typing as npt
 from mntrain.corpus.records import holds_records
 from mntrain.corpus.text_files import (
     ID_SUFFIXES,
-    TRAIN_OPTIONS,
     CorpusFiles,
-    OptionNames,
     find_files,
     is_token_ids,
 )
@@ -171,21 +169,23 @@ def open_training_tokens(
                 "out, or tokenize the text with this one"
             )
         return _of_folder(folder)
-    return _of_files(find_files(path, glob), given, text_field, TRAIN_OPTIONS)
+    with named_in_errors("--data.path") as label:
+        sources = find_files(path, glob)
+    return _of_files(sources, given, text_field, label)
 
 
 def open_validation_tokens(
-    path: Path, glob: str, text_field: str, training: TrainingTokens, options: OptionNames
+    path: Path, glob: str, text_field: str, training: TrainingTokens, label: str
 ) -> TrainingTokens:
     """Return tokens to validate on, by the tokenizer of those that are trained on. Local.
 
-    `options` has the names of the options, for errors. Raises ValueError as `open_training_tokens`,
-    and for data whose tokenizer is another one or is not known, and for data that is trained on.
+    `label` names the option and the set. Raises ValueError as `open_training_tokens`, and for data
+    whose tokenizer is another one or is not known, and for data that is trained on.
     """
     tokenizer = training.tokenizer
     found = _of_folder(open_token_folder(path)) if is_token_folder(path) else None
-    sources = found.sources if found else find_files(path, glob, options)
-    refuse_shared(training.sources, sources, options)
+    sources = found.sources if found else find_files(path, glob)
+    refuse_shared(training.sources, sources)
     if found and found.tokenizer:
         fits = tokenizer is not None and found.tokenizer.identity == tokenizer.identity
     elif any(map(is_token_ids, sources.files)):
@@ -194,54 +194,46 @@ def open_validation_tokens(
         fits = tokenizer is not None
     if not fits:
         raise ValueError(
-            f"{options.given(path)}: its tokens are of another tokenizer than those of "
-            f"{TRAIN_OPTIONS.path}, or of one that is not known: give for both text or the output "
-            "of `tokenize`, with one --data.tokenizer, or give token ids for both"
+            f"the tokens of {path} are of another tokenizer than those of --data.path, or of one "
+            "that is not known: give for both text or the output of `tokenize`, with one "
+            "--data.tokenizer, or give token ids for both"
         )
-    return found or _of_files(sources, tokenizer or ByteTokenizer(), text_field, options)
+    return found or _of_files(sources, tokenizer or ByteTokenizer(), text_field, label)
 
 
 @contextmanager
-def validation_set(name: str) -> Iterator[OptionNames]:
-    """Yield the names of a set's options. A ValueError in the context names the option and the set.
-
-    The name of an only set may be empty.
-    """
-    options = OptionNames("--data.valid-path", dataset=name)
+def named_in_errors(option: str, name: str = "") -> Iterator[str]:
+    """Yield an option and the name of a set, with which a ValueError in the context begins."""
+    label = f"{option} {name}".strip()
     try:
-        yield options
+        yield label
     except ValueError as error:
-        if options.label in str(error):
-            raise
-        raise ValueError(f"{options.label}: {error}") from error
+        raise ValueError(f"{label}: {error}") from error
 
 
-def refuse_shared(training: CorpusFiles, valid: CorpusFiles, options: OptionNames) -> None:
+def refuse_shared(training: CorpusFiles, valid: CorpusFiles) -> None:
     """Raise ValueError for a file of the validation data that is trained on, by any path."""
     trained = {os.path.realpath(file) for file in training.files}
     if found := next((file for file in valid.files if os.path.realpath(file) in trained), None):
         raise ValueError(
-            f"{options.given(valid.root)}: {TRAIN_OPTIONS.given(training.root)} trains on {found}, "
-            f"too: give other data, move it out, or let {TRAIN_OPTIONS.glob} leave it out"
+            f"--data.path {training.root} trains on {found}, too: give other data, move it out, or "
+            "let --data.glob leave it out"
         )
 
 
-def named_files(files: Mapping[str, Path], options: OptionNames) -> dict[str, Path]:
+def named_files(files: Mapping[str, Path], label: str) -> dict[str, Path]:
     """Return the files of a set by names that no file of the training data has."""
-    label = options.label
     return {name if name == label else f"{label}: {name}": file for name, file in files.items()}
 
 
 def _of_files(
-    sources: CorpusFiles, given: Tokenizer, text_field: str, options: OptionNames
+    sources: CorpusFiles, given: Tokenizer, text_field: str, label: str
 ) -> TrainingTokens:
-    """Return the tokens of files of text or of token ids."""
+    """Return the tokens of files of text or of token ids; `label` names a file that is alone."""
     for folder in {file.parent for file in sources.files if is_token_ids(file)}:
         if is_token_folder(folder):  # whose manifest has the dtype
-            raise ValueError(
-                f"{folder} is a folder of tokens with a manifest: give {options.given(folder)}"
-            )
-    files = sources.compared(options)
+            raise ValueError(f"{folder} is a folder of tokens with a manifest: give the folder")
+    files = sources.by_name(label)
     from_file = isinstance(given, FileTokenizer)
     if any(map(is_token_ids, sources.files)):
         tokenizer = given if from_file else None

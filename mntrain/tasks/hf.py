@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, Subset
 from mntrain.config import Config
 from mntrain.corpus.records import holds_records, read_fields
 from mntrain.corpus.text_files import (
-    TRAIN_OPTIONS,
     CorpusFiles,
     checked_text,
     find_files,
@@ -24,9 +23,9 @@ from mntrain.corpus.token_folder import is_token_folder, open_token_folder
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import (
     named_files,
+    named_in_errors,
     open_training_tokens,
     refuse_shared,
-    validation_set,
 )
 from mntrain.data.randomness import mixed_seed
 from mntrain.tasks import Loss, Split, Task
@@ -209,7 +208,8 @@ class Classification:
                 "files, and --data.tokenizer hf:PATH or bpe:FILE"
             )
         self.tokenizer: Tokenizer | None = tokenizer
-        sources, length = find_files(data.path, data.glob), folder.length()
+        with named_in_errors("--data.path") as label:
+            sources, length = find_files(data.path, data.glob), folder.length()
         named = {name: index for index, name in (folder.config.id2label or {}).items()}
         texts, found, names = read_labelled(sources, *fields, sorted(named, key=named.__getitem__))
         folder.config.id2label = dict(enumerate(names))
@@ -217,7 +217,7 @@ class Classification:
         if folder.config.pad_token_id is None:
             folder.config.pad_token_id = tokenizer.end_of_text
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
-        self.files = sources.compared(TRAIN_OPTIONS)
+        self.files = sources.by_name(label)
         self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
         samples = LabelledTokens(texts, found, names, tokenizer, length)
         # Files are often sorted by label; both splits should have all labels.
@@ -232,14 +232,14 @@ class Classification:
         part = "" if given else f", {valid:,} of them for validation,"
         self._lines = [f"data: {count:,} records{part} with {samples.describe()}"]
         for name, path in given.items():
-            with validation_set(name) as options:
-                files = find_files(path, data.glob, options)
-                refuse_shared(sources, files, options)
+            with named_in_errors("--data.valid-path", name) as label:
+                files = find_files(path, data.glob)
+                refuse_shared(sources, files)
                 texts, found, _ = read_labelled(files, *fields, names, only_known=True)
             made = self._valid[name] = LabelledTokens(texts, found, names, tokenizer, length)
-            self.files |= named_files(files.compared(options), options)
+            self.files |= named_files(files.by_name(label), label)
             self._lines.append(
-                f"{options.validation}: {len(texts):,} records with {made.describe()}"
+                f"{f'validation {name}'.strip()}: {len(texts):,} records with {made.describe()}"
             )
 
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
@@ -312,19 +312,15 @@ def read_labelled(
     names of all labels, else in sorted order. `only_known`: they are numbered in the order of
     `known`, of which some may be missing, and others are refused. Raises ValueError.
     """
-    fields = {
-        text_field: f"the text by {TRAIN_OPTIONS.text_field}",
-        label_field: "the label by --hf.label-field",
-    }
     texts: list[str] = []
     found: list[Any] = []
     for file in sources.files:
-        if not holds_records(file) or len(fields) < 2:
+        if not holds_records(file) or text_field == label_field:
             raise ValueError(
                 f"{file} has no labels: give .jsonl, .parquet or .arrow files to classify, whose "
-                f"{TRAIN_OPTIONS.text_field} and --hf.label-field are two fields"
+                "--data.text-field and --hf.label-field are two fields"
             )
-        for place, (text, label) in read_fields(file, fields):
+        for place, (text, label) in read_fields(file, [text_field, label_field]):
             texts.append(checked_text(text, place, text_field))
             if type(label) not in (int, str) or type(label) is not type((found or [label])[0]):
                 raise ValueError(
@@ -333,8 +329,7 @@ def read_labelled(
                 )
             if only_known and str(label) not in known:
                 raise ValueError(
-                    f"{place}: {label_field!r} is {label!r}, which no record of "
-                    f"{TRAIN_OPTIONS.path} has"
+                    f"{place}: {label_field!r} is {label!r}, which no record of --data.path has"
                 )
             found.append(label)
     names = [str(label) for label in sorted(set(found))]

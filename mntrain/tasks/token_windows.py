@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
-from mntrain.corpus.text_files import TRAIN_OPTIONS
 from mntrain.corpus.training_tokens import (
     Corpus,
     TrainingTokens,
     named_files,
+    named_in_errors,
     open_validation_tokens,
-    validation_set,
 )
 from mntrain.tasks import Split
 
@@ -88,20 +87,20 @@ class TokenSplits:
         self.values = {"the tokenizer": data.tokenizer.identity} if data.tokenizer else {}
         self._lines: list[str] = []  # about the validation data
         self._valid: dict[str, Dataset[Tensor]] = {}  # of data.valid_path
-        fix = f"give data of the tokenizer of {TRAIN_OPTIONS.path}, or a larger vocabulary"
+        fix = "give data of the tokenizer of --data.path, or a larger vocabulary"
         for name, path in given.items():
-            with validation_set(name) as options:
+            with named_in_errors("--data.valid-path", name) as label:
                 found = open_validation_tokens(
-                    path, config.data.glob, config.data.text_field, data, options
+                    path, config.data.glob, config.data.text_field, data, label
                 )
                 made = Windows(found.tokens, windows.context, windows.vocab, windows.overlap, fix)
                 self._check(found, made, "validation needs a window", 1)
             self._valid[name] = made
-            self.files |= named_files(found.files, options)
+            self.files |= named_files(found.files, label)
             skipped = found.sources.describe_skipped()
             self._lines += [
-                f"{options.validation}: {found.describe()}, {len(made):,} windows",
-                skipped and f"{options.label}: {skipped}",
+                f"{f'validation {name}'.strip()}: {found.describe()}, {len(made):,} windows",
+                skipped and f"{label}: {skipped}",
             ]
 
     def _check(self, data: TrainingTokens, windows: Windows, who: str, count: int) -> None:

@@ -3,7 +3,7 @@ import json
 import pytest
 from corpora import stories, write_bpe, write_records, write_saved_dataset
 
-from mntrain.corpus.text_files import OptionNames, find_files, read_pieces
+from mntrain.corpus.text_files import find_files, read_pieces
 from mntrain.corpus.training_tokens import open_training_tokens
 from mntrain.tasks.hf import read_labelled
 
@@ -134,14 +134,14 @@ def test_an_arrow_stream_that_was_cut_is_refused(saved, damage, message):
 
 def test_a_part_of_a_dataset_one_among_other_files_and_splits_are_refused(tmp_path, saved):
     for path in (saved / "data-00000-of-00003.arrow", tmp_path):
-        with pytest.raises(ValueError, match=r"saved is a dataset .* give --data.path .*/saved$"):
+        with pytest.raises(ValueError, match=r"saved is a dataset .* give .*/saved$"):
             find_files(path, "**/*")
     folder = tmp_path / "D"
     for name in ("train", "validation"):
         write_saved_dataset(folder / name, records(4))
     (folder / "dataset_dict.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"INPUT .*D is a DatasetDict: .*D/train, .*D/validation$"):
-        find_files(folder, "**/*", OptionNames("INPUT"))
+    with pytest.raises(ValueError, match=r"D is a DatasetDict: .*D/train, .*D/validation$"):
+        find_files(folder, "**/*")
     assert texts(folder / "train") == stories(4)
     (tmp_path / "E").mkdir()
     (tmp_path / "E" / "state.json").write_text('{"phase": 3}')  # of something else

@@ -3,8 +3,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -153,13 +151,13 @@ NO_MANIFEST = "is no manifest of tokens"
         (edit(tokenizer="bytes"), "tokenizer_sha256 should be .*, and is None"),
         (edit(tokenizer="../other.json"), f"{NO_MANIFEST}: tokenizer: "),
         (rewrite("tokenizer.json", lambda content: content + b"\n"), "tokenizer_sha256 should be "),
-        (remove("tokenizer.json"), "tokenizer.json cannot be read"),
+        (remove("tokenizer.json"), "No such file or directory: .*tokenizer.json"),
     ],
 )
 def test_a_folder_that_was_changed_is_refused(tokens, damage, message):
     damage(tokens)
     assert is_token_folder(tokens)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, OSError), match=message):
         open_token_folder(tokens)
 
 
@@ -198,37 +196,13 @@ def test_changed_files_and_ids_that_the_tokenizer_does_not_list_are_refused(
     assert not is_token_folder(tmp_path / "tokens")
 
 
-def write_slowly(folder, source):
-    """Begin a tokenization that does not end."""
-    token_folder._BATCH = 1
-    batches = token_folder.token_batches
-    token_folder.token_batches = lambda *words: (
-        (batch, time.sleep(60))[0] for batch in batches(*words)
-    )
-    write(folder / "tokens", source)
-
-
-def test_a_killed_process_leaves_nothing_that_trains_and_the_next_one_removes_it(
-    tmp_path, records, monkeypatch
-):
-    child = multiprocessing.get_context("spawn").Process(
-        target=write_slowly, args=(tmp_path, records)
-    )
-    child.start()
-    while not list(tmp_path.glob(".tokens*/tokens.partial")):
-        time.sleep(0.05)
-    (left,) = tmp_path.glob(".tokens*")
-    os.utime(left, (1, 1))
-    write(tmp_path / "tokens", records)  # another process has written there lately
-    assert left.is_dir()
-    os.kill(child.pid, signal.SIGKILL)
-    child.join()
-    with pytest.raises(ValueError, match="matches no file"):
-        find_files(left, "**/*")
-    for path in (left / "tokens.partial", left):
-        os.utime(path, (1, 1))
-    write(tmp_path / "tokens", records, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "tokens"]
+def test_what_a_killed_process_has_left_does_not_train(tmp_path):
+    left = tmp_path / ".tokens.12ab34cd.partial" / "tokens"
+    left.mkdir(parents=True)
+    (left / "tokens.bin").write_bytes(b"some")
+    for path in (tmp_path, left):
+        with pytest.raises(ValueError, match="matches no file"):
+            find_files(path, "**/*")
 
 
 def test_the_second_of_two_that_write_one_folder_is_refused(tmp_path, records, at_batch):
@@ -237,29 +211,13 @@ def test_the_second_of_two_that_write_one_folder_is_refused(tmp_path, records, a
             write(tmp_path / "tokens", records)
 
     at_batch(meanwhile)
-    with pytest.raises(ValueError, match="tokens was made by another process meanwhile"):
+    with pytest.raises(OSError, match="not empty"):
         write(tmp_path / "tokens", records, bpe(tmp_path))
     assert open_token_folder(tmp_path / "tokens").manifest.tokenizer == "bytes"
     at_batch(lambda: shutil.rmtree(tmp_path / "tokens", ignore_errors=True))
     write(tmp_path / "tokens", records, overwrite=True)
     assert open_token_folder(tmp_path / "tokens").manifest.tokenizer == "bytes"
-
-
-def test_an_older_folder_returns_if_the_new_one_cannot_take_its_place(
-    tmp_path, records, tokens, monkeypatch
-):
-    rename = Path.rename
-
-    def failing(self, target):
-        if target == tokens and ".old" not in self.name:
-            raise PermissionError("denied")
-        return rename(self, target)
-
-    before = open_token_folder(tokens).manifest
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(PermissionError):
-        write(tokens, records, overwrite=True)
-    assert open_token_folder(tokens).manifest == before
+    assert not list(tmp_path.glob(".tokens*"))
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch):
@@ -299,6 +257,9 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path, records,
     assert cached(records).path == first.path
     assert capsys.readouterr().err == ""
     others = {first.path, cached(records, bpe(tmp_path)).path}
+    (cache / f".{first.path.name}.12ab34cd.partial").mkdir()  # of a process that was killed
+    shutil.rmtree(first.path)
+    cached(records)
     stat = records.stat()
     os.utime(records, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     others.add(cached(records).path)

@@ -12,8 +12,8 @@ from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer
 
 def tokens_of(path, tokenizer, field="text"):
     batches = list(token_batches(find_files(path, "**/*"), field, tokenizer))
-    ids = [one for _, _, batch in batches for one in batch]
-    return np.concatenate([np.zeros(0, int), *ids]).tolist(), sum(n for _, n, _ in batches)
+    ids = [one for _, batch in batches for one in batch]
+    return np.concatenate([np.zeros(0, int), *ids]).tolist(), sum(n for n, _ in batches)
 
 
 def random_text(chance, words):

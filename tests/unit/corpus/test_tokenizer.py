@@ -7,7 +7,6 @@ import tokenizers
 from corpora import stories, write_bpe
 from tokenizers.processors import TemplateProcessing
 
-from mntrain.corpus.text_files import OptionNames
 from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, train_bpe
 
 TEXTS = ["", " ", "1 and 2 make 3\r\n\tcafé 日本 😀\0", "<|endoftext|> in a text"]
@@ -103,9 +102,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
 
 def test_an_unknown_kind_of_tokenizer_and_an_absent_file_are_refused(tmp_path):
     for given in ("gpt2", "bpe:", "hf", "bytes:x", "tok.json", ":x"):
-        kinds = rf"--t {given}: must be bytes, bpe:FILE .* or hf:PATH"
+        kinds = rf"tokenizer {given}: must be bytes, bpe:FILE .* or hf:PATH"
         with pytest.raises(ValueError, match=kinds):
-            load_tokenizer(given, OptionNames(tokenizer="--t"))
+            load_tokenizer(given)
     for given in (f"bpe:{tmp_path}", f"bpe:{tmp_path}/x", f"hf:{tmp_path}"):
         with pytest.raises(ValueError, match=r"there is no file .*; give one that exists"):
             load_tokenizer(given)

@@ -76,7 +76,7 @@ def test_what_nodes_compare_includes_the_tokens_and_the_tokenizer(tmp_path, corp
     with pytest.raises(ValueError, match=other):
         opened(folder, given)
     for path, glob in ((folder / "tokens.bin", "*"), (tmp_path, "t/*.bin")):
-        with pytest.raises(ValueError, match=r"/t is a folder of tokens .*: give --data.path .*/t"):
+        with pytest.raises(ValueError, match=r"/t is a folder of tokens .*: give the folder"):
             opened(path, glob=glob)
 
 

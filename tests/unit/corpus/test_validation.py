@@ -7,9 +7,9 @@ from mntrain.corpus.token_folder import write_token_folder
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import (
     named_files,
+    named_in_errors,
     open_training_tokens,
     open_validation_tokens,
-    validation_set,
 )
 
 
@@ -20,8 +20,8 @@ def _cache(tmp_path, monkeypatch):
 
 def opened(train, valid, tokenizer="bytes", glob="**/*", name="news"):
     training = open_training_tokens(train, glob, tokenizer, "text")
-    with validation_set(name) as options:
-        return open_validation_tokens(valid, glob, "text", training, options)
+    with named_in_errors("--data.valid-path", name) as label:
+        return open_validation_tokens(valid, glob, "text", training, label)
 
 
 def ids(found):
@@ -64,7 +64,7 @@ def test_the_tokenizer_of_the_training_data_makes_the_tokens(kinds):
 
 def test_data_of_another_or_an_unknown_tokenizer_are_refused(kinds):
     paths, _ = kinds
-    message = "^--data.valid-path news=.* are of another tokenizer than .*, or of one that is not"
+    message = "^--data.valid-path news: .* are of another tokenizer than .*, or of one that is not"
     refused = ["text ids", "tokens ids", "ids text", "ids tokens", "text tokens", "tokens others"]
     for train, valid in map(str.split, [*refused, "tokens bytes"]):
         with pytest.raises(ValueError, match=message):
@@ -91,7 +91,7 @@ def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch)
         (folder / "sub" / "val.txt", folder),
     ]:
         with pytest.raises(
-            ValueError, match=r"--data.valid-path .*: --data.path .* trains on .*txt, too: give"
+            ValueError, match=r"^--data.valid-path: --data.path .* trains on .*txt, too: give"
         ):
             opened(train, tmp_path / valid, name="")
     assert len(ids(opened(folder, folder / "sub" / "val.txt", glob="a*"))) == 4
@@ -104,18 +104,17 @@ def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch)
 def test_errors_and_compared_files_name_the_option_and_the_set(kinds, tmp_path, name, label):
     paths, given = kinds
     (tmp_path / "b.jsonl").write_text('{"body": 1}\n')
-    path = f"{label}{'=' if name else ' '}{tmp_path}"
     for file, message in [
-        ("gone", f"{path}/gone: must be a file or a folder"),
+        ("gone", f"{label}: {tmp_path}/gone: must be a file or a folder"),
         ("b.jsonl", f"{label}: {tmp_path}/b.jsonl, line 1 has no field 'text'"),
     ]:
         with pytest.raises(ValueError, match=message):
             opened(paths["text", 1], tmp_path / file, name=name)
-    with validation_set(name) as options:
+    with named_in_errors("--data.valid-path", name):
         found = opened(paths["text", 1], paths["text", 2], given, name=name)
-        assert list(named_files(found.files, options)) == [label, f"{label}: the tokens"]
+        assert list(named_files(found.files, label)) == [label, f"{label}: the tokens"]
         found = opened(paths["tokens", 1], paths["tokens", 2], name=name)
-        assert named_files(found.files, options) == {
+        assert named_files(found.files, label) == {
             f"{label}: {file}": paths["tokens", 2] / file
             for file in ("manifest.json", "tokens.bin", "tokenizer.json")
         }

@@ -242,7 +242,7 @@ def folders(tmp_path, monkeypatch):
         ("small", {}, "the tokenizer has 300 tokens, and the model of .* only 290"),
         ("bare", {}, "has no tokenizer.json: give --data.tokenizer"),
         ("pickled", {}, r"weights of another kind \(x.gguf\)"),
-        ("bert", {"head": "classification"}, "has no field 'label': .* by --hf.label-field"),
+        ("bert", {"head": "classification"}, "has no field 'label': .* label-field"),
         ("odd", {}, "is not a configuration of the transformers library"),
     ],
 )

@@ -204,7 +204,7 @@ NO_VECTOR = r"a.npy holds {}\): save .* 1-D array of integers"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent", None, "--data.path .*absent: must be a file or a folder"),
+        ("absent", None, "^--data.path: .*absent: must be a file or a folder"),
         ("empty", b"", SHORT.format(0)),
         ("short", b"12345678", SHORT.format(8)),
         ("a.npy", np.zeros(50), NO_VECTOR.format(r"float64 of shape \(50,")),
@@ -213,8 +213,8 @@ NO_VECTOR = r"a.npy holds {}\): save .* 1-D array of integers"
         ("a.npy", np.zeros(0, int), SHORT.format(0)),
         ("a.bin", b"123", "a.bin has 3 bytes, an odd number"),
         ("", {}, "readme.txt is text, other files hold token ids"),
-        ("", {"glob": "*.md"}, r"--data.glob '\*.md' matches no file in .*: give"),
-        ("", {"glob": "/abs"}, "--data.glob '/abs' is not a pattern"),
+        ("", {"glob": "*.md"}, r"^--data.path: glob '\*.md' matches no file in .*: give"),
+        ("", {"glob": "/abs"}, "^--data.path: glob '/abs' is not a pattern"),
         ("four", b"1234", "has 4 tokens, but training needs a window, 5 tokens"),
     ],
 )
