@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,22 @@ CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summa
 PLOT_FILE = "loss.svg"
 
 
-def open_to_append(path: Path) -> FileIO:
-    """Open a file to append to with `append_whole`. Makes its folder if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab", buffering=0)
-
-
-def append_whole(file: FileIO, content: bytes) -> None:
+def append_whole(path: Path, content: bytes) -> None:
     """Append to a file that no other process writes; it gets all of the content or nothing.
 
-    Raises OSError for nothing. A part of a number would look like another number.
+    Makes the file and its folder if there are none. Raises OSError for nothing. A part of a number
+    would look like another number.
     """
-    end = file.seek(0, os.SEEK_END)
-    try:
-        if file.write(content) < len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        with suppress(OSError):
-            file.truncate(end)
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

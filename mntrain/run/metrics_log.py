@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import METRICS_FILE, loss_text, open_to_append, try_summary
+from mntrain.metrics.files import METRICS_FILE, append_whole, loss_text, try_summary
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
@@ -61,7 +61,7 @@ class MetricsLog:
         self._files: MetricsFiles | None = None  # opened for the first line, on the master
         with world.agreement():
             if world.master:
-                open_to_append(directory.path / METRICS_FILE).close()
+                append_whole(directory.path / METRICS_FILE, b"")
         self._sum = DelayedSums(world.collectives, optimizers)
         self._line: _Line | None = None  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks

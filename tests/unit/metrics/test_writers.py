@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from mntrain.config import LogConfig
 from mntrain.metrics import writers
 from mntrain.metrics.files import flatten, read_metrics, write_summary
 from mntrain.metrics.registry import METRICS
-from mntrain.metrics.writers import CSV_FILE, DECLARED, MetricsFiles, expect_installed
+from mntrain.metrics.writers import DECLARED, MetricsFiles, expect_installed
 from mntrain.run.directory import rewind
 
 CSV, BOARD = LogConfig(csv=True), LogConfig(tensorboard=True)
@@ -75,32 +76,6 @@ def test_a_resumed_run_has_the_table_of_an_uninterrupted_one(tmp_path):
     assert [row["step"] for row in rows(parts)] == ["1"]
 
 
-def test_a_row_that_the_disk_has_no_room_for_is_not_there_in_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "RETRY_S", 0.0)
-    lines = [{"step": step, "loss": 1 / 3} for step in (1, 2, 3)]
-    warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, DECLARED, warnings.append)
-    files.write(lines[0])
-    before = (tmp_path / "metrics.csv").read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))  # a part of a row
-    try:
-        files.write(lines[1])
-        assert (tmp_path / "metrics.csv").read_bytes() == before
-        files.write(lines[2])
-        assert (tmp_path / "metrics.csv").read_bytes() == before
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    files.close()
-    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
-    assert files.missing == []
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    assert warnings == [
-        "metrics.csv cannot be written: No space left on device. Training continues: 1 line of at "
-        "most 10000 wait in memory until there is space"
-    ]
-
-
 class Disk:
     """A disk that is full while `full` is, below the files of metrics, and a clock."""
 
@@ -124,29 +99,22 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-def test_lines_wait_in_memory_and_reach_every_file_in_order(tmp_path, disk):
-    pytest.importorskip("tensorboard")
-    log, warnings = LogConfig(csv=True, tensorboard=True), []
-    files = MetricsFiles(tmp_path, log, DECLARED, warnings.append)
-    for step in range(1, 200):  # a step a second
+def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_path, disk):
+    warnings: list[str] = []
+    files = MetricsFiles(tmp_path, CSV, DECLARED, warnings.append)
+    lines = [line(step, metrics={f"m{step // 100}": float(step)}) for step in range(1, 200)]
+    for step, written in enumerate(lines, 1):  # a step a second; a new column on the full disk
         disk.full = 20 <= step < 190
         disk.now += 1
-        # A new column while the disk is full, and another one before all that waits is written.
-        files.write(line(step, metrics={f"m{step // 100}": float(step)}))
-    assert [text.partition(" of at")[0] for text in warnings[:-1]] == [
-        f"metrics.jsonl and metrics.csv and TensorBoard cannot be written: No space left on "
-        f"device. Training continues: {count}"
-        for count in ("1 line", "61 lines", "121 lines")
-    ]
-    assert warnings[-1] == "all lines of metrics that waited are written"
-    assert [row["step"] for row in rows(tmp_path)] == [str(step) for step in range(1, 200)]
+        files.write(written)
+    full = "metrics.jsonl cannot be written: No space left on device. Training continues, and up to"
+    full += " 10000 lines wait in memory until there is space"
+    assert warnings == [full] * 3 + ["all lines of metrics that waited are written"]
     files.close()
     assert files.missing == []
-    whole = tmp_path / "whole"
-    write(whole, log, *(line(s, metrics={f"m{s // 100}": float(s)}) for s in range(1, 200)))
+    write(tmp_path / "whole", CSV, *lines)
     for name in ("metrics.jsonl", "metrics.csv"):
-        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
-    assert scalars(tmp_path) == scalars(whole)
+        assert (tmp_path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_what_is_lost_is_told(tmp_path, disk, monkeypatch):
@@ -156,19 +124,46 @@ def test_what_is_lost_is_told(tmp_path, disk, monkeypatch):
     for step in range(1, 21):
         disk.full, disk.now = 3 <= step < 15, disk.now + 10
         files.write(line(step))
-    assert warnings[-1] == "all lines of metrics that waited are written; 14 older ones are lost"
+    assert warnings[-1] == "all lines of metrics that waited are written; 7 older ones are lost"
     steps = [1, 2, *range(10, 21)]  # the newest are kept
     assert [row["step"] for row in rows(tmp_path)] == list(map(str, steps))
     disk.full = True
     files.write(line(21))
     files.close()
+    files.close()
     reason = "(No space left on device)"
-    assert files.missing == [
-        f"8 lines of metrics.jsonl {reason}",
-        f"8 lines of metrics.csv {reason}",
-    ]
+    lacking = [f"8 lines of metrics.jsonl {reason}", f"the last rows of metrics.csv {reason}"]
+    assert files.missing == lacking
     jsonl = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(text)["step"] for text in jsonl] == steps
+
+
+@pytest.mark.parametrize("file", ["metrics.csv", "metrics.jsonl"])
+def test_a_line_that_the_disk_has_no_room_for_is_not_there_in_part(tmp_path, monkeypatch, file):
+    monkeypatch.setattr(writers, "RETRY_S", 0.0)
+    first, *others = ({"step": step, "loss": 1 / 3} for step in (1, 2, 3))
+    warnings: list[str] = []
+    # With these columns a row is longer than a line of JSON, or shorter.
+    columns = ["step", "loss", *map(str, range(99))] if file == "metrics.csv" else ["step"]
+    files = MetricsFiles(tmp_path, CSV, columns, warnings.append)
+    files.write(first)
+    before = (tmp_path / file).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))
+    try:
+        for written in others:
+            files.write(written)
+            assert (tmp_path / file).read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    files.close()
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert files.missing == []
+    assert [text.partition(" cannot")[0] for text in warnings] == [
+        file,
+        "all lines of metrics that waited are written",
+    ]
 
 
 def test_tensorboard_has_numbers_that_are_not_finite_and_the_options(tmp_path):
@@ -290,26 +285,17 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypa
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_directory_that_is_deleted_is_made_anew_and_told_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "_LOOK_S", -1.0)
-    folder, warnings = tmp_path / "run", []
-    log = LogConfig(csv=True, tensorboard=True)
-    files = MetricsFiles(folder, log, ["step", "loss"], warnings.append)
-    for step in (1, 2, 3, 4):
-        if step in (2, 4):
+def test_a_directory_that_is_deleted_is_made_anew(tmp_path):
+    folder = tmp_path / "run"
+    log = LogConfig(csv=True, tensorboard=bool(find_spec("tensorboard")))
+    files = MetricsFiles(folder, log, ["step"], pytest.fail)
+    for step in (1, 2, 3):
+        if step == 2:
             shutil.rmtree(folder)
-        files.write({"step": step, "loss": 1.0})
-    assert [line["step"] for line in read_metrics(folder)] == [4]
-    assert (folder / CSV_FILE).read_text().splitlines() == ["step,loss", "4,1.0"]
-    assert list((folder / "tensorboard").iterdir())
-    (warning,) = warnings
-    assert warning.startswith(f"the run directory {folder}, or metrics.jsonl in it, was deleted")
-    assert warning.endswith("what it held before step 2 is no longer there")
-    shutil.rmtree(folder)
+        files.write({"step": step})
     files.close()
-    files.close()
-    assert folder.is_dir()
-    assert len(warnings) == 1
+    assert [line["step"] for line in read_metrics(folder)] == [2, 3]
+    assert [row["step"] for row in rows(folder)] == ["2", "3"]
     shutil.rmtree(folder)
     write_summary(folder, {"status": "completed"})
     assert "completed" in (folder / "summary.json").read_text()
