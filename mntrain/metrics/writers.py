@@ -15,7 +15,7 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -76,7 +76,8 @@ class MetricsFiles:
         """What was not written, a text for each file; complete after `close`."""
         self._warn, self._open = warn, True
         self._path = run_dir / METRICS_FILE
-        append_whole(self._path, b"")
+        with suppress(OSError):  # the first line waits
+            append_whole(self._path, b"")
         self._waiting: deque[Line] = deque()  # lines that the record lacks
         self._lost = 0  # the oldest lines, for which there was no place in memory
         self._table = _Table(run_dir, columns) if log.csv else None
