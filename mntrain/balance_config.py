@@ -1,7 +1,6 @@
 """Options of the division of work between ranks of unequal speed."""
 
 import math
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -9,13 +8,12 @@ from pydantic.dataclasses import dataclass
 
 from mntrain.config_types import STRICT, OrNone, parse_names
 
-_OVERHEAD_TARGET = 0.10
-# Options of `BalanceConfig`, their defaults, and the modes in which they have an effect.
-_MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "speed": ((), ("throughput", "cadence")),
-    "overhead_target": (_OVERHEAD_TARGET, ("cadence",)),
-    "max_anchor": (None, ("cadence",)),
-    "max_rank_grad_norm": (None, ("throughput", "cadence")),
+# Options of `BalanceConfig`, and the modes in which they have an effect.
+_MODES = {
+    "speed": ("throughput", "cadence"),
+    "overhead_target": ("cadence",),
+    "max_anchor": ("cadence",),
+    "max_rank_grad_norm": ("throughput", "cadence"),
 }
 
 
@@ -23,20 +21,20 @@ def _parse_speeds(value: Any) -> Any:
     """Return words RANK:RATIO. Raises ValueError for others, and for a rank that is there twice."""
     names = parse_names(value)
     words = names if isinstance(names, tuple) else (names,)
-    ranks = set()
+    ranks = []
     for word in words:
-        found = re.fullmatch(r"(\d+):(.+)", word) if isinstance(word, str) else None
+        rank, _, ratio = str(word).partition(":")
         try:
-            ratio = float(found[2]) if found else math.nan
+            valid = 0 < float(ratio) < math.inf
         except ValueError:
-            ratio = math.nan
-        if found is None or not 0 < ratio < math.inf:
+            valid = False
+        if not valid or not rank.isdecimal():
             raise ValueError(
                 f"must be RANK:RATIO with a ratio above 0, such as 3:0.5 ({word!r} is not)"
             )
-        if int(found[1]) in ranks:
-            raise ValueError(f"must have each rank once (rank {int(found[1])} is there twice)")
-        ranks.add(int(found[1]))
+        if int(rank) in ranks:
+            raise ValueError(f"must have each rank once (rank {int(rank)} is there twice)")
+        ranks.append(int(rank))
     return words
 
 
@@ -56,7 +54,7 @@ class BalanceConfig:
         "hold until speeds are measured.",
     )
     overhead_target: float = Field(
-        default=_OVERHEAD_TARGET,
+        default=0.10,
         ge=0.01,
         le=0.50,
         description="part of the time of computing that communication may take in cadence: the "
@@ -78,9 +76,9 @@ class BalanceConfig:
 
     @model_validator(mode="after")
     def _check_mode(self) -> "BalanceConfig":
-        for name, (default, modes) in _MODES.items():
+        for name, modes in _MODES.items():
             value = getattr(self, name)
-            if self.mode in modes or value == default:
+            if self.mode in modes or value == type(self).__dataclass_fields__[name].default.default:
                 continue
             words = " ".join(value) if isinstance(value, tuple) else value
             raise ValueError(

@@ -11,41 +11,34 @@ Nothing in this module communicates.
 """
 
 import math
-from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mntrain.balance.own_pace import BatchNumber, Pace
-from mntrain.balance.shares import GAIN, SMOOTHING, Calibration, hinted_speeds, share_bounds
+from mntrain.balance.shares import GAIN, SMOOTHING, Plans, share_bounds
 
 FIRST_ANCHOR = 10  # before communication is measured
 AIM = 0.8  # of the overhead target, for which a new anchor is chosen
 WELL_BELOW = 0.5  # of the overhead target, below which the anchor shrinks
 LEAST_CHANGE = 1.2  # ratio of two anchors from which a plan is revised for it
 LEAST_STEPS = 10  # of an epoch, if the largest anchor is automatic
-_MOST = 1 << 40  # micro-batches of a rank, for speeds of any ratio
 
 
 class StepPlan(NamedTuple):
     """The micro-batches of the ranks in a step, from one step on."""
 
-    first: int  # step, 0 for the first of a run
+    first: BatchNumber  # step, 0 for the first of a run
     anchor: int
     counts: tuple[int, ...]  # micro-batches, by rank
     overhead: float | None = None  # communication / computing that was measured before
 
 
 def micro_batch_counts(anchor: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return the micro-batches of each rank: `anchor` on the slowest, and at least one.
-
-    Raises ValueError for a speed that is not finite and above 0.
-    """
-    if not all(0 < speed < math.inf for speed in speeds):
-        raise ValueError(f"the speeds of ranks are {speeds}: give finite numbers above 0")
+    """Return the micro-batches of each rank: `anchor` on the slowest, and at least one."""
     slowest = min(speeds)
-    return tuple(max(1, round(min(_MOST, anchor * (speed / slowest)))) for speed in speeds)
+    return tuple(max(1, round(anchor * (speed / slowest))) for speed in speeds)
 
 
 def efficiency(counts: Sequence[int], speeds: Sequence[float]) -> float:
@@ -55,15 +48,6 @@ def efficiency(counts: Sequence[int], speeds: Sequence[float]) -> float:
     """
     slowest_s = max(count / speed for count, speed in zip(counts, speeds, strict=True))
     return sum(counts) / (slowest_s * sum(speeds))
-
-
-def largest_anchor(speeds: Sequence[float], most: int) -> int:
-    """Return the largest anchor with which ranks have `most` micro-batches in all; at least 1."""
-    slowest = min(speeds)
-    anchor = max(1, int(most / sum(speed / slowest for speed in speeds)) + 1)
-    while anchor > 1 and sum(micro_batch_counts(anchor, speeds)) > most:
-        anchor -= 1
-    return anchor
 
 
 def tuned_anchor(
@@ -86,35 +70,35 @@ def tuned_anchor(
     return next(good, max(anchor, wanted))
 
 
-class Cadence:
-    """The plans of a job by step. Every rank holds an equal one.
+class Cadence(Plans):
+    """The plans of a job by step.
 
     An epoch has `samples`, and a step at most all of them. `target` is the part of computing that
     communication may take. `max_anchor` limits the anchor: 0 does not, and None lets an epoch have
     10 steps, if an anchor of 1 does. Without `tunes` the anchor stays at 10, or below at its limit.
-    `hints` are relative speeds that are known before, by rank. Raises ValueError for those that
-    `hinted_speeds` refuses, and for fewer samples than the first step has.
+    `hints` are relative speeds that are known before, by rank. Raises ValueError for fewer samples
+    than the first step has.
     """
+
+    name = "cadence"  # in summary.json
 
     def __init__(
         self,
         size: int,
         micro_batch: int,
         samples: int,
+        hints: tuple[float, ...] | None = None,
         *,
         first: int = 0,
         target: float,
         max_anchor: int | None,
         tunes: bool = True,
-        hints: Mapping[int, float] | None = None,
     ) -> None:
         self.micro_batch = micro_batch
         self._epoch = samples // micro_batch  # micro-batches
         self._target, self._max_anchor, self._tunes = target, max_anchor, tunes
-        self._calibration = Calibration()
         self._communication_s: float | None = None  # of a reduction, smoothed
-        self.drawn = BatchNumber(0, first)  # the last step whose bounds this rank has asked for
-        speeds = hinted_speeds(size, hints or {})
+        speeds = hints or (1.0,) * size
         anchor = self._bounded(FIRST_ANCHOR, speeds)
         least = size if max_anchor is None else sum(micro_batch_counts(anchor, speeds))
         if self._epoch < least:
@@ -124,25 +108,23 @@ class Cadence:
                 f" of {micro_batch} on {size} ranks: give a smaller --train.micro-batch-size"
                 + smaller
             )
-        self.plans = [StepPlan(first, anchor, self._counts(anchor, speeds))]
+        super().__init__(StepPlan(BatchNumber(0, first), anchor, self._counts(anchor, speeds)))
 
     @property
     def latest(self) -> StepPlan:
         """The plan of the last steps."""
-        return self.plans[-1]
-
-    def index(self, step: int) -> int:
-        """Return the index in `plans` of the plan of a step."""
-        return bisect(self.plans, step, key=lambda plan: plan.first) - 1
+        plan: StepPlan = self.plans[-1]
+        return plan
 
     def samples(self, index: int) -> int:
         """Return the samples of a whole batch under a plan, by its index in `plans`."""
-        return sum(self.plans[index].counts) * self.micro_batch
+        plan: StepPlan = self.plans[index]
+        return sum(plan.counts) * self.micro_batch
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts, in the same proportion in a smaller last batch."""
         self.drawn = max(self.drawn, batch)
-        index = self.index(batch.batch)
+        index = self.index(batch)
         counts = self.plans[index].counts
         if samples < self.samples(index):
             return share_bounds(samples, len(counts), counts)
@@ -151,11 +133,10 @@ class Cadence:
     def revise(self, paces: Sequence[Pace]) -> StepPlan | None:
         """Take the paces of all ranks over an interval, and revise the plan if that is due.
 
-        Returns the new plan, which begins with a step that no rank has drawn yet; None if the plan
-        stays. The same on all ranks, for the same paces.
+        Returns the new plan; None if the plan stays. The same on all ranks, for the same paces.
         """
         self._communication_s = _smoothed_seconds(self._communication_s, paces)
-        speeds = self._calibration.collect(paces)
+        speeds = self._measured(paces)
         if speeds is None or self._communication_s is None:
             return None
         now, anchor = self.latest, self.latest.anchor
@@ -169,16 +150,31 @@ class Cadence:
         if counts == now.counts or (anchor == now.anchor and faster < GAIN):
             return None
         computing_s = max(c * self.micro_batch / s for c, s in zip(now.counts, speeds, strict=True))
-        first = max(pace.drawn for pace in paces).batch + 1
+        first = BatchNumber(0, max(pace.drawn for pace in paces).batch + 1)
         self.plans.append(StepPlan(first, anchor, counts, self._communication_s / computing_s))
         return self.latest
 
-    def _bounded(self, anchor: int, speeds: Sequence[float]) -> int:
-        if self._max_anchor is None:
-            return min(anchor, largest_anchor(speeds, self._epoch // LEAST_STEPS))
-        return min(anchor, self._max_anchor or anchor)
+    def entry(self, plan: StepPlan) -> dict[str, Any]:
+        """Return a plan's entry in summary.json."""
+        counts = list(plan.counts)
+        named = {"anchor": plan.anchor, "batch_counts": counts, "overhead": plan.overhead}
+        return {"step": plan.first.batch + 1, **named}
 
-    def _counts(self, anchor: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    def describe(self) -> str:
+        """Return the latest plan in words."""
+        counts, overhead = ", ".join(map(str, self.latest.counts)), self.latest.overhead or 0
+        return (
+            f"ranks have {counts} micro-batches of {self.micro_batch} samples in a step; "
+            f"communication has taken {overhead:.1%} of computing"
+        )
+
+    def _bounded(self, anchor: int, speeds: Sequence[float]) -> int:
+        if self._max_anchor is not None:
+            return min(anchor, self._max_anchor or anchor)
+        most = self._epoch // LEAST_STEPS  # micro-batches of a step
+        return max(1, min(anchor, anchor * most // sum(micro_batch_counts(anchor, speeds))))
+
+    def _counts(self, anchor: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
         """Return the micro-batches of each rank: together at most those of an epoch."""
         counts = micro_batch_counts(anchor, speeds)
         if sum(counts) <= self._epoch:

@@ -27,12 +27,12 @@ class LoaderBalance:
         room: Callable[[], float],
         check: Callable[[], None],
     ) -> None:
-        self._shares = Shares(size)
+        self._shares = Shares(size, 0)
         self._own = OwnPace(clock, robust=True)
         self._gather, self._room, self._check = gather, room, check
         self._passes, self._batches = 0, 0
         self._handed_over = 0  # passes, when another dataset last took over
-        self._largest, self._largest_own = 0, 0  # samples of a batch, and of this rank's part
+        self._largest_own = 0  # samples of this rank's part of a batch
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts of a batch. Local."""
@@ -40,7 +40,7 @@ class LoaderBalance:
 
     def plan(self, batch: BatchNumber) -> int:
         """Return the number of revisions before a batch. Local."""
-        return self._shares.plan(batch)
+        return self._shares.index(batch)
 
     def begin_pass(self) -> int:
         """Begin a training pass, and return its number, which is the same on all ranks. Local."""
@@ -77,7 +77,7 @@ class LoaderBalance:
         self._own.end(own)
         self._own.begin()
         self._batches += 1
-        self._largest = max(self._largest, total)  # the last one of an epoch may be small
+        self._shares.samples = max(self._shares.samples, total)  # an epoch's last may be small
         self._largest_own = max(self._largest_own, own)
         if self._batches % INTERVAL:
             return
@@ -92,5 +92,5 @@ class LoaderBalance:
                 f"ranks have begun other passes over world.shard(balance=True) ({places}): iterate "
                 "over it equally often on all ranks; to look at a batch, use the loader itself"
             )
-        self._shares.revise([pace for _, pace in gathered], self._largest)
+        self._shares.revise([pace for _, pace in gathered])
         self._own.begin()

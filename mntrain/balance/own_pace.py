@@ -62,6 +62,9 @@ class OwnPace:
         self._began_s = 0.0
         self._first = True
         self._pending: list[_Batch] = []  # whose time may not be known yet
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
         self._interval: list[tuple[int, float]] = []  # samples and seconds
         self._phases: dict[str, float] = {}
         self._waits: list[float] = []
@@ -101,11 +104,10 @@ class OwnPace:
         self.settle()
         samples = sum(own for own, _ in self._interval)
         seconds = sum(own_s for _, own_s in self._interval)
-        per_sample = [own_s / own for own, own_s in self._interval if own]
-        if self._robust:
-            seconds = samples * median(per_sample) if per_sample else 0.0
+        if self._robust and samples:
+            seconds = samples * median(own_s / own for own, own_s in self._interval if own)
         pace = Pace(samples, seconds, drawn, tuple(self._waits), most, self._phases)
-        self._interval, self._phases, self._waits = [], {}, []
+        self._begin_interval()
         return pace
 
     def settle(self) -> None:

@@ -173,10 +173,10 @@ class CadenceSampling:
 
     def at(self, step: int) -> SamplingPlan:
         """Return the plan of a step, 0 for the first of the run."""
-        index = self._cadence.index(step)
+        index = self._cadence.index(BatchNumber(0, step))
         while (number := len(self._plans)) <= index:
             before, size = self._plans[-1], self._cadence.samples(number)
-            begin = before.position(self._cadence.plans[number].first)
+            begin = before.position(self._cadence.plans[number].first.batch)
             self._plans.append(replace(before, batch_size=size, origin=begin))
         return self._plans[index]
 

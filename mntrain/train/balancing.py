@@ -8,7 +8,6 @@ from typing import Any
 
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.own_pace import INTERVAL, BatchNumber, OwnPace, Pace
-from mntrain.balance.shares import Shares
 from mntrain.metrics.registry import StepTimer
 from mntrain.metrics.report import Reporter
 from mntrain.train.job_data import JobData
@@ -59,56 +58,41 @@ class Stragglers:
                 latest = replace(named, until=began)
                 self.found[self.found.index(named)] = latest
             else:
-                latest = Straggler(rank, began + 1, ratio, _slowest_phase(rank, by_rank))
+                latest = Straggler(rank, began + 1, ratio, _slowest_phase(pace, others))
                 self.found.append(latest)
             changed.append(latest)
         return changed
 
 
-def _slowest_phase(rank: int, by_rank: Sequence[Pace]) -> str:
-    per_sample = [
-        {phase: seconds / pace.samples for phase, seconds in (pace.phases or {}).items()}
-        for pace in by_rank
-        if pace.samples
-    ]
-    own = {
-        phase: seconds / by_rank[rank].samples
-        for phase, seconds in (by_rank[rank].phases or {}).items()
-    }
-    usual = {phase: median(other.get(phase, 0.0) for other in per_sample) for phase in own}
-    return max(own, key=lambda phase: own[phase] - usual[phase])
+def _slowest_phase(slow: Pace, others: Sequence[Pace]) -> str:
+    def lost_s(phase: str) -> float:
+        own, *usual = (
+            (pace.phases or {}).get(phase, 0.0) / pace.samples for pace in (slow, *others)
+        )
+        return own - median(usual)
+
+    return max(slow.phases or {}, key=lost_s)
 
 
 class Balancing:
-    """Collects the ranks' speeds every few steps, names slow ranks, and revises their shares.
+    """Collects the ranks' speeds every few steps, names slow ranks, and revises their parts.
 
-    Speeds are those of `OwnPace`. Shares or a cadence are those of `data`, if they may
-    change. `steps` are those of this job. With a cadence, `world.batch_counts` is set in each step.
+    Speeds are those of `OwnPace`. Plans of parts are those of `data`, if they may change; those
+    that begin after `last_step` are not reported. With a cadence, `world.batch_counts` is set in
+    each step.
     """
 
-    def __init__(
-        self,
-        world: World,
-        data: JobData,
-        reporter: Reporter,
-        steps: range,
-    ) -> None:
+    def __init__(self, world: World, data: JobData, reporter: Reporter, last_step: int) -> None:
         self._world, self._data, self._reporter = world, data, reporter
-        self._end_step = steps.stop
+        self._last_step = last_step
         self._own = OwnPace(world.waits)
-        self._shares: Shares | None = data.shares
-        self._cadence: Cadence | None = data.cadence
         self._stragglers = Stragglers(world.size)
         self._compared = 0  # the latest step after which ranks may compare their speeds
-        self._revisions: list[dict[str, Any]] = []
-        if data.shares is not None and data.shares.planned:
-            counts = data.shares.counts(data.full_batch)
-            self._revisions.append({"step": steps.start, "samples": counts})
 
     @contextmanager
     def computing(self, step: int, timer: StepTimer) -> Iterator[None]:
         """Measure the loading and computing of a step. Local; does not wait for a device."""
-        if self._cadence is not None:
+        if isinstance(self._data.plans, Cadence):
             self._world.batch_counts = self._data.batch_counts(step)
         self._own.begin()
         yield
@@ -124,14 +108,13 @@ class Balancing:
         self._compared = step
         if self._world.size == 1 or step % INTERVAL:
             return
-        plans = self._cadence or self._shares
+        plans = self._data.plans
         paces = self._world.gather(self._own.take(plans.drawn if plans else BatchNumber(0, 0)))
         for straggler in self._stragglers.update(step, paces):
             self._report(straggler)
-        if self._shares is not None:
-            self._revise(self._shares, paces)
-        if self._cadence is not None:
-            self._revise_cadence(self._cadence, paces)
+        plan = plans.revise(paces) if plans else None
+        if plans and plan and plan.first.batch < self._last_step:
+            self._reporter.note(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
 
     def slow_ranks(self, step: int) -> dict[str, float]:
         """Return the ratio of each rank that is slow, by "rank/phase": see `Straggler`. Local.
@@ -149,51 +132,13 @@ class Balancing:
         return self._world.gather({"samples": self._own.samples, "own_s": self._own.seconds})
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries of summary.json: slow ranks, and the plans of shares. Local."""
+        """Return the entries of summary.json: slow ranks, and the plans of parts. Local."""
         found = self._stragglers.found
         entries: dict[str, Any] = {"stragglers": [asdict(straggler) for straggler in found]}
-        if self._shares is not None:
-            entries["shares"] = self._revisions
-        if self._cadence is not None:
-            plans = [plan for plan in self._cadence.plans if self._begins(plan.first)]
-            entries["cadence"] = [
-                {
-                    "step": plan.first + 1,
-                    "anchor": plan.anchor,
-                    "batch_counts": list(plan.counts),
-                    "overhead": plan.overhead,
-                }
-                for plan in plans
-            ]
+        if plans := self._data.plans:
+            begun = (plan for plan in plans.plans if plan.first.batch < self._last_step)
+            entries[plans.name] = [entry for plan in begun if (entry := plans.entry(plan))]
         return entries
-
-    def _begins(self, first: int) -> bool:
-        """Return whether a step of this job is at or behind one that a plan begins with.
-
-        Steps of plans are counted from 0. A plan may begin behind batches that were drawn ahead.
-        """
-        return first + 1 < self._end_step
-
-    def _revise(self, shares: Shares, paces: Sequence[Pace]) -> None:
-        samples = self._data.full_batch
-        first = shares.revise(paces, samples)
-        if first is None or not self._begins(first.batch):
-            return
-        counts = shares.counts(samples)
-        self._revisions.append({"step": first.batch + 1, "samples": counts})
-        self._reporter.note(
-            f"balance: from step {first.batch + 1}, ranks have "
-            f"{', '.join(map(str, counts))} of {samples} samples"
-        )
-
-    def _revise_cadence(self, cadence: Cadence, paces: Sequence[Pace]) -> None:
-        plan = cadence.revise(paces)
-        if plan is not None and self._begins(plan.first):
-            self._reporter.note(
-                f"balance: from step {plan.first + 1}, ranks have "
-                f"{', '.join(map(str, plan.counts))} micro-batches of {cadence.micro_batch} "
-                f"samples in a step; communication has taken {plan.overhead or 0:.1%} of computing"
-            )
 
     def _report(self, straggler: Straggler) -> None:
         place = self._world.places[straggler.rank]
@@ -202,7 +147,7 @@ class Balancing:
             self._reporter.note(f"{name} is no longer slow after step {straggler.until}")
             return
         fix = ""
-        if self._data.balances and not (self._shares or self._cadence):
+        if not self._data.plans and not self._data.stream:
             fix = "; --balance.mode throughput would give it a smaller part of each batch"
         self._reporter.warn(
             f"since step {straggler.since}, {name} takes {straggler.ratio:.1f} times as long for a "

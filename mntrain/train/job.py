@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from mntrain import checkpoint, tasks
+from mntrain.balance.shares import Shares
 from mntrain.checkpoint import FoundCheckpoint, Stateful
 from mntrain.checks.storage import existing_folder
 from mntrain.cli import to_toml
@@ -116,7 +117,7 @@ class TrainingJob:
     def _make_model(self, world: World, config: Config) -> None:
         """Make the model, and choose what trains it and how nodes exchange. Collective."""
         with world.agreement():
-            self.sync = choose_sync(world, config, weighted=self.data.shares is not None)
+            self.sync = choose_sync(world, config, weighted=isinstance(self.data.plans, Shares))
             torch.manual_seed(config.run.seed)
             self.initial_weights: LoadedWeights | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
@@ -157,8 +158,7 @@ class TrainingJob:
     def _set_up_reports(self, world: World, config: Config) -> None:
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
         self.reporter.items = self.task.items
-        steps = range(self.done + 1, self.last_step + 1)
-        self.balancing = Balancing(world, self.data, self.reporter, steps)
+        self.balancing = Balancing(world, self.data, self.reporter, self.last_step)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
         self.early_stopping = EarlyStopping(config.train.patience, self.best.text)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from mntrain.balance.cadence import Cadence
+from mntrain.balance.shares import CALIBRATION
 from mntrain.checks.finding import naming
 from mntrain.config import Config
 from mntrain.errors import AgreedError
@@ -17,7 +19,6 @@ from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
 from mntrain.run.job_resources import resources
 from mntrain.train.job import TrainingJob
-from mntrain.train.job_data import measures_speeds
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
@@ -97,7 +98,7 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     reporter.places(world.places, job.links)
     if slow := slow_links(job.links, world.places):
         reporter.warn(slow)
-    _describe_balance(world, config, job)
+    _describe_balance(config, job)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(config, job)
@@ -123,13 +124,13 @@ def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
         reporter.note(line)
 
 
-def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
-    cadence, shares = job.data.cadence, job.data.shares
-    if cadence:
-        counts = ", ".join(map(str, cadence.latest.counts))
+def _describe_balance(config: Config, job: TrainingJob) -> None:
+    plans, sync = job.data.plans, job.sync
+    if isinstance(plans, Cadence):
+        counts = ", ".join(map(str, plans.latest.counts))
         job.reporter.note(
             f"balance cadence: at first, ranks have {counts} micro-batches of "
-            f"{cadence.micro_batch} samples in a step, {job.data.full_batch} in all"
+            f"{plans.micro_batch} samples in a step, {job.data.full_batch} in all"
         )
         if config.zero.stage == 2:
             job.reporter.warn(
@@ -137,8 +138,9 @@ def _describe_balance(world: World, config: Config, job: TrainingJob) -> None:
                 "micro-batch together, so faster ranks wait for slower ones; give --zero.stage 1 "
                 "for less communication"
             )
-    measures = measures_speeds(config, len(world.topology.nodes), job.done)
-    if shares and not (shares.planned or measures):
+        return
+    unmeasured = sync and sync.max_staleness and sync.warmup - job.done < CALIBRATION
+    if plans and unmeasured and not config.balance.speed:
         job.reporter.warn(
             "--balance.mode throughput: nodes that do not wait for each other compare no speeds, "
             "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"
@@ -177,7 +179,7 @@ def _describe_resumption(config: Config, job: TrainingJob) -> None:
         f"(saved by {resumed.manifest.writers})"
     )
     if resumed.manifest.position is None:
-        reporter.warn("the version that saved it took samples in another order")
+        reporter.warn("the version that saved it took samples in another order: an epoch begins")
     if changes := changed_options(resumed, config):
         reporter.note(f"changed since then: {'; '.join(changes)}")
     if others := job.changed_data():

@@ -5,13 +5,7 @@ import pytest
 from mntrain.balance_config import BalanceConfig
 from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.sync import SyncConfig
-from mntrain.train.job_data import (
-    choose_cadence,
-    choose_shares,
-    measures_speeds,
-    most_samples,
-    refusal_of_balance,
-)
+from mntrain.train.job_data import choose_plans
 
 THROUGHPUT = BalanceConfig(mode="throughput")
 CADENCE = BalanceConfig(mode="cadence", speed=("2:4",))
@@ -54,41 +48,44 @@ def test_wrong_options_and_those_without_a_use_are_refused(mode, option, value, 
         BalanceConfig(mode="cadence", overhead_target=target, max_anchor=0)
 
 
+def counts(shares):
+    return shares.counts(shares.plans[-1])
+
+
 def test_shares_are_made_for_several_ranks():
     config = Config(balance=THROUGHPUT)
-    shares = choose_shares(config, 4, stream=False)
-    assert shares is not None
-    assert shares.counts(32) == [8] * 4
-    assert not shares.planned
+    shares = choose_plans(config, 4, 99)
+    assert counts(shares) == [8] * 4
+    assert shares.entry(shares.plans[0]) is None
     hinted = Config(balance=BalanceConfig(mode="throughput", speed=("0:2",)))
-    assert choose_shares(hinted, 3, stream=False).counts(32) == [16, 8, 8]
-    assert choose_shares(config, 1, stream=False) is None
-    assert choose_shares(Config(), 4, stream=True) is None
+    assert counts(choose_plans(hinted, 3, 99)) == [16, 8, 8]
+    assert choose_plans(config, 1, 99) is None
+    assert choose_plans(Config(), 4, None) is None
     rarely = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
-    assert refusal_of_balance(rarely, 4, stream=False) == ""
+    assert choose_plans(rarely, 4, 99) is not None
 
 
-def test_at_stage_2_the_share_of_a_rank_is_limited_and_it_cannot_clip_its_gradients():
-    assert most_samples(Config(), 4) is None
-    assert most_samples(Config(zero=ZeroConfig(stage=2)), 4) == 8  # 32 samples, in parts of 8
-    config = Config(zero=ZeroConfig(stage=2), train=TrainConfig(batch_size=36))
-    assert most_samples(config, 4) == 16
+@pytest.mark.parametrize(("stage", "batch_size", "fast"), [(1, 32, 29), (2, 32, 8), (2, 36, 16)])
+def test_at_stage_2_the_share_of_a_rank_is_limited(stage, batch_size, fast):
+    """To as many micro-batches of 8 samples as there are with equal shares."""
+    balance = BalanceConfig(mode="throughput", speed=("0:99",))
+    zero, train = ZeroConfig(stage=stage), TrainConfig(batch_size=batch_size)
+    assert counts(choose_plans(Config(balance=balance, zero=zero, train=train), 4, 99))[0] == fast
+
+
+def test_at_stage_2_a_rank_cannot_clip_its_gradients():
     balance = BalanceConfig(mode="throughput", max_rank_grad_norm=0.5)
-    choose_shares(Config(balance=balance, zero=ZeroConfig(stage=1)), 4, stream=False)
+    choose_plans(Config(balance=balance, zero=ZeroConfig(stage=1)), 4, 99)
     with pytest.raises(ValueError, match=r"--balance\.max-rank-grad-norm 0\.5: at --zero\.stage 2"):
-        choose_shares(Config(balance=balance, zero=ZeroConfig(stage=2)), 4, stream=False)
+        choose_plans(Config(balance=balance, zero=ZeroConfig(stage=2)), 4, 99)
 
 
 def test_a_cadence_is_made_from_the_options():
     config = Config(balance=CADENCE, train=TrainConfig(micro_batch_size=4))
-    assert choose_shares(config, 40, stream=False) is None  # of 32 samples in a batch
-    cadence = choose_cadence(config, 3, 10**4, 7)
-    assert cadence is not None
-    assert cadence.latest == (7, 10, (10, 10, 40), None)
+    cadence = choose_plans(config, 3, 10**4, 7)
+    assert cadence.latest == ((0, 7), 10, (10, 10, 40), None)
     assert cadence.micro_batch == 4
-    assert choose_cadence(Config(balance=THROUGHPUT), 3, 10**4, 7) is None
-    with pytest.raises(ValueError, match=r"--balance\.speed 2:4: speed 4 is of rank 2"):
-        choose_shares(config, 2, stream=False)
+    assert choose_plans(config, 40, 10**4) is not None  # of 32 samples in a batch
 
 
 @pytest.mark.parametrize(
@@ -114,23 +111,10 @@ def test_a_cadence_is_made_from_the_options():
         (
             Config(balance=BalanceConfig(mode="throughput", speed=("4:2",))),
             False,
-            "--balance.speed 4:2: speed 2 is of rank 4: give ranks from 0 to 3",
+            "--balance.speed 4:2: there is no rank 4; give ranks from 0 to 3",
         ),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(config, stream, message):
     with pytest.raises(ValueError, match=message):
-        choose_shares(config, 4, stream=stream)
-
-
-@pytest.mark.parametrize(
-    ("warmup", "done", "nodes", "measured"),
-    [(10, 0, 2, True), (9, 0, 2, False), (20, 15, 2, False), (0, 0, 1, True)],
-)
-def test_nodes_that_do_not_wait_compare_speeds_in_the_warm_up_or_not_at_all(
-    warmup, done, nodes, measured
-):
-    sync = SyncConfig("local-sgd", every=5, warmup=warmup, max_staleness=1)
-    config = Config(balance=THROUGHPUT, sync=sync)
-    assert measures_speeds(config, nodes, done) == measured
-    assert measures_speeds(Config(balance=THROUGHPUT), nodes, done)
+        choose_plans(config, 4, None if stream else 99)

@@ -11,7 +11,6 @@ from mntrain.balance.cadence import (
     Cadence,
     StepPlan,
     efficiency,
-    largest_anchor,
     micro_batch_counts,
     tuned_anchor,
 )
@@ -47,14 +46,10 @@ def paces(speeds, communication_s, drawn=0):
         (2, (1.45, 1.0), (3, 2)),
         (7, (5.0,), (7,)),
         (10, (1e-3, 1e3), (10, 10**7)),
-        (2, (1e-320, 1e300), (2, 1 << 40)),  # their ratio is no float
     ],
 )
 def test_counts_are_in_proportion_to_speeds(anchor, speeds, counts):
     assert micro_batch_counts(anchor, speeds) == counts
-    for speed in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="give finite numbers above 0"):
-            micro_batch_counts(anchor, (*speeds, speed))
 
 
 @given(st.integers(1, 50), SPEEDS)
@@ -63,13 +58,6 @@ def test_the_slowest_has_the_anchor_and_nobody_less(anchor, speeds):
     assert counts[speeds.index(min(speeds))] == anchor == min(counts)
     times = [count / speed for count, speed in zip(counts, speeds, strict=True)]
     assert max(times) - min(times) <= 1 / min(speeds)
-
-
-@given(SPEEDS, st.integers(1, 10**5))
-def test_the_largest_anchor_is_the_largest(speeds, most):
-    anchor = largest_anchor(speeds, most)
-    assert anchor == 1 or sum(micro_batch_counts(anchor, speeds)) <= most
-    assert sum(micro_batch_counts(anchor + 1, speeds)) > most
 
 
 # ---- the anchor ----
@@ -119,11 +107,11 @@ def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, targ
 
 def test_a_plan_follows_the_speeds_behind_what_is_drawn():
     cadence = make()
-    assert cadence.plans == [StepPlan(0, 10, (10, 10))]
+    assert cadence.plans == [StepPlan(BatchNumber(0, 0), 10, (10, 10))]
     # 10 micro-batches of 4 samples take 40 s on rank 1, 8 % of which are communication.
     plan = cadence.revise(paces((4.0, 1.0), 3.2, drawn=14))
-    assert plan == StepPlan(15, 10, (40, 10), pytest.approx(0.08))
-    assert [cadence.index(step) for step in (0, 14, 15, 99)] == [0, 0, 1, 1]
+    assert plan == StepPlan(BatchNumber(0, 15), 10, (40, 10), pytest.approx(0.08))
+    assert [cadence.index(BatchNumber(0, step)) for step in (0, 14, 15, 99)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +120,7 @@ def test_a_plan_follows_the_speeds_behind_what_is_drawn():
         # 10 micro-batches take 40 s on rank 0, for which rank 1 waits: the least wait counts.
         ({}, (1.0, 4.0), 8.0, (10, 10), (25, 100)),
         # Speeds that are known before hold until they are measured.
-        ({"hints": {1: 0.25}}, (1.0, 1.0), 3.2, (40, 10), (10, 10)),
+        ({"hints": (1.0, 0.25)}, (1.0, 1.0), 3.2, (40, 10), (10, 10)),
         # A step has at most an epoch: 100 micro-batches.
         ({"samples": 403}, (24.0, 1.0), 3.2, (10, 10), (96, 4)),
         ({"tunes": False}, (2.0, 1.0), 400.0, (10, 10), (20, 10)),
@@ -163,7 +151,7 @@ def test_a_rank_that_recovers_gets_its_micro_batches_back():
     cadence.revise(paces((4.0, 1.0), 3.2))
     for step in range(20, 70, INTERVAL):
         cadence.revise(paces((4.0, 4.0), 0.8, drawn=step))
-    assert [plan.first for plan in cadence.plans] == [0, 1, 61]
+    assert [plan.first.batch for plan in cadence.plans] == [0, 1, 61]
     fast, recovered = cadence.latest.counts
     assert recovered <= fast < 1.2 * recovered
 
@@ -210,7 +198,6 @@ def test_an_epoch_has_ten_steps_if_it_can(size, micro_batch, samples):
             "ranks: give a smaller --train.micro-batch-size, or --balance.max-anchor none",
         ),
         ({"samples": 7, "max_anchor": None}, "takes 2 micro-batches of 4 on 2 ranks: give a small"),
-        ({"hints": {2: 0.5}}, "speed 0.5 is of rank 2: give ranks from 0 to 1"),
     ],
 )
 def test_what_has_no_first_step_is_refused(options, message):
@@ -251,8 +238,14 @@ def test_the_order_of_samples_is_that_of_any_run(data):
         seen += batch
         lengths.append(sampling.at(step).length(step))
         assert lengths[-1] == len(batch)
-        if len(batch) == sum(cadence.plans[cadence.index(step)].counts) * micro_batch:
-            assert tuple(map(len, by_rank)) == cadence.plans[cadence.index(step)].counts
+        if (
+            len(batch)
+            == sum(cadence.plans[cadence.index(BatchNumber(0, step))].counts) * micro_batch
+        ):
+            assert (
+                tuple(map(len, by_rank))
+                == cadence.plans[cadence.index(BatchNumber(0, step))].counts
+            )
             assert all(len(one) == micro_batch for rank in by_rank for one in rank)
         if step % INTERVAL == INTERVAL - 1:
             speeds = data.draw(st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
@@ -286,7 +279,7 @@ def test_a_resumed_run_goes_on_at_the_next_sample():
 
 def test_the_last_batch_is_divided_in_proportion_or_left_out():
     for drop_last in (False, True):
-        cadence = make(2, 2, 101, max_anchor=4, hints={1: 0.25})  # 16 and 4 micro-batches
+        cadence = make(2, 2, 101, max_anchor=4, hints=(1.0, 0.25))  # 16 and 4 micro-batches
         sampling = CadenceSampling(cadence, 101, seed=0, drop_last=drop_last, origin=BEGIN)
         plan = sampling.at(0)
         lengths = [[plan.share_length(step, rank, 2) for rank in (0, 1)] for step in range(3)]

@@ -13,7 +13,6 @@ from mntrain.balance.shares import (
     BatchNumber,
     Pace,
     Shares,
-    batch_seconds,
     share_bounds,
     smoothed,
 )
@@ -45,8 +44,7 @@ def test_shares_are_the_whole_batch_and_no_rank_is_left_out(samples, speeds):
 @given(st.integers(6, 300), st.lists(st.floats(0.5, 4), min_size=2, max_size=4).map(tuple))
 def test_no_move_of_a_sample_makes_a_batch_faster(samples, speeds):
     parts, size = counts(samples, speeds), len(speeds)
-    taken = batch_seconds(samples, speeds, speeds)
-    assert taken == max(part / speed for part, speed in zip(parts, speeds, strict=True))
+    taken = max(part / speed for part, speed in zip(parts, speeds, strict=True))
     for giver in range(size):
         for taker in set(range(size)) - {giver}:
             moved = [part - (r == giver) + (r == taker) for r, part in enumerate(parts)]
@@ -64,7 +62,7 @@ def test_no_share_is_above_its_ranks_limit(samples, speeds, data):
     equal = -(-samples // len(speeds))
     spare = st.none() | st.integers(-9, 9)
     spares = data.draw(st.lists(spare, min_size=len(speeds), max_size=len(speeds)))
-    limits = [None if spare is None else equal + spare for spare in spares]
+    limits = tuple(None if spare is None else equal + spare for spare in spares)
     bounds = share_bounds(samples, len(speeds), speeds, limits)
     parts = [stop - start for start, stop in pairwise(bounds)]
     assert sum(parts) == samples
@@ -74,14 +72,14 @@ def test_no_share_is_above_its_ranks_limit(samples, speeds, data):
 
 def test_without_speeds_shares_are_equal():
     assert share_bounds(11, 3, None) == split(11, 3)
-    assert Shares(3).bounds(11, BatchNumber(0, 7)) == split(11, 3)
+    assert Shares(3, 11).bounds(11, BatchNumber(0, 7)) == split(11, 3)
     assert share_bounds(2, 3, (9.0, 1.0, 1.0)) == split(2, 3)  # fewer samples than ranks
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.data())
 def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
     speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=size, max_size=size))
-    shares = Shares(size, dict(enumerate(speeds)))
+    shares = Shares(size, batch_size, tuple(speeds))
     equal = SamplingPlan(101, batch_size, seed=3)
     plan = SamplingPlan(101, batch_size, seed=3, shares=shares)
     for step in range(2 * equal.steps_per_epoch):
@@ -97,32 +95,39 @@ def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
 
 
 def test_shares_change_behind_the_last_batch_that_any_rank_has_drawn():
-    shares = Shares(2, {1: 0.5})  # a hint holds until speeds are measured
+    shares = Shares(2, 12, (1.0, 0.5))  # a hint holds until speeds are measured
     assert shares.bounds(12, BatchNumber(0, 14)) == (0, 8, 12)
     assert shares.drawn == BatchNumber(0, 14)
     by_rank = [Pace(100, 100.0, BatchNumber(0, 14)), Pace(100, 50.0, BatchNumber(0, 17))]
-    assert shares.revise(by_rank, 12) == BatchNumber(0, 18)
+    assert shares.revise(by_rank).first == BatchNumber(0, 18)
     assert shares.bounds(12, BatchNumber(0, 17)) == (0, 8, 12)
     assert shares.bounds(12, BatchNumber(0, 18)) == (0, 4, 12)
     assert shares.bounds(12, BatchNumber(1, 0)) == (0, 4, 12)  # the next pass
-    assert shares.counts(12) == [4, 8]
+    assert [shares.entry(plan) for plan in shares.plans] == [
+        {"step": 1, "samples": [8, 4]},
+        {"step": 19, "samples": [4, 8]},
+    ]
+    assert shares.describe() == "ranks have 4, 8 of 12 samples"
+    assert Shares(2, 12).entry(Shares(2, 12).plans[0]) is None
 
 
 def test_shares_are_revised_now_and_again_but_not_for_noise():
-    shares, noisy = Shares(2), Shares(4)
+    shares, noisy = Shares(2, 120), Shares(4, 64)
     revised = []
     for step in range(INTERVAL, 4 * REVISION, INTERVAL):
         fast = 2.0 if step <= 60 else 6.0
-        if shares.revise(paces((fast, 1.0), drawn=step), 120):
+        if shares.revise(paces((fast, 1.0), drawn=step)):
             revised.append(step)
     # 10, then every 50 steps, if that pays: at 110 the mean still has some of the old speed.
     assert revised == [10, 110, 160]
     measured = 2.0 + 4.0 * (1 - 0.7**10)
-    assert shares.counts(120)[0] == pytest.approx(120 * measured / (measured + 1), abs=1)
+    assert shares.counts(shares.plans[-1])[0] == pytest.approx(
+        120 * measured / (measured + 1), abs=1
+    )
     for step in range(INTERVAL, 10 * REVISION, INTERVAL):
         speeds = [1 + 0.04 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(4)]
-        assert noisy.revise(paces(speeds), 64) is None
-    assert noisy.counts(64) == [16] * 4
+        assert noisy.revise(paces(speeds)) is None
+    assert noisy.counts(noisy.plans[-1]) == [16] * 4
 
 
 def test_speeds_are_exponential_means():
@@ -131,17 +136,3 @@ def test_speeds_are_exponential_means():
     idle = Pace(0, 0.0, BatchNumber(0, 0))
     assert smoothed((2.0, 1.0), [idle, *paces((2.0,))]) == pytest.approx((2.0, 1.3))
     assert smoothed(None, [idle, *paces((2.0,))]) is None
-
-
-@pytest.mark.parametrize(
-    ("hints", "message"),
-    [
-        ({4: 2.0}, "speed 2 is of rank 4: give ranks from 0 to 3"),
-        ({-1: 2.0}, "speed 2 is of rank -1: give ranks from 0 to 3"),
-        ({2: 0.0}, "the speed of rank 2 is 0: give a number above 0"),
-        ({2: float("nan")}, "the speed of rank 2 is nan: give a number above 0"),
-    ],
-)
-def test_wrong_hints_are_refused(hints, message):
-    with pytest.raises(ValueError, match=message):
-        Shares(4, hints)

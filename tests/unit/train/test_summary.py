@@ -10,6 +10,7 @@ import torch
 from reports import places, used
 from torch import nn
 
+from mntrain.balance.shares import Shares
 from mntrain.balance_config import BalanceConfig
 from mntrain.comm.topology import Topology
 from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
@@ -49,7 +50,7 @@ def described(
     compiles=False,
     nodes=2,
     balance="off",
-    planned=False,
+    speed=(),
     max_staleness=0,
     data="data: 3 files\n2 windows",
     resumed=None,
@@ -71,7 +72,7 @@ def described(
         size=4,
     )
     train = TrainConfig(precision="bf16-pure", compile=compiles)
-    mode_of_work = BalanceConfig(mode=balance)
+    mode_of_work = BalanceConfig(mode=balance, speed=speed)
     config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode, balance=mode_of_work)
     reporter = Recorder()
     job = SimpleNamespace(
@@ -92,8 +93,7 @@ def described(
         links=links,
         data=SimpleNamespace(
             stream=stream,
-            cadence=None,
-            shares=SimpleNamespace(planned=planned) if balance == "throughput" else None,
+            plans=Shares(4, 32) if balance == "throughput" else None,
             full_batch=32,
             describe=lambda steps: f"data of {steps} steps",
         ),
@@ -130,7 +130,7 @@ EQUAL = "so parts stay equal; give --balance.speed, or 10 or more steps of --syn
     [
         ({"nodes": 1}, "^--sync.mode local-sgd: there is one node, so every step is synchronous$"),
         ({"balance": "throughput", "max_staleness": 2}, EQUAL),
-        ({"balance": "throughput", "max_staleness": 2, "planned": True}, ""),
+        ({"balance": "throughput", "max_staleness": 2, "speed": ("0:2",)}, ""),
         ({"balance": "throughput"}, ""),
         ({"reasons": ("", "", "no room", "no room")}, UNSHARED),
         (
