@@ -342,7 +342,7 @@ class Ranks:
         def run() -> list[float]:
             comm = self._comm.split(0, self.rank, "links")
             found = measure(
-                comm, [leaders], _LINKS_S, most_rounds=_LINK_ROUNDS, most_bytes=_LINK_BYTES
+                comm, leaders, _LINKS_S, most_rounds=_LINK_ROUNDS, most_bytes=_LINK_BYTES
             )
             comm.free()
             return [

@@ -4,10 +4,10 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Versions that decide about results and messages; others that differ are a warning.
 _DECISIVE = ("mntrain", "torch", "MPI")
 _CLOCK_LIMIT_S = 1.0
+_ROUNDING = 1e-6  # of sums of shares
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def collect(
         versions={
             "mntrain": f"{__version__} (sources {_source_digest()})",
             "torch": torch.__version__,
-            "numpy": _installed("numpy"),
+            "numpy": metadata.version("numpy"),
             "MPI": f"{' '.join(library.split()[:3])} (build {_digest(library.encode())})",
-            "mpi4py": _installed("mpi4py"),
+            "mpi4py": metadata.version("mpi4py"),
             "Python": platform.python_version(),
         },
         clock=clock,
@@ -105,13 +106,6 @@ def _physical_core(core: int) -> str:
         return str(core)
 
 
-def _installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _source_digest() -> str:
     """Return eight hexadecimal digits of the Python sources of this distribution."""
     root = Path(__file__).parents[2]
@@ -132,78 +126,53 @@ def by_host(facts: Facts) -> list[list[int]]:
     return list(hosts.values())
 
 
-def _with_cores(facts: Facts) -> Iterator[tuple[list[int], frozenset[int]]]:
-    """Yield the ranks of each host, and the cores that any of them may use."""
-    for ranks in by_host(facts):
-        yield ranks, frozenset[int]().union(*(facts[rank].cores for rank in ranks))
+def core_shares(facts: Facts) -> list[float]:
+    """Return the number of logical cores that each rank has; inf where the system does not say.
+
+    Each core is shared evenly by the ranks of its host that may use it.
+    """
+    users: Counter[tuple[int, int]] = Counter()
+    for fact in facts:
+        users.update((fact.host_key, core) for core in fact.cores)
+    return [
+        sum(1 / users[fact.host_key, core] for core in fact.cores) or math.inf for fact in facts
+    ]
 
 
 def cores(facts: Facts) -> Finding:
-    """Find hosts with more ranks than cores that these may use."""
-    for ranks, usable in _with_cores(facts):
-        first = facts[ranks[0]]
-        if not usable or len(ranks) <= len(usable):
+    """Find a host with ranks that have less than a core, by their number or their binding."""
+    shares = core_shares(facts)
+    for ranks in by_host(facts):
+        crowded = [rank for rank in ranks if shares[rank] < 1 - _ROUNDING]
+        if not crowded:
             continue
-        where = f"the {len(usable)} core{'s' * (len(usable) > 1)} of {first.host}"
+        host, of_host = facts[ranks[0]].host, facts[ranks[0]].host_cores
+        usable = frozenset[int]().union(*(facts[rank].cores for rank in crowded))
+        where = f"the {len(usable)} core{'s' * (len(usable) > 1)} of {host}"
         fix = f"start at most {len(usable)} ranks there"
-        if len(usable) < first.host_cores:
-            where += f" that they are bound to (of {first.host_cores})"
-            fix += ", or let them use more: mpirun --bind-to none, srun --cpus-per-task"
-        return Finding("warn", f"{len(ranks)} ranks share {where}, so each is slower", fix)
+        if len(usable) < of_host:
+            where += f" that they are bound to ({naming('rank', crowded)}; {of_host} cores in all)"
+            fix = (
+                "let each use cores of its own: mpirun --bind-to core or none (MPICH: -bind-to), "
+                "srun --cpu-bind=cores --cpus-per-task=N; or start fewer ranks there"
+            )
+        return Finding("warn", f"{len(crowded)} ranks share {where}, so each is slower", fix)
     return passed("every rank can have a core")
 
 
-def binding(facts: Facts) -> Finding:
-    """Find ranks that the launcher has bound to the same cores while others are free."""
-    for ranks, usable in _with_cores(facts):
-        if len(ranks) > len(usable):
-            continue  # `cores` warns of it
-        by_set: dict[frozenset[int], list[int]] = {}
-        for rank in ranks:
-            by_set.setdefault(facts[rank].cores, []).append(rank)
-        crowded = [same for own, same in by_set.items() if len(same) > len(own)]
-        crowded += [
-            by_set[one] + by_set[other] for one, other in combinations(by_set, 2) if one & other
-        ]
-        if crowded:
-            shared = frozenset.intersection(*(facts[rank].cores for rank in crowded[0]))
+def threads(facts: Facts) -> Finding:
+    """Find a rank that computes with more threads than it has cores."""
+    for rank, (fact, share) in enumerate(zip(facts, core_shares(facts), strict=True)):
+        allowed = max(1.0, share)
+        if fact.threads > allowed + _ROUNDING:
             return Finding(
                 "warn",
-                f"{naming('rank', crowded[0])} on {facts[crowded[0][0]].host} are bound to the "
-                f"same {naming('core', sorted(shared))}, so they slow each other down",
-                "give each rank cores of its own: mpirun --bind-to core (MPICH: -bind-to core), "
-                "srun --cpu-bind=cores --cpus-per-task=N; do not bind ranks with taskset",
+                f"rank {rank} on {fact.host} is set to {fact.threads} threads, but its share of "
+                f"the cores is {share:.3g}: threads that share a core slow all ranks down",
+                f"set OMP_NUM_THREADS={int(allowed + _ROUNDING)}, or unset it (mntrain then "
+                f"chooses), or bind each rank to {fact.threads} cores",
             )
-    return passed("no ranks are bound to the same cores")
-
-
-def threads(facts: Facts) -> Finding:
-    """Find ranks that compute with more threads than there are cores for."""
-    found = next(_too_many_threads(facts), None)
-    if found is None:
-        return passed("no more threads than cores")
-    rank, place, allowed = found
-    fact = facts[rank]
-    return Finding(
-        "warn",
-        f"rank {rank} on {fact.host} is set to {fact.threads} threads, but is {place}: "
-        "threads that share a core slow all ranks down",
-        f"set OMP_NUM_THREADS={allowed}, or unset it (mntrain then chooses), or bind each rank to "
-        f"{fact.threads} cores",
-    )
-
-
-def _too_many_threads(facts: Facts) -> Iterator[tuple[int, str, int]]:
-    """Yield ranks with more threads than cores, where they run, and how many they may have."""
-    for ranks, usable in _with_cores(facts):
-        counts = [facts[rank].threads for rank in ranks]
-        for rank, count in zip(ranks, counts, strict=True):
-            own = facts[rank].cores
-            if own and count > len(own):
-                yield rank, f"bound to {naming('core', sorted(own))}", len(own)
-        if usable and max(counts) > 1 and sum(counts) > len(usable):
-            place = f"one of {len(ranks)} ranks on {len(usable)} cores"
-            yield ranks[counts.index(max(counts))], place, max(1, len(usable) // len(ranks))
+    return passed("no more threads than cores")
 
 
 def gpus(facts: Facts) -> Finding:
@@ -229,24 +198,21 @@ def gpus(facts: Facts) -> Finding:
 
 def versions(facts: Facts) -> Finding:
     """Compare the versions of all ranks with those of rank 0."""
-    first = facts[0].versions
-    others = {
-        name: [rank for rank, fact in enumerate(facts) if fact.versions.get(name) != version]
-        for name, version in first.items()
-    }
-    differing = sorted((name for name in first if others[name]), key=lambda n: n not in _DECISIVE)
-    if not differing:
-        return passed(", ".join(f"{name} {version}" for name, version in first.items()))
-    parts = []
-    for name in differing:
-        ranks, other = others[name], facts[others[name][0]]
-        parts.append(
-            f"{name} differs between ranks: rank 0 on {facts[0].host} has {first[name]}, "
-            f"{naming('rank', ranks)} (the first on {other.host}) "
-            f"{'has' if len(ranks) == 1 else 'have'} {other.versions.get(name, 'none')}"
-        )
+    first, parts, decisive = facts[0], [], False
+    for name, version in first.versions.items():
+        others = [rank for rank, fact in enumerate(facts) if fact.versions.get(name) != version]
+        if others:
+            other = facts[others[0]]
+            parts.append(
+                f"{name} differs between ranks: rank 0 on {first.host} has {version}, "
+                f"{naming('rank', others)} (the first on {other.host}) "
+                f"{'has' if len(others) == 1 else 'have'} {other.versions.get(name, 'none')}"
+            )
+            decisive |= name in _DECISIVE
+    if not parts:
+        return passed(", ".join(f"{name} {version}" for name, version in first.versions.items()))
     return Finding(
-        "fail" if differing[0] in _DECISIVE else "warn",
+        "fail" if decisive else "warn",
         "; ".join(parts),
         "use one environment on a shared file system, or install the same versions on all hosts",
     )
@@ -276,19 +242,15 @@ def clocks(facts: Facts) -> Finding:
     return passed(f"no clocks differ by more than a second (measured to {widest:.3g} s)")
 
 
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (versions, cores, binding, threads, gpus, clocks)
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (versions, cores, threads, gpus, clocks)
 """All checks over the facts of the ranks, in the order of the report."""
 
 
 def fair_threads(facts: Facts, rank: int) -> int:
-    """Return a rank's share of the physical cores that it may use, at least 1.
-
-    Each core is shared evenly by the ranks of its host that may use it.
-    """
+    """Return a rank's share of the physical cores that it may use, at least 1."""
     own = facts[rank]
-    users = [fact.cores for fact in facts if fact.host_key == own.host_key]
-    logical = sum(1 / sum(core in cores for cores in users) for core in own.cores)
-    return max(1, math.floor(logical * own.physical / len(own.cores) + 1e-6))
+    share = core_shares(facts)[rank] * own.physical / len(own.cores)
+    return max(1, math.floor(share + _ROUNDING))
 
 
 def examine(facts: Facts) -> dict[str, Finding]:

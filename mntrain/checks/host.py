@@ -89,17 +89,12 @@ def open_files(ranks: int) -> Finding:
     needed = 256 + 2 * ranks
     if not 0 <= soft < needed:
         return passed(f"ulimit -n: {soft if soft >= 0 else 'unlimited'}")
-    fix = f"ulimit -n {needed} before the job is started"
-    if 0 <= hard < needed:
-        fix = (
-            f"raise the hard limit of {hard} on all hosts to {needed}: nofile in limits.conf, "
-            "docker run --ulimit nofile, LimitNOFILE of slurmd"
-        )
     return Finding(
         "fail" if soft < FEWEST_FILES else "warn",
         f"a rank may open {soft} files (ulimit -n), and may need {needed} for its data and for "
         f"connections to {ranks} rank{'s' * (ranks > 1)}",
-        fix,
+        f"ulimit -n {needed} before the job is started; if the hard limit ({hard}) is lower, raise "
+        "it on all hosts: nofile in limits.conf, docker run --ulimit nofile, LimitNOFILE of slurmd",
     )
 
 

@@ -20,9 +20,8 @@ from mntrain.comm.mpi import Communicator
 _TRIPS = 20, 300  # round trips of a small message, at least and at most: 3 % loss show in 300
 _ALL_TRIPS = 6000  # of a rank with all others, where there are many
 _TRIPS_S = 2.0  # for those of a pair, which a link that loses messages takes long for
-_WARM_BYTES = 64 << 10  # of a first message, which opens what large ones need
-_FIRST_BYTES, _MOST_BYTES = 256 << 10, 4 << 20  # of messages for the bandwidth, which double
-_LARGEST, _LEAST = 3, 3  # messages of the most bytes, and of all in a direction
+_FIRST_BYTES = 64 << 10  # of messages for the bandwidth, which double
+_LEAST = 3  # messages in a direction, of which the first opens what large ones need
 _ROUND_S = 0.2  # the most for one round
 _ANSWER_BYTES = 16
 _STOP, _COUNT = -1, -2  # orders, in place of a number of bytes
@@ -60,33 +59,31 @@ def rounds(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
 
 def measure(
     comm: Communicator,
-    groups: Sequence[Sequence[int]],
+    members: Sequence[int],
     seconds: float,
     *,
     most_rounds: int | None = None,
-    most_bytes: int = _MOST_BYTES,
+    most_bytes: int,
     at_round: Callable[[], None] = lambda: None,
 ) -> list[LinkSpeed]:
-    """Return the speed of every pair of ranks in each group, sorted. Collective.
+    """Return the speed between every pair of some ranks, sorted. Collective over `comm`.
 
-    Groups are disjoint and measured at once, for at most about `seconds`; slow links take longer.
-    With `most_rounds`, each rank is measured with so many others only. Messages have `most_bytes`
-    at most. `at_round` is called before each round. The result is the same on every rank.
+    Takes at most about `seconds`; slow links take longer. With `most_rounds`, each rank is measured
+    with so many others only. Messages have `most_bytes` at most. `at_round` is called before each
+    round. The result is the same on every rank.
     """
-    plans = [list(islice(rounds(sorted(group)), most_rounds)) for group in groups]
-    count = max((len(plan) for plan in plans), default=0)
+    plan = list(islice(rounds(sorted(members)), most_rounds))
     found: list[LinkSpeed] = []
-    for number in range(count):
+    for pairs in plan:
         comm.gather_objects(None)  # a barrier, in which the other ranks sleep
         at_round()
-        pairs = [pair for plan in plans if number < len(plan) for pair in plan[number]]
         for one, other in (sorted(pair) for pair in pairs):
             if comm.rank == one:
-                trips = max(_TRIPS[0], min(_TRIPS[1], _ALL_TRIPS // count))
-                round_s = min(_ROUND_S, seconds / count)
+                trips = max(_TRIPS[0], min(_TRIPS[1], _ALL_TRIPS // len(plan)))
+                round_s = min(_ROUND_S, seconds / len(plan))
                 found.append(_lead(comm, other, trips, most_bytes, round_s))
             elif comm.rank == other:
-                _follow(comm, one)
+                _follow(comm, one, most_bytes)
     gathered = [link for links in comm.gather_objects(found) for link in links]
     return sorted(gathered, key=lambda link: (link.one, link.other))
 
@@ -95,8 +92,7 @@ def _lead(
     comm: Communicator, peer: int, most_trips: int, most_bytes: int, seconds: float
 ) -> LinkSpeed:
     """Measure the latency to a rank that runs `_follow`, and each direction for half the time."""
-    data = np.ones(max(most_bytes, _WARM_BYTES), np.uint8)
-    answer = np.zeros(2, np.int64)
+    data, answer = np.ones(most_bytes, np.uint8), np.zeros(2, np.int64)
 
     def transfer(there: int, back: int) -> float:
         """Send bytes and receive others; return the seconds that it takes."""
@@ -109,23 +105,21 @@ def _lead(
         return time.perf_counter() - start
 
     def rate(time_of: Callable[[int], float]) -> float:
-        """Return the MB/s in one direction."""
+        """Return the MB/s in one direction, of the better of the last two messages.
+
+        Messages double until one takes a quarter of the time: another program may hold up one.
+        """
         speeds: list[float] = []
-        start, nbytes, largest = time.perf_counter(), _WARM_BYTES, 0
-        while largest < _LARGEST:
+        start, nbytes, largest, took_s = time.perf_counter(), _FIRST_BYTES, 0, 0.0
+        while len(speeds) < _LEAST or (
+            largest < _LEAST and time.perf_counter() + 2 * took_s < start + seconds / 2
+        ):
             took_s = time_of(nbytes)
-            # A message that takes as long as is allowed is long enough; another program may have
-            # held up a single one.
-            enough = took_s > seconds / 2
-            if nbytes > _WARM_BYTES or enough:
-                speeds.append(nbytes / max(took_s - trip_s, took_s / 2) / 1e6)
-            left_s = seconds / 2 - (time.perf_counter() - start)
-            if left_s < 2 * took_s and len(speeds) >= _LEAST:
-                break
+            speeds.append(nbytes / max(took_s - trip_s, took_s / 2) / 1e6)
             largest += nbytes == most_bytes
-            if not enough:
-                nbytes = min(max(2 * nbytes, _FIRST_BYTES), most_bytes)
-        return max(speeds[-_LEAST + 1 :])
+            if took_s < seconds / 4:
+                nbytes = min(2 * nbytes, most_bytes)
+        return max(speeds[-2:])
 
     before, start = tcp_segments(), time.perf_counter()
     times = [transfer(0, _ANSWER_BYTES)]  # which may connect
@@ -141,17 +135,14 @@ def _lead(
     return LinkSpeed(comm.rank, peer, trip_s / 2 * 1e6, there, back, segments, resent)
 
 
-def _follow(comm: Communicator, peer: int) -> None:
+def _follow(comm: Communicator, peer: int, most_bytes: int) -> None:
     """Receive as many bytes as the peer says, and send as many as it asks for, until it stops."""
-    before, data = tcp_segments(), np.ones(_WARM_BYTES, np.uint8)
-    numbers = _numbers(0, 0)
+    before, data, numbers = tcp_segments(), np.ones(most_bytes, np.uint8), _numbers(0, 0)
     while True:
         comm.receive(peer, numbers.view(np.uint8)).wait()
         there, back = numbers.tolist()
         if there == _STOP:
             return
-        if max(there, back) > len(data):
-            data = np.ones(max(there, back), np.uint8)
         sent = data[:back]
         if there == _COUNT:
             now = tcp_segments()

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,18 +18,16 @@ from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, measure
 from mntrain.doctor import link_findings
 from mntrain.doctor.doctor_options import DoctorOptions, mb_per_s
-from mntrain.doctor.link_findings import BETWEEN, WITHIN
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
 from mntrain.watchdog.start_timer import network_watched
 from mntrain.world import World
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
-_LINKS_S = 2.0  # for all pairs between nodes, and for all within
-_LINK_BYTES = 32 << 20  # of the largest message between nodes: 100 Gbit/s take 3 ms
+_LINKS_S = 2.0  # for all pairs of nodes
+_LINK_BYTES = 32 << 20  # of the largest message: 100 Gbit/s take 3 ms
 # Beginnings of the variables that choose the network.
-_VARIABLES = ("FI_PROVIDER", "FI_TCP_IFACE", "UCX_TLS", "UCX_NET_DEVICES")
-_OPEN_MPI_VARIABLES = ("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl")
+_VARIABLES = ("FI_", "UCX_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl")
 
 
 def run(options: DoctorOptions) -> int:
@@ -49,7 +48,7 @@ def run(options: DoctorOptions) -> int:
                 "start": Finding("fail", str(error)),
                 **_local(launcher.local_size(os.environ)),
             }
-            _print(options, findings, [os.uname().nodename], {})
+            _print(options, findings, [os.uname().nodename], [])
         return 1
 
 
@@ -57,15 +56,16 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     """Run all checks, and report them on rank 0; tell `moved` of progress. Collective."""
     # A communicator of its own, so that MPI calls made here cannot match the world's.
     comm, _ = mpi.start()
-    facts = world.facts
-    hosts = [fact.host for fact in facts]
-    leaders = [ranks[0] for ranks in all_ranks.by_host(facts)]
-    offsets = link_findings.clock_offsets(comm, leaders)
-    exact = [replace(facts[rank], clock=offsets[rank]) for rank in leaders]
-    gathered = comm.gather_objects(_local(world.local_size))
+    hosts = [fact.host for fact in world.facts]
+    leaders = [ranks[0] for ranks in all_ranks.by_host(world.facts)]
+    comm.gather_objects(None)  # ranks that start together meet within less time
+    met = time.time()
+    comm.gather_objects(None)
+    gathered = comm.gather_objects(((met, time.time()), _local(world.local_size)))
+    exact = [replace(fact, clock=met) for fact, (met, _) in zip(world.facts, gathered, strict=True)]
     merged = {
-        name: merge(zip(hosts, (found[name] for found in gathered), strict=True))
-        for name in gathered[0]
+        name: merge([(host, local[name]) for host, (_, local) in zip(hosts, gathered, strict=True)])
+        for name in gathered[0][1]
     }
     findings = {
         "MPI library": _library(world),
@@ -74,13 +74,9 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
         **merged,
         **_storage(comm, folder, leaders, hosts),
     }
-    links = {
-        BETWEEN: measure(comm, [leaders], _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved),
-        WITHIN: measure(comm, all_ranks.by_host(facts), _LINKS_S, at_round=moved),
-    }
+    links = measure(comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
     expected = (options.expect, mb_per_s(options.expect)) if options.expect else None
-    for where, found in links.items():
-        findings[f"links {where}"] = link_findings.judge(found, hosts, where, expected)
+    findings["links between nodes"] = link_findings.judge(links, hosts, expected)
     comm.free()
     if world.master:
         _print(options, findings, hosts, links)
@@ -104,11 +100,10 @@ def _library(world: World) -> Finding:
     device = [line for line in world.library.build.splitlines() if line.startswith("MPICH Device")]
     parts = [f"{world.library.name}, thread level {world.library.threads}"]
     parts += [" ".join(line.split()) for line in device]
-    open_mpi = world.library.name.startswith("Open MPI")
-    names = (*_VARIABLES, *(_OPEN_MPI_VARIABLES if open_mpi else ()))
-    parts += sorted(
-        f"{name}={value}" for name, value in os.environ.items() if name.startswith(names)
+    chosen = (
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)
     )
+    parts += sorted(chosen)
     return passed("; ".join(parts))
 
 
@@ -143,28 +138,23 @@ def _print(
     options: DoctorOptions,
     findings: Mapping[str, Finding],
     hosts: Sequence[str],
-    links: Mapping[str, Sequence[LinkSpeed]],
+    links: Sequence[LinkSpeed],
 ) -> None:
     """Print the report on stdout: a table and the verdict, or one JSON object."""
     status, names = worst(list(findings.values())), list(dict.fromkeys(hosts))
     if options.json:
-        slowest = link_findings.slowest_node(links.get(BETWEEN, []))
+        slowest = link_findings.slowest_node(links)
+        pairs = [
+            asdict(pair)
+            | {"mb_per_s": pair.mb_per_s, "hosts": [hosts[pair.one], hosts[pair.other]]}
+            for pair in links
+        ]
         document = {
             "status": status,
             "ranks": len(hosts),
             "hosts": names,
             "checks": [{"name": name, **asdict(found)} for name, found in findings.items()],
-            "links": {
-                where.replace(" ", "_"): [
-                    {
-                        **asdict(pair),
-                        "mb_per_s": pair.mb_per_s,
-                        "hosts": [hosts[pair.one], hosts[pair.other]],
-                    }
-                    for pair in pairs
-                ]
-                for where, pairs in links.items()
-            },
+            "links": {"between_nodes": pairs},
             "slowest_node": None if slowest is None else hosts[slowest],
         }
         print(json.dumps(document, indent=1), flush=True)

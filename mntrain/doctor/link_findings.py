@@ -1,18 +1,12 @@
-"""Judgement of links between ranks, and the clocks of hosts."""
+"""Judgement of the links between nodes."""
 
-import time
 from collections.abc import Sequence
 from operator import itemgetter
 from statistics import median
 
-import numpy as np
-
 from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm.links import LinkSpeed
-from mntrain.comm.mpi import Communicator
 
-WITHIN, BETWEEN = "within nodes", "between nodes"
-_CLOCK_MESSAGES = 5
 _SLOW = 0.5  # of the fastest direction's rate
 _FAR_BELOW, _BELOW = 0.5, 0.7  # of the expected rate
 _LOST, _LEAST_LOST = 0.005, 2  # of the segments of small messages, which no queue drops
@@ -20,31 +14,6 @@ _LOST, _LEAST_LOST = 0.005, 2  # of the segments of small messages, which no que
 # One direction of a pair of ranks: MB/s, latency in us, sender, receiver.
 _Way = tuple[float, float, int, int]
 _rate = itemgetter(0)
-
-
-def clock_offsets(comm: Communicator, leaders: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Return bounds in seconds of how far the clock of each leader is ahead of rank 0's.
-
-    Collective; the result, by rank, is the same on every rank. Source: Cristian, "Probabilistic
-    clock synchronization", Distributed Computing 3, 1989.
-    """
-    bounds = {0: (0.0, 0.0)}
-    for leader in leaders:
-        clock = np.zeros(1)
-        for _ in range(_CLOCK_MESSAGES * (leader != 0)):
-            if comm.rank == 0:
-                before = time.time()
-                comm.send(leader, np.zeros(1, np.uint8), counted=False).wait()
-                comm.receive(leader, clock.view(np.uint8)).wait()
-                found = float(clock[0]) - time.time(), float(clock[0]) - before
-                known = bounds.get(leader, found)
-                bounds[leader] = min(known, found, key=lambda pair: pair[1] - pair[0])
-            elif comm.rank == leader:
-                comm.receive(0, np.zeros(1, np.uint8)).wait()
-                clock[0] = time.time()
-                comm.send(0, clock.view(np.uint8), counted=False).wait()
-    everyone: list[dict[int, tuple[float, float]]] = comm.gather_objects(bounds)
-    return everyone[0]
 
 
 def slowest_node(links: Sequence[LinkSpeed]) -> int | None:
@@ -56,28 +25,21 @@ def slowest_node(links: Sequence[LinkSpeed]) -> int | None:
 
 
 def judge(
-    links: Sequence[LinkSpeed],
-    hosts: Sequence[str],
-    where: str,
-    expected: tuple[str, float] | None = None,
+    links: Sequence[LinkSpeed], hosts: Sequence[str], expected: tuple[str, float] | None = None
 ) -> Finding:
-    """Name the slowest direction, and between nodes what is wrong with the links. Pure.
+    """Name the slowest direction between nodes, and what is wrong with the links. Pure.
 
-    `hosts` is by rank. `expected` is a rate between nodes in words and in MB/s.
+    `hosts` is by rank. `expected` is a rate in words and in MB/s.
     """
     if not links:
-        return passed(f"there is no pair {where}")
+        return passed("there is one node")
     ways = _ways(links)
-    text = f"the slowest of {len(ways)} directions {where} is {_words(min(ways, key=_rate), hosts)}"
-    if where != BETWEEN:
-        return passed(text)
+    text = f"the slowest of {len(ways)} directions is {_words(min(ways, key=_rate), hosts)}"
     found = [
         *(_below_expected(ways, hosts, *expected) if expected else []),
         *_slower_than_others(links, ways, hosts),
         *_losses(links, hosts),
     ]
-    if not found:
-        return passed(text)
     texts = "; ".join([text, *(problem.text for problem in found)])
     return Finding(worst(found), texts, "; ".join(dict.fromkeys(it.fix for it in found)))
 
@@ -89,12 +51,9 @@ def _ways(links: Sequence[LinkSpeed]) -> list[_Way]:
 
 
 def _words(way: _Way, hosts: Sequence[str]) -> str:
-    mb_per_s, latency_us, *ranks = way
-    sender, receiver = (hosts[rank] for rank in ranks)
-    if sender == receiver:
-        sender, receiver = f"rank {ranks[0]}", f"rank {ranks[1]} on {sender}"
+    mb_per_s, latency_us, sender, receiver = way
     rate = f"{mb_per_s:.0f}" if mb_per_s >= 10 else f"{mb_per_s:.2g}"
-    return f"from {sender} to {receiver}: {latency_us:.0f} us, {rate} MB/s"
+    return f"from {hosts[sender]} to {hosts[receiver]}: {latency_us:.0f} us, {rate} MB/s"
 
 
 def _sides(ways: Sequence[_Way]) -> dict[tuple[int, str], float]:

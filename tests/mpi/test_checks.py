@@ -15,7 +15,6 @@ from mntrain.__main__ import main
 from mntrain.checks.all_ranks import collect
 from mntrain.comm import mpi
 from mntrain.comm.links import measure, rounds
-from mntrain.doctor.link_findings import clock_offsets
 from mntrain.errors import AgreedError
 from mntrain.world import World
 
@@ -68,20 +67,12 @@ def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
 
 
 def test_every_pair_is_measured_once_and_alike_on_all_ranks(comm):
-    found = measure(comm, [range(SIZE)], 0.5)
+    found = measure(comm, range(SIZE), 0.5, most_bytes=1 << 22)
     assert [(link.one, link.other) for link in found] == sorted(
         tuple(sorted(pair)) for pairs in rounds(range(SIZE)) for pair in pairs
     )
     assert all(link.latency_us > 0 and link.mb_per_s > 1 for link in found)
     assert COMM.allgather(found) == [found] * SIZE
-
-
-def test_clocks_of_one_machine_have_no_offset(comm):
-    offsets = clock_offsets(comm, range(SIZE))
-    assert list(offsets) == list(range(SIZE))
-    for least, most in offsets.values():
-        assert least - 1e-3 <= 0 <= most + 1e-3
-        assert most - least < 1
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
@@ -98,7 +89,8 @@ def test_the_doctor_reports_once_and_leaves_no_file(words, tmp_path, capfd):
         report = json.loads(output)
         checks = {check["name"]: check for check in report["checks"]}
         assert report["ranks"] == SIZE
-        assert len(report["links"]["within_nodes"]) == SIZE * LAST // 2
+        assert report["links"] == {"between_nodes": []}
+        assert checks["clocks"]["status"] == "pass"
         assert {"versions", "clocks", "shared memory", "run directory", "free space"} <= set(checks)
         assert all(check["fix"] for check in checks.values() if check["status"] != "pass")
     else:
