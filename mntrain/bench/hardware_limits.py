@@ -1,7 +1,6 @@
 """The time that the hardware allows for a collective, and short probes of its speed."""
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,7 @@ from mntrain.bench.bench_options import VERBS
 from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.topology import Topology
 
-PIECE_BYTES = 1 << 20
-PIECES_IN_FLIGHT = 8
+FIRST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of messages that measure a link
 
 
 @dataclass(frozen=True)
@@ -82,38 +80,24 @@ def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
     """Return the payload bytes/s that a node sends and receives at once. Collective, blocking.
 
     The nodes, at least two, form a ring: as many ranks of each as the smallest one has send to the
-    next node and receive from the previous one, with several messages in flight. Rounds double
-    until about `seconds` have passed, and the better of the last two counts, because
-    buffers make short rounds too fast. The result is the same on every rank.
+    next node and receive from the previous one. Messages double until about `seconds` have passed,
+    and the better of the last two counts, because buffers make short ones too fast. The result is
+    the same on every rank.
     """
     node, lane = topology.node(comm.rank), topology.local_rank(comm.rank)
-    outgoing, incoming = np.ones((2, PIECES_IN_FLIGHT, PIECE_BYTES), dtype=np.uint8)
-
-    def exchange(pieces: int) -> float:
-        """Send and receive pieces as one lane of the ring; return the seconds that it takes."""
-        if lane >= topology.smallest_node:
-            return 0.0
-        following = topology.nodes[(node + 1) % len(topology.nodes)][lane]
-        preceding = topology.nodes[node - 1][lane]
-        start = time.perf_counter()
-        in_flight: deque[Requests] = deque()
-        for index in range(pieces):
-            slot = index % PIECES_IN_FLIGHT
-            if index >= PIECES_IN_FLIGHT:
-                in_flight.popleft().wait()
-            receive = comm.receive(preceding, incoming[slot])
-            in_flight.append(Requests.of(receive, comm.send(following, outgoing[slot])))
-        for requests in in_flight:
-            requests.wait()
-        return time.perf_counter() - start
-
-    exchange(1)  # opens the connections
-    pieces, passed_s, took_s = 1, 0.0, 0.0
+    lanes, nodes = topology.smallest_node, topology.nodes
+    outgoing, incoming = np.ones((2, MOST_BYTES), dtype=np.uint8)
+    nbytes, passed_s, took_s = FIRST_BYTES, 0.0, 0.0
     speeds: list[float] = []
     while passed_s + 2 * took_s < seconds:
         comm.gather_objects(None)
-        took_s = max(comm.gather_objects(exchange(pieces)))
+        start = time.perf_counter()
+        if lane < lanes:
+            receive = comm.receive(nodes[node - 1][lane], incoming[:nbytes])
+            send = comm.send(nodes[(node + 1) % len(nodes)][lane], outgoing[:nbytes])
+            Requests.of(receive, send).wait()
+        took_s = max(comm.gather_objects(time.perf_counter() - start))
         passed_s += took_s
-        speeds.append(topology.smallest_node * pieces * PIECE_BYTES / took_s)
-        pieces *= 2
+        speeds.append(lanes * nbytes / took_s)
+        nbytes = min(2 * nbytes, MOST_BYTES)
     return max(speeds[-2:])

@@ -21,13 +21,10 @@ _SIMILAR = 1.05  # algorithms whose times differ by less are about equally fast
 # memory.
 _LINK_BOUND = 4.0
 
-# By whether the limit is that of the link between nodes.
-_ABOVE_LIMIT = {
-    True: "faster than the measured speed of the link, which is that of long streams; short "
-    "messages fit into the buffers and the bursts that the network lets pass",
-    False: "faster than a copy of the whole tensor, of which a collective may touch less, or find "
-    "more in the caches",
-}
+_ABOVE_LIMIT = (
+    "faster than long streams between nodes or a copy of the whole tensor: small tensors fit into "
+    "buffers and caches"
+)
 
 
 @dataclass(frozen=True)
@@ -95,10 +92,10 @@ def show(facts: Mapping[str, Any], cases: Sequence[BenchCase], console: Console)
             what = f"{case.verb} {size_label(case.size_bytes)} by {case.algorithm}"
             console.print(f"{what}: a wrong result on rank {ranks}", soft_wrap=True)
     if any(case.timed and case.share is None for case in cases):
-        console.print(f"> limit: {_ABOVE_LIMIT[bool(link)]}", soft_wrap=True)
+        console.print(f"> limit: {_ABOVE_LIMIT}", soft_wrap=True)
     if left_out := dict.fromkeys(size_label(case.size_bytes) for case in cases if not case.times_s):
-        remark = f"left out {', '.join(left_out)} for lack of time; give --seconds"
-        console.print(f"-: {remark} {facts['enough_s']}", soft_wrap=True)
+        remark = f"left out {', '.join(left_out)} for lack of time; give more --seconds"
+        console.print(f"-: {remark}", soft_wrap=True)
     if facts["advice"]:
         console.print()
         console.print(Text(facts["advice"]), soft_wrap=True)

@@ -32,7 +32,7 @@ from mntrain.bench.candidates import (
 )
 from mntrain.bench.hardware_limits import HardwareLimits, minimum_traffic
 from mntrain.bench.results import BenchCase, advice, show
-from mntrain.bench.run import enough_s, file_problem, time_budget_s
+from mntrain.bench.run import file_problem
 from zero.collectives import SingleProcessCollectives
 
 COMMAND = [sys.executable, "-m", "mntrain", "bench"]
@@ -245,7 +245,6 @@ FACTS = {
     "link_bytes_per_s": 118e6,
     "copy": [{"size_bytes": 16 * MIB, "bytes_per_s": 9.5e9}],
     "limit": "so many bytes",
-    "enough_s": 90,
     "advice": "",
 }
 TIMES = (0.002, 0.001, 0.004)
@@ -279,7 +278,7 @@ def test_tables_show_median_and_percentage_with_the_best_in_bold_between_facts_a
     assert "limit: so many bytes" in text
     assert text.splitlines()[-2:] == [
         "all_reduce 16M by leader: a wrong result on rank 1, 3",
-        "-: left out 64K, 16M for lack of time; give --seconds 90",
+        "-: left out 64K, 16M for lack of time; give more --seconds",
     ]
     alone, _ = shown(FACTS | {"link_bytes_per_s": None}, CASES[:2])
     assert not any(words in alone for words in ("link", "rank 1", "left out"))
@@ -293,8 +292,7 @@ def test_a_time_below_the_limit_is_no_share_of_it_and_explained():
     rows = [line.split() for line in text.splitlines()]
     assert ["64K", "2", "ms", "(>", "limit)"] in rows
     assert "105" not in text
-    assert "> limit: faster than the measured speed of the link, which is that of long" in text
-    assert "> limit: faster than a copy" in shown(FACTS | {"link_bytes_per_s": None}, [FAST])[0]
+    assert "> limit: faster than long streams between nodes or a copy of" in text
     assert "> limit" not in shown()[0]
     assert FAST.to_json()["share_of_limit"] is None
 
@@ -338,31 +336,6 @@ def test_gradients_are_to_be_rounded_only_if_the_link_is_the_bottleneck(facts, d
     skipped = BenchCase("all_reduce", "lanes", 16 * MIB, dtype, 0.1)
     small, other = measured("lanes", 1e-3, 65536), measured("lanes", 1, verb="broadcast")
     assert advice(FACTS | facts, [wrong, skipped, small, other]) == ""
-
-
-ROUNDS_S = [1.0, 10.0, 40.0]  # by size
-
-
-def test_larger_sizes_are_left_out_first_and_keep_their_share_of_the_time():
-    assert time_budget_s(ROUNDS_S, 60.0) == pytest.approx(1 + (60 - 51) / 3)
-    assert time_budget_s(ROUNDS_S, 50.0) == pytest.approx(1 + (50 - 11) / 2)
-    assert time_budget_s(ROUNDS_S[1:], 50.0) == pytest.approx(10.0)
-    assert time_budget_s(ROUNDS_S[2:], 39.0) is None
-    assert time_budget_s(ROUNDS_S, 0.5) is None
-
-
-@pytest.mark.parametrize("spent_s", [0.0, 3.0, 200.0])
-def test_a_limit_that_is_said_to_be_enough_is(spent_s):
-    enough = enough_s(sum(ROUNDS_S), spent_s, 1e3, given_s=0.0)
-    left_s = enough - spent_s
-    for number, round_s in enumerate(ROUNDS_S):
-        budget_s = time_budget_s(ROUNDS_S[number:], left_s)
-        assert budget_s >= round_s
-        left_s -= budget_s
-    assert enough <= 1.25 * (spent_s + 51) + 10
-    proposed = enough_s(51.0, 1.0, 60.0, given_s=60.0)  # not again what was not enough
-    assert 60 < proposed < 100
-    assert enough_s(51.0, 1.0, 95.0, given_s=proposed) > 1.25 * (95 + 40)
 
 
 def bench(ranks, folder, *words):
@@ -430,4 +403,4 @@ def test_a_job_on_two_nodes_is_compared_with_the_link_and_skips_what_exceeds_its
     assert [(case["algorithm"], case["size_bytes"]) for case in found["skipped"]] == [
         (name, MIB) for name in names
     ]
-    assert f"-: left out 1M for lack of time; give --seconds {found['enough_s']}\n" in result.stdout
+    assert "-: left out 1M for lack of time; give more --seconds\n" in result.stdout
