@@ -325,7 +325,6 @@ class Ranks:
             cross.replace(choice=choice),
             self.topology.nodes,
             self.topology.lane_slots,
-            self.topology.node_slots(self.rank),
         )
 
     def node_links(self) -> list[float]:

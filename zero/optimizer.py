@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from zero.accumulation import Accumulation
 from zero.agreement import StepAgreement, agree
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.comm_hooks import CommHook, HookState, NodeLevels, bind_hook, make_hook
+from zero.comm_hooks import CommHook, HookState, NodeLevels
+from zero.comm_hooks.names import make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.gradients.weights import BatchSource
 from zero.kernels import order
@@ -105,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16. Then
       `scale(loss).backward()`, or `backward(loss, weight)`, takes the place of `loss.backward()`.
     - `wire_dtype`: bf16 or fp16, in which sums of wider gradients travel between nodes.
-    - `comm_hook`: a name in `zero.comm_hooks.names()` or a `CommHook`, instead of `wire_dtype`.
+    - `comm_hook`: a name, such as "int8", or a `CommHook`, instead of `wire_dtype`.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
@@ -176,12 +177,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_replicas(self.schedule, collectives)
         sharding = self.schedule.sharding
         check_shard_weights(shard_weights, sharding.size)
-        self._levels = bind_hook(
-            self._hook,
-            levels,
-            size=collectives.size,
-            scheduled=schedule is not None,
-        )
+        self._levels = levels if self._hook.between_nodes and collectives.size > 1 else None
+        if collectives.size > 1:
+            self._hook.bind(collectives.size, self._levels, scheduled=schedule is not None)
         self._shard = OptimizerShard(
             stage if sharding.size > 1 else 0,
             sharding,

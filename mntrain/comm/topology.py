@@ -118,18 +118,6 @@ class Topology:
         lanes = self.smallest_node
         return [[len(node[lane::lanes]) for node in self.nodes] for lane in range(lanes)]
 
-    def node_slots(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the slots (from, to) of the ranks on a rank's node, by lane."""
-        node = self.node(rank)
-        starts = [
-            first + sum(counts[:node])
-            for first, counts in zip(self.lane_slots, self._counts, strict=False)
-        ]
-        return tuple(
-            (start, start + counts[node])
-            for start, counts in zip(starts, self._counts, strict=True)
-        )
-
     def __str__(self) -> str:
         """Return a short description: "4 ranks on 2 nodes of 2"."""
         counts = [len(node) for node in self.nodes]

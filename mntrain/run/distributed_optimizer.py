@@ -18,7 +18,7 @@ from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
-from zero.comm_hooks import make_hook
+from zero.comm_hooks.names import make_hook
 from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (

@@ -11,20 +11,14 @@ returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or comp
         yield bucket.collectives.all_gather(encoded)     # exchange
         bucket.gradients.copy_(...)                      # decode
 
-    HOOKS = {"my-compressor": MyCompressor}
-
-Modules of this package name hooks that need no arguments in `HOOKS`, so a new compressor is one new
-module. In a group of one rank no hook is called. A hook that treats traffic between nodes unlike
-that within them sets `between_nodes`: its buckets then have the collectives of both levels
+In a group of one rank no hook is called. A hook that treats traffic between nodes unlike that
+within them sets `between_nodes`: its buckets then have the collectives of both levels
 (`zero.comm_hooks.between_nodes`).
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -33,7 +27,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.layout import Bucket
-from zero.precision import check_travel_dtype, narrower
+from zero.precision import narrower
 
 
 @dataclass(frozen=True)
@@ -47,14 +41,12 @@ class NodeLevels:
         slots          | 0     | 1     | 2      | 3      | 4      |
         owners         | 0.0   | 0.2   | 1.0    | 0.1    | 1.1    |      node.local rank
         lane_slots     0                        3                 5
-        own_slots      | of node 0: 0 to 2, 3 to 4; of node 1: 2 to 3, 4 to 5
     """
 
     node: Collectives  # this rank's node
     cross: Collectives  # the ranks with this local rank, by node
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each
     lane_slots: tuple[int, ...]  # lane k has the slots lane_slots[k] to lane_slots[k + 1]
-    own_slots: tuple[tuple[int, int], ...]  # of this node's ranks, by lane
 
     @property
     def count(self) -> int:
@@ -64,30 +56,17 @@ class NodeLevels:
     @property
     def lanes(self) -> int:
         """The number of lanes."""
-        return len(self.own_slots)
-
-    @property
-    def lane(self) -> int | None:
-        """The lane that this rank owns on its node; None for a rank without one."""
-        own = self.node.slot(self.node.rank)
-        return own if own < self.lanes else None
+        return len(self.lane_slots) - 1
 
     def lane_bounds(self, layout: Bucket) -> list[int]:
         """Return the bounds of a bucket's lanes, as shards of the node's ranks."""
         bounds = [layout.bounds[slot] for slot in self.lane_slots]
         return bounds + [layout.numel] * (self.node.size - self.lanes)
 
-    def own_range(self, layout: Bucket) -> tuple[int, int]:
-        """Return the elements of a bucket that lie in this rank's lane; empty without one."""
-        if self.lane is None:
-            return layout.numel, layout.numel
-        bounds = self.lane_bounds(layout)
-        return bounds[self.lane], bounds[self.lane + 1]
-
-    def node_range(self, layout: Bucket, lane: int) -> tuple[int, int]:
-        """Return the elements of a lane that this node's ranks own at stages 1 and 2."""
-        first, last = self.own_slots[lane]
-        return layout.bounds[first], layout.bounds[last]
+    def own_range(self, layout: Bucket) -> slice:
+        """Return the elements of a bucket that lie in this rank's lane; none without one."""
+        bounds, own = self.lane_bounds(layout), self.node.slot(self.node.rank)
+        return slice(bounds[own], bounds[own + 1])
 
 
 @dataclass(frozen=True)
@@ -132,8 +111,8 @@ class CommHook:
 
     wire_dtype: torch.dtype | None = None
     between_nodes = False  # whether the hook needs `ReducibleBucket.levels`
-    bound = False  # whether an optimizer has such a hook
     world_only = False  # whether the hook reduces over all ranks, whatever the bucket's group is
+    _bound = False  # to an optimizer
 
     def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
         self.wire_dtype = wire_dtype
@@ -147,8 +126,27 @@ class CommHook:
         """
         return bucket.reduce(narrower(self.wire_dtype, bucket.gradients.dtype))
 
-    def expect_size(self, size: int) -> None:
-        """Raise ValueError if the hook cannot serve a group of so many ranks. Local."""
+    def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
+        """Let the hook serve an optimizer on so many ranks, at least 2. Local.
+
+        `scheduled` means a sync schedule of the user's. Raises ValueError for a hook over all ranks
+        or nodes with one, or in use by another optimizer, and for one between nodes without levels.
+        """
+        if not (self.between_nodes or self.world_only):
+            return
+        name = type(self).__name__
+        if scheduled:
+            raise ValueError(
+                f"comm_hook {name} communicates over all ranks in every step, and a sync schedule "
+                "decides when anything crosses nodes: give one of the two"
+            )
+        if self.between_nodes and levels is None:
+            raise ValueError(f"comm_hook {name} needs `levels`: world.optimizer gives them")
+        if self._bound:
+            raise ValueError(
+                f"comm_hook {name} keeps a state for another optimizer: make a hook for each"
+            )
+        self._bound = True
 
     def note(self, nodes: int, *, sharded: bool) -> str:
         """Return what a user should know of this hook on so many nodes; empty if nothing. Local."""
@@ -162,9 +160,6 @@ class CommHook:
 
     def end_step(self, *, taken: bool) -> None:
         """Note that a step ends; without `taken`, its gradients are dropped. Local."""
-
-    def reset(self) -> None:
-        """Forget the state. Local."""
 
     def nbytes(self) -> int:
         """Return the bytes of this rank's state. Local."""
@@ -182,7 +177,7 @@ class CommHook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank. Local."""
+        """Restore what `state_dict` returned on this rank; an empty one starts anew. Local."""
 
 
 class ChainedWork:
@@ -228,82 +223,7 @@ def wait_all(works: Iterable[Work]) -> None:
         pending = chains
 
 
-_WIRES = {
-    "uncompressed": None,
-    "fp32": torch.float32,  # narrower than fp64 gradients
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
-
-def names() -> list[str]:
-    """Return the names of all hooks; imports the modules of this package."""
-    return sorted(_hooks())
-
-
-def make_hook(hook: str | CommHook | None, wire_dtype: torch.dtype | None = None) -> CommHook:
-    """Return a hook by name, or as it is; by default the one that casts to a wire dtype.
-
-    Raises ValueError for an unknown name or wire dtype, and for a wire dtype beside a hook.
-    """
-    check_travel_dtype("wire_dtype", wire_dtype)
-    if hook is None:
-        return CommHook(wire_dtype)
-    if wire_dtype not in (None, torch.float32):
-        raise ValueError("a communication hook decides the wire dtype: give one of the two")
-    if isinstance(hook, CommHook):
-        return hook
-    if not isinstance(hook, str):
-        raise ValueError(
-            f"comm_hook is of type {type(hook).__name__}: give a name or a zero.comm_hooks.CommHook"
-        )
-    if hook not in (hooks := _hooks()):
-        raise ValueError(f"comm_hook {hook!r} is unknown: choose one of {', '.join(sorted(hooks))}")
-    return hooks[hook]()
-
-
-def _hooks() -> dict[str, Callable[[], CommHook]]:
-    """Return the factory of each hook, by name: of casts, and of the `HOOKS` of modules here."""
-    modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-    named = {name: make for m in modules for name, make in getattr(m, "HOOKS", {}).items()}
-    return {name: partial(CommHook, dtype) for name, dtype in _WIRES.items()} | named
-
-
-def bind_hook(
-    hook: CommHook, levels: NodeLevels | None, *, size: int, scheduled: bool
-) -> NodeLevels | None:
-    """Let a hook serve an optimizer on `size` ranks; return the levels that its buckets have.
-
-    `scheduled` means a sync schedule of the user's. Raises ValueError for a hook that cannot serve
-    so many ranks, for one between nodes with a schedule, without levels, or in use, and for one
-    over all ranks with a schedule.
-    """
-    if size == 1:
-        return None
-    hook.expect_size(size)
-    name = type(hook).__name__
-    if not (hook.between_nodes or hook.world_only):
-        return None
-    if scheduled and hook.world_only:
-        raise ValueError(
-            f"comm_hook {name} communicates over all ranks, and a sync schedule over those of a "
-            "node: give one of the two"
-        )
-    if scheduled:
-        raise ValueError(
-            f"comm_hook {name} compresses what crosses nodes in every step, and a schedule decides "
-            "when anything does: give one of the two"
-        )
-    if hook.between_nodes and levels is None:
-        raise ValueError(f"comm_hook {name} needs `levels`: world.optimizer gives them")
-    if hook.bound:
-        raise ValueError(
-            f"comm_hook {name} keeps a state for another optimizer: make a hook for each"
-        )
-    hook.bound = True
-    return levels if hook.between_nodes else None
-
-
+@dataclass(frozen=True)
 class HookState:
     """The state of a hook with what it depends on: the rank, the size, nodes and buckets.
 
@@ -311,45 +231,38 @@ class HookState:
     names of parameters of which the hook may have gradients that were not sent.
     """
 
-    def __init__(
-        self,
-        hook: CommHook,
-        group: Collectives,
-        plan: Sequence[Bucket],
-        levels: NodeLevels | None,
-        *,
-        orders: Mapping[str, tuple[int, ...]],
-        used: set[str],
-    ) -> None:
-        self._hook, self._group, self._used = hook, group, used
-        self._context: list[Any] = [type(hook).__name__, group.rank, group.size]
-        if levels is None:
-            self._context.append([bucket.numel for bucket in plan])
-        else:
-            self._context.append([[bucket.numel, *bucket.bounds] for bucket in plan])
-            self._context.append([*map(list, levels.nodes)])
-        if turned := [[n, *order] for n, order in orders.items() if list(order) != sorted(order)]:
-            self._context.append(turned)
+    hook: CommHook
+    group: Collectives
+    plan: Sequence[Bucket]
+    levels: NodeLevels | None
+    orders: Mapping[str, tuple[int, ...]]
+    used: set[str]
+
+    @property
+    def _context(self) -> list[Any]:
+        buckets = [[bucket.numel, *bucket.bounds] for bucket in self.plan]
+        nodes = [[*map(list, self.levels.nodes)]] if self.levels else []
+        turned = [[n, *o] for n, o in self.orders.items() if list(o) != sorted(o)]
+        own = [type(self.hook).__name__, self.group.rank, self.group.size]
+        return [*own, buckets, *nodes, *([turned] if turned else [])]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state on this rank. Local."""
-        state = self._hook.state_dict()
-        return {"context": self._context, "state": state, "used": sorted(self._used)}
+        state = self.hook.state_dict()
+        return {"context": self._context, "state": state, "used": sorted(self.used)}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
         """Restore what `state_dict` returned; warn if its hook, ranks or buckets differ. Local.
 
         Without a state that fits, the hook starts anew.
         """
-        self._hook.reset()
-        self._used.clear()
-        if saved is None or not (saved["state"] or saved.get("used")):
-            return
-        if saved["context"] == self._context:
-            if saved["state"]:  # a rank that owns no lane has none, and knows the names too
-                self._hook.load_state_dict(saved["state"])
-            self._used.update(saved.get("used", ()))
-        elif self._group.rank == 0:
+        saved = saved or {"state": {}, "context": None}
+        # A rank that owns no lane has no state, and knows the names too.
+        fits, used = saved["context"] == self._context, saved.get("used", ())
+        self.hook.load_state_dict(saved["state"] if fits else {})
+        self.used.clear()
+        self.used.update(used if fits else ())
+        if not fits and (saved["state"] or used) and self.group.rank == 0:
             warnings.warn(
                 "the state is of another comm_hook, size or layout: the hook starts anew",
                 stacklevel=3,

@@ -218,13 +218,9 @@ def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 def _pack_indices(indices: Tensor) -> Tensor:
     """Return flat indices below 4,096 as bytes: two in three, the first in the lowest bits."""
-    pairs = torch.nn.functional.pad(indices, (0, len(indices) % 2)).view(-1, 2)
-    both = pairs[:, 0] | pairs[:, 1] << INDEX_BITS
-    packed = torch.stack([both >> shift & 255 for shift in (0, 8, 16)], 1).to(torch.uint8).view(-1)
-    return packed[: -(-len(indices) * INDEX_BITS // 8)]
+    return _pack(torch.stack([indices >> at & 15 for at in (0, 4, 8)], 1).byte().view(-1), 4)
 
 
 def _unpack_indices(packed: Tensor, count: int) -> Tensor:
-    parts = torch.nn.functional.pad(packed, (0, -len(packed) % 3)).view(-1, 3).long()
-    both = parts[:, 0] | parts[:, 1] << 8 | parts[:, 2] << 16
-    return torch.stack([both & 4095, both >> INDEX_BITS], 1).view(-1)[:count]
+    low, middle, high = _unpack(packed, 4, 3 * count).view(-1, 3).long().unbind(1)
+    return low | middle << 4 | high << 8

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from zero.collectives import Work
-from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
 from zero.kernels import view
 
 
@@ -79,21 +79,13 @@ class DDPHook(CommHook):
         *,
         overlap: bool = False,
     ) -> None:
-        if not callable(hook):
-            raise ValueError(
-                f"DDPHook got a {type(hook).__name__} as its hook: give hook(state, b)"
-            )
         self._state, self._hook, self.overlap = state, hook, overlap
 
-    def expect_size(self, size: int) -> None:
-        """Raise ValueError if the process group of the state has another number of ranks."""
+    def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
+        """Raise ValueError if the process group of the state has another number of ranks, too."""
         import torch.distributed as dist  # noqa: PLC0415 - takes a tenth of a second
 
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                "DDPHook communicates through torch.distributed, which is not initialized: call "
-                "torch.distributed.init_process_group on all ranks before"
-            )
+        super().bind(size, levels, scheduled=scheduled)
         group = getattr(self._state, "process_group", self._state)
         if group is not None and not isinstance(group, dist.ProcessGroup):
             return  # the hook knows its group

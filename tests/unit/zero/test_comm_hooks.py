@@ -9,7 +9,8 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.comm_hooks import ChainedWork, CommHook, make_hook, names, wait_all
+from zero.comm_hooks import ChainedWork, CommHook, wait_all
+from zero.comm_hooks.names import HOOKS, make_hook
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
@@ -69,9 +70,9 @@ class TwoSteps(CommHook):
         bucket.gradients.div_(2)
 
 
-def test_every_hook_has_a_name_and_others_are_refused():
-    assert {"bf16", "fp16", "fp32", "uncompressed"} <= set(names())
-    assert all(callable(make_hook(name)) for name in names())
+def test_hooks_have_names_and_others_are_refused():
+    for name in HOOKS:
+        assert isinstance(make_hook(name), CommHook)
     with pytest.raises(ValueError, match="comm_hook 'gzip' is unknown: choose one of bf16, fp16"):
         make_hook("gzip")
     with pytest.raises(ValueError, match="give one of the two"):
@@ -158,7 +159,7 @@ class Counting(CommHook):
         return {"seen": self.seen}
 
     def load_state_dict(self, state):
-        self.seen.copy_(state["seen"])
+        self.seen.copy_(state.get("seen", torch.zeros(1)))
 
 
 def test_the_state_of_a_hook_is_restored_unless_there_are_more_ranks_or_none_was_saved():
