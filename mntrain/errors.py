@@ -109,6 +109,7 @@ class ExceptionWatch:
             threading: self._handle_in_thread,
         }
         self._previous: dict[Any, Callable[..., object]] = {}
+        self._in_chain: set[Any] = set()  # modules whose hook is this one, or calls it
         self._process = 0  # the process that installed the hooks; 0: they are not installed
         # Is told of an exception that ends the world, before anything else is done about it.
         self.on_error: Callable[[BaseException], None] = lambda error: None
@@ -118,16 +119,24 @@ class ExceptionWatch:
         """Replace the interpreter's hooks for uncaught exceptions of all threads."""
         self._process = os.getpid()
         for module, hook in self._hooks.items():
-            if not self._is_below(module.excepthook, module):
+            if module not in self._in_chain:
+                self._in_chain.add(module)
                 self._previous[module] = module.excepthook
                 module.excepthook = hook
 
     def uninstall(self) -> None:
-        """Restore the hooks that `install` replaced, unless others have replaced these since."""
+        """Restore the hooks that `install` replaced, unless others have replaced these since.
+
+        What stays in place only passes exceptions on.
+        """
         self._process = 0
         for module, hook in self._hooks.items():
             if module.excepthook == hook:
-                module.excepthook = self._next_hook(module)
+                self._in_chain.remove(module)
+                module.excepthook = self._previous[module]
+                below = getattr(self._previous[module], "__self__", None)
+                if isinstance(below, ExceptionWatch) and not below._process:
+                    below.uninstall()
 
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
@@ -167,25 +176,12 @@ class ExceptionWatch:
     def _place(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.host}"
 
-    def _is_below(self, hook: Callable[..., object], module: Any) -> bool:
-        """Return whether a hook is this watch's, or that of another one which calls it."""
-        watch = getattr(hook, "__self__", None)
-        if not isinstance(watch, ExceptionWatch):
-            return False
-        return watch is self or self._is_below(watch._previous[module], module)
-
-    def _next_hook(self, module: Any, *, of_user: bool = False) -> Callable[..., object]:
-        """Return the newest hook below this one, without those of worlds that ended, or of all."""
-        hook = self._previous[module]
-        below = getattr(hook, "__self__", None)
-        if isinstance(below, ExceptionWatch) and (of_user or not below._process):
-            return below._next_hook(module, of_user=of_user)
-        return hook
-
     @property
     def _user_hook(self) -> Callable[..., object] | None:
         """The hook that the user has installed in place of the interpreter's, if any."""
-        hook = self._next_hook(sys, of_user=True)
+        hook = self._previous[sys]
+        while isinstance(watch := getattr(hook, "__self__", None), ExceptionWatch):
+            hook = watch._previous[sys]
         return hook if hook is not sys.__excepthook__ else None
 
     def _report_failure(self, error: BaseException) -> None:
@@ -207,24 +203,23 @@ class ExceptionWatch:
         return {**own, "message": str(error)[:_MAX_MESSAGE], "traceback": text}
 
     def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
-        installed_here = self._process == os.getpid()
-        if installed_here and (self.size == 1 or isinstance(error, OF_ALL_RANKS)):
-            self.on_error(error)
-        if installed_here and isinstance(error, AgreedError):
-            error.report()
-            if self.rank == 0 and self._user_hook is not None:
-                self._user_hook(kind, error, trace)
-        elif installed_here and isinstance(error, OF_ALL_RANKS):
-            if self.rank == 0:
-                self._next_hook(sys)(kind, error, trace)
-        elif installed_here and self.size > 1:
-            self.end_job(error)
-        else:
-            self._next_hook(sys)(kind, error, trace)
-            if self._process and not installed_here:
+        of_all = isinstance(error, OF_ALL_RANKS)
+        if self._process != os.getpid():
+            self._previous[sys](kind, error, trace)
+            if self._process:  # in a forked child
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)  # at the end of the interpreter, MPI would wait for other ranks
+            return
+        if self.size > 1 and not of_all:
+            self.end_job(error)
+        self.on_error(error)
+        if isinstance(error, AgreedError):
+            error.report()
+            if self.rank == 0 and self._user_hook is not None:
+                self._user_hook(kind, error, trace)
+        elif self.rank == 0 or not of_all:
+            self._previous[sys](kind, error, trace)
 
     def _handle_in_thread(self, args: threading.ExceptHookArgs) -> None:
         """End the job for threads of this package; let others end with a report, as Python does."""
@@ -235,7 +230,7 @@ class ExceptionWatch:
                 self.end_job(error)
             if not isinstance(error, SystemExit):
                 print(f"mntrain: {self._place}: an exception ends {thread}", file=sys.stderr)
-        self._next_hook(threading)(args)
+        self._previous[threading](args)
 
 
 def combined_refusals(refusals: Sequence[str | None]) -> str:

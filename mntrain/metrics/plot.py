@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +21,6 @@ import numpy as np
 from mntrain.metrics.files import METRICS_FILE, PLOT_FILE, flatten, read_metrics, write_whole
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # ruff: noqa: PLC0415 - matplotlib is an extra
@@ -31,7 +30,6 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Curve = tuple[Array, Array]
 
 FORMATS = ("svg", "png", "pdf")
-NEEDED = "matplotlib, which is not installed: pip install 'mntrain[plot]'"
 JOB_LIMIT_S = 2.0  # of a drawing at the end of a job, while all its ranks wait
 
 _AXES = {
@@ -44,7 +42,6 @@ _AXES = {
 _EXTENTS = {"hours": ["step_s"], "samples": ["samples"], "tokens": ["tokens_per_s", "step_s"]}
 _SMOOTHED = 40  # the running mean spans a 40th of a curve
 _SHORT = 20  # a curve of fewer points shows each of them
-_PALETTE = 10  # colours of matplotlib's default cycle
 _LABEL_LENGTH = 78  # characters in a row of the legend
 _POINTS = {"marker": "o", "markersize": 3.5}
 _STYLES: dict[str, dict[str, Any]] = {
@@ -108,18 +105,6 @@ class LoggedRun(NamedTuple):
         return (values[:, 0], values[:, 1]) if np.isfinite(values[:, 1]).any() else None
 
 
-def read_run(path: Path) -> list[dict[str, Any]]:
-    """Return the flattened lines of a run's steps. Raises ValueError if there are none."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: there is no such folder; give the folder of a run")
-    if not (path / METRICS_FILE).exists():
-        raise ValueError(f"{path} has no {METRICS_FILE}: give the folder of a run")
-    lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
-    if not lines:
-        raise ValueError(f"{path}: its {METRICS_FILE} has no step yet")
-    return lines
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
@@ -168,12 +153,10 @@ def draw_at_end(run_dir: Path) -> str:
 
     In a process of its own, which is ended after `JOB_LIMIT_S`.
     """
-    command = "python -m mntrain plot"
-    if find_spec("matplotlib") is None:
-        return f"{command} needs {NEEDED}"
+    command = [sys.executable, "-m", "mntrain", "plot", str(run_dir)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "mntrain", "plot", str(run_dir)],
+            command,
             capture_output=True,
             check=False,
             errors="replace",
@@ -182,13 +165,7 @@ def draw_at_end(run_dir: Path) -> str:
             timeout=JOB_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        if (run_dir / PLOT_FILE).exists():  # a job removes that of an earlier one
-            return ""
-        for left in run_dir.glob(f".{PLOT_FILE}.*"):
-            left.unlink(missing_ok=True)
-        return f"it took more than {JOB_LIMIT_S:g} s; {command} {run_dir} draws it"
-    except OSError as error:
-        return str(error)
+        return f"it took more than {JOB_LIMIT_S:g} s; python -m mntrain plot {run_dir} draws it"
     lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
     return lines[-1].removeprefix("mntrain: ") if done.returncode else ""
 
@@ -203,42 +180,43 @@ def _draw(
     if kind not in FORMATS:
         raise ValueError(f"--output {output}: its ending must be .{', .'.join(FORMATS)}")
     runs = read_runs(paths)
-    panels = [curves_of(runs, metric, axis, log=log) for metric in dict.fromkeys(metrics)]
+    panels = [curves_of(runs, metric, axis) for metric in dict.fromkeys(metrics)]
     if find_spec("matplotlib") is None:
-        raise ValueError(f"plot needs {NEEDED}")
+        raise ValueError(
+            "plot needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
+        )
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
-    import matplotlib as mpl
-
     content = io.BytesIO()
-    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": None}  # equal files
-    with mpl.rc_context({"svg.hashsalt": "mntrain"}), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
         figure = make_figure([run.label for run in runs], panels, axis, log=log)
-        figure.savefig(content, format=kind, dpi=160, metadata=dates[kind])
+        figure.savefig(content, format=kind, dpi=160)
     write_whole(output, content.getvalue())
     return output
 
 
 def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
-    """Return runs with distinct labels: the folders' names, or the paths if names are not unique.
+    """Return runs, labelled by their folders' names, or by the paths if names are not unique.
 
-    Raises ValueError for a run that has no steps or is given twice.
+    Raises ValueError for a run that has no steps.
     """
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError("a run is given twice")
-    names = [path.resolve().name for path in paths]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
-    return [LoggedRun(name, path, read_run(path)) for name, path in zip(names, paths, strict=True)]
+    runs = []
+    for path in paths:
+        if not (path / METRICS_FILE).exists():
+            raise ValueError(f"{path} has no {METRICS_FILE}: give the folder of a run")
+        lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
+        if not lines:
+            raise ValueError(f"{path}: its {METRICS_FILE} has no step yet")
+        runs.append(LoggedRun(path.resolve().name, path, lines))
+    unique = len({run.label for run in runs}) == len(runs)
+    return runs if unique else [run._replace(label=str(run.path)) for run in runs]
 
 
-def curves_of(
-    runs: Sequence[LoggedRun], metric: str, axis: str, *, log: bool
-) -> dict[str, list[Curve | None]]:
+def curves_of(runs: Sequence[LoggedRun], metric: str, axis: str) -> dict[str, list[Curve | None]]:
     """Return the curves of a metric and of its evaluations by name, each by run.
 
-    Raises ValueError if a run has neither, or no value that a logarithmic axis can show.
+    Raises ValueError if a run has neither.
     """
     known = {name for run in runs for name in run.names}
     base = metric if {metric, f"eval_{metric}"} & known else f"metrics/{metric}"
@@ -248,8 +226,6 @@ def curves_of(
             raise ValueError(
                 f"--metric {metric}: {run.path} has no value of it; it has {', '.join(run.names)}"
             )
-        if log and not any((curve[1] > 0).any() for curve in found if curve):
-            raise ValueError(f"--log: {metric} of {run.path} has no value above 0")
     return {name: by_run for name, by_run in curves.items() if any(by_run)}
 
 
@@ -260,19 +236,27 @@ def make_figure(
     *,
     log: bool,
 ) -> "Figure":
-    """Return a figure of panels, each of which has the curves of all runs by name."""
+    """Return a figure of panels, each of which has the curves of all runs by name.
+
+    Its legend names the runs by their colours, or the kinds of lines of a single run.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    colours = [f"C{index}" for index in range(_PALETTE)]
-    if len(labels) > _PALETTE:
+    colours: list[Any] = ["C0", "C1"]  # of a single run, and of its evaluations
+    if len(labels) > 1:
         colours = [mpl.colormaps["turbo"](shade) for shade in np.linspace(0, 1, len(labels))]
     figure = Figure(figsize=(8.0, 4.2 * len(panels)), layout="constrained")
     every = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    styles: set[str] = set()
+    handles: dict[str, Line2D] = {}
     for axes, panel in zip(every, panels, strict=True):
-        styles |= _draw_panel(axes, panel, colours)
+        for curve, style, run in _curves_with_styles(panel):
+            points = _POINTS if len(curve[0]) < _SHORT else {}
+            colour = colours[run if len(labels) > 1 else int(style == "evaluation")]
+            [line] = axes.plot(*curve, color=colour, **{**_STYLES[style], **points})
+            handles[style] = line
         axes.set_ylabel(next(iter(panel)))
         axes.set_yscale("log" if log else "linear")
         axes.grid(alpha=0.25)
@@ -284,48 +268,31 @@ def make_figure(
         every[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     if len(labels) == 1:
         every[0].set_title(_legible(labels[0]), loc="left", fontsize="medium")
-    _add_legends(figure, labels, colours, styles)
+    else:
+        handles = {
+            _legible(label): Line2D([], [], color=colour, linewidth=3)
+            for label, colour in zip(labels, colours, strict=True)
+        }
+    longest = max(len(row) for name in handles for row in name.splitlines())
+    columns = max(1, 100 // (longest + 8))
+    rows = sum(name.count("\n") + 1 for name in handles) / columns
+    figure.set_figheight(figure.get_figheight() + 0.21 * rows)
+    options: dict[str, Any] = {"fontsize": "small", "frameon": False}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, **options)
     return figure
 
 
-def _draw_panel(
-    axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[Any]
-) -> set[str]:
-    drawn: list[tuple[Curve, str, Any]] = []
+def _curves_with_styles(
+    panel: Mapping[str, Sequence[Curve | None]],
+) -> Iterator[tuple[Curve, str, int]]:
+    """Yield each line of a panel, its style, and the number of its run."""
     for name, by_run in panel.items():
         evaluation = name.startswith("eval_")
-        for index, curve in enumerate(by_run):
+        for run, curve in enumerate(by_run):
             if curve is not None:
-                colour = colours[int(evaluation)] if len(by_run) == 1 else colours[index]
-                drawn.append((curve, "evaluation" if evaluation else "each step", colour))
+                yield curve, "evaluation" if evaluation else "each step", run
                 if not evaluation and (means := running_mean(curve[1])) is not None:
-                    drawn.append(((curve[0], means), "running mean", colour))
-    for curve, style, colour in drawn:
-        points = _POINTS if len(curve[0]) < _SHORT else {}
-        axes.plot(*curve, color=colour, **{**_STYLES[style], **points})
-    return {style for _, style, _ in drawn}
-
-
-def _add_legends(
-    figure: "Figure", labels: Sequence[str], colours: Sequence[Any], styles: set[str]
-) -> None:
-    """Name the styles of lines above the panels, and several runs by colour below them."""
-    from matplotlib.lines import Line2D
-
-    options: dict[str, Any] = {"fontsize": "small", "frameon": False}
-    used = [style for style in _STYLES if style in styles]
-    grey = ["0.3", "0.3"] if len(labels) > 1 else colours
-    handles = [Line2D([], [], color=grey[name == "evaluation"], **_STYLES[name]) for name in used]
-    figure.legend(handles, used, loc="outside upper right", ncols=len(used), **options)
-    if len(labels) == 1:
-        return
-    names = [_legible(label) for label in labels]
-    longest = max(len(line) for name in names for line in name.splitlines())
-    columns = max(1, min(5, (_LABEL_LENGTH + 20) // (longest + 8), len(names)))
-    rows = sum(name.count("\n") + 1 for name in names) / columns
-    figure.set_figheight(figure.get_figheight() + 0.21 * rows)
-    handles = [Line2D([], [], color=colour, linewidth=3) for colour in colours[: len(names)]]
-    figure.legend(handles, names, loc="outside lower center", ncols=columns, **options)
+                    yield (curve[0], means), "running mean", run
 
 
 def _legible(label: str) -> str:

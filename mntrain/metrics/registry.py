@@ -66,6 +66,8 @@ class StepRecord:
     """1 for the first."""
     loss: Annotated[float, Metric("mean", format=_loss_text, row="line", summary="final_loss")]
     """Mean over the items (samples or tokens) of the step."""
+    metrics: Annotated[dict[str, float], Metric("mean", named=True, row="line")]
+    """The task's further means, from `Loss.metrics`."""
     lr: Annotated[float, Metric("same", format="{:.1e}".format, row="line")]
     grad_norm: Annotated[
         float | None, Metric("same", label="norm", format="{:.2g}".format, row="line")
@@ -88,8 +90,6 @@ class StepRecord:
     """Time in which a collective was in progress."""
     exposed: Annotated[float, Metric("master", "s")]
     """The part of it in which the master waited: communication that did not overlap."""
-    metrics: Annotated[dict[str, float], Metric("mean", named=True, row="line")]
-    """The task's further means, from `Loss.metrics`."""
     skipped: Annotated[bool, Metric("same")] = False
     eval_loss: Annotated[
         float | None,

@@ -33,7 +33,7 @@ from mntrain.metrics.registry import (
     count_text,
     short_time,
 )
-from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit, join
+from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit
 from mntrain.metrics.writers import DECLARED, MetricsFiles
 from mntrain.rank_info import Place
 
@@ -43,9 +43,6 @@ _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
 _MAX_PLACES = 16  # rows of the table of places
 _MIN_BAR = 10  # cells of a progress bar that is shown at all
-# Priorities of what a narrow terminal shows: 0 stays. A task's metrics have 1.
-_KEPT = {"loss": 0, "norm": 2, "lr": 3}
-_KEPT |= {"wait": 0, "backward": 1, "forward": 2, "data": 3, "optimizer": 4, "other": 5}
 _MEMORY_LABELS = {
     "buckets": "working buckets",
     "master": "master weights",
@@ -84,7 +81,7 @@ class Reporter:
         self._terminal = find_terminal(sys.stdout) if master and console is None else None
         self._console = console or console_on(self._terminal)
         self._errors = console or Console(stderr=True)
-        self._one_terminal = self._terminal is None or self._terminal.shows(sys.stderr)
+        self._one_terminal = self._terminal is None or find_terminal(sys.stderr) is not None
         self._recent = RecentSteps[StepRecord](10)  # the last of them is the last step
         self._live: LiveLines | None = None
         self._display_ended = False
@@ -151,8 +148,7 @@ class Reporter:
             )
         if len(places) > _MAX_PLACES:
             table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
-        dropped = ("threads", "local rank", "memory", "CPUs", "device", "link MB/s")
-        self._print_table(table, dropped)
+        self._print_table(table)
 
     def step(self, record: StepRecord) -> None:
         """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
@@ -198,8 +194,7 @@ class Reporter:
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
         self._print_table(self._result_table(summary))
         if ranks := summary["ranks"]:
-            memory = _memory_table(summary["memory"])
-            self._print_table(memory, ("least", "expected", "median", "on rank"))
+            self._print_table(_memory_table(summary["memory"]))
             self._print_table(_traffic_table(ranks))
             busy, waited = (
                 statistics.median(rank[name] for rank in ranks)
@@ -211,41 +206,37 @@ class Reporter:
 
     def _line(self) -> str:
         count, *speed = self._progress()
-        last = self._recent.values[-1]
-        values = [(0, f"{label} {text}") for label, text in last.pairs("line")]
-        return join([count, *values, *speed])
+        return "  ".join([count, *self._values(), *speed])
 
-    def _progress(self) -> list[tuple[int, str]]:
+    def _values(self) -> list[str]:
+        return [f"{label} {text}" for label, text in self._recent.values[-1].pairs("line")]
+
+    def _progress(self) -> list[str]:
         last = self._recent.values[-1]
         count = f"step {last.step:>{len(str(self._steps))}}/{self._steps}"
         if not self._recent.warm:
-            return [(0, count), (1, f"warm-up, {short_time(last.step_s)}")]
+            return [count, f"warm-up, {short_time(last.step_s)}"]
         step_s = statistics.median(record.step_s for record in self._recent.values)
         rate = statistics.median(record.tokens_per_s for record in self._recent.values)
         left = timedelta(seconds=round((self._steps - last.step) * step_s))
-        return [
-            (0, count),
-            (2, f"{count_text(rate)} {self.items}/s"),
-            (3, f"{short_time(step_s)}/step"),
-            (1, f"left {left}"),
-        ]
+        speed = f"{count_text(rate)} {self.items}/s"
+        return [count, f"left {left}", speed, f"{short_time(step_s)}/step"]
 
     def _live_lines(self, width: int) -> list[Text]:
-        last = self._recent.values[-1]
         progress = fit(self._progress(), width)
-        values = [(_KEPT.get(n, 1), f"{n} {text}") for n, text in last.pairs("line")]
-        lines = [progress, fit(values, width)]
+        lines = [progress, fit(self._values(), width)]
         if self._recent.warm:
             lines.append(fit(self._shares(), width))
         texts = [plain(line, self._console.encoding) for line in lines]
         left = width - len(progress) - 2
         if left >= _MIN_BAR:
-            bar = ProgressBar(total=self._steps, completed=last.step, width=left)
+            done = self._recent.values[-1].step
+            bar = ProgressBar(total=self._steps, completed=done, width=left)
             segments = self._console.render(bar)
             texts[0].append("  ").append_tokens((part, style) for part, style, _ in segments)
         return texts
 
-    def _shares(self) -> list[tuple[int, str]]:
+    def _shares(self) -> list[str]:
         records = self._recent.values
         total = sum(record.step_s for record in records) or 1.0
         shares = {
@@ -253,7 +244,7 @@ class Reporter:
             for phase in PHASES
         }
         shares["other"] = max(0.0, 1 - sum(shares.values()))
-        return [(_KEPT[name], f"{name} {share:.0%}") for name, share in shares.items()]
+        return [f"{name} {share:.0%}" for name, share in shares.items()]
 
     def _redraw(self) -> None:
         if self._display_ended:
@@ -265,21 +256,17 @@ class Reporter:
             self._live.refresh()
             self._drawn_at = time.monotonic()
 
-    def _print_table(self, table: Table, spare: Sequence[str] = ()) -> None:
-        """Print a table with an empty line after it.
+    def _print_table(self, table: Table) -> None:
+        """Print a table with an empty line after it; in a log its lines are as long as they need.
 
-        On a narrow terminal, columns are left out until the table fits, in the order of `spare`. A
-        log gets all of them, in lines as long as they need.
+        A narrow terminal wraps the cells.
         """
         console = self._console
-        wide = console.options.update_width(10_000)
-        for name in spare if console.is_terminal else ():
-            if console.measure(table, options=wide).maximum > console.width:
-                table.columns = [column for column in table.columns if column.header != name]
         if not console.is_terminal:
+            wide = console.options.update_width(10_000)
             console.width = max(console.width, console.measure(table, options=wide).maximum)
         console.print(table)
-        self._console.print()
+        console.print()
 
     def _result_table(self, summary: Mapping[str, Any]) -> Table:
         skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""

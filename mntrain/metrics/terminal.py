@@ -13,7 +13,6 @@ order.
 """
 
 import os
-import re
 import stat
 import sys
 import threading
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.control import Control
 from rich.file_proxy import FileProxy
@@ -35,14 +34,9 @@ from rich.text import Text
 _LAUNCHERS = ("mpirun", "mpiexec", "hydra_", "prterun", "orterun")
 # Options of launchers that add something to each line, or write the lines to files.
 _LINE_OPTIONS = {
-    dashes + name
-    for dashes in ("-", "--")
-    for name in (
-        *("l", "prepend-rank", "outfile-pattern"),  # Hydra
-        *("output", "output-filename", "tag-output", "timestamp-output", "xml"),  # Open MPI
-    )
+    *("l", "prepend-rank", "outfile-pattern"),  # Hydra
+    *("output", "output-filename", "tag-output", "timestamp-output", "xml"),  # Open MPI
 }
-_PSEUDO_TERMINALS = 136  # the major number of /dev/pts/*
 
 
 @dataclass(frozen=True)
@@ -65,40 +59,32 @@ class Terminal:
             return size if size.columns and size.lines else None
         return None
 
-    def shows(self, stream: Any) -> bool:
-        """Return whether what is written to a file object is shown on this terminal, too."""
-        other = find_terminal(stream)
-        with suppress(OSError):
-            return other is not None and os.stat(other.file).st_rdev == os.stat(self.file).st_rdev
-        return False
-
 
 def find_terminal(stream: Any) -> Terminal | None:
     """Return the terminal on which a user reads what is written to a file object, or None. Local.
 
-    That is the terminal of the nearest launcher among the ancestors of this process if the launcher
-    holds the other end of the file, which is a pipe or pseudo-terminal; otherwise the file itself.
-    So there is none with `mpirun | tee`, `mpirun > file`, `python | grep` under mpirun, a launcher
-    on another host, srun, and options that change lines (`mpirun -l`). Nor is there one if /proc
-    cannot be read or the launcher's terminal is another user's. A terminal has a size: Open MPI
-    gives ranks a pseudo-terminal without one if its own output is none.
+    For a pipe or pseudo-terminal under a launcher, that is the launcher's terminal; otherwise the
+    file itself. So there is none with `mpirun | tee`, `mpirun > file`, a launcher on another host,
+    srun, and options that change lines (`mpirun -l`). Nor is there one if /proc cannot be read or
+    the launcher's terminal is another user's. A terminal has a size: Open MPI gives ranks a
+    pseudo-terminal without one if its own output is none.
     """
     try:
         number = stream.fileno()
-        status = os.fstat(number)
+        passed_on = stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number)
     except (AttributeError, OSError, ValueError):  # absent, closed, or not a file
         return None
-    own = Terminal(number)
     with suppress(OSError):
         launchers = _nearest_launchers(os.getpid())
-        if launchers and _holds_other_end(launchers[0], status):
+        if launchers and passed_on:
             process = Path("/proc", str(launchers[-1]))
             words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if _LINE_OPTIONS & set(words):
+            if _LINE_OPTIONS & {word.lstrip("-") for word in words if word.startswith("-")}:
                 return None
             terminal = Terminal(process / "fd" / ("2" if number == 2 else "1"))
             if terminal.size():
                 return terminal
+    own = Terminal(number)
     return own if own.size() else None
 
 
@@ -120,26 +106,6 @@ def _parent_and_name(pid: int) -> tuple[int, str]:
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     name, _, fields = text.partition("(")[2].rpartition(")")
     return int(fields.split()[1]), name
-
-
-def _holds_other_end(pid: int, file: os.stat_result) -> bool:
-    """Return whether a process reads a pipe, or owns the pseudo-terminal, that is `file`.
-
-    Raises OSError if its descriptors cannot be read.
-    """
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            if stat.S_ISFIFO(file.st_mode):
-                reads = entry.lstat().st_mode & stat.S_IRUSR
-                found = bool(reads) and os.path.samestat(entry.stat(), file)
-            else:
-                info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
-                index = re.search(r"^tty-index:\s*(\d+)$", info, re.MULTILINE)
-                device = os.major(file.st_rdev), os.minor(file.st_rdev)
-                found = index is not None and device == (_PSEUDO_TERMINALS, int(index[1]))
-            if found:
-                return True
-    return False
 
 
 def stdout() -> Console:
@@ -169,21 +135,14 @@ _NO_WRAP, _WRAP = _control("\x1b[?7l"), _control("\x1b[?7h")
 _LINE_START, _ERASE_LINE, _ERASE_BELOW = _control("\r"), _control("\x1b[K"), _control("\x1b[J")
 
 
-def join(parts: Sequence[tuple[int, str]]) -> str:
-    """Return the texts of parts as one line."""
-    return "  ".join(text for _, text in parts)
-
-
-def fit(parts: Sequence[tuple[int, str]], width: int) -> str:
-    """Return a line of parts that fits into `width` cells.
-
-    A part is its priority, 0 for the most important, and its text. Those with the highest number
-    are left out until the others fit, of equal ones the last. A single part is cut.
-    """
-    kept = list(parts)
-    while len(kept) > 1 and cell_len(join(kept)) > width:
-        kept.remove(max(reversed(kept), key=lambda part: part[0]))
-    return set_cell_size(join(kept), min(width, cell_len(join(kept))))
+def fit(parts: Sequence[str], width: int) -> str:
+    """Return a line of the first parts, as many as fit into `width` cells, and at least one."""
+    line = parts[0]
+    for part in parts[1:]:
+        if cell_len(f"{line}  {part}") > width:
+            break
+        line = f"{line}  {part}"
+    return line
 
 
 class LiveLines(RenderHook):

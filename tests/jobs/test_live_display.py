@@ -98,7 +98,7 @@ def test_a_terminal_under_mpirun_ends_with_one_panel_that_fits(tmp_path, width, 
     panel = lines[first : first + 3]
     assert re.match("step 150/150( |$)", panel[0])
     assert panel[1].startswith("loss ")
-    assert re.search(r"wait \d+%", panel[2])
+    assert re.match(r"data +\d+%", panel[2])
     assert max(map(len, panel)) < now
     assert lines[first - 1] == ""
     assert lines[first + 3] == "sample"

