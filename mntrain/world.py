@@ -166,7 +166,6 @@ class World(Ranks):
         seed: int = 0,
         *,
         weight: Callable[[Any], float] | None = None,
-        lists: Literal["samples", "columns"] | None = None,
         balance: bool = False,
         divided: bool = False,
     ) -> ShardedLoader:
@@ -188,9 +187,8 @@ class World(Ranks):
         on those that have no more.
 
         Each iteration is an epoch of its own, also if `shard` is called for each one. `seed`
-        decides how a shuffling loader shuffles, independently of the number of ranks. `lists`
-        states what the lists in a batch that is cut hold: samples, or columns as in a tuple.
-        With `balance`, parts follow the speeds of ranks, measured while training: then the training
+        decides how a shuffling loader shuffles, independently of the number of ranks. With
+        `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
         the GPU. There, a part grows only as far as memory suffices if it grows with the part.
         Raises ValueError if accelerate's Accelerator trains each rank alone.
@@ -198,7 +196,7 @@ class World(Ranks):
         self._engine.check_open()
         if alone := lone_accelerator(self.size):
             raise ValueError(alone)
-        return self._shards.shard(loader, seed, weight, lists, balance=balance, divided=divided)
+        return self._shards.shard(loader, seed, weight, balance=balance, divided=divided)
 
     def gather_in_order(self, predictions: Any) -> Any:
         """Return the predictions for all samples of a pass over a shard, on all ranks. Collective.

@@ -5,11 +5,12 @@ A batch is a nest of fields with columns as leaves. A column has one entry a sam
     tensor, array            a column, cut along its first dimension; passed through if it has none
     mapping, dataclass,      fields, each cut by itself
       tuple, named tuple
-    list                     see `Lists`
+    list                     a column; fields if entries are tensors of unlike kinds
     tuple of strings         a column, as torch's default collate makes them
     None, string, number     passed through
 
-Anything else is refused: it might hold samples.
+Anything else is refused: it might hold samples. So is a list of tensors or arrays of one dtype and
+number of dimensions: it may have one entry a sample, or be fields.
 """
 
 import copy
@@ -17,22 +18,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from numbers import Number
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Lists: TypeAlias = Literal["samples", "columns"] | None
-"""Meaning of the lists of a batch when it is cut.
 
-"samples": a list has one entry a sample. "columns": its entries are fields, as those of a tuple.
-None: samples if no entry is a tensor or array with dimensions; columns if some are, of unlike kinds
-(dtype or number of dimensions). A list of like tensors may be either, so it is refused.
-"""
-
-
-def length_of(batch: Any, lists: Lists = None) -> int:
+def length_of(batch: Any) -> int:
     """Return the number of samples of a batch.
 
     Raises ValueError if its columns differ in length, and TypeError for what cannot be cut.
@@ -43,7 +36,7 @@ def length_of(batch: Any, lists: Lists = None) -> int:
         lengths.add(len(column))
         return column
 
-    map_columns(batch, count, lists)
+    map_columns(batch, count)
     if len(lengths) != 1:
         raise ValueError(
             "a batch to cut needs columns of one length, but those of this "
@@ -53,9 +46,9 @@ def length_of(batch: Any, lists: Lists = None) -> int:
     return lengths.pop()
 
 
-def cut(batch: Any, rows: slice, lists: Lists = None) -> Any:
+def cut(batch: Any, rows: slice) -> Any:
     """Return the rows of a batch: views of its tensors and arrays, and new containers."""
-    return map_columns(batch, itemgetter(rows), lists)
+    return map_columns(batch, itemgetter(rows))
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -63,7 +56,7 @@ def join(parts: Sequence[Any]) -> Any:
 
     Lists and tuples of samples become lists; what is not cut comes from the first part.
     """
-    return map_columns(parts[0], _join_columns, None, *parts[1:])
+    return map_columns(parts[0], _join_columns, *parts[1:])
 
 
 def _join_columns(*columns: Any) -> Any:
@@ -74,7 +67,7 @@ def _join_columns(*columns: Any) -> Any:
     return [entry for column in columns for entry in column]
 
 
-def map_columns(nest: Any, change: Callable[..., Any], lists: Lists, *others: Any) -> Any:
+def map_columns(nest: Any, change: Callable[..., Any], *others: Any) -> Any:
     """Return a nested batch with all columns changed.
 
     `change` gets those of `others`, nests of like structure, too.
@@ -86,19 +79,19 @@ def map_columns(nest: Any, change: Callable[..., Any], lists: Lists, *others: An
     if isinstance(nest, Mapping):
         changed = copy.copy(nest) if isinstance(nest, MutableMapping) else {}
         for key, value in nest.items():
-            changed[key] = map_columns(value, change, lists, *(other[key] for other in others))
+            changed[key] = map_columns(value, change, *(other[key] for other in others))
         return changed
     if isinstance(nest, tuple | list):
-        if _is_column(nest, lists):
+        if _is_column(nest):
             return change(nest, *others)
         fields = zip(nest, *others, strict=True)
-        items = [map_columns(value, change, lists, *rest) for value, *rest in fields]
+        items = [map_columns(value, change, *rest) for value, *rest in fields]
         return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         made = {}
         for name in [field.name for field in dataclasses.fields(nest) if field.init]:
             value, *rest = (getattr(one, name) for one in (nest, *others))
-            made[name] = map_columns(value, change, lists, *rest)
+            made[name] = map_columns(value, change, *rest)
         return dataclasses.replace(nest, **made)
     raise TypeError(
         f"a batch with a {type(nest).__name__} cannot be cut into samples: use tensors, arrays "
@@ -106,7 +99,7 @@ def map_columns(nest: Any, change: Callable[..., Any], lists: Lists, *others: An
     )
 
 
-def _is_column(sequence: Sequence[Any], lists: Lists) -> bool:
+def _is_column(sequence: Sequence[Any]) -> bool:
     """Return whether the entries of a list or tuple are those of the samples, and not fields."""
     if sequence and all(isinstance(entry, str | bytes) for entry in sequence):
         return not hasattr(sequence, "_fields")
@@ -115,15 +108,12 @@ def _is_column(sequence: Sequence[Any], lists: Lists) -> bool:
             f"a tuple of {len(sequence)} numbers may be of the samples or of the whole batch: make "
             "it a list or tensor with one number a sample, or a mapping"
         )
-    if isinstance(sequence, tuple) or lists == "columns":
+    if isinstance(sequence, tuple):
         return False
     tensors = [e for e in sequence if isinstance(e, Tensor | np.ndarray) and e.ndim]
-    if lists == "samples" or not tensors:
-        return True
     if len(tensors) == len(sequence) and len({(type(t), t.dtype, t.ndim) for t in tensors}) == 1:
         raise TypeError(
             f"a list of {len(sequence)} tensors may be {len(sequence)} samples, or columns with "
-            "one row a sample: pass lists='samples' or lists='columns' to shard(), or make it a "
-            "tuple of columns"
+            "one row a sample: make it one tensor, or a tuple of columns"
         )
-    return False
+    return not tensors

@@ -20,25 +20,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from mntrain.balance.loader_balance import LoaderBalance
 from mntrain.balance.own_pace import BatchNumber, OwnClock
-from mntrain.data.cutting import Lists, cut, length_of
+from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sample_digest import FirstBatch, ends, of_batch, of_samples, sizes_of
 from mntrain.data.source import (
+    Alone,
     Feed,
     Part,
     Pass,
@@ -54,11 +49,8 @@ from zero.gradients.weights import BatchSource
 from zero.optimizer import ZeroOptimizer
 
 
-class LoaderRanks(Protocol):
+class LoaderRanks(Peers, Protocol):
     """The ranks of a job as its loaders see them: a `mntrain.world.World`."""
-
-    rank: int
-    size: int
 
     @property
     def waits(self) -> OwnClock:
@@ -66,9 +58,6 @@ class LoaderRanks(Protocol):
 
     def memory_room(self) -> float:
         """Return the factor by which this rank's largest need of memory may grow. Local."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank. Collective."""
 
 
 @dataclass
@@ -130,7 +119,6 @@ class ShardRegistry:
         loader: Iterable[Any],
         seed: int,
         weight: Callable[[Any], float] | None,
-        lists: Literal["samples", "columns"] | None,
         *,
         balance: bool,
         divided: bool,
@@ -153,7 +141,7 @@ class ShardRegistry:
                 "the samples of an IterableDataset: leave one of the two out"
             )
         batches = self._length_of_divided(self._ranks, loader) if divided else None
-        key = id(loader), seed, id(weight), lists, balance, divided
+        key = id(loader), seed, id(weight), balance, divided
         shard = self._shards.get(key)
         if shard is None:
             passes = passes_of(self._passes, dataset, loader) or Passes()
@@ -165,7 +153,6 @@ class ShardRegistry:
                 passes,
                 seed=seed,
                 weight=weight,
-                lists=lists,
                 known=passes_of(self._passes, loader),
                 balance=passes.balance if balance else None,
                 divided=divided,
@@ -239,7 +226,7 @@ class ShardedLoader:
     A torch DataLoader over a map-style dataset is rebuilt with the same dataset and settings, so
     that each rank loads only its own samples. Over an IterableDataset it is rebuilt so that each
     sample goes to one rank (`mntrain.data.streams`). For any other iterable, every rank makes the
-    whole batches and cuts its part (`mntrain.data.cutting`, with `lists`).
+    whole batches and cuts its part (`mntrain.data.cutting`).
 
     Training: before it hands out a batch, it tells the optimizers this rank's number of samples in
     it, or `weight(batch)` of its part, and that of all ranks. If a batch has fewer samples than
@@ -274,7 +261,6 @@ class ShardedLoader:
         *,
         seed: int = 0,
         weight: Callable[[Any], float] | None = None,
-        lists: Lists = None,
         known: Passes | None = None,
         balance: LoaderBalance | None = None,
         divided: bool = False,
@@ -292,12 +278,10 @@ class ShardedLoader:
         self._seed, self._weight, self._known = seed, weight, known
         self._balance, self._batches = balance, batches
         self._drawn = BatchSource(balanced=divided or balance is not None)
-        peers = Peers(shards.rank, shards.size, shards.gather)
         if divided:
-            whole = _source(loader, Peers(0, 1, lambda value: [value]), lists, None)
-            self._source: Source = partial(divided_parts, whole, peers)
+            self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
         else:
-            self._source = _source(loader, peers, lists, balance)
+            self._source = _source(loader, shards, balance)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
@@ -398,7 +382,6 @@ class ShardedLoader:
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
         record: PassRecord = []
-        self._shards.latest = record
         for part in self._source(this):
             record.append((part.number, part.own, part.total))
             self._shards.latest = record
@@ -420,59 +403,55 @@ class ShardedLoader:
         return weight
 
 
-def _source(loader: Any, peers: Peers, lists: Lists, balance: LoaderBalance | None) -> Source:
+def _source(loader: Any, peers: Peers, balance: LoaderBalance | None) -> Source:
     """Return the cheapest source of a loader's batches."""
-    share = partial(_share, peers, balance)
+    sharing = _Sharing(peers, balance)
     # A subclass with its own __iter__ cannot be rebuilt: its batches are cut instead.
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         if isinstance(loader.dataset, IterableDataset):
-            return StreamSource(loader, peers, lists).parts
+            return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:
-            return _IndexedSource(loader, share).parts
-    if lists is None and getattr(loader, "collate_fn", None) is default_collate:
-        lists = "columns"
-    return partial(_cut_parts, loader, share, lists)
+            return _IndexedSource(loader, sharing).parts
+    return partial(_cut_parts, loader, sharing)
 
 
-Share = Callable[[int, Pass, int], tuple[slice, Part]]
+class _Sharing(NamedTuple):
+    """The division of batches between ranks: in equal parts, or as a balance says."""
 
+    peers: Peers
+    balance: LoaderBalance | None
 
-def _share(
-    peers: Peers, balance: LoaderBalance | None, samples: int, this: Pass, number: int
-) -> tuple[slice, Part]:
-    """Return this rank's rows of a batch of a pass, and its part, still without them."""
-    bounds, plan = None, 0
-    if balance is not None and this.stand_ins:
-        batch = BatchNumber(this.number, number)
-        bounds, plan = balance.bounds(samples, batch), balance.plan(batch)
-    rows, own = share_of(samples, peers.rank, peers.size, bounds)
-    return rows, Part(None, own, samples, plan=plan, number=number)
+    def shares(
+        self,
+        this: Pass,
+        batches: Iterator[Any],
+        length: Callable[[Any], int],
+        describe: Callable[[Any, int], FirstBatch],
+    ) -> Iterator[tuple[Any, slice, Part]]:
+        """Yield each batch of a pass with this rank's rows, and its part, still without them.
 
-
-def _shares(
-    this: Pass,
-    batches: Iterator[Any],
-    length: Callable[[Any], int],
-    describe: Callable[[Any, int], FirstBatch],
-    share: Share,
-) -> Iterator[tuple[Any, slice, Part]]:
-    """Yield each batch of a pass with this rank's rows and part; ranks compare the first one."""
-    compare = this.compare
-    for number, batch in enumerate(batches):
-        if number < this.done:
-            continue
-        samples = length(batch)
+        Ranks compare the first one.
+        """
+        compare = this.compare
+        for number, batch in enumerate(batches):
+            if number < this.done:
+                continue
+            samples = length(batch)
+            if compare is not None:
+                compare(describe(batch, samples))
+                compare = None
+            bounds, plan = None, 0
+            if self.balance is not None and this.stand_ins:
+                place = BatchNumber(this.number, number)
+                bounds, plan = self.balance.bounds(samples, place), self.balance.plan(place)
+            rows, own = share_of(samples, self.peers.rank, self.peers.size, bounds)
+            if own or this.stand_ins:
+                yield batch, rows, Part(None, own, samples, plan=plan, number=number)
         if compare is not None:
-            compare(describe(batch, samples))
-            compare = None
-        rows, part = share(samples, this, number)
-        if part.own or this.stand_ins:
-            yield batch, rows, part
-    if compare is not None:
-        compare(describe(None, 0))
+            compare(describe(None, 0))
 
 
-def _cut_parts(loader: Iterable[Any], share: Share, lists: Lists, this: Pass) -> Iterator[Part]:
+def _cut_parts(loader: Iterable[Any], sharing: _Sharing, this: Pass) -> Iterator[Part]:
     """Yield this rank's part of each batch of any iterable of whole batches, which it cuts."""
 
     def describe(batch: Any, samples: int) -> FirstBatch:
@@ -482,17 +461,15 @@ def _cut_parts(loader: Iterable[Any], share: Share, lists: Lists, this: Pass) ->
         return next(islice(_seeded(loader, this.seed), this.done, None), None)
 
     batches = _seeded(loader, this.seed)
-    for batch, rows, part in _shares(
-        this, batches, partial(length_of, lists=lists), describe, share
-    ):
-        yield part._replace(batch=cut(batch, rows, lists))
+    for batch, rows, part in sharing.shares(this, batches, length_of, describe):
+        yield part._replace(batch=cut(batch, rows))
 
 
 class _IndexedSource:
     """A DataLoader over a map-style dataset, rebuilt to load this rank's samples only."""
 
-    def __init__(self, loader: DataLoader[Any], share: Share) -> None:
-        self._given, self._share, self._feed = loader, share, Feed()
+    def __init__(self, loader: DataLoader[Any], sharing: _Sharing) -> None:
+        self._given, self._sharing, self._feed = loader, sharing, Feed()
         self._generator = torch.Generator()  # seeds the workers: differently on each rank
         self._loader = rebuilt(loader, batch_sampler=self._feed, generator=self._generator)
 
@@ -510,7 +487,7 @@ class _IndexedSource:
     def _draw(self, this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
         """Yield the indices of this rank's part, or stand-in, of each batch."""
         batches = _seeded(cast(Iterable[Any], self._given.batch_sampler), this.seed, list)
-        for indices, rows, part in _shares(this, batches, len, self._describe, self._share):
+        for indices, rows, part in self._sharing.shares(this, batches, len, self._describe):
             parts.append(part._replace(digest=_digest(indices)))
             yield indices[rows]
 

@@ -22,6 +22,7 @@ from mntrain.data.randomness import SeededDraws
 _ELEMENTS = 1024  # read of a floating-point tensor
 _TOLERANCE = 1e-3  # of floating-point elements: processors and libraries round differently
 _DIGITS = 12
+_PLAIN = (str, bytes, bytearray, PurePath, Number, type(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class SampleDigest:  # noqa: PLW1641 - equality with a tolerance has no hash
     """
 
     digest: str
-    elements: tuple[float, ...]
+    elements: tuple[float, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampleDigest) or self.digest != other.digest:
@@ -134,49 +135,41 @@ def _read(dataset: Any, index: Any) -> Any:
 def detached(dataset: Any) -> Any:
     """Return a shallow copy of a dataset, of those that it wraps, and of their generators."""
     made = copy.copy(dataset)
-    for name, value in list(getattr(made, "__dict__", {}).items()):
+    held = getattr(made, "__dict__", {})
+    for name, value in list(held.items()):
         if isinstance(value, Dataset):
-            made.__dict__[name] = detached(value)
+            held[name] = detached(value)
         elif isinstance(value, list | tuple) and any(isinstance(v, Dataset) for v in value):
-            made.__dict__[name] = [detached(v) for v in value]
+            held[name] = [detached(v) for v in value]
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-            made.__dict__[name] = copy.deepcopy(value)
+            held[name] = copy.deepcopy(value)
         elif isinstance(value, torch.Generator):
-            made.__dict__[name] = torch.Generator(value.device).set_state(value.get_state())
+            held[name] = value.clone_state()
         elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | FunctionType):
             with suppress(Exception):  # some objects cannot be copied, such as locks
-                made.__dict__[name] = copy.copy(value)  # a reader that opens its file later
+                held[name] = copy.copy(value)  # a reader that opens its file later
     return made
 
 
-def digest_of(*parts: bytes | str) -> str:
-    """Return a digest of parts, each with its length, as hexadecimal digits."""
-    total = hashlib.sha256()
-    for part in parts:
-        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
-        total.update(len(data).to_bytes(8, "little") + data)
-    return total.hexdigest()[:_DIGITS]
+def digest_of(*parts: str) -> str:
+    """Return a digest of texts, each with its length, as hexadecimal digits."""
+    return _hexadecimal(repr(parts).encode())
 
 
-def digest_sample(sample: Any) -> SampleDigest:
-    """Return the digest of tensors, arrays, numbers, text, and containers of these.
-
-    Of a path and of text with slashes, only the last part counts, since data may lie elsewhere on
-    another node; of any other object, only its type.
-    """
-    elements: list[float] = []
-    return SampleDigest(digest_of(*_parts_of(sample, elements)), tuple(elements))
+def _hexadecimal(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]
 
 
 def fields_of(samples: Sequence[Any]) -> dict[str, list[SampleDigest]]:
     """Return the digests of samples by the name of a field, such as "[0]" in a tuple.
 
-    Mappings, tuples, dataclasses and lists of tensors or of these have fields; all else is one.
+    Mappings, dataclasses, tuples and lists have fields, but for a list of numbers or texts, which
+    is one.
     """
     found: dict[str, list[SampleDigest]] = {}
     for sample in samples:
         for name, value in _fields(sample, ""):
-            found.setdefault(name, []).append(digest_sample(value))
+            found.setdefault(name, []).append(digest_field(value))
     return found
 
 
@@ -185,50 +178,44 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for key in sorted(value, key=str):
             yield from _fields(value[key], f"{name}[{key!r}]")
     elif isinstance(value, tuple) or (
-        isinstance(value, list)
-        and any(isinstance(entry, Tensor | np.ndarray | Mapping | tuple | list) for entry in value)
+        isinstance(value, list) and not all(isinstance(entry, _PLAIN) for entry in value)
     ):
         for index, entry in enumerate(value):
             yield from _fields(entry, f"{name}[{index}]")
     elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        for key, entry in vars(value).items():
-            yield from _fields(entry, f"{name}.{key}")
+        yield from _fields(vars(value), name)
     else:
         yield name, value
 
 
-def _parts_of(value: Any, elements: list[float]) -> Iterator[bytes | str]:
-    """Yield what identifies a value, and append sampled floating-point elements."""
-    yield type(value).__qualname__
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(np.array(value))
-    if isinstance(value, Tensor):
-        yield from _parts_of_tensor(value, elements)
-    elif isinstance(value, float):
-        elements.append(value)
-    elif isinstance(value, str | PurePath):
-        yield str(value).rstrip("/").rpartition("/")[2]
-    elif isinstance(value, bytes | bytearray):
-        yield bytes(value)
-    elif isinstance(value, Number | None):
-        yield repr(value)
-    elif isinstance(value, Set):
-        yield from sorted(repr(digest_sample(item)) for item in value)
-    elif isinstance(value, Mapping | list | tuple):
-        if isinstance(value, Mapping):
-            value = sorted(value.items(), key=lambda pair: str(pair[0]))
-        for item in value:
-            yield from _parts_of(item, elements)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from _parts_of(vars(value), elements)
+def digest_field(value: Any) -> SampleDigest:
+    """Return the digest of a tensor, an array, a number, a text, or a list or set of such.
 
-
-def _parts_of_tensor(tensor: Tensor, elements: list[float]) -> Iterator[bytes | str]:
-    yield f"{tensor.dtype} {tuple(tensor.shape)}"
-    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
-        return
-    flat = tensor.detach().reshape(-1)
+    Of a path and of text with slashes, only the last part counts, since data may lie elsewhere on
+    another node; of any other object, only its type.
+    """
+    kind = type(value).__qualname__
+    numbers = isinstance(value, list) and value and all(isinstance(v, Number) for v in value)
+    if isinstance(value, np.ndarray | np.generic | float) or numbers:
+        array = np.array(value)
+        value = torch.from_numpy(array) if array.dtype.kind in "biufc" else array.tolist()
+    if not isinstance(value, Tensor):
+        return SampleDigest(f"{kind} {_hexadecimal(_text_of(value).encode())}")
+    kind += f" {value.dtype} {tuple(value.shape)}"
+    if value.layout != torch.strided or value.is_quantized or not value.numel():
+        return SampleDigest(kind)
+    flat = value.detach().reshape(-1)
     if flat.is_floating_point():
-        elements += flat[:: math.ceil(len(flat) / _ELEMENTS)].cpu().double().tolist()
-    else:
-        yield flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        elements = flat[:: math.ceil(len(flat) / _ELEMENTS)].cpu().double()
+        return SampleDigest(kind, tuple(elements.tolist()))
+    content = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return SampleDigest(f"{kind} {_hexadecimal(content)}")
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, str | PurePath):
+        return repr(str(value).rstrip("/").rpartition("/")[2])
+    if isinstance(value, list | Set):
+        texts = map(_text_of, value)
+        return f"[{', '.join(sorted(texts) if isinstance(value, Set) else texts)}]"
+    return repr(value) if isinstance(value, _PLAIN) else ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader
 
@@ -10,12 +10,24 @@ from mntrain.data.sample_digest import FirstBatch
 from zero.layout import split
 
 
-class Peers(NamedTuple):
+class Peers(Protocol):
     """The ranks that share a loader, and the place of this one."""
 
     rank: int
     size: int
-    gather: Callable[[Any], list[Any]]  # collective: every rank's object, by rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective."""
+
+
+class Alone:
+    """A rank that shares a loader with none."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value in a list."""
+        return [value]
 
 
 class Pass(NamedTuple):
@@ -79,12 +91,31 @@ def share_of(
     return (slice(start, stop), stop - start) if start < stop else (slice(0, 1), 0)
 
 
-def until_all_end(parts: Iterator[Part], peers: Peers) -> Iterator[tuple[Part, list[Any]]]:
+def positions(state: Any, kind: str, peers: Peers, begin: Any = None) -> list[Any]:
+    """Return where each rank continues, by a state of `agreed`; None: at `begin`.
+
+    Raises ValueError for a state of another kind, or of another number of ranks.
+    """
+    if state is None:
+        return [begin] * peers.size
+    found = state.get(kind, [])
+    if len(found) != peers.size:
+        before = f"on {len(found)} ranks" if found else f"of data that was not {kind}"
+        raise ValueError(
+            f"the state was taken {before}, but each of {peers.size} ranks has data of its own "
+            "here: resume with as many ranks and the same options"
+        )
+    return list(found)
+
+
+def agreed(
+    parts: Iterator[Part], peers: Peers, kind: str, positions: Sequence[Any]
+) -> Iterator[Part]:
     """Yield as many parts on every rank as the one with most has. Collective, by batch.
 
     The batches of all ranks together are a global batch. A rank that has no more gets its last
-    batch as a stand-in, or that of another rank. With each part comes where the stream of each rank
-    continues, by rank; None if it has no more.
+    batch as a stand-in, or that of another rank. `positions` are where the ranks begin; each part
+    has {kind: those behind it}.
     """
     stand_in: Any = None
     for number in count():
@@ -98,9 +129,10 @@ def until_all_end(parts: Iterator[Part], peers: Peers) -> Iterator[tuple[Part, l
             stand_in = peers.gather(batch)[donor]
         if part is not None:
             stand_in = part.batch
+        pairs = zip(everyone, positions, strict=True)
+        positions = [news[1] if news else old for news, old in pairs]
         total = sum(news[0] for news in everyone if news)
-        own = 0 if part is None else part.own
-        yield Part(stand_in, own, total), [news and news[1:] for news in everyone]
+        yield Part(stand_in, 0 if part is None else part.own, total, stream={kind: positions})
 
 
 def divided_parts(source: Source, peers: Peers, this: Pass) -> Iterator[Part]:
@@ -109,20 +141,8 @@ def divided_parts(source: Source, peers: Peers, this: Pass) -> Iterator[Part]:
     `source` has this rank's batches whole. Training is collective, by batch. A position holds those
     of all ranks, so a pass continues on as many.
     """
-    streams: list[Any] = [None] * peers.size
-    if this.stream is not None or this.done:
-        streams = list((this.stream or {}).get("divided", []))
-    if len(streams) != peers.size:
-        before = f"on {len(streams)} ranks" if streams else "without divided=True"
-        raise ValueError(
-            f"the state was taken {before}, but each of {peers.size} ranks has data of its own "
-            "here: resume with as many ranks and the same option"
-        )
+    state = {} if this.done and this.stream is None else this.stream
+    streams = positions(state, "divided", peers)
     own = this._replace(seed=this.rank_seed, stream=streams[peers.rank], compare=None)
-    if not this.stand_ins:
-        for part in source(own):
-            yield part._replace(number=None)
-        return
-    for part, everyone in until_all_end(source(own), peers):
-        streams = [news[0] if news else old for news, old in zip(everyone, streams, strict=True)]
-        yield part._replace(stream={"divided": streams})
+    parts = (part._replace(number=None) for part in source(own))
+    yield from agreed(parts, peers, "divided", streams) if this.stand_ins else parts

@@ -26,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mntrain.data.cutting import Lists, cut, length_of
+from mntrain.data.cutting import cut, length_of
 from mntrain.data.phase_notes import noted
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sample_digest import (
@@ -38,7 +38,7 @@ from mntrain.data.sample_digest import (
     fields_of,
 )
 from mntrain.data.sampling import LoaderOptions, ignore_signals
-from mntrain.data.source import Feed, Part, Pass, Peers, rebuilt, share_of, until_all_end
+from mntrain.data.source import Feed, Part, Pass, Peers, agreed, positions, rebuilt, share_of
 from zero.layout import split
 
 # Of a reader: {"samples": number read, "state": the dataset's `state_dict()`, if it has one}.
@@ -65,14 +65,14 @@ class _Draw(NamedTuple):
 class StreamSource:
     """A DataLoader over an IterableDataset, rebuilt so that each sample goes to one rank."""
 
-    def __init__(self, loader: DataLoader[Any], peers: Peers, lists: Lists) -> None:
+    def __init__(self, loader: DataLoader[Any], peers: Peers) -> None:
         init = loader.worker_init_fn
         self._peers, self._readers, self._number = peers, max(1, loader.num_workers), 0
-        self._given, self._lists, self._feed = loader, lists, Feed()
+        self._given, self._feed = loader, Feed()
         self._generator = torch.Generator()
         self._loader = rebuilt(
             loader,
-            dataset=_Readers(loader, peers.rank, peers.size, lists),
+            dataset=_Readers(loader, peers.rank, peers.size),
             batch_size=None,
             sampler=self._feed,
             collate_fn=_unchanged,
@@ -87,19 +87,24 @@ class StreamSource:
         """
         self._number += 1
         self._generator.manual_seed(this.rank_seed)
-        self._feed.items = self._requests(this)
+        places, start = self._places(this.stream)
+        mine = places[self._peers.rank]
+        compared = this.compare is not None
+        draw = _Draw(self._number, this.seed, this.done, mine["next"], start, compared)
+        again = repeat(draw._replace(start={}, compared=False))
+        self._feed.items = chain(repeat(draw, self._readers), again)
         loaded: Iterator[Read] = iter(self._loader)
         head = next(loaded)
         if this.compare is not None:
             try:
-                this.compare(self._first_batch(head, this))
+                this.compare(self._first_batch(head, this.seed))
             except Exception:
                 del loaded  # ends its workers, which the frame of this error would keep
                 raise
         items = chain([head], loaded)
         if head[0].number is None:
-            own = self._until_all_readers_end(items)
-            yield from self._agreed(own, this) if this.stand_ins else own
+            own = self._until_all_readers_end(items, mine)
+            yield from agreed(own, self._peers, "apart", places) if this.stand_ins else own
             return
         for part, *_ in items:
             if not part.total:
@@ -107,26 +112,21 @@ class StreamSource:
             if part.own or this.stand_ins:
                 yield part
 
-    def _requests(self, this: Pass) -> Iterator[_Draw]:
-        """Yield draws without end; the first one of each reader says where it starts."""
-        first, start = 0, {}
-        if this.stream is not None and "ranks" not in this.stream:
-            start = dict.fromkeys(range(self._readers), this.stream)
-        elif this.stream is not None:
-            ranks = this.stream["ranks"]
-            if len(ranks) != self._peers.size or len(ranks[0]["readers"]) != self._readers:
-                raise ValueError(
-                    f"the state is of {len(ranks)} ranks with {len(ranks[0]['readers'])} readers "
-                    f"of a stream each, but here are {self._peers.size} with {self._readers}: "
-                    "resume with as many ranks and workers"
-                )
-            mine = ranks[self._peers.rank]
-            first = mine["next"]
-            start = {i: place for i, place in enumerate(mine["readers"]) if place is not None}
-        draw = _Draw(self._number, this.seed, this.done, first, start, this.compare is not None)
-        return chain(repeat(draw, self._readers), repeat(draw._replace(start={}, compared=False)))
+    def _places(self, stream: Any) -> tuple[list[dict[str, Any]], dict[int, Position]]:
+        """Return where the streams of each rank continue, and this rank's readers, but new ones."""
+        begin = {"next": 0, "readers": [None] * self._readers}
+        if stream is not None and "samples" in stream:  # all readers have one stream
+            return [begin] * self._peers.size, dict.fromkeys(range(self._readers), stream)
+        places = positions(stream, "apart", self._peers, begin)
+        readers = places[self._peers.rank]["readers"]
+        if len(readers) != self._readers:
+            raise ValueError(
+                f"the state is of {len(readers)} readers with a stream each, but here are "
+                f"{self._readers}: resume with as many workers"
+            )
+        return places, {i: place for i, place in enumerate(readers) if place is not None}
 
-    def _first_batch(self, head: Read, this: Pass) -> FirstBatch:
+    def _first_batch(self, head: Read, seed: int) -> FirstBatch:
         """Describe what a reader has read first. Reads of a stream of its own the head again.
 
         It is then the stream of rank 0's first reader that is read, on every rank.
@@ -138,49 +138,35 @@ class StreamSource:
         }
         if not own_stream:
             sizes["the number of samples in a batch"] = part.total
-        again = partial(self._head, this.seed) if can_be_read_again(self._given.dataset) else None
-        if own_stream or this.done or this.stream is not None:
+        again = partial(self._head, seed) if can_be_read_again(self._given.dataset) else None
+        if own_stream:
             content = again() if again else None
         return FirstBatch(sizes, None, content or {}, again, may_be_random=own_stream)
 
     def _head(self, seed: int) -> Content:
         """Read the first batch of a copy of the stream as its only reader, from its beginning."""
         try:
-            readers = _Readers(self._given, 0, self._peers.size, self._lists)
+            readers = _Readers(self._given, 0, self._peers.size)
             readers.dataset = detached(readers.dataset)
             _, _, content = next(readers.read(_Draw(1, seed, 0, 0, {}, compared=True)))
             return content or {}
         except Exception as error:
             return fields_of([type(error).__name__])
 
-    def _until_all_readers_end(self, items: Iterator[Read]) -> Iterator[Part]:
-        """Yield parts with their positions, which name the reader."""
-        ended = set()
+    def _until_all_readers_end(
+        self, items: Iterator[Read], begin: dict[str, Any]
+    ) -> Iterator[Part]:
+        """Yield parts with the place of this rank behind them."""
+        ended, places = set(), [*begin["readers"]]
         for part, reader, _ in items:
             if part.total:
-                yield part._replace(stream=(reader, part.stream))
+                places[reader] = part.stream
+                following = (reader + 1) % self._readers
+                yield part._replace(stream={"next": following, "readers": [*places]})
                 continue
             ended.add(reader)
             if len(ended) == self._readers:
                 return
-
-    def _agreed(self, parts: Iterator[Part], this: Pass) -> Iterator[Part]:
-        """Yield as many parts on every rank as the longest streams have. Collective."""
-        unread = {"next": 0, "readers": [None] * self._readers}
-        ranks: list[Any] = this.stream["ranks"] if this.stream else [unread] * self._peers.size
-        for part, everyone in until_all_end(parts, self._peers):
-            ranks = [_moved(place, news) for place, news in zip(ranks, everyone, strict=True)]
-            yield part._replace(stream={"ranks": ranks})
-
-
-def _moved(place: dict[str, Any], news: Any) -> dict[str, Any]:
-    """Return a rank's place behind a batch: a reader with its position, or None without a batch."""
-    if not news:
-        return place
-    [(reader, position)] = news
-    readers = [*place["readers"]]
-    readers[reader] = position
-    return {"next": (reader + 1) % len(readers), "readers": readers}
 
 
 class _Readers(Dataset[Read]):
@@ -189,10 +175,10 @@ class _Readers(Dataset[Read]):
     A DataLoader sends the draws to its workers in turn; each worker has a copy of this object.
     """
 
-    def __init__(self, loader: DataLoader[Any], rank: int, size: int, lists: Lists) -> None:
+    def __init__(self, loader: DataLoader[Any], rank: int, size: int) -> None:
         self.dataset, self._collate = loader.dataset, loader.collate_fn
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
-        self.rank, self.size, self._lists = rank, size, lists
+        self.rank, self.size = rank, size
         self.shards_itself = False  # in its worker_init_fn
         self._number = 0
         self._items: Iterator[Read] = iter(())
@@ -235,9 +221,9 @@ class _Readers(Dataset[Read]):
     def _make(self, samples: list[Any], *, whole: bool) -> Part:
         """Return this rank's part of the batch, or all of it."""
         batched = self._batch_size is not None
-        total = len(samples) if batched else length_of(samples[0], self._lists)
+        total = len(samples) if batched else length_of(samples[0])
         rows, own = (slice(0, total), total) if whole else share_of(total, self.rank, self.size)
-        rows_of = samples[rows] if batched else cut(samples[0], rows, self._lists)
+        rows_of = samples[rows] if batched else cut(samples[0], rows)
         return Part(self._collate(rows_of), own, total)
 
 
@@ -334,8 +320,7 @@ def _unchanged(item: Any) -> Any:
 class StreamBatches:
     """The global batches of a job's stream, step by step, over any number of epochs.
 
-    Checkpoints hold its state, which is that behind the step that `settle` has named. `gather` is
-    collective: every rank's object, by rank.
+    Checkpoints hold its state, which is that behind the step that `settle` has named.
     """
 
     def __init__(
@@ -346,7 +331,7 @@ class StreamBatches:
         seed: int,
         *,
         drop_last: bool,
-        gather: Callable[[Any], list[Any]],
+        peers: Peers,
     ) -> None:
         loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -358,7 +343,7 @@ class StreamBatches:
             collate_fn=partial(_micro_batches, options),
             worker_init_fn=ignore_signals,
         )
-        self._source = StreamSource(loader, Peers(options.rank, options.size, gather), None)
+        self._source = StreamSource(loader, peers)
         self._seed, self._rank = seed, options.rank
         self._begin: dict[str, Any] = {"epoch": 0, "batches": 0, "stream": None}
         self._settled = self._begin

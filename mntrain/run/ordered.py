@@ -99,4 +99,4 @@ def _packed(rows: Any) -> tuple[Any, bool]:
         found.append(column.device != _CPU)
         return column.detach().to(_CPU, copy=True, memory_format=torch.contiguous_format)
 
-    return map_columns(rows, pack, None), any(found)
+    return map_columns(rows, pack), any(found)

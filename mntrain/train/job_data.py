@@ -39,7 +39,7 @@ class JobData:
         size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
         if isinstance(train, IterableDataset):
             self.stream = StreamBatches(
-                train, self._options, size, seed, drop_last=drop_last, gather=world.gather
+                train, self._options, size, seed, drop_last=drop_last, peers=world
             )
         else:
             self.datasets["training"] = _sized(train, "training", config.task)

@@ -1,6 +1,7 @@
 """The note of an exception in a job: rank, phase and samples."""
 
 import traceback
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import Dataset, IterableDataset
@@ -117,8 +118,9 @@ def test_a_stream_that_fails_is_noted_with_the_step(stream, collate, notes):
         def __iter__(self):
             return iter(stream)
 
+    peers = SimpleNamespace(rank=1, size=2, gather=lambda value: [value, value])
     found = StreamBatches(
-        Numbers(), options(collate=collate), 4, seed=1, drop_last=False, gather=lambda v: [v, v]
+        Numbers(), options(collate=collate), 4, seed=1, drop_last=False, peers=peers
     )
     with pytest.raises((KeyError, ValueError)) as raised:
         list(found.batches(range(1, 3)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from mntrain.data.sample_digest import digest_sample, of_samples
+from mntrain.data.sample_digest import fields_of, of_samples
 
 FLOATS = torch.linspace(-1, 1, 3000)
 
@@ -68,7 +68,7 @@ SAME = [
     [*((*pair, False) for pair in DIFFERENT), *((*pair, True) for pair in SAME)],
 )
 def test_samples_that_differ_have_other_digests_and_equal_ones_have_one(one, other, same):
-    assert (digest_sample(one) == digest_sample(other)) == same
+    assert (fields_of([one]) == fields_of([other])) == same
 
 
 class Numbers(Dataset):
@@ -126,5 +126,5 @@ def test_a_sample_that_cannot_be_drawn_counts_as_its_exception_and_a_whole_datas
     def draw(index):
         raise FileNotFoundError(f"/node1/{index}.png")
 
-    assert of_samples(Numbers(1, draw), [0]).content == {"": [digest_sample("FileNotFoundError")]}
+    assert of_samples(Numbers(1, draw), [0]).content == fields_of(["FileNotFoundError"])
     assert of_samples(Whole(3), [0]).content == {}
