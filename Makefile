@@ -34,6 +34,8 @@ endif
 MPIRUN_OPTIONS = $(if $(findstring Open MPI,$(shell { $(MPIRUN) --version; } 2>/dev/null)),--oversubscribe --bind-to none)
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+# Otherwise every rank compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Two ranks per core, at most four, on two virtual nodes: a small cluster on any machine.
 RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)))")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import LazyBatchNorm1d, _BatchNorm
@@ -137,7 +138,7 @@ class _Call(NamedTuple):
     loss_weight: Callable[[], float]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _normalize(layer: SyncBatchNorm, ranks: RanksOfBatch, x: Tensor) -> Tensor:
     collectives = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), forward")
     counts = ranks.weight() > 0  # or the samples are a stand-in

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import SGD
 
 from contract.kits import Alone
 
@@ -67,6 +68,33 @@ def batches(count=4, samples=12, seed=0):
 
 def loss_of(model, x, y):
     return functional.cross_entropy(model(x), y)
+
+
+def make(kit, model=None, optimizer_class=SGD, **options):
+    """A model, `net()` if none is given, and its optimizer."""
+    model = kit.ddp(net() if model is None else model)
+    return model, kit.optimizer(model, optimizer_class, **(options or {"lr": 0.5, "momentum": 0.9}))
+
+
+def backwards(kit, model, optimizer, data=None, loss=loss_of):
+    """Yield every batch between its backward and its step."""
+    for x, y in kit.shard(batches() if data is None else data):
+        loss(model, x, y).backward()
+        yield x, y
+        step(optimizer)
+
+
+def step(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(kit, model=None, optimizer_class=SGD, *, data=None, loss=loss_of, **options):
+    """The plain loop, as the whole of a script."""
+    model, optimizer = make(kit, model, optimizer_class, **options)
+    for _ in backwards(kit, model, optimizer, data, loss):
+        pass
+    return {"model": model}
 
 
 class TwoHeads(nn.Module):

@@ -34,18 +34,11 @@ SUITES = {
 }
 
 
-# In a launch of their own: a world that was abandoned, or whose ranks disagreed, keeps the memory
-# of pending collectives for the life of its process, which tests of memory would find.
-APART = [MPI_TESTS / "test_abandon.py", MPI_TESTS / "test_disagreement.py"]
-
-
 def check(ranks, files, *, everything):
-    """Run the files of a suite, and fail with the report of the first launch that fails."""
-    apart = [APART] if MPI_TESTS in files else []
-    for arguments in (*apart, [*files, *(f"--ignore={file}" for file in APART)]):
-        result = run_suite(ranks, arguments, timeout=900, everything=everything)
-        if result.returncode != 0:
-            pytest.fail(result.report(), pytrace=False)
+    """Run the files of a suite, and fail with the report of all ranks."""
+    result = run_suite(ranks, files, timeout=900, everything=everything)
+    if result.returncode != 0:
+        pytest.fail(result.report(), pytrace=False)
 
 
 @pytest.mark.timeout(960)

@@ -87,6 +87,14 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["PYTEST_DEBUG_TEMPROOT"] = own
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run last what keeps the memory of pending collectives, which tests of memory would find.
+
+    A world that was abandoned, or whose ranks disagreed, keeps it for the life of its process.
+    """
+    items.sort(key=lambda item: item.path.stem in ("test_abandon", "test_disagreement"))
+
+
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
     """Take the place of pytest-timeout's own timers.
 

@@ -2,10 +2,9 @@
 
 import torch
 from torch.nn import functional
-from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from contract.script import batches, loss_of, net, script
+from contract.script import backwards, batches, loss_of, make, script, step, train
 
 
 def dataset(samples=48):
@@ -13,73 +12,53 @@ def dataset(samples=48):
     return TensorDataset(x, y)
 
 
-def train(kit, loader, epochs=1):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    shard = kit.shard(loader)
-    for _ in range(epochs):
-        for x, y in shard:
-            loss_of(model, x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"model": model}
-
-
 @script()
 def data_loader(kit):
-    return train(kit, DataLoader(dataset(), batch_size=12), epochs=1)
+    return train(kit, data=DataLoader(dataset(), batch_size=12))
 
 
 @script(reference="alone")  # DDP gives every rank the same weight
 def unequal_shares(kit):
     """Batches of 11 samples, the last of 1, of which most ranks have none."""
-    return train(kit, DataLoader(dataset(34), batch_size=11))
+    return train(kit, data=DataLoader(dataset(34), batch_size=11))
 
 
 @script(reference="alone")
 def accumulate_unequal_shares(kit):
     """Each pass adds the mean of its batch, of 11 samples or 1."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    for step, (x, y) in enumerate(kit.shard(DataLoader(dataset(34), batch_size=11))):
+    model, optimizer = make(kit)
+    for turn, (x, y) in enumerate(kit.shard(DataLoader(dataset(34), batch_size=11))):
         loss_of(model, x, y).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+        if turn % 2:
+            step(optimizer)
     return {"model": model}
 
 
 @script(reference="alone")
 def several_losses_of_unequal_shares(kit):
     """Two passes over one batch add two means."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.1)
-    for x, y in kit.shard(DataLoader(dataset(34), batch_size=11)):
-        loss_of(model, x, y).backward()
+    model, optimizer = make(kit, lr=0.1)
+    data = DataLoader(dataset(34), batch_size=11)
+    for x, _ in backwards(kit, model, optimizer, data):
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script()
 def dictionaries(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     data = [{"x": x, "more": {"y": y}, "names": ["a"] * len(y)} for x, y in batches()]
     for batch in kit.shard(data):
         assert len(batch["names"]) == len(batch["x"])
         loss_of(model, batch["x"], batch["more"]["y"]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
 @script()
 def token_means(kit):
     """Sequences differ in length; the loss is the mean over the tokens of all ranks."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     generator = torch.Generator().manual_seed(5)
     data = []
     for _ in range(4):
@@ -90,39 +69,31 @@ def token_means(kit):
     for x, y in kit.shard(data):
         loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         kit.backward(optimizer, loss, weight=int((y != -100).sum()))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
+    return {"model": model}
+
+
+def train_ahead(kit, data):
+    """Load the next batch before the present one is used."""
+    model, optimizer = make(kit)
+    source = iter(kit.shard(data))
+    following = next(source)
+    while following is not None:
+        (x, y), following = following, next(source, None)
+        loss_of(model, x, y).backward()
+        step(optimizer)
     return {"model": model}
 
 
 @script()
 def drawn_ahead(kit):
-    """The next batch is loaded before the present one is used."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    source = iter(kit.shard(batches()))
-    following = next(source)
-    while following is not None:
-        (x, y), following = following, next(source, None)
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train_ahead(kit, batches())
 
 
 @script(refused=dict.fromkeys(range(3), "drawn before this backward"), refused_alone=True)
 def drawn_ahead_unequal(kit):
     """The last batch is smaller, and drawn before the last but one is used: which is weighted?"""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    source = iter(kit.shard(DataLoader(dataset(37), batch_size=12)))
-    following = next(source)
-    while following is not None:
-        (x, y), following = following, next(source, None)
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train_ahead(kit, DataLoader(dataset(37), batch_size=12))
 
 
 class Stream(IterableDataset):
@@ -137,38 +108,42 @@ class Stream(IterableDataset):
 
 @script()
 def stream(kit):
-    return train(kit, DataLoader(Stream(list(dataset())), batch_size=12))
+    return train(kit, data=DataLoader(Stream(list(dataset())), batch_size=12))
 
 
 @script()
 def workers_by_fork(kit):
     options = {"num_workers": 1, "multiprocessing_context": "fork"}
-    return train(kit, DataLoader(dataset(), batch_size=12, **options))
+    return train(kit, data=DataLoader(dataset(), batch_size=12, **options))
 
 
 @script(thorough=True)  # every worker imports torch
 def workers_by_spawn(kit):
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    return train(kit, DataLoader(dataset(), batch_size=12, **options))
+    return train(kit, data=DataLoader(dataset(), batch_size=12, **options))
 
 
 @script()
 def persistent_workers(kit):
     options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    return train(kit, DataLoader(dataset(24), batch_size=12, **options), epochs=3)
+    model, optimizer = make(kit)
+    shard = kit.shard(DataLoader(dataset(24), batch_size=12, **options))
+    for _ in range(3):
+        for x, y in shard:
+            loss_of(model, x, y).backward()
+            step(optimizer)
+    return {"model": model}
 
 
 @script(reference="alone")
 def evaluation(kit):
     """Each sample of the validation set counts once, though 13 do not divide by the ranks."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     validation = DataLoader(dataset(13), batch_size=5)
     means = []
     for x, y in kit.shard(batches()):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
         total, count = 0.0, 0
         model.eval()
         with torch.no_grad():

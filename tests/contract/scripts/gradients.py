@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
 
-from contract.script import TwoHeads, batches, loss_of, net, script
+from contract.script import TwoHeads, backwards, batches, loss_of, make, net, script, step, train
 
 # Nowhere is there a whole gradient from stage 1 on, and the error names what to call instead.
 WITHOUT_GRADIENTS = {1: r"optimizer\.clip_grad_norm_", 2: r"optimizer\.clip_grad_norm_"}
@@ -13,51 +13,33 @@ WITHOUT_GRADIENTS = {1: r"optimizer\.clip_grad_norm_", 2: r"optimizer\.clip_grad
 
 @script(refused=WITHOUT_GRADIENTS)
 def clip_with_torch(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    norms = []
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = make(kit)
+    norms = [
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1) for _ in backwards(kit, model, optimizer)
+    ]
     return {"model": model, "norms": torch.stack(norms)}
 
 
 @script()
 def clip_with_the_optimizer(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    norms = []
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        norms.append(kit.clip_grad_norm_(model, optimizer, 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = make(kit)
+    norms = [kit.clip_grad_norm_(model, optimizer, 0.1) for _ in backwards(kit, model, optimizer)]
     return {"model": model, "norms": torch.stack(norms)}
 
 
 @script()
 def scale_gradients(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    model, optimizer = make(kit)
+    for _ in backwards(kit, model, optimizer):
         kit.scale_gradients_(model, optimizer, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script(refused=WITHOUT_GRADIENTS)
 def clip_values(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    model, optimizer = make(kit)
+    for _ in backwards(kit, model, optimizer):
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
@@ -68,9 +50,9 @@ def grad_scaler(kit):
     optimizer = kit.optimizer(model, SGD, lr=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     scales = []
-    for step, (x, y) in enumerate(kit.shard(batches(6))):
+    for turn, (x, y) in enumerate(kit.shard(batches(6))):
         loss = loss_of(model, x.float(), y)
-        if step == 1 and kit.rank == 0:
+        if turn == 1 and kit.rank == 0:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -84,102 +66,74 @@ def grad_scaler(kit):
 
 @script(refused=WITHOUT_GRADIENTS)
 def log_gradients(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
+    model, optimizer = make(kit, None, AdamW, lr=0.01)
     log = []
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    for _ in backwards(kit, model, optimizer):
         log += [parameter.grad.norm() for parameter in model.parameters()]
         log.append(max(parameter.grad.abs().max() for parameter in model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model, "log": torch.stack(log)}
 
 
 @script()
 def log_one_full_gradient(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
+    model, optimizer = make(kit, None, AdamW, lr=0.01)
     first = next(model.parameters())
-    log = []
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        log.append(kit.full_gradient(optimizer, first).clone())
-        optimizer.step()
-        optimizer.zero_grad()
+    log = [kit.full_gradient(optimizer, first).clone() for _ in backwards(kit, model, optimizer)]
     return {"model": model, "log": torch.stack(log)}
 
 
 @script(refused=WITHOUT_GRADIENTS)
 def mask_in_place(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+    model, optimizer = make(kit)
     masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    for _ in backwards(kit, model, optimizer):
         for parameter, mask in zip(model.parameters(), masks, strict=True):
             parameter.grad *= mask
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script(refused=WITHOUT_GRADIENTS)
 def mask_by_assignment(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+    model, optimizer = make(kit)
     masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    for _ in backwards(kit, model, optimizer):
         for parameter, mask in zip(model.parameters(), masks, strict=True):
             parameter.grad = parameter.grad * mask
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script()
 def take_gradients_away(kit):
     """Momentum is left alone where a gradient is None, unlike where it is zero."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+    model, optimizer = make(kit)
     first = next(model.parameters())
-    for step, (x, y) in enumerate(kit.shard(batches())):
-        loss_of(model, x, y).backward()
-        if step == 2:
+    for turn, _ in enumerate(backwards(kit, model, optimizer)):
+        if turn == 2:
             first.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script(refused=dict.fromkeys([1, 2], "assigned after backward"))
 def write_gradients(kit):
     """Gradients are replaced after backward, without being read."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    model, optimizer = make(kit)
+    for _ in backwards(kit, model, optimizer):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script()
 def gradients_by_hand(kit):
     """Gradients come from autograd.grad, not from backward, and are the same on all ranks."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+    model, optimizer = make(kit)
     for _ in range(3):
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
         parameters = list(model.parameters())
         gradients = torch.autograd.grad(penalty, parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -188,26 +142,17 @@ def tensor_hooks(kit):
     model = net()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.5)
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train(kit, model)
 
 
 @script()
 def drop_a_step(kit):
     """Discard the gradient of one batch without a step."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    for step, (x, y) in enumerate(kit.shard(batches())):
+    model, optimizer = make(kit)
+    for turn, (x, y) in enumerate(kit.shard(batches())):
         loss_of(model, x, y).backward()
-        if step == 1:
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
+        if turn != 1:
+            optimizer.step()
         optimizer.zero_grad()
     return {"model": model}
 
@@ -215,15 +160,13 @@ def drop_a_step(kit):
 @script()
 def log_the_mean_loss(kit):
     """Communicates between backward and step."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     losses = []
     for x, y in kit.shard(batches()):
         loss = loss_of(model, x, y)
         loss.backward()
         losses.append(kit.mean(loss.item(), len(x)))
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model, "losses": losses}
 
 
@@ -232,8 +175,8 @@ def gradients_of_zeros(kit):
     """With zeros for gradients, momentum and weight decay go on where backward did not pass."""
     model = kit.ddp(TwoHeads(), find_unused_parameters=True)
     optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
-    for step, (x, y) in enumerate(kit.shard(batches(6))):
-        heads = ["left"] if step % 2 else ["right"]
+    for turn, (x, y) in enumerate(kit.shard(batches(6))):
+        heads = ["left"] if turn % 2 else ["right"]
         functional.cross_entropy(model(x, heads), y).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -243,8 +186,7 @@ def gradients_of_zeros(kit):
 @script()
 def never_zero_gradients(kit):
     """Without zero_grad, gradients add up over steps."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.1)
+    model, optimizer = make(kit, lr=0.1)
     for x, y in kit.shard(batches()):
         loss_of(model, x, y).backward()
         optimizer.step()

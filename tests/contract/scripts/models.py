@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
 
-from contract.script import batches, loss_of, net, script
+from contract.script import backwards, batches, make, net, script, train
 
 
 class TiedLanguageModel(nn.Module):
@@ -31,27 +31,20 @@ def sentences(count=4, samples=12, vocabulary=7):
 
 @script()
 def tied_weights(kit):
-    model = kit.ddp(TiedLanguageModel())
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
-    for tokens in kit.shard(sentences()):
-        out = model(tokens[:, :-1])
-        functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    data = [(tokens[:, :-1], tokens[:, 1:]) for tokens in sentences()]
+
+    def loss(model, x, y):
+        return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    return train(kit, TiedLanguageModel(), AdamW, data=data, loss=loss, lr=0.01)
 
 
 @script()
 def dropout(kit):
     """Every rank draws what it draws under DDP: mntrain draws nothing."""
-    model = kit.ddp(nn.Sequential(net(), nn.Dropout(0.5)))
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model = nn.Sequential(net(), nn.Dropout(0.5))
     torch.manual_seed(kit.rank)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model, "local draw": torch.rand(1)}
+    return {**train(kit, model), "local draw": torch.rand(1)}
 
 
 class Residual(nn.Module):
@@ -80,16 +73,11 @@ def resnet(kit):
         nn.Flatten(),
         nn.Linear(4, 3),
     )
-    model = kit.ddp(model.double().to(memory_format=torch.channels_last))
-    optimizer = kit.optimizer(model, SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
+    model = model.double().to(memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(2)
     images = [torch.randn(12, 3, 6, 6, generator=generator).double() for _ in range(4)]
-    labels = [y for _, y in batches()]
-    for x, y in kit.shard(list(zip(images, labels, strict=True))):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    data = [(x, y) for x, (_, y) in zip(images, batches(), strict=True)]
+    return train(kit, model, SGD, data=data, lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
 class Bag(nn.Module):
@@ -105,28 +93,21 @@ class Bag(nn.Module):
 
 @script()
 def sparse_embedding(kit):
-    model = kit.ddp(Bag())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    labels = [y for _, y in batches()]
-    for tokens, y in kit.shard(list(zip(sentences(vocabulary=50), labels, strict=True))):
-        loss_of(model, tokens, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    tokens = sentences(vocabulary=50)
+    data = [(x, y) for x, (_, y) in zip(tokens, batches(), strict=True)]
+    return train(kit, Bag(), SGD, data=data, lr=0.5)
 
 
 @script()
 def lstm(kit):
     """The module keeps its weights in a list, too."""
-    torch.manual_seed(13)
-    model = kit.ddp(nn.LSTM(5, 3, batch_first=True).double())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for x, y in kit.shard(batches()):
+
+    def loss(model, x, y):
         out, _ = model(x[:, None, :])
-        functional.cross_entropy(out[:, 0], y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+        return functional.cross_entropy(out[:, 0], y)
+
+    torch.manual_seed(13)
+    return train(kit, nn.LSTM(5, 3, batch_first=True).double(), loss=loss)
 
 
 @script()
@@ -135,36 +116,26 @@ def spectral_norm(kit):
     model = net()
     spectral = nn.utils.parametrizations.spectral_norm
     model[0], model[2] = spectral(model[0]), spectral(model[2])
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train(kit, model)
 
 
 @script(reference="alone")  # DDP must run the forward itself
 def functional_call(kit):
     """The forward gets the parameters as a dictionary, which was made once."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     parameters = dict(model.named_parameters())
-    for x, y in kit.shard(batches()):
-        out = torch.func.functional_call(model, parameters, (x,))
-        functional.cross_entropy(out, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss(model, x, y):
+        return functional.cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+    for _ in backwards(kit, model, optimizer, loss=loss):
+        pass
     return {"model": model}
 
 
 @script(needs="g++", thorough=True)  # the compiler takes its time
 def compiled(kit):
-    model = net()
-    optimized = torch.compile(kit.ddp(model))
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for x, y in kit.shard(batches()):
-        loss_of(optimized, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = make(kit)
+    for _ in backwards(kit, torch.compile(model), optimizer):
+        pass
     return {"model": model}

@@ -8,7 +8,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from contract.script import batches, loss_of, net, script
+from contract.script import batches, loss_of, make, net, script, step, train
 
 
 class Lora(nn.Module):
@@ -29,13 +29,7 @@ def lora(kit):
     model = net()
     for index in (0, 2, 4):
         model[index] = Lora(model[index])
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train(kit, model, AdamW, lr=0.01)
 
 
 @script()
@@ -43,12 +37,11 @@ def freeze_later(kit):
     """A layer is frozen after two steps; without a gradient, it stays as it is."""
     model = kit.ddp(net(), find_unused_parameters=True)
     optimizer = kit.optimizer(model, AdamW, lr=0.01)
-    for step, (x, y) in enumerate(kit.shard(batches())):
-        if step == 2:
+    for turn, (x, y) in enumerate(kit.shard(batches())):
+        if turn == 2:
             kit.module(model)[0].requires_grad_(False)
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -56,15 +49,13 @@ def freeze_later(kit):
 def unfreeze_later(kit):
     model = net()
     model[0].requires_grad_(False)
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
-    for step, (x, y) in enumerate(kit.shard(batches())):
-        if step == 2:
+    model, optimizer = make(kit, model, AdamW, lr=0.01)
+    for turn, (x, y) in enumerate(kit.shard(batches())):
+        if turn == 2:
             layer = kit.module(model)[0].requires_grad_(True)
             kit.add_param_group(optimizer, [(f"0.{n}", p) for n, p in layer.named_parameters()])
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -79,26 +70,18 @@ def parameter_groups(kit):
         {"params": biases, "weight_decay": 0.0},
         {"params": list(model[4].parameters()), "lr": 0.05},
     ]
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, AdamW, groups=groups, lr=0.01)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train(kit, model, AdamW, groups=groups, lr=0.01)
 
 
 @script()
 def one_cycle(kit):
     """The schedule changes the learning rate and, as Adam has no momentum, beta 1."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
+    model, optimizer = make(kit, None, AdamW, lr=0.01)
     scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=6)
     rates = []
     for x, y in kit.shard(batches(6)):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
         rates += [scheduler.get_last_lr()[0], optimizer.param_groups[0]["betas"][0]]
         if len(rates) < 12:
             scheduler.step()
@@ -107,13 +90,11 @@ def one_cycle(kit):
 
 @script()
 def exponential_average(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     average = AveragedModel(kit.module(model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for x, y in kit.shard(batches()):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
         average.update_parameters(kit.module(model))
     return {"model": model, "average": average}
 
@@ -121,14 +102,12 @@ def exponential_average(kit):
 @script()
 def exponential_average_by_hand(kit):
     """Reads a list of parameters that was made before training, instead of the model's."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     parameters = list(model.parameters())
     average = [parameter.detach().clone() for parameter in parameters]
     for x, y in kit.shard(batches()):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
         with torch.no_grad():
             for mean, parameter in zip(average, parameters, strict=True):
                 mean.lerp_(parameter, 0.1)
@@ -137,16 +116,14 @@ def exponential_average_by_hand(kit):
 
 @script()
 def stochastic_weight_averaging(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
+    model, optimizer = make(kit)
     average = AveragedModel(kit.module(model))
     scheduler = CosineAnnealingLR(optimizer, T_max=3)
     late = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    for step, (x, y) in enumerate(kit.shard(batches(6))):
+    for turn, (x, y) in enumerate(kit.shard(batches(6))):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step > 2:
+        step(optimizer)
+        if turn > 2:
             average.update_parameters(kit.module(model))
             late.step()
         else:
@@ -157,34 +134,30 @@ def stochastic_weight_averaging(kit):
 @script()
 def deepcopy(kit):
     """A copy keeps the weights of its step, and can be trained on its own."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for step, (x, y) in enumerate(kit.shard(batches())):
+    model, optimizer = make(kit)
+    for turn, (x, y) in enumerate(kit.shard(batches())):
         loss_of(model, x, y).backward()
         optimizer.step()
-        if step == 1:
+        if turn == 1:
             kept = copy.deepcopy(kit.module(model))
         optimizer.zero_grad()
     apart = copy.deepcopy(kept)
     own = SGD(apart.parameters(), lr=0.5)
     for x, y in batches():
         loss_of(apart, x, y).backward()
-        own.step()
-        own.zero_grad()
+        step(own)
     return {"model": model, "kept": kept, "apart": apart}
 
 
 @script()
 def return_to_the_best_weights(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    for step, (x, y) in enumerate(kit.shard(batches(6))):
+    model, optimizer = make(kit)
+    for turn, (x, y) in enumerate(kit.shard(batches(6))):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
+        step(optimizer)
+        if turn == 1:
             best = copy.deepcopy(model.state_dict())
-        if step == 3:
+        if turn == 3:
             model.load_state_dict(best)
     return {"model": model}
 
@@ -192,12 +165,10 @@ def return_to_the_best_weights(kit):
 @script()
 def project_weights(kit):
     """Weights are written between steps, as by weight clipping."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+    model, optimizer = make(kit)
     for x, y in kit.shard(batches()):
         loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.clamp_(-0.2, 0.2)

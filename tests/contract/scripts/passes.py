@@ -6,59 +6,49 @@ from torch.nn import functional
 from torch.optim import LBFGS, SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
-from contract.script import TwoHeads, batches, loss_of, net, script
+from contract.script import TwoHeads, backwards, batches, loss_of, make, net, script, step, train
 
 
 @script()
 def accumulate_under_no_sync(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+    model, optimizer = make(kit)
     data = batches(6)
     for first, second in zip(kit.shard(data[::2]), kit.shard(data[1::2]), strict=True):
         with kit.no_sync(model, optimizer):
             (loss_of(model, *first) / 2).backward()
         (loss_of(model, *second) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
 @script()
 def accumulate_with_sync(kit):
     """Each of several backward passes before one step is averaged over ranks."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
-    for step, (x, y) in enumerate(kit.shard(batches(6))):
+    model, optimizer = make(kit)
+    for turn, (x, y) in enumerate(kit.shard(batches(6))):
         (loss_of(model, x, y) / 3).backward()
-        if step % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
+        if turn % 3 == 2:
+            step(optimizer)
     return {"model": model}
 
 
 @script()
 def several_losses_of_a_batch(kit):
     """Each loss has a forward and a backward of its own."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.1)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
+    model, optimizer = make(kit, lr=0.1)
+    for x, _ in backwards(kit, model, optimizer):
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     return {"model": model}
 
 
 @script(reference="alone")  # DDP does not reduce a second backward of one forward
 def retain_graph(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.1)
+    model, optimizer = make(kit, lr=0.1)
     for x, y in kit.shard(batches()):
         out = model(x)
         functional.cross_entropy(out, y).backward(retain_graph=True)
         (0.1 * out.square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -67,11 +57,10 @@ def backward_of_a_part(kit):
     """The heads take turns."""
     model = kit.ddp(TwoHeads(), find_unused_parameters=True)
     optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for step, (x, y) in enumerate(kit.shard(batches(6))):
-        heads = ["left"] if step % 2 else ["right"]
+    for turn, (x, y) in enumerate(kit.shard(batches(6))):
+        heads = ["left"] if turn % 2 else ["right"]
         functional.cross_entropy(model(x, heads), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -80,11 +69,10 @@ def each_rank_uses_another_part(kit):
     """Some ranks have no gradient where others have one."""
     model = kit.ddp(TwoHeads(), find_unused_parameters=True)
     optimizer = kit.optimizer(model, SGD, lr=0.5)
-    for step, (x, y) in enumerate(kit.shard(batches())):
-        heads = ["left"] if (step + kit.rank) % 2 else ["right"]
+    for turn, (x, y) in enumerate(kit.shard(batches())):
+        heads = ["left"] if (turn + kit.rank) % 2 else ["right"]
         functional.cross_entropy(model(x, heads), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -138,7 +126,7 @@ def wgan_gp(kit):
     optimizer_d = kit.optimizer(net_d, Adam, lr=0.01, betas=(0.0, 0.9))
     optimizer_g = kit.optimizer(net_g, Adam, lr=0.01, betas=(0.0, 0.9))
     torch.manual_seed(kit.rank)
-    for step, (x, _) in enumerate(kit.shard(batches(6))):
+    for turn, (x, _) in enumerate(kit.shard(batches(6))):
         optimizer_d.zero_grad()
         fake = net_g(torch.randn(len(x), 4, dtype=torch.float64)).detach()
         mix = torch.rand(len(x), 1, dtype=torch.float64)
@@ -150,7 +138,7 @@ def wgan_gp(kit):
         penalty = (slopes.norm(2, dim=1) - 1).square().mean()
         (net_d(fake).mean() - net_d(x).mean() + 10 * penalty).backward()
         optimizer_d.step()
-        if step % 2:
+        if turn % 2:
             optimizer_g.zero_grad()
             (-net_d(net_g(torch.randn(len(x), 4, dtype=torch.float64))).mean()).backward()
             optimizer_g.step()
@@ -190,21 +178,18 @@ def optimizers_in_another_order_on_each_rank(kit):
         loss = sum(loss_of(model, x, y) for model in models)
         loss.backward()
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer)
     return {"first": first, "second": second}
 
 
 @script()
 def siamese(kit):
     """Two forwards of one model enter one loss."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.1)
+    model, optimizer = make(kit, lr=0.1)
     for x, y in kit.shard(batches()):
         distance = (model(x) - model(x.flip(0))).square().mean()
         (distance + loss_of(model, x, y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer)
     return {"model": model}
 
 
@@ -228,40 +213,28 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-def train_blocks(kit, use_reentrant, order, **ddp_options):
-    model = kit.ddp(Blocks(use_reentrant, order), **ddp_options)
-    optimizer = kit.optimizer(model, Adam, lr=0.01)
-    for x, y in kit.shard(batches()):
-        loss_of(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
-
-
 @script()
 def checkpointed(kit):
-    return train_blocks(kit, False, [0, 1])
+    return train(kit, Blocks(False, [0, 1]), Adam, lr=0.01)
 
 
 @script()
 def checkpointed_reentrant(kit):
-    return train_blocks(kit, True, [0, 1])
+    return train(kit, Blocks(True, [0, 1]), Adam, lr=0.01)
 
 
 @script()
 def checkpointed_layer_shared(kit):
-    return train_blocks(kit, False, [0, 1, 0])
+    return train(kit, Blocks(False, [0, 1, 0]), Adam, lr=0.01)
 
 
 @script(reference="alone")  # DDP raises: "marked ready twice"
 def checkpointed_reentrant_layer_shared(kit):
-    return train_blocks(kit, True, [0, 1, 0])
+    return train(kit, Blocks(True, [0, 1, 0]), Adam, lr=0.01)
 
 
-@script()
-def closure(kit):
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9)
+def train_with_closure(kit, *choice, **options):
+    model, optimizer = make(kit, None, *choice, **options)
     for x, y in kit.shard(batches()):
 
         def evaluate(x=x, y=y):
@@ -272,20 +245,14 @@ def closure(kit):
 
         optimizer.step(evaluate)
     return {"model": model}
+
+
+@script()
+def closure(kit):
+    return train_with_closure(kit)
 
 
 @script(refused=dict.fromkeys(range(3), "closure"), refused_alone=True)
 def lbfgs(kit):
     """LBFGS calls its closure as often as it likes."""
-    model = kit.ddp(net())
-    optimizer = kit.optimizer(model, LBFGS, max_iter=3)
-    for x, y in kit.shard(batches()):
-
-        def evaluate(x=x, y=y):
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss
-
-        optimizer.step(evaluate)
-    return {"model": model}
+    return train_with_closure(kit, LBFGS, max_iter=3)

@@ -3,7 +3,7 @@
 import torch
 from torch.optim import AdamW
 
-from contract.script import script
+from contract.script import make, script, step
 
 SMALL = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
@@ -32,25 +32,26 @@ def language_batches():
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         tokens = torch.randint(32, (12, 10), generator=generator)
-        yield {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        yield {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+def train(kit, model, data, **given):
+    model, optimizer = make(kit, model.train(), AdamW, lr=0.01)
+    torch.manual_seed(kit.rank)  # for dropout
+    for batch in kit.shard(data):
+        model(**batch, **given).loss.backward()
+        step(optimizer)
+    return {"model": model}
 
 
 def train_gpt2(kit, use_reentrant=None):
     model = gpt2()
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.train()
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
-    torch.manual_seed(kit.rank)  # for dropout
-    for batch in kit.shard(list(language_batches())):
-        model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    return train(kit, model, list(language_batches()), use_cache=False)
 
 
-@script()
+@script(thorough=True)  # the import takes seconds
 def hugging_face_gpt2(kit):
     return train_gpt2(kit)
 
@@ -68,15 +69,5 @@ def hugging_face_gpt2_checkpointed_reentrant(kit):
 @script(thorough=True)
 def hugging_face_bert(kit):
     """The labels are a column of the batch."""
-    model = bert().train()
-    model = kit.ddp(model)
-    optimizer = kit.optimizer(model, AdamW, lr=0.01)
-    torch.manual_seed(kit.rank)  # for dropout
-    batches = [
-        {**batch, "labels": batch["input_ids"].sum(dim=1) % 3} for batch in language_batches()
-    ]
-    for batch in kit.shard(batches):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model}
+    data = [{**batch, "labels": batch["input_ids"].sum(dim=1) % 3} for batch in language_batches()]
+    return train(kit, bert(), data)
