@@ -1,17 +1,15 @@
 """Who imports whom, and that importing starts nothing."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
-# A module may import those of lower layers, and a package's modules each other.
 # A module may import those of lower layers, and a package's modules each other: the rows of the
 # architecture guide, from layer 0 upward. A name of its own has its place in the package mntrain.
 GUIDE = (ROOT / "docs" / "architecture.md").read_text()
@@ -33,15 +31,16 @@ MODULES = {
 }
 
 
-def imports(module, *, running=False):
-    """The modules that a module imports anywhere; `running`: not those for type checkers only."""
-    tree = ast.parse(MODULES[module].read_text())
-    if running:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = []
+@functools.cache
+def tree_of(module):
+    return ast.parse(MODULES[module].read_text())
+
+
+@functools.cache
+def imports(module):
+    """The modules that a module imports anywhere."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -83,11 +82,11 @@ def test_the_layers_are_numbered_and_name_no_module_that_is_gone():
     assert set().union(*LAYERS) <= set(MODULES)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_go_downward(module):
-    for imported in ours(module) - {module}:
-        if package(imported) != package(module):
-            assert layer(imported) < layer(module), f"{module} may not import {imported}"
+def test_imports_go_downward():
+    for module in MODULES:
+        for imported in ours(module) - {module}:
+            if package(imported) != package(module):
+                assert layer(imported) < layer(module), f"{module} may not import {imported}"
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -103,27 +102,29 @@ def test_zero_imports_torch_and_itself_only():
             assert tops <= {"zero", "torch", *sys.stdlib_module_names}, module
 
 
+def imports_mpi(nodes):
+    """Whether one of the nodes imports mpi4py, and not for type checkers alone."""
+    nodes = list(nodes)
+    guards = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    typing = {below for guard in guards for below in ast.walk(guard)}
+    found = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) and n not in typing]
+    return any(re.match(r"(from|import) mpi4py\b", ast.unparse(node)) for node in found)
+
+
 def test_only_one_module_imports_mpi4py_and_only_in_functions():
-    def mpi(module):
-        return {name for name in imports(module, running=True) if name.startswith("mpi4py")}
-
-    assert [module for module in MODULES if mpi(module)] == ["mntrain.comm.mpi"]
-    top = ast.parse(MODULES["mntrain.comm.mpi"].read_text()).body
-    assert not [
-        node
-        for node in top
-        if isinstance(node, ast.Import | ast.ImportFrom) and "mpi4py" in ast.unparse(node)
-    ]
+    found = [module for module in MODULES if imports_mpi(ast.walk(tree_of(module)))]
+    assert found == ["mntrain.comm.mpi"]
+    assert not imports_mpi(tree_of("mntrain.comm.mpi").body)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_nothing_is_kept_at_module_level(module):
-    tree = ast.parse(MODULES[module].read_text())
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            empty = ast.unparse(node.value) in ("[]", "{}", "None", "set()", "dict()", "list()")
-            assert not empty, f"{module}: what is to fill {ast.unparse(node)!r}?"
+def test_nothing_is_kept_at_module_level():
+    for module in MODULES:
+        tree = tree_of(module)
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], module
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                empty = ast.unparse(node.value) in ("[]", "{}", "None", "set()", "dict()", "list()")
+                assert not empty, f"{module}: what is to fill {ast.unparse(node)!r}?"
 
 
 def run(program):
