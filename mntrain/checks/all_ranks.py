@@ -53,6 +53,7 @@ def collect(
 
     `library` is the full version string of MPI. Digests tell checkouts and builds apart.
     """
+    local_size = launcher.local_size(os.environ)
     # OpenMP may have bound this thread alone to one core.
     bound = os.environ.get("OMP_PROC_BIND", "false").lower() != "false"
     known = hasattr(os, "sched_getaffinity") and not bound
@@ -78,7 +79,7 @@ def collect(
         findings={
             "world size": launcher.world_size(os.environ, size),
             "open files": host_checks.open_files(size),
-            "locked memory": host_checks.locked_memory(),
+            "shared memory": host_checks.shared_memory(library, local_size, creates=False),
         },
         pid=os.getpid(),
         pid_namespace=pid_namespace(),

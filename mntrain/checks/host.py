@@ -67,7 +67,7 @@ def shared_memory(library: str, ranks: int, *, creates: bool = True, folder: Pat
         free = os.statvfs(folder)
     except OSError as error:
         return Finding(bad, f"{folder} cannot be used ({error.strerror})", fix)
-    if free.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):
+    if not os.access(folder, os.W_OK):
         return Finding(bad, f"{folder} is read-only, and MPI's shared memory lies there", fix)
     needed = MPICH_BYTES_PER_RANK * ranks
     space = (free.f_bavail if creates else free.f_blocks) * free.f_frsize
@@ -96,20 +96,3 @@ def open_files(ranks: int) -> Finding:
         f"ulimit -n {needed} before the job is started; if the hard limit ({hard}) is lower, raise "
         "it on all hosts: nofile in limits.conf, docker run --ulimit nofile, LimitNOFILE of slurmd",
     )
-
-
-def locked_memory(fabrics: Path = Path("/sys/class/infiniband")) -> Finding:
-    """Check that this process may lock memory (ulimit -l) if the host has an RDMA network."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    devices = sorted(path.name for path in fabrics.glob("*"))
-    if devices and 0 <= soft < 1 << 30:
-        return Finding(
-            "warn",
-            f"a rank may lock {soft / _MB:.1f} MB of memory (ulimit -l), and the network "
-            f"{devices[0]} locks all buffers: MPI may fall back to TCP or end",
-            "ask the administrator for ulimit -l unlimited (memlock in limits.conf; under Slurm "
-            "PropagateResourceLimitsExcept=MEMLOCK)",
-        )
-    network = f"for {', '.join(devices)}" if devices else "no RDMA network needs it"
-    limit = "unlimited" if soft < 0 else f"{soft / _MB:.1f} MB"
-    return passed(f"ulimit -l: {limit}, {network}")

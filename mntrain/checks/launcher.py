@@ -117,13 +117,6 @@ def world_size(environment: Mapping[str, str], size: int) -> Finding:
             "under Slurm the matching plugin: srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH. "
             f"To run one rank on purpose, unset {variable}",
         )
-    if variable in SIZE_VARIABLES[:2] and started < size:
-        return Finding(
-            "warn",
-            f"MPI sees a world of {size} ranks, but {variable}={value} states {started}: the "
-            "variable is that of another launcher",
-            f"unset {variable} before the job is started",
-        )
     tasks = first_number(environment, ("SLURM_NTASKS",)) or 1
     if size == 1 < tasks and variable not in SIZE_VARIABLES[:2]:
         return Finding(

@@ -9,7 +9,6 @@ from pathlib import Path
 from mntrain.checks.finding import Finding, passed
 
 _SLOW_SYNC_S = 0.5
-_LITTLE_BYTES = 10**9
 _SEEN_S = 5.0  # in which a file must be visible on all hosts: network file systems cache folders
 _NAME = ".mntrain-doctor-"
 
@@ -80,15 +79,3 @@ def sharing(folder: Path, blind_hosts: list[str], hosts: int) -> Finding:
             "give a --run.dir on a file system that all hosts share",
         )
     return passed(f"{folder} is the same on {hosts} host{'s' * (hosts > 1)}")
-
-
-def space(folder: Path) -> Finding:
-    """Check that the file system has some free space for checkpoints."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    text = f"{folder} has {free / 1e9:.2f} GB free"
-    if free >= _LITTLE_BYTES:
-        return passed(text)
-    return Finding(
-        "warn", f"{text}, and a checkpoint may take more", "free space, or give another --run.dir"
-    )

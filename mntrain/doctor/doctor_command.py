@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.checks import all_ranks, host, launcher, storage
-from mntrain.checks.finding import Finding, merge, passed, worst
-from mntrain.checks.host import StartError
+from mntrain.checks import all_ranks, storage
+from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, measure
 from mntrain.doctor import link_findings
@@ -33,9 +32,9 @@ _VARIABLES = ("FI_", "UCX_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl")
 def run(options: DoctorOptions) -> int:
     """Check all ranks of the job, and return the exit code: 1 if a check failed. Collective.
 
-    If MPI cannot start, or ranks differ in their versions, the report has only the checks of one
-    host. If a node does not answer, or after `options.timeout` without progress, the process is
-    killed after one sentence on stderr.
+    If MPI cannot start, or ranks differ in their versions, the report has only that. If a node does
+    not answer, or after `options.timeout` without progress, the process is killed after one
+    sentence on stderr.
     """
     folder = storage.existing_folder(options.run.dir or Path())
     try:
@@ -44,11 +43,8 @@ def run(options: DoctorOptions) -> int:
             return _examine(world, options, folder, moved)
     except AgreedError as error:
         if error.rank == 0:
-            findings = {
-                "start": Finding("fail", str(error)),
-                **_local(launcher.local_size(os.environ)),
-            }
-            _print(options, findings, [os.uname().nodename], [])
+            start = {"start": Finding("fail", str(error))}
+            _print(options, start, [os.uname().nodename], [])
         return 1
 
 
@@ -61,17 +57,12 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     comm.gather_objects(None)  # ranks that start together meet within less time
     met = time.time()
     comm.gather_objects(None)
-    gathered = comm.gather_objects(((met, time.time()), _local(world.local_size)))
-    exact = [replace(fact, clock=met) for fact, (met, _) in zip(world.facts, gathered, strict=True)]
-    merged = {
-        name: merge([(host, local[name]) for host, (_, local) in zip(hosts, gathered, strict=True)])
-        for name in gathered[0][1]
-    }
+    clocks = comm.gather_objects((met, time.time()))
+    exact = [replace(fact, clock=clock) for fact, clock in zip(world.facts, clocks, strict=True)]
     findings = {
         "MPI library": _library(world),
         **world.findings,
         "clocks": all_ranks.clocks(exact),
-        **merged,
         **_storage(comm, folder, leaders, hosts),
     }
     links = measure(comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
@@ -81,18 +72,6 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     if world.master:
         _print(options, findings, hosts, links)
     return 1 if worst(list(findings.values())) == "fail" else 0
-
-
-def _local(ranks: int) -> dict[str, Finding]:
-    """Return the checks of this host alone, by name. `ranks` are those of the host.
-
-    MPI's own segment of this job may lie in /dev/shm already.
-    """
-    try:
-        library = mpi.import_unstarted().Get_library_version()
-    except StartError:  # which is reported itself
-        return {}
-    return {"shared memory": host.shared_memory(library, ranks, creates=False)}
 
 
 def _library(world: World) -> Finding:
@@ -125,8 +104,6 @@ def _storage(
         findings = {"run directory": storage.writing(folder, probe, error)}
         if written:
             findings["shared files"] = storage.sharing(folder, blind, len(leaders))
-        if comm.rank == 0:
-            findings["free space"] = storage.space(folder)
     finally:
         if probe is not None:
             probe.close()

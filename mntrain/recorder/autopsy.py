@@ -119,10 +119,8 @@ def _process(header: Header) -> Process:
 
 def _new_oom_kills(header: Header) -> int:
     """Return the out-of-memory kills in a rank's cgroup since it began to record."""
-    found = read_oom_kills(Path(header.oom_file)) if header.oom_file else None
-    if found is None or found[0] != header.oom_inode:  # it is gone, or another one of that name
-        return 0
-    return found[1] - header.oom_kills
+    kills = read_oom_kills(Path(header.oom_file)) or 0 if header.oom_file else 0
+    return max(0, kills - header.oom_kills)  # a cgroup that is made anew begins at 0
 
 
 def _summary(path: Path, start: float) -> dict[str, Any]:

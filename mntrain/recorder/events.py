@@ -10,6 +10,7 @@ import atexit
 import faulthandler
 import mmap
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -97,7 +98,7 @@ class Recorder:
 
     def _header(self, job: str) -> Header:
         pid = os.getpid()
-        oom_file, inode, kills = own_oom_kills()
+        oom_file, kills = own_oom_kills()
         return Header(
             self.rank,
             self.size,
@@ -110,7 +111,6 @@ class Recorder:
             wall=time.time(),
             monotonic=time.monotonic(),
             oom_file=oom_file,
-            oom_inode=inode,
             oom_kills=kills,
             jobs={name: os.environ[name][:40] for name in _JOB_VARIABLES if name in os.environ},
         )
@@ -222,31 +222,26 @@ def process_start(pid: int) -> str:
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
-def own_oom_kills() -> tuple[str, int, int]:
-    """Return the file that counts out-of-memory kills of this cgroup, its inode and its count.
+def own_oom_kills() -> tuple[str, int]:
+    """Return the file that counts out-of-memory kills of this cgroup, and its count.
 
     The file is "" where there is none.
     """
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        root, name = Path("/sys/fs/cgroup"), "memory.events"
-        if controllers == "memory":  # version 1
-            root, name = root / "memory", "memory.oom_control"
-        elif controllers:
-            continue
-        file = root / path.lstrip("/") / name
-        if len(str(file)) < _MAX_PATH and (found := read_oom_kills(file)) is not None:
-            return str(file), *found
-    return "", 0, 0
+        if controllers in ("memory", ""):  # of version 1, and of version 2
+            name = "memory.oom_control" if controllers else "memory.events"
+            file = Path("/sys/fs/cgroup", controllers, path.lstrip("/"), name)
+            kills = read_oom_kills(file)
+            if len(str(file)) < _MAX_PATH and kills is not None:
+                return str(file), kills
+    return "", 0
 
 
-def read_oom_kills(file: Path) -> tuple[int, int] | None:
-    """Return the inode of a cgroup's file and its count of out-of-memory kills, if it has one."""
-    counters = dict(line.split() for line in _text(file).splitlines() if line.count(" ") == 1)
-    try:
-        return file.stat().st_ino, int(counters["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return None
+def read_oom_kills(file: Path) -> int | None:
+    """Return the count of out-of-memory kills in a cgroup's file, None if it has none."""
+    found = re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _text(path: str | Path) -> str:

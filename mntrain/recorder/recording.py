@@ -62,7 +62,6 @@ class Header:
     wall: float  # seconds since the epoch
     monotonic: float  # seconds; all ranks make their files at about the same time
     oom_file: str = ""  # in which the kernel counts out-of-memory kills of the rank's cgroup
-    oom_inode: int = 0
     oom_kills: int = 0
     jobs: dict[str, str] = field(default_factory=dict)  # identifiers of schedulers, by variable
 

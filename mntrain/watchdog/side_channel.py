@@ -10,12 +10,12 @@ since a kernel acknowledges for a stopped process (keep-alive: RFC 1122, 4.2.3.6
 5482). Messages are JSON objects, one a line. Both ends prove first that they know the secret of the
 job (HMAC-SHA256), which the ranks exchange over MPI:
 
-    rank        {"rank": R, "token": T, "challenge": C}    T is the same each time
-    monitor     {"proof": of C, "challenge": D}
-    rank        {"proof": of D}     only now the monitor counts the rank as connected
+    monitor     {"challenge": D}
+    rank        {"rank": R, "proof": of D, "challenge": C}      then the rank is connected
+    monitor     {"proof": of C}
 
-Without a token, the peer is a stranger, of which a monitor keeps STRANGERS at most: the oldest
-gives way. Once all ranks are connected, the monitor stops listening.
+Before its proof, a peer is a stranger, of which a monitor keeps STRANGERS at most: the oldest gives
+way. Once all ranks are connected, the monitor stops listening.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ import selectors
 import socket
 import termios
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -40,10 +40,10 @@ Address = tuple[str, int]  # at which a monitor listens: IPv4 address and port
 
 LOST_S = 20.0  # the default, until a node that does not acknowledge counts as lost
 CONNECT_S = 3.0  # per address
-STRANGERS = 64  # most connections that a monitor keeps without a token
-_STRANGE_S = 0.25  # that each of them has at least, so that at most 256 a second are accepted
-_TOKEN_S = 2.0  # for the token, after which a stranger is dropped in any case
-_GREETING_S = 10.0  # for the rest of the greeting, which a busy host takes long for
+STRANGERS = 64  # most connections that a monitor keeps without a proof
+_STRANGE_S = 0.25  # that each of them has at least
+_ACCEPT_S = 1e-3  # between two that are accepted
+_GREETING_S = 10.0  # for the proofs, which a busy host takes long for
 _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
 _LOOPBACK = "127.0.0.1"
@@ -70,10 +70,9 @@ class SideChannel:
         self._rank, self._secret, self._listener = rank, secret, listener
         self._lost_after = lost_after
         self._connections: dict[int, _Connection] = {}
-        self._greeting: list[_Connection] = []  # that are not connected yet, the oldest first
+        self._strangers: list[_Connection] = []  # the oldest first
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._places = STRANGERS if soft < 0 else max(1, min(STRANGERS, soft // 16))
-        self._accepted: deque[float] = deque(maxlen=self._places)  # times of strangers
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._wake_writer.setblocking(False)
@@ -100,13 +99,13 @@ class SideChannel:
         own = socket.create_connection(where, CONNECT_S)
         try:
             connection = _Connection(own, _MAX_LINE, self._lost_after)
-            challenge = secrets.token_hex(16)
-            token = self._proof("token", self._rank)
-            connection.send({"rank": self._rank, "token": token, "challenge": challenge})
+            given = connection.read_line(_GREETING_S)["challenge"]
+            proof = self._proof("rank", self._rank, given)
+            challenge = connection.challenge
+            connection.send({"rank": self._rank, "proof": proof, "challenge": challenge})
             answer = connection.read_line(_GREETING_S)
             if not _equal(answer["proof"], self._proof("monitor", monitor, challenge)):
                 raise ValueError("another secret")
-            connection.send({"proof": self._proof("rank", self._rank, answer["challenge"])})
         except (KeyError, ValueError) as error:
             own.close()
             raise OSError(f"{where} is no monitor of this job") from error
@@ -123,10 +122,9 @@ class SideChannel:
             connection.send(message)
 
     def send_to_all(self, message: Message) -> None:
-        """Send a message to all ranks, those included that are about to join. Never blocks."""
-        for connection in [*self._connections.values(), *self._greeting]:
-            if connection.claimed is not None or connection.rank is not None:
-                connection.send(message)
+        """Send a message to all connected ranks. Never blocks."""
+        for connection in self._connections.values():
+            connection.send(message)
 
     def acknowledged(self, peer: int) -> bool:
         """Return False if the node of a connected rank has not acknowledged what was sent to it."""
@@ -151,15 +149,14 @@ class SideChannel:
             elif key.data.socket.fileno() >= 0:  # not replaced a moment ago
                 yield from self._receive(key.data)
         now = time.monotonic()
-        for connection in [*self._greeting]:
-            limit = _TOKEN_S if connection.claimed is None else _GREETING_S
-            if connection.since < now - limit:
+        for connection in [*self._strangers]:
+            if connection.since < now - _GREETING_S:
                 self._drop(connection)
 
     def stop_listening(self) -> None:
         """Close the port, and the connections of strangers, since all ranks are connected."""
         if self._listener is not None:
-            for connection in [*self._greeting]:
+            for connection in [*self._strangers]:
                 self._drop(connection)
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -172,12 +169,12 @@ class SideChannel:
 
     def close(self, *, in_child: bool = False) -> None:
         """Close all connections; in a forked child, without a word to the peers."""
-        for connection in [*self._connections.values(), *self._greeting]:
+        for connection in [*self._connections.values(), *self._strangers]:
             if not in_child:
                 connection.flush()
             connection.socket.close()
         self._connections.clear()
-        self._greeting.clear()
+        self._strangers.clear()
         for own in (self._wake_reader, self._wake_writer, self._listener):
             if own is not None:
                 own.close()
@@ -185,27 +182,22 @@ class SideChannel:
         self._selector.close()
 
     def _accept(self) -> None:
-        """Accept what waits at the port; of strangers no more than there is a place for."""
+        """Accept one that waits at the port, if there is a place for it."""
         assert self._listener is not None
-        # The oldest stranger, which may have to give way, must have had its time.
-        while len(self._accepted) < self._places or (
-            self._accepted[0] < time.monotonic() - _STRANGE_S
-        ):
-            strangers = [connection for connection in self._greeting if connection.claimed is None]
-            if len(strangers) == self._places:
-                self._drop(strangers[0])
-            try:
-                own, _ = self._listener.accept()
-            except BlockingIOError:
+        time.sleep(_ACCEPT_S)
+        if len(self._strangers) == self._places:
+            if self._strangers[0].since > time.monotonic() - _STRANGE_S:
                 return
-            except OSError:  # the peer has gone, or no descriptor is free
-                break
-            own.setblocking(False)
-            connection = _Connection(own, _MAX_GREETING, self._lost_after)
-            self._greeting.append(connection)
-            self._accepted.append(connection.since)
-            self._selector.register(own, selectors.EVENT_READ, connection)
-        time.sleep(0.01)
+            self._drop(self._strangers[0])
+        try:
+            own, _ = self._listener.accept()
+        except OSError:  # the peer has gone, or no descriptor is free
+            return
+        own.setblocking(False)
+        connection = _Connection(own, _MAX_GREETING, self._lost_after)
+        self._strangers.append(connection)
+        self._selector.register(own, selectors.EVENT_READ, connection)
+        connection.send({"challenge": connection.challenge})
 
     def _receive(self, connection: "_Connection") -> Iterator[tuple[int, Message]]:
         messages, closed, error = connection.receive()
@@ -225,37 +217,26 @@ class SideChannel:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         if connection.rank is None:
-            self._greeting.remove(connection)
+            self._strangers.remove(connection)
         else:
             del self._connections[connection.rank]
 
     def _greet(self, connection: "_Connection", message: Message) -> bool:
-        """Go on with the greeting of a peer; return False if it does not know the secret."""
-        if (peer := connection.claimed) is not None:
-            expected = self._proof("rank", peer, connection.challenge)
-            if not _equal(message.get("proof"), expected):
-                return False
-            self._greeting.remove(connection)
-            if replaced := self._connections.get(peer):  # which the rank gave up
-                self._drop(replaced)
-            connection.rank, connection.limit = peer, _MAX_LINE
-            self._connections[peer] = connection
-            return True
-        claimed, challenge = message.get("rank"), message.get("challenge")
-        if not isinstance(claimed, int) or not isinstance(challenge, str):
+        """Let in a peer that knows the secret; return whether it does."""
+        peer, challenge = message.get("rank"), message.get("challenge")
+        if not isinstance(peer, int) or not isinstance(challenge, str):
             return False
-        if not _equal(message.get("token"), self._proof("token", claimed)):
+        if not _equal(message.get("proof"), self._proof("rank", peer, connection.challenge)):
             return False
-        for earlier in [other for other in self._greeting if other.claimed == claimed]:
-            self._drop(earlier)
-        with suppress(ValueError):  # it is no stranger
-            self._accepted.remove(connection.since)
-        connection.claimed, connection.challenge = claimed, secrets.token_hex(16)
-        proof = self._proof("monitor", self._rank, challenge)
-        connection.send({"proof": proof, "challenge": connection.challenge})
+        self._strangers.remove(connection)
+        if replaced := self._connections.get(peer):  # which the rank gave up
+            self._drop(replaced)
+        connection.rank, connection.limit = peer, _MAX_LINE
+        self._connections[peer] = connection
+        connection.send({"proof": self._proof("monitor", self._rank, challenge)})
         return True
 
-    def _proof(self, role: str, rank: int, challenge: str = "") -> str:
+    def _proof(self, role: str, rank: int, challenge: object) -> str:
         text = f"{role} {rank} {challenge}".encode(errors="replace")
         return hmac.new(self._secret, text, "sha256").hexdigest()
 
@@ -266,8 +247,7 @@ class _Connection:
     def __init__(self, own: socket.socket, limit: int, lost_after: float) -> None:
         self.socket, self.limit = own, limit
         self.since = time.monotonic()
-        self.claimed: int | None = None  # the peer's rank, by its token
-        self.challenge = ""  # that the peer must answer
+        self.challenge = secrets.token_hex(16)  # that the peer must answer
         self.rank: int | None = None  # the peer's, once it has joined
         self._received = self._unsent = b""
         seconds = min(lost_after, _MAX_S)

@@ -58,17 +58,6 @@ def test_too_few_open_files_are_reported_with_what_helps(limits, status, monkeyp
         )
 
 
-def test_locked_memory_matters_with_an_rdma_network_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
-    assert host.locked_memory(tmp_path).status == "pass"
-    (tmp_path / "mlx5_0").mkdir()
-    found = host.locked_memory(tmp_path)
-    assert found.status == "warn"
-    assert "mlx5_0" in found.text
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert host.locked_memory(tmp_path).status == "pass"
-
-
 def test_the_worst_finding_of_all_hosts_counts_and_names_them():
     warn, fail = Finding("warn", "slow", "faster"), Finding("fail", "gone", "come")
     assert merge([("a", passed("1")), ("b", passed("2"))]) == passed("1")
@@ -101,12 +90,3 @@ def test_a_file_with_another_text_is_not_the_one_that_was_written(tmp_path, monk
     assert found.status == "fail"
     assert found.text.startswith("n2 does not see the files that rank 0 writes")
     assert storage.sharing(tmp_path, [], 2).status == "pass"
-
-
-def test_little_free_space_is_reported(tmp_path, monkeypatch):
-    fake_space(monkeypatch, 2 * 10**9, 10**10)
-    assert storage.space(tmp_path).status == "pass"
-    fake_space(monkeypatch, 10**8, 10**10)
-    found = storage.space(tmp_path)
-    assert found.status == "warn"
-    assert "has 0.10 GB free" in found.text

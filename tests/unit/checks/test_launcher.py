@@ -38,8 +38,6 @@ STEP = {**BATCH_SHELL, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     [
         ({"HOME": "/"}, 1, "pass", ""),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 4, "pass", ""),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, 4, "warn", "states 1: the variable is that of another"),
-        ({"PMI_SIZE": "1"}, 4, "warn", "states 1: the variable is that of another"),
         ({"SLURM_STEP_NUM_TASKS": "1"}, 4, "pass", ""),  # srun -n 1, then mpirun
         ({"SLURM_STEP_NUM_TASKS": ""}, 1, "pass", ""),  # of no number it is not known
         ({"SLURM_STEP_NUM_TASKS": "4(x2)"}, 1, "pass", ""),

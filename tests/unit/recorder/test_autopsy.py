@@ -117,19 +117,22 @@ def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(
     assert state() == ""  # one that does not answer is not waited for
 
 
-def test_kills_in_the_cgroup_count_since_the_start_and_of_the_same_cgroup_only(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "low 0\nhigh 0\nmax 0\noom 3\noom_kill 5\noom_group_kill 0\n",  # memory.events
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",  # of version 1
+    ],
+)
+def test_kills_in_the_cgroup_count_since_the_start_and_on_this_host_only(tmp_path, text):
     write(tmp_path, [0])
-    counter = tmp_path / "memory.events"
-    counter.write_text("oom 3\noom_kill 5\n")
-    inode = counter.stat().st_ino
-    header = replace(
-        read(tmp_path / "rank-00000.bin").header,
-        oom_file=str(counter),
-        oom_inode=inode,
-        oom_kills=3,
-    )
+    counter = tmp_path / "counter"
+    counter.write_text(text)
+    own = read(tmp_path / "rank-00000.bin").header
+    header = replace(own, oom_file=str(counter), oom_kills=3)
     assert examine(tmp_path, header).oom_kills == {0: 2}
-    for other in (replace(header, oom_inode=inode + 1), replace(header, host="another")):
+    anew, gone = replace(header, oom_kills=7), replace(header, oom_file=str(tmp_path / "none"))
+    for other in (anew, gone, replace(header, host="another")):
         assert examine(tmp_path, other).oom_kills == {}
 
 
@@ -149,7 +152,7 @@ taken = [bytearray(os.urandom(1 << 20)) for _ in range(1000)]
 @pytest.fixture
 def small_cgroup():
     """A cgroup of 64 MiB, of either version."""
-    file, _, _ = own_oom_kills()
+    file, _ = own_oom_kills()
     folder = Path(file).parent / f"test-{os.getpid()}"
     limit = "memory.max" if file.endswith("memory.events") else "memory.limit_in_bytes"
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mntrain.recorder.events import Recorder, read_oom_kills
+from mntrain.recorder.events import Recorder
 from mntrain.recorder.recording import (
     CAPACITY,
     FILE_BYTES,
@@ -237,14 +237,6 @@ def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "rank-00000.bin").write_bytes(content)
     with pytest.raises(ValueError, match="is no recording"):
         read(tmp_path / "rank-00000.bin")
-
-
-def test_out_of_memory_kills_are_read_from_both_versions_of_cgroups(tmp_path):
-    one, two = tmp_path / "memory.oom_control", tmp_path / "memory.events"
-    one.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    two.write_text("low 0\nhigh 0\nmax 0\noom 1\noom_kill 2\noom_group_kill 0\n")
-    assert [read_oom_kills(path)[1] for path in (one, two)] == [3, 2]
-    assert read_oom_kills(tmp_path / "none") is None
 
 
 CRASH = """

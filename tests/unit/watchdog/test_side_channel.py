@@ -149,10 +149,10 @@ def test_a_rank_with_another_secret_is_not_let_in(monitor):
         b"nonsense\n",
         b"[1]\n",
         b"[" * 100_000 + b"\n",
-        b'{"rank": 1, "token": "00", "challenge": "11"}\n',
-        '{"rank": 1, "token": "\u00e9", "challenge": "\u00e9"}\n'.encode(),
-        b'{"rank": 1, "token": "\\ud800", "challenge": "\\ud800"}\n',
-        b'{"rank": true, "token": [], "challenge": "11"}\n',
+        b'{"rank": 1, "proof": "00", "challenge": "11"}\n',
+        '{"rank": 1, "proof": "\u00e9", "challenge": "\u00e9"}\n'.encode(),
+        b'{"rank": 1, "proof": "\\ud800", "challenge": "\\ud800"}\n',
+        b'{"rank": true, "proof": [], "challenge": "11"}\n',
         b'{"proof": "11"}\n',
         b"x" * 2000,
     ],
@@ -163,49 +163,41 @@ def test_a_stranger_gets_no_further_and_disturbs_nobody(monitor, line):
         hear_nothing(monitor[0])
         stranger.sendall(line)
         hear_nothing(monitor[0])
-        assert closed_with_nothing_said(stranger)
+        assert closed_after_a_challenge(stranger)
     assert monitor[0].peers == [1]
     assert_it_still_hears(monitor, (1, other))
 
 
-def joining(channel):
-    return [connection for connection in channel._greeting if connection.claimed is not None]
+def hello(stranger, rank=1):
+    """What a rank answers to the challenge that a stranger has got."""
+    challenge = json.loads(stranger.recv(1000))["challenge"]
+    proof = hmac.new(SECRET, f"rank {rank} {challenge}".encode(), "sha256").hexdigest()
+    return json.dumps({"rank": rank, "proof": proof, "challenge": "11"}).encode() + b"\n"
 
 
-def strangers(channel):
-    return [connection for connection in channel._greeting if connection.claimed is None]
+def test_a_proof_that_was_overheard_is_worth_nothing_on_another_connection(monitor):
+    channel, address = monitor
+    with socket.create_connection(address, timeout=20) as rank:
+        hear_nothing(channel)
+        said = hello(rank)
+        with socket.create_connection(address, timeout=20) as stranger:
+            hear_nothing(channel)
+            stranger.sendall(said)
+            hear_nothing(channel)
+            assert closed_after_a_challenge(stranger)
+        assert channel.peers == []
+        rank.sendall(said)
+        hear_nothing(channel, lambda: channel.peers == [1])
+        proof = hmac.new(SECRET, b"monitor 0 11", "sha256").hexdigest()
+        assert json.loads(rank.recv(1000)) == {"proof": proof}
 
 
-def half_greeted(monitor, rank):
-    """A socket on which a rank has shown its token, and has not proved that it is no repetition."""
-    stranger = socket.create_connection(monitor[1], timeout=20)
-    token = hmac.new(SECRET, f"token {rank} ".encode(), "sha256").hexdigest()
-    hello = {"rank": rank, "token": token, "challenge": "11"}
-    stranger.sendall(json.dumps(hello).encode() + b"\n")
-    hear_nothing(monitor[0], lambda: joining(monitor[0]))
-    assert json.loads(stranger.recv(1000)).keys() == {"proof", "challenge"}
-    return stranger
-
-
-def test_a_token_that_was_overheard_is_not_enough_and_a_rank_can_try_again(monitor):
-    with half_greeted(monitor, 1) as stranger:
-        stranger.sendall(b'{"proof": "11"}\n')
-        hear_nothing(monitor[0], lambda: not joining(monitor[0]))
-        assert stranger.recv(1000) == b""
-    half_greeted(monitor, 1).close()  # it gives up, and is not lost
-    hear_nothing(monitor[0])
-    assert monitor[0].peers == []
-    other = connected(monitor)
-    assert monitor[0].peers == [1]
-    other.close()
-
-
-def test_a_rank_that_is_about_to_join_hears_what_all_hear(monitor):
+def test_a_rank_that_has_just_joined_hears_what_all_hear(monitor):
     """Such as that the monitor leaves: else it would take the monitor for lost."""
     other, address = SideChannel(1, SECRET, None), monitor[1]
     thread = threading.Thread(target=other.connect, args=(0, address))
     thread.start()
-    while not joining(monitor[0]):
+    while not monitor[0].peers:
         assert not list(monitor[0].poll(0.001))
     monitor[0].send_to_all({"kind": "left"})
     monitor[0].close()
@@ -223,19 +215,21 @@ def test_the_newest_connection_of_a_rank_replaces_the_earlier_one(monitor):
     assert_it_still_hears(monitor, (1, newer))
 
 
-def closed_with_nothing_said(stranger):
-    try:
-        return stranger.recv(1000) == b""
-    except ConnectionResetError:  # there was something left to read
-        return True
+def closed_after_a_challenge(stranger):
+    """Whether the connection is closed, and nothing but a challenge was said."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):  # there was something left to read
+        while data := stranger.recv(1000):
+            said += data
+    return not said or json.loads(said).keys() == {"challenge"}
 
 
 def test_a_stranger_that_says_nothing_is_dropped(monitor, monkeypatch):
-    monkeypatch.setattr(side_channel, "_TOKEN_S", 0.2)
+    monkeypatch.setattr(side_channel, "_GREETING_S", 0.2)
     with socket.create_connection(monitor[1], timeout=20) as stranger:
         for _ in range(10):
             list(monitor[0].poll(0.1))
-        assert closed_with_nothing_said(stranger)
+        assert closed_after_a_challenge(stranger)
 
 
 def test_strangers_are_few_and_no_rank_gives_way_to_them(monitor):
@@ -250,10 +244,8 @@ def test_strangers_are_few_and_no_rank_gives_way_to_them(monitor):
             assert time.monotonic() < end
             assert not list(channel.poll(0.05))
             assert len(os.listdir("/proc/self/fd")) <= most
-            assert len(strangers(channel)) <= side_channel.STRANGERS
-            dropped = sum(bool(select.select([own], [], [], 0)[0]) for own in flood)
-            accepted = dropped + len(strangers(channel))
-        assert dropped >= len(flood) - side_channel.STRANGERS
+            assert len(channel._strangers) <= side_channel.STRANGERS
+            accepted = sum(bool(select.select([own], [], [], 0)[0]) for own in flood)
         newcomer = connected(monitor, 2)
         assert channel.peers == [1, 2]
         assert_it_still_hears(monitor, (1, earlier), (2, newcomer))
@@ -275,12 +267,12 @@ def test_a_port_that_is_needed_no_more_is_closed_with_all_that_it_cost(monitor):
     channel, address = monitor
     other = connected(monitor)
     with socket.create_connection(address, timeout=20) as stranger:
-        hear_nothing(channel, lambda: strangers(channel))
+        hear_nothing(channel, lambda: channel._strangers)
         before = len(os.listdir("/proc/self/fd"))
         channel.stop_listening()
         channel.stop_listening()  # does nothing
         assert len(os.listdir("/proc/self/fd")) == before - 2
-        assert closed_with_nothing_said(stranger)
+        assert closed_after_a_challenge(stranger)
     with pytest.raises(ConnectionRefusedError):
         connected(monitor, 2)
     assert_it_still_hears(monitor, (1, other))
