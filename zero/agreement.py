@@ -7,7 +7,7 @@ gather what is behind them, and all raise one error that names the rank and both
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -30,23 +30,35 @@ DRIFT = 1e-2  # the same of parameters at stage 0, in which rounding adds up ove
 RARELY = 64  # steps between comparisons of parameters that were rounded differently
 
 ABSENT = "no value"
+# What to do where ranks differ in the steps, the groups, the parameters or the gradients.
+LOAD = "call optimizer.load_state_dict on all ranks"
+REGROUP = (
+    "change parameter groups alike on all ranks, such as by a scheduler that gets the mean loss "
+    "over all of them"
+)
+CHANGE = "change parameters alike on all ranks, such as by load_state_dict or requires_grad"
+REGRADE = "do the same to p.grad on all ranks"
 
 Samples = tuple[dict[str, int], Tensor]  # how many are of each parameter, by name; one by one
 
 
+class Fact(NamedTuple):
+    """One value of a rank at the beginning of a step."""
+
+    value: Any = ABSENT  # or a list of samples, if they may differ by a tolerance
+    fix: str = REGROUP  # what to do where ranks differ
+    tolerance: float = 0.0  # of samples, relative to the larger one
+    floor: float = 1.0  # a sample counts as no smaller than this part of the largest
+    place: Place | None = None  # of a number, which also other replicas have
+    own: bool = False  # whether the torch optimizer changes the number by itself
+
+
 class Report(NamedTuple):
-    """Values of one rank at the beginning of a step."""
+    """What a rank has, by words that say what it is."""
 
     rank: int
     replica: int
-    numbers: dict[Place, Any]
-    own: frozenset[Place]  # numbers that the torch optimizer changes by itself
-    without: frozenset[str]  # names of parameters without a gradient
-    gradients: dict[str, list[float]]  # samples, by parameter
-    parameters: dict[str, list[float]]  # samples of values, by parameter
-    frozen: frozenset[str]  # names of parameters that require no gradient now
-    step: int
-    begun_anew: int  # how often a state was loaded, or parameters added
+    facts: dict[str, Fact]
 
 
 class FlatSamples:
@@ -119,8 +131,8 @@ class StepAgreement:
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
-        # What others add to their numbers in a step, by the parameters without a gradient.
-        self._counts: dict[frozenset[str], dict[Place, float]] = {}
+        # Whether any rank updates nothing of a group, by the parameters without a gradient.
+        self._lacking: dict[frozenset[str], bool] = {}
         self._counting: bool | None = None  # whether there are such numbers: known after a step
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
@@ -166,35 +178,47 @@ class StepAgreement:
 
         Raises RuntimeError on all of them for what must not differ.
         """
+        facts = self._facts(groups, without, step)
+        reports = gather_objects(ranks, Report(self._rank, self._replica, facts))
         sharded = self._owned.sharded
-        mine = Report(
-            rank=self._rank,
-            replica=self._replica,
-            numbers=dict(plain_numbers(groups)),
-            own=frozenset(self._own),
-            without=without,
-            gradients={} if sharded else _by_name(self._gradients.take(step)),
-            parameters=_by_name(self._parameters(step)),
-            frozen=self._frozen(),
-            step=step,
-            begun_anew=self._begun_anew,
-        )
-        reports = gather_objects(ranks, mine)
-        own = frozenset[Place]().union(*(report.own for report in reports))
-        difference = (
-            _differing_step(reports)
-            or _differing_number(reports, own, sharded=sharded)
-            or _differing_parameter(reports, TOLERANCE if sharded else DRIFT)
-            or _differing_gradient(reports, self._tolerances())
-        )
-        if difference:
+        own = {f.place for r in reports for f in r.facts.values() if f.own and f.place}
+        if difference := _difference(reports, own, sharded=sharded):
             raise RuntimeError(difference)
-        values_of = [r.parameters for r in reports if r.replica == self._replica]
-        self._rounding = self._rounding or any(values != values_of[0] for values in values_of)
+        alike = [report.facts for report in reports if report.replica == self._replica]
+        values = [[f.value for f in facts.values() if f.fix == CHANGE] for facts in alike]
+        self._rounding = self._rounding or any(each != values[0] for each in values)
         if sharded:
-            same = [report.numbers for report in reports if report.replica == self._replica]
-            _set(groups, _largest(same, own))
+            numbers = [{f.place: f.value for f in facts.values() if f.place} for facts in alike]
+            _set(groups, _largest(numbers, own))
             self._counting = True
+
+    def _facts(
+        self, groups: Iterable[ParamGroup], without: frozenset[str], step: int
+    ) -> dict[str, Fact]:
+        """Return what this rank has, in the order in which differences are told."""
+        facts = {
+            "the optimizer's number of steps": Fact(step, LOAD),
+            "the number of loaded states": Fact(self._begun_anew, LOAD),
+        }
+        for place, value in plain_numbers(groups):
+            key = f"{place[1]} in group {place[0]}"
+            facts[key] = Fact(value, place=place, own=place in self._own)
+        sharded, names = self._owned.sharded, self._named
+        for name, parameter in names.items():
+            facts[f"requires_grad of {name}"] = Fact(parameter.requires_grad, CHANGE)
+        drift = TOLERANCE if sharded else DRIFT
+        for name, found in _by_name(self._parameters(step)).items():
+            facts[f"parameter {name}"] = Fact(found, CHANGE, drift)
+        for name in names:
+            facts[f"p.grad of {name}"] = Fact("none" if name in without else "one", REGRADE)
+        if not sharded:
+            eps = {
+                e.spec.name: torch.finfo(b.dtype).eps for b in self._owned.plan for e in b.entries
+            }
+            for name, found in _by_name(self._gradients.take(step)).items():
+                limit = max(TOLERANCE, 1.5 * eps[name])
+                facts[f"the gradient of {name}"] = Fact(found, REGRADE, limit, 1e-3)
+        return facts
 
     def after_update(
         self,
@@ -212,21 +236,21 @@ class StepAgreement:
         after = dict(plain_numbers(groups))
         changed = {p: v for p, v in after.items() if not _same(v, before.get(p, ABSENT))}
         self._own |= changed.keys()
-        if self._counting is not False and without not in self._counts:
-            ranks, self._counts[without] = self._owned.sharding, {}
-            lacking = self._owned.lacks_groups(_names(groups, named, without))
-            if self._counting is None:
-                count = torch.tensor([float(len(changed))], dtype=torch.float64)
-                if lacking:
-                    ranks.all_reduce(count).wait()
-                self._counting = bool(count)
-            if lacking and self._counting:
-                reports = gather_objects(ranks, changed)
-                found = _largest(reports, {place for report in reports for place in report})
-                self._counts[without] = {p: v - (before.get(p) or 0) for p, v in found.items()}
-        counts = self._counts.get(without, {})
-        self._own |= counts.keys()
-        _set(groups, {p: (before.get(p) or 0) + c for p, c in counts.items() if p not in changed})
+        if self._counting is False:
+            return
+        if without not in self._lacking:
+            self._lacking[without] = self._owned.lacks_groups(_names(groups, named, without))
+        lacking, ranks = self._lacking[without], self._owned.sharding
+        if self._counting is None:
+            count = torch.tensor([float(len(changed))], dtype=torch.float64)
+            if lacking:
+                ranks.all_reduce(count).wait()
+            self._counting = bool(count)
+        if lacking and self._counting:
+            reports = gather_objects(ranks, changed)
+            found = _largest(reports, {place for report in reports for place in report})
+            self._own |= found.keys()
+            _set(groups, {p: value for p, value in found.items() if p not in changed})
 
     def _parameters(self, step: int) -> Iterator[Samples]:
         """Yield the samples of parameters that a step compares."""
@@ -234,20 +258,12 @@ class StepAgreement:
             yield from self._flat.take(step) if self._owned.sharded else ()
             yield from _samples_of_some(self._whole, step)
 
-    def _tolerances(self) -> dict[str, float]:
-        """Return by how much a parameter's gradient may differ, relative to its size."""
-        return {
-            entry.spec.name: max(TOLERANCE, 1.5 * torch.finfo(bucket.dtype).eps)
-            for bucket in self._owned.plan
-            for entry in bucket.entries
-        }
-
     def _frozen(self) -> frozenset[str]:
         return frozenset(name for name, p in self._named.items() if not p.requires_grad)
 
     def begin_anew(self) -> None:
         """Learn again what others count: groups, or their state, are other ones. Local."""
-        self._counts = {}
+        self._lacking = {}
         self._begun_anew += 1
 
 
@@ -319,41 +335,30 @@ def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return start.to(device), offset.to(device), size.to(device)
 
 
-def _firsts(reports: Sequence[Report]) -> Iterator[tuple[Report, Report]]:
-    firsts: dict[int, Report] = {}
-    for report in reports:
-        yield report, firsts.setdefault(report.replica, report)
+def _difference(reports: Sequence[Report], own: Set[Place], *, sharded: bool) -> str:
+    """Return a sentence about the first difference between ranks; an empty one if there is none.
 
-
-def _differing_step(reports: Sequence[Report]) -> str:
-    for report, first in _firsts(reports):
-        if (report.step, report.begun_anew) != (first.step, first.begun_anew):
-            return (
-                f"rank {report.rank} is at step {report.step} of the optimizer, rank {first.rank} "
-                f"at step {first.step}, or only one of them has loaded a state: call "
-                "optimizer.load_state_dict on all ranks"
-            )
-    return ""
-
-
-def _differing_number(reports: Sequence[Report], own: frozenset[Place], *, sharded: bool) -> str:
-    """Return the first difference in numbers that ranks must have in common; else empty.
-
-    Those that the torch optimizer changes by itself differ between replicas, and between ranks
-    where each has a part of its state.
+    Replicas have the numbers of groups in common, but for those that the torch optimizer changes
+    by itself. Where each rank has a part of its state, these differ between all ranks.
     """
-    for report, of_replica in _firsts(reports):
-        for place in [*reports[0].numbers, *(report.numbers.keys() - reports[0].numbers.keys())]:
-            first = of_replica if place in own else reports[0]
-            here, there = (each.numbers.get(place, ABSENT) for each in (first, report))
-            if _same(here, there) or (place in own and _may_count(here, there, sharded=sharded)):
+    firsts = {report.replica: report for report in reversed(reports)}
+    for what in dict.fromkeys(what for report in reports for what in report.facts):
+        for report in reports:
+            fact = report.facts.get(what) or Fact()
+            first = firsts[report.replica]
+            place = next((r.facts[what].place for r in reports if what in r.facts), None)
+            if place is not None and place not in own:
+                first = reports[0]
+            other = first.facts.get(what) or Fact()
+            if place in own and _may_count(other.value, fact.value, sharded=sharded):
                 continue
-            group, key = place
-            return (
-                f"rank {report.rank} has {key} {there} in group {group}, rank {first.rank} has "
-                f"{here}: change parameter groups alike on all ranks, such as by a scheduler that "
-                "gets the mean loss over all of them"
-            )
+            found = _differing_values(other.value, fact.value, fact)
+            if found is not None:
+                here, there = found
+                return (
+                    f"rank {report.rank} has {there} for {what}, rank {first.rank} has {here}: "
+                    f"{fact.fix}"
+                )
     return ""
 
 
@@ -366,54 +371,16 @@ def _may_count(here: Any, there: Any, *, sharded: bool) -> bool:
     return False
 
 
-def _differing_parameter(reports: Sequence[Report], tolerance: float) -> str:
-    for report, first in _firsts(reports):
-        for name in sorted(first.frozen ^ report.frozen):
-            lacking, other = (report, first) if name in report.frozen else (first, report)
-            return (
-                f"rank {lacking.rank} has requires_grad=False in parameter {name}, rank "
-                f"{other.rank} has True: freeze parameters alike on all ranks"
-            )
-        for name, values in first.parameters.items():
-            if found := _differing_sample(values, report.parameters[name], tolerance, 1.0):
-                return (
-                    f"rank {report.rank} has {found[1]:g} in parameter {name}, where rank "
-                    f"{first.rank} has {found[0]:g}: change parameters alike on all ranks, such "
-                    "as by load_state_dict"
-                )
-    return ""
-
-
-def _differing_gradient(reports: Sequence[Report], tolerances: Mapping[str, float]) -> str:
-    for report, first in _firsts(reports):
-        for name in sorted(first.without ^ report.without):
-            lacking, other = (report, first) if name in report.without else (first, report)
-            return (
-                f"rank {lacking.rank} has no gradient of {name}, rank {other.rank} has one: do the "
-                "same to p.grad on all ranks"
-            )
-        for name, values in first.gradients.items():
-            if found := _differing_sample(values, report.gradients[name], tolerances[name], 1e-3):
-                return (
-                    f"rank {report.rank} has {found[1]:g} in the gradient of {name}, where rank "
-                    f"{first.rank} has {found[0]:g}: do the same to p.grad on all ranks"
-                )
-    return ""
-
-
-def _differing_sample(
-    values: Sequence[float], others: Sequence[float], tolerance: float, floor: float
-) -> tuple[float, float] | None:
-    """Return the first pair that differs by more than a tolerance; None if none does.
-
-    It is relative to the larger of both, or to `floor` times the largest of all.
-    """
-    largest = max((abs(v) for v in [*values, *others] if math.isfinite(v)), default=0.0)
-    for here, there in zip(values, others, strict=True):
-        limit = tolerance * max(abs(here), abs(there), floor * largest)
-        finite = math.isfinite(here) and math.isfinite(there)
-        if not (_same(here, there) or (finite and abs(here - there) <= limit)):
-            return here, there
+def _differing_values(here: Any, there: Any, fact: Fact) -> tuple[Any, Any] | None:
+    """Return two values that differ, or of samples the first that do by more than the tolerance."""
+    if not fact.tolerance:
+        return None if _same(here, there) else (here, there)
+    largest = max((abs(v) for v in [*here, *there] if math.isfinite(v)), default=0.0)
+    for one, other in zip(here, there, strict=True):
+        limit = fact.tolerance * max(abs(one), abs(other), fact.floor * largest)
+        finite = math.isfinite(one) and math.isfinite(other)
+        if not (_same(one, other) or (finite and abs(one - other) <= limit)):
+            return f"{one:g}", f"{other:g}"
     return None
 
 

@@ -92,7 +92,7 @@ def test_a_hyperparameter_that_differs_is_named(make, stage, key, usual, odd):
         shown = [v.item() if isinstance(v, torch.Tensor) else v for v in (odd, usual)]
         found = refusal(optimizer, model)
         assert found.startswith(
-            f"rank {LAST} has {key} {shown[0]} in group 1, rank 0 has {shown[1]}: change"
+            f"rank {LAST} has {shown[0]} for {key} in group 1, rank 0 has {shown[1]}: change"
         )
 
 
@@ -104,16 +104,19 @@ def test_a_key_that_one_rank_alone_has_is_named(make, stage):
         optimizer.param_groups[0]["warm"] = 3
     loss(model).backward()
     found = refusal(optimizer, model)
-    assert f"rank {LAST} has warm 3 in group 0, rank 0 has no value" in found
+    assert f"rank {LAST} has 3 for warm in group 0, rank 0 has no value" in found
 
 
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda p: setattr(p, "grad", None), "has no gradient of wide.weight"),
-        (lambda p: p.grad.mul_(1.02), "in the gradient of wide.weight"),
-        (lambda p: setattr(p, "grad", torch.full_like(p, math.nan)), "nan in the gradient of wide"),
-        (lambda p: p.grad[1:].zero_(), "in the gradient of wide.weight"),
+        (lambda p: setattr(p, "grad", None), "has none for p.grad of wide.weight"),
+        (lambda p: p.grad.mul_(1.02), "for the gradient of wide.weight"),
+        (
+            lambda p: setattr(p, "grad", torch.full_like(p, math.nan)),
+            "nan for the gradient of wide",
+        ),
+        (lambda p: p.grad[1:].zero_(), "for the gradient of wide.weight"),
     ],
     ids=["none", "scaled", "not a number", "masked"],
 )
@@ -139,27 +142,27 @@ def test_a_gradient_that_one_rank_changes_is_named(make, act, words, dtype):
 ALONE = {
     "weights": (
         lambda model, _: model[0].weight.data.copy_(torch.ones(16, 5)),
-        "in parameter 0.weight, where rank 0 has ",
+        "for parameter 0.weight, rank 0 has ",
     ),
     "one small tensor": (
         lambda model, _: model[2].bias.data[3].add_(1),
-        "in parameter 2.bias, where rank 0 has ",
+        "for parameter 2.bias, rank 0 has ",
     ),
     "frozen weights": (
         lambda model, _: model[0].weight.data.mul_(1.1),
-        "in parameter 0.weight, where rank 0 has ",
+        "for parameter 0.weight, rank 0 has ",
     ),
     "freeze": (
         lambda model, _: model[0].bias.requires_grad_(False),
-        f"rank {LAST} has requires_grad=False in parameter 0.bias, rank 0 has True: ",
+        f"rank {LAST} has False for requires_grad of 0.bias, rank 0 has True: ",
     ),
     "another state": (
         lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict() | {"steps": 7}),
-        f"rank {LAST} is at step 7 of the optimizer, rank 0 at step 2, or ",
+        f"rank {LAST} has 7 for the optimizer's number of steps, rank 0 has 2: call",
     ),
     "the same state": (
         lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-        "or only one of them has loaded a state: call optimizer.load_state",
+        "1 for the number of loaded states, rank 0 has 0: call optimizer.load_state",
     ),
 }
 
@@ -211,7 +214,7 @@ def test_a_gradient_that_one_rank_drops_is_named_where_it_is_sharded(make, stage
     name, parameter = next((n, p) for n, p in model.named_parameters() if p.requires_grad)
     if ODD:
         parameter.grad = None
-    assert f"rank {LAST} has no gradient of {name}, rank 0 has one" in refusal(optimizer, model)
+    assert f"rank {LAST} has none for p.grad of {name}, rank 0 has one" in refusal(optimizer, model)
 
 
 @stages
@@ -278,7 +281,7 @@ def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
         update(optimizer, loss(model, step))
     optimizer.param_groups[0]["lr"] = 0.05 if ODD else 0.1
     loss(model).backward()
-    assert f"rank {LAST} has lr 0.05 in group 0, rank 0 has 0.1" in refusal(optimizer, model)
+    assert f"rank {LAST} has 0.05 for lr in group 0, rank 0 has 0.1" in refusal(optimizer, model)
 
 
 class Counting(torch.optim.Optimizer):

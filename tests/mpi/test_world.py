@@ -341,10 +341,10 @@ def test_a_hook_and_a_schedule_are_passed_on(world):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"learning_rate": 3}, "AdamW refuses learning_rate=3 .*'learning_rate'.; it takes lr,"),
+        ({"learning_rate": 3}, "AdamW refuses learning_rate=3 .*'learning_rate'.; it takes lr="),
         (
             {"betas": (0.9,)},
-            r"AdamW refuses betas=\(0.9,\) .*; its default is betas=\(0.9, 0.999\)",
+            r"AdamW refuses betas=\(0.9,\) .*; it takes lr=0.001, betas=\(0.9, 0.999\)",
         ),
         ({"model": [1]}, "model is of type list: give the torch.nn.Module to train"),
         ({"optimizer_class": None}, "optimizer_class is of type NoneType: give a class such as"),
