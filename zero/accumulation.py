@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
 from zero.exchange.schedule import SyncSchedule
-from zero.gradients.weights import BatchWeight
+from zero.gradients.weights import BatchSource, BatchWeight
 from zero.kernels import rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
@@ -80,7 +80,7 @@ class Accumulation:
         self._hook, self._schedule, self._levels, self._scale = hook, schedule, levels, scale
         self._world_size = world_size
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
-        self.steps = 0  # taken, skipped ones included
+        self.steps = 0  # taken so far, skipped ones included: the number of the current one
         self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
         self.weight = BatchWeight(
             self._counted_ranks,
@@ -96,8 +96,7 @@ class Accumulation:
         self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
         # The limit and kind of the norm of each rank's own mean: then nothing leaves in backward.
         self.own_limit: tuple[float, float] | None = None
-        self.waited_s = 0.0  # in `finish`
-        self.sparse = set[str]()  # names of parameters that ever got a sparse gradient
+        self.waited_s = 0.0  # seconds so far in `finish`
         self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
         # Of the running backward.
         self._tasks = set[int]()  # autograd's numbers of it, and of those nested in it
@@ -120,7 +119,10 @@ class Accumulation:
 
     @property
     def loss_weight(self) -> float:
-        """The weight of this rank's loss in the running or coming backward."""
+        """The weight of this rank's loss in the running or coming backward, beside other ranks'.
+
+        1 for a loss that was multiplied by its weight, 0 where this rank has no sample.
+        """
         return self.weight.latest if self._tasks else self.weight.coming
 
     @property
@@ -183,6 +185,24 @@ class Accumulation:
         if self._reduced_weight is None or self.filling or dropped:
             self.finish()
 
+    def expect(
+        self,
+        own: float,
+        total: float | None,
+        digest: int | None = None,
+        source: BatchSource | None = None,
+    ) -> None:
+        """Note a batch that was drawn, of which this rank has `own` of `total` samples. Local.
+
+        It weighs the backward passes that follow, until one follows the next batch. A `total` of
+        None is unknown, and an `own` of 0 a stand-in, which counts nothing. If batches that differ
+        were drawn ahead, backward raises RuntimeError; so do ranks with different digests (16 bits)
+        of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
+        """
+        self.weight.expect(own, total, digest, source)
+        if self.weight.may_change:
+            self.weigh_arrivals()
+
     def begin_weighted(self) -> None:
         """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
         self._forget_dropped()
@@ -209,7 +229,10 @@ class Accumulation:
         self._tasks.add(-1)
 
     def finish_interrupted(self) -> None:
-        """Finish a backward that raised an exception, with gradients of any values. Collective."""
+        """Take part in the rest of a backward that has raised on this rank. Collective.
+
+        Outside of `no_sync`. All ranks must discard the gradients afterwards.
+        """
         self._tasks.clear()
         if self._reduced_weight is None or self.filling:
             self.weight.discard()
@@ -329,14 +352,10 @@ class Accumulation:
         return tuple(None if g is None else torch.zeros_like(g) for g in arriving)
 
     @_disable_dynamo
-    def _on_gradient(
-        self, index: int, entry: ParameterSlice, _: Any, arrived: Sequence[Tensor | None]
-    ) -> None:
+    def _on_gradient(self, index: int, entry: ParameterSlice, *_: object) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._begin_backward(task, entry.spec.name)
-        if arrived[0] is not None and arrived[0].is_sparse:
-            self.sparse.add(entry.spec.name)
         self._take_or_keep(index, entry)
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, NodeLevels
 from zero.comm_hooks.names import make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
-from zero.gradients.weights import BatchSource
 from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
 from zero.memory import Memory, predict, state_bytes
@@ -56,7 +55,6 @@ from zero.state import (
     to_plain,
     whole_tensors,
 )
-from zero.step_message import StepMessage
 from zero.sync_batchnorm import layers_below
 from zero.trials import check_drivable, check_partition
 
@@ -98,8 +96,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     A mean is over the samples of all ranks. A rank states what its gradient stands for in one of
     three ways: `loss.backward()` alone gives every rank the same weight, or that of the batch that
-    was drawn (`expect_batch`); `share(n)` before it declares the accumulated gradient a mean over n
-    samples; `backward(loss, weight=n)`, once a micro-batch, declares each loss a mean over n.
+    was drawn (`Accumulation.expect`); `share(n)` before it declares the accumulated gradient a mean
+    over n samples; `backward(loss, weight=n)`, once a micro-batch, declares each loss a mean over
+    n.
 
     - `max_grad_norm`, `norm_type`: the limit to which the gradient's norm is clipped.
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
@@ -130,9 +129,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     which rank updates what (`zero.trials`).
     """
 
-    closed = False  # whether `close` was called
+    closed = ""  # why this optimizer was closed; empty if it was not
     _constructed = False
-    _given_up = ""  # name of a parameter that another optimizer trains, for which this was closed
 
     def __init__(
         self,
@@ -171,7 +169,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._buffers, self._model = buffers, model
-        self._warned_of_sparse = False
         self._hook = make_hook(comm_hook, wire_dtype)
         self.schedule = schedule or SyncSchedule(collectives)
         check_replicas(self.schedule, collectives)
@@ -189,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, buffers)
         self._agreement = StepAgreement(self._shard, collectives.rank, self.schedule.replica)
-        self._accumulation = Accumulation(
+        self.accumulation = Accumulation(
             self._shard,
             self._hook,
             self.schedule,
@@ -245,13 +242,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         In a step in which replicas do not wait for each other, one of them alone raises
         NonFiniteReplicaError, and weights are not compared.
         """
-        loss = self._evaluate(closure)
+        self._check_open()
+        self._replicas.check_not_averaging()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         unused = self._means()
-        self._warn_of_sparse()
         self._shard.take_changes()
         with self._shard.gradients_set(unused) as sums:  # before the norm: then the host waits
             norm, coef = self._clip(unused)
-            self.schedule.before_update(self.steps_taken, self._shard.tensors, equal=self.in_sync)
+            self.schedule.before_update(
+                self.accumulation.steps, self._shard.tensors, equal=self.in_sync
+            )
             if finite := math.isfinite(norm):
                 self._update(sums, coef / self._scale.value, unused)
             else:
@@ -265,40 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def group(self) -> Collectives:
         """The ranks over which the current step is averaged."""
-        return self._accumulation.group
-
-    @property
-    def steps_taken(self) -> int:
-        """The number of the current step: steps so far, skipped ones included."""
-        return self._accumulation.steps
-
-    @property
-    def step_message(self) -> StepMessage:
-        """The message that ends a reduction, to add to before backward if it `announces`."""
-        return self._accumulation.message
-
-    @property
-    def announces(self) -> bool:
-        """True if ranks announce each micro-batch to each other, as at stage 2."""
-        return self._accumulation.announces
-
-    @property
-    def loss_weight(self) -> float:
-        """The weight of this rank's loss in the running or coming backward, beside other ranks'.
-
-        1 for a loss that was multiplied by its weight, 0 where this rank has no sample.
-        """
-        return self._accumulation.loss_weight
-
-    @property
-    def lacks_tokens(self) -> bool:
-        """True if this rank's samples weigh 0, by `weight` of their loader. Local."""
-        return self._accumulation.weight.lacks_tokens
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds so far in which backward and `step` finished reductions of gradients."""
-        return self._accumulation.waited_s
+        return self.accumulation.group
 
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
@@ -308,34 +278,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         equal, or backward raises RuntimeError; `backward` takes any weights.
         """
         self._check_open()
-        self._accumulation.weight.state(count)
-
-    def expect_batch(
-        self,
-        own: float,
-        total: float | None,
-        digest: int | None = None,
-        source: BatchSource | None = None,
-    ) -> None:
-        """State that a batch was drawn, of which this rank has `own` of `total` samples. Local.
-
-        It weighs the backward passes that follow, until one follows the next batch. A `total` of
-        None is unknown, and an `own` of 0 a stand-in, which counts nothing. If batches that differ
-        were drawn ahead, backward raises RuntimeError; so do ranks with different digests (16 bits)
-        of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
-        """
-        weight = self._accumulation.weight
-        weight.expect(own, total, digest, source)
-        if weight.may_change:
-            self._accumulation.weigh_arrivals()
-
-    def assume_batch(self, own: float, total: float | None, source: BatchSource) -> None:
-        """State the latest batch of a source, for an optimizer that is made after it. Local."""
-        self._accumulation.weight.assume(own, total, source)
+        self.accumulation.weight.state(count)
 
     def forget_batches(self, *, drawn: bool = True) -> None:
         """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
-        self._accumulation.weight.forget(drawn=drawn)
+        self.accumulation.weight.forget(drawn=drawn)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss times the loss scale, for a call of its `backward`. Local."""
@@ -352,12 +299,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self._scale.applied = True
-        self._accumulation.begin_weighted()
-        factor = self._accumulation.weight.add(weight)
+        self.accumulation.begin_weighted()
+        factor = self.accumulation.weight.add(weight)
         layers, zeros = ([], []) if factor else layers_below(loss)
         if not factor and not layers:
             # The mean over no samples is NaN, and 0 * NaN is NaN.
-            self._accumulation.pass_backward()
+            self.accumulation.pass_backward()
             return
         try:
             if factor:
@@ -365,7 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             else:  # only what lies below layers in which other ranks wait
                 torch.autograd.backward(layers, zeros)
         except BaseException:
-            self._accumulation.interrupt()
+            self.accumulation.interrupt()
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -374,7 +321,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Gradients only accumulate; at stage 2 they are reduced, and their owners accumulate them.
         """
         self._check_open()
-        return self._accumulation.no_sync()
+        return self.accumulation.no_sync()
 
     @_disable_dynamo
     def synchronize(self) -> None:
@@ -384,14 +331,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         this, or `step`, while the others run backward.
         """
         self._check_open()
-        self._accumulation.synchronize()
-
-    def finish_interrupted(self) -> None:
-        """Take part in the rest of the backward that has raised on this rank. Collective.
-
-        Outside of `no_sync`. All ranks must discard the gradients afterwards.
-        """
-        self._accumulation.finish_interrupted()
+        self.accumulation.synchronize()
 
     def clip_each_rank(self, max_norm: float | None, norm_type: float = 2.0) -> None:
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
@@ -402,7 +342,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         if max_norm is None:
-            self._accumulation.own_limit = None
+            self.accumulation.own_limit = None
             return
         if not is_positive(max_norm):
             raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
@@ -411,7 +351,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        self._accumulation.own_limit = float(max_norm), float(norm_type)
+        self.accumulation.own_limit = float(max_norm), float(norm_type)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -460,7 +400,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             super().zero_grad(set_to_none)
         else:
-            self._accumulation.clear(set_to_none)
+            self.accumulation.clear(set_to_none)
 
     # Parameters.
 
@@ -512,7 +452,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         where they are. Raises RuntimeError in a block of `averaged`.
         """
         self._check_open()
-        self._replicas.exchange(self._accumulation.steps)
+        self._replicas.exchange(self.accumulation.steps)
 
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which all ranks hold the means of their parameters. Collective.
@@ -531,26 +471,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.publish()
         self._shard.wait()
 
-    def close(self) -> None:
+    def close(
+        self, why: str = "by close(), or since its world was closed or abandoned: make another one"
+    ) -> None:
         """Remove the hooks from the model, and wait for parameters in flight. Local.
 
         The model can be trained by any other optimizer then. What `p.grad` holds stays; where it is
         sharded, or of an accumulation that has not ended, it raises RuntimeError until it is set to
-        None.
+        None. Errors of later uses say `why` it was closed.
         """
         if not self.closed:
-            self._accumulation.close()
-        self.closed = True
+            self.accumulation.close()
+        self.closed = self.closed or why
         self._shard.parameters.close()
 
     def finish_gathers(self) -> None:
         """Wait for parameters in flight. Local."""
         self._shard.parameters.wait()
-
-    def give_up(self, name: str) -> None:
-        """Close, since another optimizer trains the parameter of a name from now on. Local."""
-        self._given_up = name
-        self.close()
 
     # State.
 
@@ -574,7 +511,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state of the communication hook on this rank, with what it depends on."""
         orders = {name: order(parameter) for name, parameter in self._named.items()}
         own = self._shard.plan, self._levels
-        used = self._accumulation.unsent
+        used = self.accumulation.unsent
         return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
 
     def state_dict(self) -> dict[str, Any]:
@@ -594,7 +531,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "param_groups": self._names.of(self.param_groups),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.hook_state.state_dict(),
-            "steps": self._accumulation.steps,
+            "steps": self.accumulation.steps,
             "in_sync": self._replicas.equal,
             "sync_weights": self.schedule.weights(),
         }
@@ -622,7 +559,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.hook_state.load_state_dict(state_dict.get("comm_hook"))
-        self._accumulation.resume(state_dict.get("steps", self._accumulation.steps))
+        self.accumulation.resume(state_dict.get("steps", self.accumulation.steps))
         self.schedule.load_weights(state_dict.get("sync_weights", ()))
         self._replicas.equal = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
 
@@ -650,7 +587,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group, names in zip(self.param_groups, given, strict=True)
         ]
         plain = to_plain(states, groups)
-        return {**plain, "loss_scale": self._scale.state_dict(), "steps": self._accumulation.steps}
+        return {**plain, "loss_scale": self._scale.state_dict(), "steps": self.accumulation.steps}
 
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied.
@@ -731,10 +668,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "optimizer updates shards or master weights: use stage=0 and parameters of 32 bits"
             )
         value = getattr(inner, name)
-        if not callable(value):
-            return value
 
-        @wraps(value)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._check_open()
             self._give_groups()
@@ -742,17 +676,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._take_groups()
             return result
 
-        return call
+        return call if callable(value) else value
 
     # Phases of a step.
-
-    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        self._check_open()
-        self._replicas.check_not_averaging()
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def _means(self) -> frozenset[str]:
         """Make sure that the gradients are means, with the user's changes. Collective.
@@ -762,7 +688,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self._names.check_unchanged(self.param_groups)
         self._shard.watch.check()
-        self._accumulation.synchronize()
+        self.accumulation.synchronize()
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
@@ -789,11 +715,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _skip_or_raise(self, norm: float) -> None:
         """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
         if not self._scale.shrink() and not self._skips:
-            alone = self.schedule.independent(self._accumulation.steps)
+            alone = self.schedule.independent(self.accumulation.steps)
             ranks = self.group if alone else self._collectives
-            shards, finite = self._shard.shards(), self._accumulation.finite
+            shards, finite = self._shard.shards(), self.accumulation.finite
             where = find_non_finite(ranks, shards, self._named, finite, self._collectives.rank)
-            self._accumulation.end_step(taken=False)
+            self.accumulation.end_step(taken=False)
             error = NonFiniteReplicaError if alone else NonFiniteGradientError
             raise error(f"the gradient's norm is {norm}: {where}")
 
@@ -802,11 +728,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Returns the weight of its mean.
         """
-        step, weight = self._accumulation.steps, self._accumulation.reduced_weight
+        step, weight = self.accumulation.steps, self.accumulation.reduced_weight
         try:
             self._replicas.end_step(step, weight, updated=updated)
         finally:
-            self._accumulation.end_step(taken=updated)
+            self.accumulation.end_step(taken=updated)
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
         return weight
@@ -821,7 +747,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         shards = [shard for _, shard in self._shard.shards()]
         sharding = self._shard.sharding  # each of the group's has the whole mean
-        step, groups = self._accumulation.steps, self.param_groups
+        step, groups = self.accumulation.steps, self.param_groups
         figures = None
         if without is not None and sharding.size > 1:
             figures = self._agreement.figures(groups, without, step)
@@ -833,7 +759,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if alone:
             return norm
         totals = torch.tensor(
-            [norm, self._accumulation.reduced_weight, float(differ)], dtype=torch.float64
+            [norm, self.accumulation.reduced_weight, float(differ)], dtype=torch.float64
         )
         if without is not None:
             totals = torch.cat([totals, self._agreement.figures_of_replica(groups, step)])
@@ -842,7 +768,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if without is not None and (differing or not agree(totals[3:])):
             self._agreement.compare(self._collectives, groups, without, step)
         if not weight > 0:
-            self._accumulation.refuse_weight(weight)
+            self.accumulation.refuse_weight(weight)
         return norm if math.isfinite(total) else total
 
     # Parameter groups, whose hyperparameters the torch optimizer has, too.
@@ -871,17 +797,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update(hyperparameters(inner))
 
     def _check_open(self) -> None:
-        if self._given_up:
-            raise RuntimeError(
-                f"this optimizer was closed when another one was made that trains "
-                f"{self._given_up}, since a parameter has one optimizer at a time: use the new "
-                "one, or give each optimizer parameters of its own"
-            )
         if self.closed:
-            raise RuntimeError(
-                "this optimizer was closed by close(), or since its world was closed or abandoned: "
-                "make another one"
-            )
+            raise RuntimeError(f"this optimizer was closed {self.closed}")
 
     def _check(
         self, parameters: Iterable[Named] | Iterable[dict[str, Any]]
@@ -911,7 +828,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tensors = {owned.piece.spec.name: owned.tensor for owned in self._shard.pieces}
         self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)
         self._agreement.add(named)
-        self._accumulation.add(added, named)
+        self.accumulation.add(added, named)
 
     @property
     def _named(self) -> dict[str, Parameter]:
@@ -919,17 +836,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._named.items()}
-
-    def _warn_of_sparse(self) -> None:
-        """Warn, once and on rank 0, of sparse gradients."""
-        names = self._accumulation.sparse
-        if names and not self._warned_of_sparse and self._collectives.rank == 0:
-            self._warned_of_sparse = True
-            warnings.warn(
-                f"the sparse gradients of {', '.join(sorted(names))} are made dense, since ranks "
-                "add them up: sparse=False gives the same result",
-                stacklevel=7,
-            )
 
     def _warn_of_unfrozen(self) -> None:
         """Warn, once and on rank 0, of given parameters that require a gradient only now."""

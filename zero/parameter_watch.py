@@ -113,7 +113,10 @@ def finish_gathers(parameters: Mapping[str, Parameter]) -> None:
 def take_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> None:
     """Let a `ZeroOptimizer` train parameters, by name; close the others that did. Local."""
     for name, holder in _holders(parameters):
-        holder.give_up(name)
+        holder.close(
+            f"when another one was made that trains {name}, since a parameter has one optimizer at "
+            "a time: use the new one, or give each optimizer parameters of its own"
+        )
     for parameter in parameters.values():
         accumulation_node(parameter).metadata[_KEY] = optimizer
 

@@ -192,7 +192,8 @@ class SmallProblem:
                 numel = start.numel()
                 bounds = slice(part * numel // parts, (part + 1) * numel // parts)
                 if partition != "element" or (bounds.start, bounds.stop) == (0, numel):
-                    bounds, tensor = slice(0, numel), Parameter(start.clone())
+                    bounds = slice(0, numel)
+                    tensor: Tensor = Parameter(start.clone())
                     if partition == "parameter" and number % parts != part:
                         continue
                 elif bounds.start == bounds.stop:
@@ -206,9 +207,10 @@ class SmallProblem:
             optimizer = self._make([{**given, "params": tensors} for given, tensors in pairs])
             for made in optimizer.param_groups:
                 rate = made.get("lr")
-                if isinstance(rate, Tensor | Real) and float(rate) < LEAST_LR:
-                    tensor_lr = isinstance(rate, Tensor)
-                    made["lr"] = torch.full_like(rate, TRIAL_LR) if tensor_lr else TRIAL_LR
+                if isinstance(rate, Tensor) and float(rate) < LEAST_LR:
+                    made["lr"] = torch.full_like(rate, TRIAL_LR)
+                elif isinstance(rate, Real) and float(rate) < LEAST_LR:
+                    made["lr"] = TRIAL_LR
             shards.append((optimizer, owned))
         return shards
 

@@ -187,7 +187,7 @@ class ShardRegistry:
         """Tell the optimizers of a batch that is handed out; `total` is None if not in samples."""
         self._batch = own, total, source
         for optimizer in self._open():
-            optimizer.expect_batch(own, total, digest, source)
+            optimizer.accumulation.expect(own, total, digest, source)
 
     def forget(self, *, drawn: bool) -> None:
         """Tell the optimizers that a pass has ended; `drawn`: to drop batches not used yet."""
@@ -198,7 +198,7 @@ class ShardRegistry:
     def tell(self, optimizer: ZeroOptimizer) -> None:
         """Tell an optimizer that was just made of the batch that was drawn before. Local."""
         if self._batch is not None:
-            optimizer.assume_batch(*self._batch)
+            optimizer.accumulation.weight.assume(*self._batch)
 
     def _check_schedules(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""

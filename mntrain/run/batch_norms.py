@@ -28,7 +28,7 @@ def convert_batch_norms(
                 yield optimizer
 
     def weight() -> float:
-        weights = {optimizer.loss_weight for optimizer in training()}
+        weights = {optimizer.accumulation.loss_weight for optimizer in training()}
         if len(weights) > 1:
             raise RuntimeError(
                 f"the optimizers of a model with world.sync_batchnorm weigh this rank's loss "
@@ -38,7 +38,7 @@ def convert_batch_norms(
         return weights.pop() if weights else 1.0
 
     def lacks_tokens() -> bool:
-        return any(optimizer.lacks_tokens for optimizer in training())
+        return any(optimizer.accumulation.weight.lacks_tokens for optimizer in training())
 
     with world.agreement():
         if not isinstance(model, nn.Module):

@@ -77,7 +77,7 @@ class DelayedSums:
     def start(self, values: Mapping[str, float]) -> None:
         """Start sums of values by name. Collective; the same names in the same order."""
         carrying = self._carrying()
-        self._message = carrying.step_message if carrying else StepMessage()
+        self._message = carrying.accumulation.message if carrying else StepMessage()
         self._names = list(values)
         for name, value in values.items():
             self._message.put(self._prefix + name, value)
@@ -100,4 +100,4 @@ class DelayedSums:
             return None
         [one] = several
         everywhere = one.schedule.replicas == 1 and one.group.size == self._collectives.size
-        return one if everywhere and not one.announces else None
+        return one if everywhere and not one.accumulation.announces else None

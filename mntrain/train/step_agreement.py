@@ -80,11 +80,11 @@ class StepAgreement:
         once, which ends the job for all.
         """
         optimizer, world = self._job.optimizer, self._world
-        schedule, number = optimizer.schedule, optimizer.steps_taken
+        schedule, number = optimizer.schedule, optimizer.accumulation.steps
         self._alone = schedule.independent(number)
         self._ends_round = self._alone and schedule.exchange_due(number)
         carried = self._alone or optimizer.group.size == world.size
-        self._message = optimizer.step_message if carried else StepMessage()
+        self._message = optimizer.accumulation.message if carried else StepMessage()
         if self._alone:
             nodes = world.topology.nodes
             self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))

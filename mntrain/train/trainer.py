@@ -80,7 +80,7 @@ class Trainer:
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saved_config = to_json(config)
         failed_step = FailedStep(
-            world, self._counts.finish_interrupted, job.optimizer.finish_interrupted
+            world, self._counts.finish_interrupted, job.optimizer.accumulation.finish_interrupted
         )
         signals, checkpointing = self._signals, job.checkpointing
         flags: Flags = {  # of this rank
@@ -285,7 +285,7 @@ class Trainer:
         rank, optimizer = self._world.rank, self._optimizer
         with noted(rank, f"counts of step {step}"):
             self._counts.start(micro_batches)
-        waited_s = optimizer.waited_s
+        waited_s = optimizer.accumulation.waited_s
         for number, batch in enumerate(micro_batches):
             samples = partial(self._job.data.name_micro_batch, step, number)
             held = optimizer.no_sync() if number < len(micro_batches) - 1 else nullcontext()
@@ -295,7 +295,7 @@ class Trainer:
                 optimizer.backward(*self._counts.weigh(loss, timer))
         if not micro_batches:
             self._optimizer.share(0)
-        timer.move(self._optimizer.waited_s - waited_s, "backward", "reduce_wait")
+        timer.move(optimizer.accumulation.waited_s - waited_s, "backward", "reduce_wait")
 
     def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
         """Return the task's loss of a micro-batch on the device, and add up its means. Local."""

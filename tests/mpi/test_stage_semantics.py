@@ -81,7 +81,7 @@ def test_a_backward_that_one_rank_cannot_end_changes_no_later_step(pair, mode, a
         with pytest.raises(KeyError) if fails else nullcontext():
             backward(batch, fails=fails)
         if fails:
-            optimizer.finish_interrupted()
+            optimizer.accumulation.finish_interrupted()
         if step != 1:
             norm = both.alone.step(loss_of(both.alone.model, batch))
             assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-10)
@@ -95,7 +95,7 @@ def test_a_failed_rank_and_ranks_without_items_end_a_step_together(world, make, 
     optimizer = make(model, SGD, **mode)
     for step in range(2):
         if world.rank == LAST:
-            optimizer.finish_interrupted()
+            optimizer.accumulation.finish_interrupted()
         elif world.rank == 0:
             optimizer.share(0)
         else:

@@ -36,8 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),
     # Of transformers, for the name that most scripts use.
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning"),
-    # Of mntrain, for sparse embeddings.
-    pytest.mark.filterwarnings("ignore:the sparse gradients of:UserWarning"),
     # Of DDP, for scripts that use all parameters in some of their steps.
     pytest.mark.filterwarnings("ignore:find_unused_parameters:UserWarning"),
 ]

@@ -47,6 +47,8 @@ def play(model, optimizer, steps):
                 weight, *inputs = given
                 with optimizer.no_sync():
                     optimizer.backward(mean(model, *inputs), weight=weight)
+            case "expect":
+                optimizer.accumulation.expect(*given)
             case "model.zero_grad":
                 model.zero_grad()
             case _:
@@ -70,15 +72,15 @@ STEPS = {
     "a mean over no samples": ([("weighted kept", 0), ("weighted", 2, 3)], (3, 2)),
     "a stand-in": (
         [
-            ("expect_batch", 0, 1),
+            ("expect", 0, 1),
             ("weighted kept", 8, math.nan),
-            ("expect_batch", 1, 1),
+            ("expect", 1, 1),
             ("weighted", 2, 3),
         ],
         (3, 2),
     ),
     "a batch that is forgotten": (
-        [("expect_batch", 7, 14), ("forget_batches",), ("backward", 3)],
+        [("expect", 7, 14), ("forget_batches",), ("backward", 3)],
         (3, 1),
     ),
     "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
@@ -120,8 +122,8 @@ def test_a_step_has_the_norm_and_the_weight_of_what_it_adds(stage, world, steps,
 @STAGES
 def test_a_stand_in_within_an_accumulation_adds_nothing(stage):
     model, optimizer = one_weight(stage, FirstOfTwo)  # whose other rank adds nothing either
-    play(model, optimizer, [("expect_batch", 8, 16), ("kept", 3)])
-    play(model, optimizer, [("expect_batch", 0, 1), ("backward", math.nan)])
+    play(model, optimizer, [("expect", 8, 16), ("kept", 3)])
+    play(model, optimizer, [("expect", 0, 1), ("backward", math.nan)])
     result = optimizer.step()
     assert (result.grad_norm, result.weight) == (3.0, 8.0)
 
@@ -139,19 +141,19 @@ def test_a_dropped_accumulation_is_no_part_of_the_step(stage, world):
 def test_one_batch_weighs_every_backward_until_the_next(stage, world):
     model, optimizer = one_weight(stage, world)
     for batch in (5, 2):
-        optimizer.expect_batch(batch, 2 * batch)
+        optimizer.accumulation.expect(batch, 2 * batch)
         for _ in range(2):
             mean(model, 3).backward()
             assert optimizer.step().weight == batch
             optimizer.zero_grad()
 
 
-PASS = [("expect_batch", 7, 14), ("backward", 3), ("step",), ("zero_grad",)]
+PASS = [("expect", 7, 14), ("backward", 3), ("step",), ("zero_grad",)]
 
 
 @pytest.mark.parametrize(
     ("steps", "weight"),
-    [([("share", 2)], 2), ([("forget_batches",)], 1), ([("expect_batch", 5, 14)], 5)],
+    [([("share", 2)], 2), ([("forget_batches",)], 1), ([("expect", 5, 14)], 5)],
 )
 @WORLDS
 @STAGES
@@ -240,7 +242,7 @@ def test_a_weight_that_changes_without_a_total_is_refused(stage, world, how):
     model, optimizer = one_weight(stage, world)
 
     def weigh(count):
-        return ("share", count) if how == "share" else ("expect_batch", count, None)
+        return ("share", count) if how == "share" else ("expect", count, None)
 
     play(model, optimizer, [weigh(8), ("kept", 3), weigh(8), ("kept", 3), weigh(5)])
     if world is SingleProcessCollectives:  # one rank has the whole of every batch
