@@ -11,7 +11,7 @@ of a tensor fails by element; one that uses a norm of all tensors fails by param
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
@@ -37,8 +37,6 @@ Factory = Callable[..., torch.optim.Optimizer]
 Kind = tuple[int, bool, torch.device]  # of a parameter: its dimensions, whether complex, device
 SmallGroup = tuple[tuple[tuple[str, Any], ...], tuple[Kind, ...]]  # options, kinds of parameters
 Results = dict[tuple[str, int], Tensor]  # flat, by description and number of the tensor or group
-
-_outcomes: dict[Hashable, str] = {}  # of trials that were made
 
 
 def check_drivable(optimizer: torch.optim.Optimizer) -> None:
@@ -107,15 +105,20 @@ def check_partition(make: Factory, groups: Iterable[dict[str, Any]], partition: 
     key = known.func, known.args, tuple(sorted(known.keywords.items())), small, partition
     try:
         kept = isinstance(known.func, type)  # what a function does may depend on more
-        problem = _outcomes.get(key) if kept else None
+        problem = _outcomes().get(key) if kept else None
     except TypeError:  # of an option without a hash
         kept, problem = False, None
     if problem is None:
         problem = _problem(make, small, partition)
         if kept:
-            _outcomes[key] = problem
+            _outcomes()[key] = problem
     if problem:
         raise ValueError(problem)
+
+
+@cache
+def _outcomes() -> dict[Hashable, str]:
+    return {}
 
 
 def _small_groups(groups: Iterable[dict[str, Any]]) -> tuple[SmallGroup, ...]:
