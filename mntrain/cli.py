@@ -111,23 +111,6 @@ def named_options(options: Any) -> dict[str, Any]:
     }
 
 
-def options_in_file(options: Any) -> set[str]:
-    """Return the names of the options whose values come from the file that --config names.
-
-    Also of those for which the command line states the same value.
-    """
-    path = getattr(options, "config", None)
-    if path is None:
-        return set()
-    read = _read_file(str(path), _options(type(options)), _PROGRAM)
-    values = named_options(options)
-    return {
-        name
-        for name, value in read.items()
-        if value == values[name] or words_of(value) == words_of(values[name])
-    }
-
-
 def to_toml(config: Config) -> str:
     """Return a TOML file that reproduces `config`, except for its option `config`."""
     values = as_mapping(config)

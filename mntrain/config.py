@@ -156,7 +156,7 @@ class TrainConfig:
     )
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class CommConfig:
     """Communication of gradients: the options of `mntrain.init`, too."""
 
@@ -218,6 +218,13 @@ class CommConfig:
     def bucket_bytes(self) -> int:
         """Size of a gradient bucket in bytes."""
         return max(1, int(self.bucket_mb * 2**20))
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class WorldConfig(CommConfig):
+    """The arguments of `mntrain.init` besides the communicator."""
+
+    device: Device = "auto"
 
 
 @dataclass(frozen=True, config=STRICT)

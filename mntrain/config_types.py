@@ -1,10 +1,9 @@
 """Types of options, and how their values are written on the command line and in a file."""
 
-import inspect
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -14,7 +13,6 @@ from pydantic import BeforeValidator, ConfigDict, ValidationError
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _parse_none(value: Any) -> Any:
@@ -163,25 +161,3 @@ def construct(model: Any, values: Mapping[str, Any], sources: Mapping[str, str])
     if problems:
         raise ValueError("\n".join(problems))
     return made
-
-
-def takes_options(kind: Any) -> Callable[[F], F]:
-    """Return a decorator: a function's **options are the fields of `kind`, a class of options.
-
-    They stand in the signature and the docstring that `help` shows.
-    """
-
-    def decorate(function: F) -> F:
-        fields = kind.__pydantic_fields__
-        own = inspect.signature(function)
-        named = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-            for name, field in fields.items()
-        ]
-        parameters = [*list(own.parameters.values())[:-1], *named]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        lines = [f"            {name}: {field.description}" for name, field in fields.items()]
-        function.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), *lines])
-        return function
-
-    return decorate

@@ -33,7 +33,7 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.links import measure
 from mntrain.comm.ticket import INTERNAL
 from mntrain.comm.topology import Topology
-from mntrain.config import CommConfig
+from mntrain.config import WorldConfig
 from mntrain.config_types import construct
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
@@ -83,7 +83,8 @@ class Ranks:
     """All ranks of a job, as checkpoints and reports see them; `World` adds the tools of training.
 
     Made on all ranks together. Starts MPI if necessary; `comm` (default: all ranks) is duplicated
-    and stays the caller's. `options` are those of `CommConfig`, equal on all ranks. Raises
+    and stays the caller's. `options` are those of `WorldConfig`, equal on all ranks but for the
+    device. Raises
     AgreedError on all ranks for an argument that any of them cannot accept or a check that fails,
     with everything freed; also if MPI cannot start, or the launcher started more ranks than MPI
     sees. Any other exception leaves an ExceptionWatch installed, which ends the job if nobody
@@ -100,7 +101,7 @@ class Ranks:
         collectives: a `zero.Collectives` over all ranks.
         kernels: sums on the device (`zero.kernels.Kernels`).
         algorithm: name of the algorithm that reduces full buckets.
-        settings: the options of communication (`mntrain.config.CommConfig`).
+        settings: the options (`mntrain.config.WorldConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
@@ -109,10 +110,8 @@ class Ranks:
         watchdog: the thread that finds hangs and lost ranks (`mntrain.watchdog.thread`).
     """
 
-    def __init__(
-        self, comm: "MPI.Intracomm | None", device: str, options: Mapping[str, Any]
-    ) -> None:
-        if unknown := options.keys() - {field.name for field in fields(CommConfig)}:
+    def __init__(self, comm: "MPI.Intracomm | None", options: Mapping[str, Any]) -> None:
+        if unknown := options.keys() - {field.name for field in fields(WorldConfig)}:
             raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
         with ExitStack() as meeting:
             meeting.enter_context(limited_start(options.get("timeout", TIMEOUT_S)))
@@ -130,7 +129,7 @@ class Ranks:
             self._resources.enter_context(self._groups)
             try:
                 self._find_topology(options)
-                self._assign_device(device)
+                self._assign_device()
                 self._check()
                 self._start_engine()
                 meeting.close()  # from here on the watchdog watches
@@ -149,9 +148,10 @@ class Ranks:
         self._met = before, time.time()  # around a collective, by this host's clock
         mpi.unlink_segments(comm.size)
         with errors.agreement(comm.gather_objects, rank):
-            self.settings: CommConfig = construct(CommConfig, options, {n: n for n in options})
+            self.settings: WorldConfig = construct(WorldConfig, options, {n: n for n in options})
             self.topology = Topology.from_hosts(self._hosts, self.settings.ranks_per_node)
-        expect_same(comm.gather_objects(asdict(self.settings)), rank)
+        shared = {name: value for name, value in asdict(self.settings).items() if name != "device"}
+        expect_same(comm.gather_objects(shared), rank)
         group, cross = self.topology.node_group(rank), self.topology.cross_group(rank)
         self.local_rank, self.local_size = self.topology.local_rank(rank), len(group)
         self.cross_rank, self.cross_size = cross.index(rank), len(cross)
@@ -159,11 +159,11 @@ class Ranks:
         self._resources.callback(self._node.free)
         comm.levels = ["node" if other in group else "cross" for other in range(comm.size)]
 
-    def _assign_device(self, wanted: str) -> None:
+    def _assign_device(self) -> None:
         """Distribute the GPUs of every host over its ranks."""
         gather = self._comm.gather_objects
         with errors.agreement(gather, self.rank):
-            visible = devices.visible_gpus(wanted)
+            visible = devices.visible_gpus(self.settings.device)
         visible_gpus = gather(visible)
         with errors.agreement(gather, self.rank):
             indices = devices.assign(self._hosts, visible_gpus)

@@ -1,12 +1,13 @@
 """The public interface of a job: `init`, and the `World` that it makes."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar
 from weakref import proxy
 
 import torch
@@ -18,8 +19,7 @@ from mntrain.checks.finding import print_warnings
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
-from mntrain.config import CommConfig
-from mntrain.config_types import takes_options
+from mntrain.config import WorldConfig
 from mntrain.data.loader import ShardedLoader, ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
@@ -45,6 +45,7 @@ from zero.optimizer import ZeroOptimizer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -55,13 +56,11 @@ class World(Ranks):
         batch_counts: micro-batches of a step by rank, with --balance.mode cadence; else None.
     """
 
-    def __init__(
-        self, comm: "MPI.Intracomm | None" = None, device: str = "auto", **options: Any
-    ) -> None:
+    def __init__(self, comm: "MPI.Intracomm | None" = None, **options: Any) -> None:
         self._optimizers: list[ZeroOptimizer] = []
         self._optimizer_numbers = count(1)
         self._open = True
-        super().__init__(comm, device, options)
+        super().__init__(comm, options)
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         self._guards = ExitStack()  # of other libraries' functions
@@ -389,8 +388,28 @@ class World(Ranks):
         self._open = False
 
 
-@takes_options(CommConfig)
-def init(comm: "MPI.Intracomm | None" = None, *, device: str = "auto", **options: Any) -> World:
+class _Init(Protocol[P]):
+    """The signature of `init`, whose keyword arguments are those of a class of options."""
+
+    def __call__(
+        self, comm: "MPI.Intracomm | None" = None, *args: P.args, **options: P.kwargs
+    ) -> World: ...
+
+
+def _with_arguments_of(kind: Callable[P, object]) -> Callable[[Callable[..., World]], _Init[P]]:
+    """Return a decorator that gives a function the keyword arguments of `kind` as its options."""
+
+    def decorate(function: Any) -> Any:
+        own, options = inspect.signature(function), inspect.signature(kind)
+        parameters = [own.parameters["comm"], *options.parameters.values()]
+        function.__signature__ = own.replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
+@_with_arguments_of(WorldConfig)
+def init(comm: "MPI.Intracomm | None" = None, **options: Any) -> World:
     """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
 
     All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
@@ -400,11 +419,9 @@ def init(comm: "MPI.Intracomm | None" = None, *, device: str = "auto", **options
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
         device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
-        options: as those of `python -m mntrain` that begin with --comm:
+        options: as those of `python -m mntrain --help` that begin with --comm.
 
     """
-    if options.get("tune") is False:  # of scripts for versions that tried algorithms at the start
-        del options["tune"]
-    world = World(comm, device, **options)
+    world = World(comm, **options)
     print_warnings(world.findings.values() if world.master else ())
     return world

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import Dataset
 
 from mntrain.checks.finding import naming
-from mntrain.cli import RefusedOptionsError, named_options, options_in_file
+from mntrain.cli import RefusedOptionsError, named_options
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
 from mntrain.data.loader import LoaderRanks
@@ -56,8 +56,7 @@ def agree_on_options(parsed: T | RefusedOptionsError) -> T:
             with agreement(comm.gather_objects, comm.rank):
                 if isinstance(parsed, RefusedOptionsError):
                     raise ValueError(parsed.text)
-                described = describe_options(parsed)
-            compare(comm.gather_objects, described, comm.rank, _FIX)
+            compare(comm.gather_objects, describe_options(parsed), comm.rank, _FIX)
         except AgreedError:
             comm.free()
             raise
@@ -65,15 +64,10 @@ def agree_on_options(parsed: T | RefusedOptionsError) -> T:
         return parsed
 
 
-def describe_options(options: Any) -> dict[str, Given]:
-    """Return each option that ranks must share, by its flag, with the file that it is from. Local.
-
-    Raises ValueError if that file cannot be read any more.
-    """
-    from_file = options_in_file(options)
-    origin = f"from {options.config} on {socket.gethostname()}" if from_file else ""
+def describe_options(options: Any) -> dict[str, str]:
+    """Return the text of each option that ranks must share, by its flag. Local."""
     return {
-        flag_of(name): Given(" ".join(words_of(value)), origin if name in from_file else "")
+        flag_of(name): " ".join(words_of(value))
         for name, value in named_options(options).items()
         if name not in MAY_DIFFER
     }
