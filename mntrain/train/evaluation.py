@@ -1,24 +1,23 @@
 """Evaluations of a job: their trial at the start, their metric, and when they end the run."""
 
 import copy
-import inspect
 import math
-import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from mntrain import device, tasks
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.metrics.registry import StepRecord
+from mntrain.tasks import Loss, Losses, Metric, Task, check_loss
 from mntrain.train.job_data import JobData
+from mntrain.train.precision import Precision
 from mntrain.train.step_means import GlobalMeans
+from mntrain.train.task_errors import errors_of_task
 
 EVAL_LOSS = "eval_loss"
 
@@ -63,13 +62,17 @@ class BestMetric:
         if record.eval_loss is None:
             return None
         values = {EVAL_LOSS: record.eval_loss, **(record.eval_metrics or {})}
-        if self._name not in values:
-            raise ValueError(
-                f"--checkpoint.best {self.text}: the evaluations have no such metric; "
-                f"they have {', '.join(values)}"
-            )
+        self.check(values)
         value = values[self._name]
         return None if math.isnan(value) else self._sign * value
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless the metric is among those of evaluations."""
+        if self._name not in names:
+            raise ValueError(
+                f"--checkpoint.best {self.text}: the evaluations have no such metric; "
+                f"they have {', '.join(names)}"
+            )
 
 
 class EarlyStopping:
@@ -80,14 +83,9 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int, metric: str = EVAL_LOSS) -> None:
-        self._patience, self._metric = patience, metric
+        self.patience, self._metric = patience, metric
         self._best = math.inf
         self._evaluations = 0  # since the best one
-
-    @property
-    def enabled(self) -> bool:
-        """True if it may end the run."""
-        return self._patience > 0
 
     def after_evaluation(self, score: float | None) -> str | None:
         """Count an evaluation, and return why the run ends, if it does."""
@@ -95,7 +93,7 @@ class EarlyStopping:
             self._best, self._evaluations = score, 0
             return None
         self._evaluations += 1
-        if not self.enabled or self._evaluations < self._patience:
+        if not self.patience or self._evaluations < self.patience:
             return None
         return f"no better evaluation in the last {self._evaluations}"
 
@@ -105,62 +103,70 @@ class EarlyStopping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, unless it is of another metric."""
-        if state.get("metric", self._metric) == self._metric:
+        if state["metric"] == self._metric:
             self._best, self._evaluations = state["best"], state["evaluations"]
 
 
-@torch.no_grad()
-def check_validation(
-    task: tasks.Task,
-    model: nn.Module,
-    data: JobData,
-    name: str,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
-) -> None:
-    """Compute the loss of one micro-batch of each validation set, as evaluations will. Local.
-
-    The dtypes are those of the batches' floating-point tensors and of autocast. Modules and random
-    generators are left as they were. Raises ValueError for a task that fails or returns no Loss,
-    with the error and its line; `name` is what --task names the task.
-    """
-    floats, autocast = dtypes
-    on = next((p.device for p in model.parameters()), torch.device("cpu"))
-    task = copy.copy(task)  # one that counts its calls, say, must not count this one
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model evaluate in the block, without gradients. Modules are then as they were."""
     training = {module: module.training for module in model.modules()}
-    states = random_states(on)
-    model.eval()
     try:
-        for which in data.validation_sets:
-            label = f"the validation data {which}".strip()
-            with _explained(task, name, f"a sample of {label} cannot be read"):
-                samples = data.first_validation_samples(which)
-            with _explained(task, name, f"collate fails on samples of {label}"):
-                batch = (task.collate or default_collate)(samples)
-            with _explained(task, name, f"loss() fails on samples of {label}"):
-                batch = device.move(batch, on, floats)
-                with torch.autocast(on.type, dtype=autocast) if autocast else nullcontext():
-                    loss: Any = task.loss(model, batch)
-            try:
-                tasks.check_loss(loss, name)
-            except TypeError as error:
-                raise ValueError(str(error)) from error
+        with torch.no_grad():
+            model.eval()
+            yield
     finally:
-        set_random_states(states, on)
         for module, mode in training.items():
             module.training = mode
 
 
-@contextmanager
-def _explained(task: tasks.Task, name: str, what: str) -> Iterator[None]:
-    """Raise ValueError for an exception of the block: one line, with the line of the task."""
+def try_evaluation(
+    task: Task, model: nn.Module, data: JobData, precision: Precision, best: BestMetric
+) -> None:
+    """Compute the loss of one micro-batch of each validation set, as evaluations will. Local.
+
+    Modules and random generators are left as they were. Raises ValueError for a task that fails or
+    returns no Loss, with the error and its line, and if no evaluation will have the metric `best`.
+    """
+    on = next((p.device for p in model.parameters()), torch.device("cpu"))
+    task = copy.copy(task)  # one that counts its calls, say, must not count this one
+    states = random_states(on)
+    losses: dict[str, Loss | Losses] = {}
     try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = inspect.getsourcefile(type(task))
-        frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
-        text = str(error).partition("\n")[0]
-        raise ValueError(
-            f"--task {name}: {what}: {type(error).__name__}: {text} "
-            f"({Path(frame.filename).name}, line {frame.lineno})"
-        ) from error
+        with evaluating(model):
+            for which in data.validation_sets:
+                label = f"the validation data {which}".strip()
+                with errors_of_task(task, f"a sample of {label} cannot be read"):
+                    samples = data.first_validation_samples(which)
+                with errors_of_task(task, f"collate fails on samples of {label}"):
+                    batch = (task.collate or default_collate)(samples)
+                with errors_of_task(task, f"loss() fails on samples of {label}"):
+                    losses[which] = precision.loss(task, model, batch, on)
+                try:
+                    check_loss(losses[which], task.config.task)
+                except TypeError as error:
+                    raise ValueError(str(error)) from error
+    finally:
+        set_random_states(states, on)
+    names = [EVAL_LOSS]
+    for which, loss in losses.items():
+        try:
+            metrics = task.derive(*_of_batch(loss))
+        except Exception:  # of a batch without a positive, say: the first evaluation checks it
+            return
+        names += [f"{which} {name}".strip() for name in metrics]
+        names += [f"{which} loss"] if which else []
+    if losses:
+        best.check(names)
+
+
+def _of_batch(loss: Loss | Losses) -> tuple[float, dict[str, float]]:
+    """Return the loss and the metrics of one micro-batch."""
+    given: dict[str, Metric] = {**loss.metrics}
+    if isinstance(loss, Losses):
+        mean = sum(loss.factors.get(name, 1.0) * part.value for name, part in loss.parts.items())
+        given |= loss.parts
+    else:
+        mean = loss.mean
+    tensors = {name: m if isinstance(m, Tensor) else m.value for name, m in given.items()}
+    return float(mean), {name: float(tensor) for name, tensor in tensors.items()}

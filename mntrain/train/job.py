@@ -4,8 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
@@ -28,29 +27,13 @@ from mntrain.sync import LocalSGD
 from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
-from mntrain.train.evaluation import BestMetric, EarlyStopping, check_validation
+from mntrain.train.evaluation import BestMetric, EarlyStopping, try_evaluation
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
+from mntrain.train.precision import PRECISIONS
 from mntrain.world import World
 from zero.layout import split
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a model and of its forward, and the scaling of its loss, by --train.precision."""
-
-    parameters: torch.dtype | None = None  # and of buffers and gradients; None: the task's choice
-    autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
-    loss_scale: Literal["dynamic"] | None = None
-
-
-PRECISIONS = {
-    "fp32": Precision(),
-    "bf16": Precision(autocast=torch.bfloat16),
-    "bf16-pure": Precision(torch.bfloat16),
-    "fp16": Precision(torch.float16, loss_scale="dynamic"),  # small gradients would underflow
-}
 
 
 class TrainingJob:
@@ -152,8 +135,7 @@ class TrainingJob:
         self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
         self.best = BestMetric(config.checkpoint.best)
         with world.agreement():
-            dtypes = self.precision.parameters, self.precision.autocast
-            check_validation(self.task, self.model, self.data, config.task, dtypes)
+            try_evaluation(self.task, self.model, self.data, self.precision, self.best)
 
     def _set_up_reports(self, world: World, config: Config) -> None:
         self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
@@ -168,7 +150,7 @@ class TrainingJob:
         objects: dict[str, Stateful] = {**self.schedule.objects}
         if self.data.stream:
             objects["data"] = self.data.stream
-        if self.early_stopping.enabled:
+        if self.early_stopping.patience:
             objects["early stopping"] = self.early_stopping
         keep = config.checkpoint.keep
         saver = checkpoint.Saver(

@@ -2,10 +2,7 @@
 
 import inspect
 import math
-import os
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -19,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from mntrain.config import OptimConfig
 from mntrain.optim import Muon, muon_groups
 from mntrain.tasks import Task, import_class
+from mntrain.train.task_errors import errors_of_task
 from zero.optimizer import ZeroOptimizer
 from zero.trials import check_arguments
 
@@ -56,7 +54,7 @@ def choose_optimizer(
     Raises ValueError for one that cannot be used, or refuses its options, and for an error of the
     task.
     """
-    with _errors_of_task("optimizer() of the task"):
+    with errors_of_task(task, "optimizer() fails"):
         given: object = task.optimizer(model)
     if given is None:
         kind, options = resolve_optimizer(config, device)
@@ -78,19 +76,6 @@ def choose_optimizer(
         )
     brought = given.args[0] if given.args else model.parameters()
     return OptimizerChoice(given.func, list(brought), given.keywords, by_task=True)
-
-
-@contextmanager
-def _errors_of_task(work: str) -> Iterator[None]:
-    """Raise an error of the task's `work`, such as a refusal of torch's, as a ValueError."""
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        inside = f"{os.sep}torch{os.sep}"
-        own = [f for f in frames if inside not in f.filename and f.filename != __file__]
-        where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-        raise ValueError(f"{work} failed: {type(error).__name__}: {error}{where}") from error
 
 
 def resolve_optimizer(
@@ -186,7 +171,7 @@ class Schedule:
     def __init__(
         self, task: Task, optimizer: ZeroOptimizer, config: OptimConfig, steps: int
     ) -> None:
-        with _errors_of_task("schedule() of the task"):
+        with errors_of_task(task, "schedule() fails"):
             own: object = task.schedule(optimizer)
         if own is not None and not isinstance(own, LRScheduler):
             raise ValueError(

@@ -54,7 +54,7 @@ def _sample(options: argparse.Namespace) -> str:
     from mntrain import tasks
     from mntrain.checkpoint.format import MODEL, open_tensors
     from mntrain.checkpoint.reader import find_sound, load_model
-    from mntrain.train.job import PRECISIONS
+    from mntrain.train.precision import PRECISIONS
 
     given = _given(options)
     path, _ = find_sound(options.path, (MODEL,))

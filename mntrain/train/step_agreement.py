@@ -1,4 +1,4 @@
-"""The agreement of the ranks of a job on a step.
+"""The agreement of the ranks of a job on a step, and the end of one that fails on some rank.
 
 The means, flags and failures of a step travel in the `StepMessage` that ends the reduction of its
 gradients; where these are averaged over a node, in another one over all ranks. Steps in which nodes
@@ -9,24 +9,40 @@ count after the same step on all of them: with rounds of 2 steps and max_stalene
     step            1   2   3   4   5   6
     round 0 ends        sent    counts
     round 1 ends                sent    counts
+
+A rank whose step raises an exception takes part in the rest of it, so that all reach its end and
+learn of it there. Nothing has been updated by then: the run is saved as it was before the step.
 """
 
 import math
+import sys
+import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from mntrain.checkpoint import random_states, set_random_states
+from mntrain.checks.finding import naming
 from mntrain.comm.engine import Future
-from mntrain.errors import TrainingStoppedError
-from mntrain.train.failed_step import FailedStep
+from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.train.job import TrainingJob
-from mntrain.train.step_means import GlobalMeans, StepMeans
+from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
 from zero.collectives import Collectives
-from zero.norms import NonFiniteReplicaError
+from zero.norms import NonFiniteGradientError, NonFiniteReplicaError
 from zero.step_message import StepMessage
 
-Flags = Mapping[str, Callable[[], float]]  # of this rank, under the same names on all
+_PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
+
+
+@contextmanager
+def non_finite_stops(world: World, step: int) -> Iterator[None]:
+    """Raise TrainingStoppedError in place of the block's NonFiniteGradientError, on all ranks."""
+    try:
+        yield
+    except NonFiniteGradientError as error:
+        raise TrainingStoppedError(f"in step {step}, {error}", world.rank) from None
 
 
 class StepAgreement:
@@ -35,8 +51,8 @@ class StepAgreement:
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order,
     and then `meet`, where they need each other.
 
-    Construction is collective. `flags` are those of this rank; `save` saves the last completed
-    step.
+    Construction is collective. `ask` has the flags of this rank, under the same names on all;
+    `save` saves the last completed step.
     """
 
     def __init__(
@@ -44,13 +60,13 @@ class StepAgreement:
         world: World,
         job: TrainingJob,
         means: StepMeans,
-        flags: Flags,
+        counts: PartCounts,
         *,
-        failed_step: FailedStep,
+        ask: Mapping[str, Callable[[], float]],
         save: Callable[[], None],
     ) -> None:
-        self._world, self._job, self._accumulator = world, job, means
-        self._ask, self._failed_step, self._save = flags, failed_step, save
+        self._world, self._job, self._accumulator, self._counts = world, job, means, counts
+        self._ask, self._save = ask, save
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step; alone, its node waits for no other
@@ -62,6 +78,9 @@ class StepAgreement:
         if job.sync and job.sync.max_staleness:  # made here, since all ranks make it together
             self._node = world.node_collectives
         self._message = StepMessage()  # of this step
+        self._error: Exception | None = None  # of this rank in this step
+        self._failed = False  # this step, on any rank
+        self._states = random_states(world.device)  # before this step
         self.means: GlobalMeans  # of this step, over all ranks or over the node
         self.flags: Mapping[str, float] = {}
         """Sums over all ranks that count after this step, alike on all; 0 of what is not known."""
@@ -76,8 +95,9 @@ class StepAgreement:
     def computing(self, step: int) -> Iterator[None]:
         """Return the context of forward and backward passes. Collective.
 
-        It keeps an exception until all ranks know of it. In a step without a wait, one is raised at
-        once, which ends the job for all.
+        It keeps an exception until all ranks know of it, unless they know it already, or it comes
+        later than the message that tells of it: of all ranks as well, or of a hook after backward.
+        In a step without a wait, one is raised at once, which ends the job for all.
         """
         optimizer, world = self._job.optimizer, self._world
         schedule, number = optimizer.schedule, optimizer.accumulation.steps
@@ -93,13 +113,36 @@ class StepAgreement:
             yield
             return
         self._group, self._ranks = world.collectives, ()
-        self._message.put("failed", lambda: self._failed_step.flag)
+        self._message.put("failed", lambda: float(self._error is not None))
         for name, ask in self._ask.items():
             self._message.put(name, ask)
         self._accumulator.put(self._message)
-        self._failed_step.begin_step()
-        with self._failed_step.caught(self._message):
+        self._states = random_states(world.device)
+        try:
             yield
+        except (AgreedError, RemoteRankError):
+            raise
+        except Exception as error:
+            if self._message.sent:
+                raise
+            self._error = error
+            self._finish_failed(error)
+
+    def _finish_failed(self, error: Exception) -> None:
+        """Take part in the rest of the step. Collective.
+
+        If that takes long, the error is printed, since a rank that hangs may be the reason.
+        """
+        timer = threading.Timer(_PATIENCE_S, traceback.print_exception, [error])
+        timer.daemon = True
+        timer.start()
+        try:
+            self._counts.finish_interrupted()
+            self._job.optimizer.accumulation.finish_interrupted()
+        except Exception:
+            raise error from None  # communication has failed, too
+        finally:
+            timer.cancel()
 
     def before_update(self, step: int) -> None:
         """Establish the means and flags. Collective; in a step without a wait, in the node.
@@ -111,8 +154,9 @@ class StepAgreement:
         if not self._message.sent:  # under a sync schedule; all ranks end and save together
             self._message.send(world.collectives)
         sums = self._message.read()
-        self.flags = {name: sums.get(name, 0.0) for name in ("failed", *self._ask)}
-        if self.flags["failed"]:
+        self.flags = {name: sums.get(name, 0.0) for name in self._ask}
+        self._failed = bool(sums.get("failed"))
+        if self._failed:
             return
         self.means = self._accumulator.take(self._message, self._group, where, self._ranks)
         if self._alone:
@@ -128,12 +172,24 @@ class StepAgreement:
             self._job.balancing.after_reduction(step)
 
     def end_if_failed(self, step: int) -> None:
-        """Raise what the step has raised on a rank, when the run is saved. Collective if one has.
+        """If a rank has failed, save, then raise the exception on the first one. Collective then.
 
-        It is saved as it was before the step.
+        The random generators are as they were before the step. The other ranks raise a
+        RemoteRankError.
         """
-        if self.flags["failed"]:
-            self._failed_step.end_job(step, self._save)
+        if not self._failed:
+            return
+        world = self._world
+        failed = [r for r, error in enumerate(world.gather(self._error is not None)) if error]
+        if world.master and len(failed) > 1:
+            text = f"mntrain: step {step} failed on {naming('rank', failed)}: the report is of one"
+            print(text, file=sys.stderr)
+        set_random_states(self._states, world.device)
+        self._save()
+        if self._error is not None and world.rank == failed[0]:
+            raise self._error
+        while True:
+            world.barrier()  # which the failed rank does not reach
 
     def items(self, step: int) -> int:
         """Return the items of a step, tokens or samples, over all ranks. Local.
@@ -150,16 +206,15 @@ class StepAgreement:
 
         Collective at the end of a round; waits for a round only `max_staleness` later.
         """
-        sync = self._job.sync
+        sync, saves = self._job.sync, self._job.checkpointing
         if sync is None or not self._ends_round:
             return
-        gathered = self._world.gather_later(self._own_flags())
-        self._rounds.append((gathered, self._job.checkpointing.progress))
+        self._rounds.append((self._world.gather_later(self._own_flags()), saves.progress))
         if len(self._rounds) > sync.max_staleness:
-            sent, saves = self._rounds.popleft()
+            sent, progress = self._rounds.popleft()
             self.flags = _sums(sent.wait())
-            if saves != self._job.checkpointing.progress:  # of another save
-                self.flags |= dict.fromkeys(self._job.checkpointing.local_flags(), 0.0)
+            if progress != saves.progress:  # of another save
+                self.flags |= dict.fromkeys(saves.local_flags(), 0.0)
 
     def meet(self) -> None:
         """Let the flags count that ranks have now, after a step without a wait. Collective."""

@@ -10,8 +10,8 @@ Ranks sum it while the first forward is running:
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
@@ -20,6 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.engine import Future
+from mntrain.comm.waits import Waits
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
 from mntrain.tasks import Loss, Losses, Max, Mean, Metric, Task, check_loss, loss_of
@@ -49,92 +52,18 @@ class Total(NamedTuple):
     items: float
 
 
-class NamedTotals:
-    """Totals by name over micro-batches, reduced over a group of ranks in a `StepMessage`.
+class StepMeans:
+    """The loss and metrics of a job, added up over micro-batches, and reduced over a group.
 
     Ranks may lack some names. A message has those that all ranks know; if a rank has another one,
-    the names are gathered, and a message is sent once more. `rank` is this rank in the world.
+    the names are gathered, and a message is sent once more. `rank` is this rank in the world, for
+    errors. In the methods, `ranks` are those of the group, which by default is the world.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._known: dict[Sequence[int], dict[str, Kind]] = {}  # of a group's ranks, sorted
-        self.own: dict[str, Total] = {}
-
-    def add(self, name: str, kind: Kind, value: Tensor, items: float) -> None:
-        """Add the total of a micro-batch. Local; does not wait for a device."""
-        if name in self.own:
-            kind, before, count = self.own[name]
-            before = torch.as_tensor(before).to(value.device)
-            value = (torch.maximum if kind == "max" else torch.add)(before, value)
-            items += count
-        self.own[name] = Total(kind, value, items)
-
-    def put(self, message: StepMessage, ranks: Sequence[int]) -> None:
-        """Put what is added until the message is sent to the ranks of a group. Local."""
-        kinds = self._known.setdefault(ranks, {})
-        message.put("unknown names", partial(self._lacks, kinds))
-        for name, kind in kinds.items():
-            message.put(
-                f"total of {name}",
-                partial(self._value, name, -math.inf if kind == "max" else 0.0),
-                "max" if kind == "max" else "sum",
-            )
-            message.put(f"items of {name}", partial(self._items, name, float(kind == "sum")))
-
-    def take(
-        self, message: StepMessage, group: Collectives, ranks: Sequence[int], where: str
-    ) -> dict[str, Total]:
-        """Return the totals over ranks, and start anew. Collective.
-
-        Raises TrainingStoppedError, which names `where`, for a metric that ranks reduce in two
-        ways.
-        """
-        while (sums := message.read())["unknown names"]:
-            own = {name: total.kind for name, total in self.own.items()}
-            self._learn(ranks, gather_objects(group, own), where)
-            message = StepMessage()
-            self.put(message, ranks)
-            message.send(group)
-        self.own.clear()
-        return {
-            name: Total(kind, sums[f"total of {name}"], sums[f"items of {name}"])
-            for name, kind in self._known[ranks].items()
-        }
-
-    def _lacks(self, kinds: Mapping[str, Kind]) -> bool:
-        return any(kinds.get(name) != total.kind for name, total in self.own.items())
-
-    def _value(self, name: str, nothing: float) -> Tensor | float:
-        return self.own[name].value if name in self.own else nothing
-
-    def _items(self, name: str, nothing: float) -> float:
-        return self.own[name].items if name in self.own else nothing
-
-    def _learn(
-        self, ranks: Sequence[int], by_rank: Iterable[Mapping[str, Kind]], where: str
-    ) -> None:
-        kinds = dict(self._known[ranks])
-        for own in by_rank:
-            for name, kind in own.items():
-                if kinds.setdefault(name, kind) != kind:
-                    raise TrainingStoppedError(
-                        f"{where}, the metric {name} is a {kind}, and was a {kinds[name]}: reduce "
-                        "it in one way",
-                        self._rank,
-                    )
-        self._known[ranks] = dict(sorted(kinds.items()))
-
-
-class StepMeans:
-    """The loss and metrics of a job, added up over micro-batches, and reduced over a group.
-
-    `rank` is this rank in the world, for errors. In the methods, `ranks` are those of the group,
-    which by default is the world.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._totals = rank, NamedTotals(rank)
+        self._own: dict[str, Total] = {}
 
     def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
         """Add a micro-batch of `count` items. Local; does not wait for a device."""
@@ -142,10 +71,9 @@ class StepMeans:
             given = Mean(metric, count) if isinstance(metric, Tensor) else metric
             value = torch.as_tensor(given.value).detach().to(torch.float64)
             if isinstance(given, Mean):
-                if given.count or given is metric:
-                    self._totals.add(name, "mean", _sum_of(value, given.count), given.count)
+                self._add(name, "mean", _sum_of(value, given.count), given.count)
             else:
-                self._totals.add(name, "max" if isinstance(given, Max) else "sum", value, 1.0)
+                self._add(name, "max" if isinstance(given, Max) else "sum", value, 1.0)
 
     def add_loss(self, loss: Loss | Losses) -> None:
         """Add what a task has returned for a micro-batch. Local; does not wait for a device."""
@@ -157,14 +85,35 @@ class StepMeans:
         for name, part in loss.parts.items():
             value = torch.as_tensor(part.value).detach().to(torch.float64)
             values.append(_sum_of(value, part.count) * loss.factors.get(name, 1.0))
-            self._totals.add(loss_of(name), "addend", values[-1], part.count)
+            self._add(loss_of(name), "addend", values[-1], part.count)
         items = sum(part.count for part in loss.parts.values())
-        count = items if loss.items is None else loss.items
-        self._totals.add("loss", "mean", torch.stack(values).sum(), count)
+        self._add(
+            "loss", "mean", torch.stack(values).sum(), items if loss.items is None else loss.items
+        )
+
+    def _add(self, name: str, kind: Kind, value: Tensor, items: float) -> None:
+        if name in self._own:
+            kind, before, count = self._own[name]
+            before = torch.as_tensor(before).to(value.device)
+            value = (torch.maximum if kind == "max" else torch.add)(before, value)
+            items += count
+        self._own[name] = Total(kind, value, items)
 
     def put(self, message: StepMessage, ranks: Sequence[int] = ()) -> None:
         """Put what is added until the message is sent. Local."""
-        self._totals.put(message, ranks)
+        kinds = self._known.setdefault(ranks, {})
+        message.put("unknown names", partial(self._lacks, kinds))
+        for name, kind in kinds.items():
+            nothing = Total(kind, -math.inf if kind == "max" else 0.0, float(kind == "sum"))
+            value, items = (partial(self._get, column, name, nothing) for column in (1, 2))
+            message.put(f"value of {name}", value, "max" if kind == "max" else "sum")
+            message.put(f"items of {name}", items)
+
+    def _lacks(self, kinds: Mapping[str, Kind]) -> bool:
+        return any(kinds.get(name) != total.kind for name, total in self._own.items())
+
+    def _get(self, column: int, name: str, nothing: Total) -> Any:
+        return self._own.get(name, nothing)[column]
 
     def reduce(self, group: Collectives, where: str) -> GlobalMeans:
         """Return the means over all ranks, in a message of their own. Collective."""
@@ -182,18 +131,22 @@ class StepMeans:
         item, and for a metric that ranks reduce in two ways. A smaller group may have no items:
         then the loss is NaN.
         """
-        own_loss = self._totals.own.get("loss")
-        totals = self._totals.take(message, group, ranks, where)
-        own_items = totals.get("loss", Total("mean", 0.0, 0.0)).items
-        means = {
-            name: (float(value) if kind in ("sum", "max") else float(value) / items, items)
-            for name, (kind, value, items) in totals.items()
-            if items
-        }
-        parts = {name for name, total in totals.items() if total.kind == "addend"}
+        while (sums := message.read())["unknown names"]:
+            self._learn(group, where, ranks)
+            message = StepMessage()
+            self.put(message, ranks)
+            message.send(group)
+        own_loss = self._own.get("loss")
+        self._own.clear()
+        means: dict[str, tuple[float, float]] = {}
+        parts: dict[str, tuple[float, float]] = {}
+        for name, kind in self._known[ranks].items():
+            value, items = sums[f"value of {name}"], sums[f"items of {name}"]
+            if items:
+                found = parts if kind == "addend" else means
+                found[name] = (value if kind in ("sum", "max") else value / items, items)
         whole = means.pop("loss", None)
-        addends = {"loss": whole} if whole and not parts else {}
-        addends |= {name: means.pop(name) for name in sorted(parts & means.keys())}
+        addends = parts or ({"loss": whole} if whole else {})
         if not addends and not ranks:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank
@@ -206,7 +159,20 @@ class StepMeans:
             culprits = [f"{x} on rank {r}" for r, x in by_rank if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
         metrics = {name: value for name, (value, _) in means.items()}
-        return GlobalMeans(loss, metrics, int(own_items), nonfinite, addends)
+        return GlobalMeans(loss, metrics, int(whole[1]) if whole else 0, nonfinite, addends)
+
+    def _learn(self, group: Collectives, where: str, ranks: Sequence[int]) -> None:
+        """Gather the names of the ranks of a group. Collective."""
+        kinds = dict(self._known[ranks])
+        for own in gather_objects(group, {name: total.kind for name, total in self._own.items()}):
+            for name, kind in own.items():
+                if kinds.setdefault(name, kind) != kind:
+                    raise TrainingStoppedError(
+                        f"{where}, the metric {name} is a {kind}, and was a {kinds[name]}: reduce "
+                        "it in one way",
+                        self._rank,
+                    )
+        self._known[ranks] = dict(sorted(kinds.items()))
 
 
 def _sum_of(mean: Tensor, items: float) -> Tensor:
@@ -218,47 +184,40 @@ class PartCounts:
     """The numbers of items of each part of a task's `Losses` in a step, over its ranks.
 
     A task that does not override `counts` returns `Loss`, and needs no communication. Otherwise
-    there is one small all-reduce in a step. `name` is that of the task, for errors. `group` returns
-    the ranks that the current step is averaged over.
+    small objects are gathered once in a step. `name` is that of the task, for errors. `group`
+    returns the ranks that the current step is averaged over, and `waits` are those of this rank.
     """
 
-    def __init__(self, task: Task, name: str, group: Callable[[], Collectives]) -> None:
-        self._task, self._name, self._choose_group = task, name, group
-        self._group: Collectives  # of this step
+    def __init__(
+        self, task: Task, name: str, group: Callable[[], WorldCollectives], waits: Waits
+    ) -> None:
+        self._task, self._name, self._group, self._waits = task, name, group, waits
         self._has_parts = getattr(task.counts, "__func__", None) is not Task.counts
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._own = deque[Mapping[str, int]]()  # of micro-batches that have no backward yet
-        self._sums = NamedTotals(0)
-        self._message: StepMessage | None = None  # of this step
-        self._totals: dict[str, float] | None = None  # of this step
+        self._gathered: Future[list[Counter[str]]] | None = None
+        self._totals: Counter[str] | None = None
 
     def start(self, micro_batches: Sequence[Any]) -> None:
         """Count the items of a step, and start their sum over ranks. Collective; does not wait.
 
         Raises TypeError if the task's `counts` returns anything but numbers of items by name.
         """
-        if not self._has_parts:
-            return
-        for batch in micro_batches:
-            self._own.append(self._checked_counts(self._task.counts(batch)))
-        for counts in self._own:
-            for name, count in counts.items():
-                self._sums.add(name, "sum", torch.tensor(float(count), dtype=torch.float64), 1.0)
-        self._launch()
+        if self._has_parts:
+            self._own.extend(self._checked_counts(self._task.counts(b)) for b in micro_batches)
+            self._launch()
 
     def checked(self, loss: Loss | Losses) -> Loss | Losses:
         """Return the loss. Raises TypeError if it is not what the task may return. Local."""
         check_loss(loss, self._name)
-        if isinstance(loss, Losses) and not self._has_parts:
-            counts = ", ".join(f'"{name}": ...' for name in loss.parts)
+        if isinstance(loss, Losses) != self._has_parts:
             raise TypeError(
-                f"loss() of --task {self._name} returned Losses, but the task has no counts(), "
-                "and backward needs the counts of the whole step: add a method counts(self, batch) "
-                f"that returns {{{counts}}}"
-            )
-        if isinstance(loss, Loss) and self._has_parts:
-            raise TypeError(
-                f"loss() of --task {self._name} returned a Loss, but the task has counts(), which "
-                "is for Losses: return mntrain.tasks.Losses, or remove counts()"
+                f"loss() of --task {self._name} returned {type(loss).__name__}. A task that returns"
+                " Losses must have counts(self, batch), which returns the number of items of each "
+                "part by its name, and a task that returns a Loss must not: backward of Losses "
+                "needs the counts of the whole step"
             )
         return loss
 
@@ -280,7 +239,7 @@ class PartCounts:
         scaled = torch.zeros(())
         for name, part in loss.parts.items():
             if part.count:
-                share = part.count / totals[name] * (sum(totals.values()) / weight)
+                share = part.count / totals[name] * (totals.total() / weight)
                 value = torch.as_tensor(part.value)
                 wide = value.to(torch.promote_types(value.dtype, torch.float32))
                 scaled = scaled.to(wide.device) + wide * (share * loss.factors.get(name, 1.0))
@@ -290,29 +249,24 @@ class PartCounts:
         """End the sum over ranks, if this rank had no use for it, and forget it. Collective."""
         if self._has_parts:
             self._finish()
-        self._own.clear()
-        self._totals = None
+        self._begin_step()
 
     def finish_interrupted(self) -> None:
         """Take part in the sum of a step that raised an exception on this rank. Collective."""
-        if self._has_parts and self._totals is None:
-            if self._message is None:
+        if self._has_parts:
+            if self._gathered is None:
                 self._launch()
             self._finish()
 
     def _launch(self) -> None:
-        self._group = self._choose_group().named("counts of the losses")
-        self._message = StepMessage()
-        self._sums.put(self._message, ())
-        self._message.send(self._group)
+        own = sum((Counter(counts) for counts in self._own), Counter[str]())
+        self._gathered = self._group().gather_objects(own, "counts of the losses")
 
-    def _finish(self) -> dict[str, float]:
+    def _finish(self) -> Counter[str]:
         if self._totals is None:
-            if self._message is None:
-                raise RuntimeError("the counts of this step were not started")
-            sums = self._sums.take(self._message, self._group, (), "counts")
-            self._totals = {name: float(total.value) for name, total in sums.items()}
-            self._message = None
+            assert self._gathered is not None
+            with self._waits.waiting(gather=True):
+                self._totals = sum(self._gathered.wait(), Counter[str]())
         return self._totals
 
     def _checked_counts(self, counts: object) -> Mapping[str, int]:

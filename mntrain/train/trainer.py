@@ -7,17 +7,16 @@ the gradients and means -> update -> report.
 import gc
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-
-from mntrain import device, tasks
+from mntrain import tasks
 from mntrain.checkpoint import Manifest
+from mntrain.comm.collectives import WorldCollectives
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
@@ -25,16 +24,14 @@ from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
-from mntrain.train.evaluation import merge_sets
-from mntrain.train.failed_step import FailedStep, non_finite_stops
+from mntrain.train.evaluation import evaluating, merge_sets
 from mntrain.train.job import TrainingJob
 from mntrain.train.model_digest import compare_replicas
 from mntrain.train.resumption import to_json
-from mntrain.train.step_agreement import Flags, StepAgreement
+from mntrain.train.step_agreement import StepAgreement, non_finite_stops
 from mntrain.train.step_means import PartCounts, StepMeans
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World, init
-from zero.collectives import Collectives
 from zero.optimizer import StepResult
 
 # Exit codes of jobs that may be resumed: the shell's for Ctrl-C, and EX_TEMPFAIL of sysexits.h.
@@ -75,28 +72,20 @@ class Trainer:
         self._early_end = job.directory.write_early_end
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = StepMeans(world.rank)
-        self._counts = PartCounts(job.task, config.task, self._step_group)
+        self._counts = PartCounts(job.task, config.task, self._step_group, world.waits)
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saved_config = to_json(config)
-        failed_step = FailedStep(
-            world, self._counts.finish_interrupted, job.optimizer.accumulation.finish_interrupted
-        )
-        signals, checkpointing = self._signals, job.checkpointing
-        flags: Flags = {  # of this rank
+        signals, saves = self._signals, job.checkpointing
+        flags: dict[str, Callable[[], float]] = {  # of this rank
             "interrupted": lambda: signals.interrupted,
             "preempted": lambda: signals.preempted or self._near_deadline(),
             "asked_to_stop": lambda: self._asked_to_stop is not None,
-            "save_due": lambda: checkpointing.local_flags()["save_due"],
-            "save_ready": lambda: checkpointing.local_flags()["save_ready"],
+            "save_due": lambda: saves.local_flags()["save_due"],
+            "save_ready": lambda: saves.local_flags()["save_ready"],
         }
         self._agreement = StepAgreement(
-            world,
-            job,
-            self._means,
-            flags,
-            failed_step=failed_step,
-            save=self._save_before_error,
+            world, job, self._means, self._counts, ask=flags, save=self._save_before_error
         )
         self._asked_to_stop: str | None = None  # why, by this rank's task
         self._longest_step_s = 0.0
@@ -112,12 +101,9 @@ class Trainer:
         """
         start = time.perf_counter()
         result = self._result
-        with (
-            self._job.directory,
-            self._reporter,
-            self._signals as signals,
-            _frozen_garbage(),
-        ):
+        gc.collect()
+        gc.freeze()  # a collection would take about 0.2 s for torch's objects
+        with self._job.directory, self._reporter, self._signals as signals:
             describe_job(self._world, self._config, self._job)
             self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
@@ -131,6 +117,7 @@ class Trainer:
                 result.reason = str(result.error)
             missing = finish_report(self._world, self._config, self._job, result)
             self._world.watchdog.at_end.remove(self._early_end)
+        gc.unfreeze()
         if missing:
             AgreedError(loss_text(self._job.run_dir, missing), self._world.rank).report()
         if result.error:
@@ -298,12 +285,9 @@ class Trainer:
         timer.move(optimizer.accumulation.waited_s - waited_s, "backward", "reduce_wait")
 
     def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
-        """Return the task's loss of a micro-batch on the device, and add up its means. Local."""
-        precision, on = self._job.precision, self._world.device
-        moved = device.move(batch, on, precision.parameters)
-        dtype = precision.autocast
-        with torch.autocast(on.type, dtype=dtype) if dtype else nullcontext():
-            loss = self._counts.checked(self._job.task.loss(self._model, moved))
+        """Return the task's loss of a micro-batch, and add up its means. Local."""
+        task, precision = self._job.task, self._job.precision
+        loss = self._counts.checked(precision.loss(task, self._model, batch, self._world.device))
         self._means.add_loss(loss)
         return loss
 
@@ -355,30 +339,27 @@ class Trainer:
         self._asked_to_stop = self._job.task.on_evaluation(record) or self._asked_to_stop
         return record
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, dict[str, float]]:
         """Return the exact means of the loss and the metrics over all validation sets. Collective.
 
         Raises TrainingStoppedError if a loss is not finite.
         """
-        by_set = {}
-        self._model.eval()
-        for name in self._job.data.validation_sets:
-            for samples, batch in self._job.data.validation_batches(name):
-                with noted(self._world.rank, f"evaluation of {samples}"):
-                    self._forward(batch)
-            where = f"in evaluation of {name}" if name else "in evaluation"
-            means = self._means.reduce(self._world.collectives, where)
-            if means.nonfinite:
-                reason = f"{where}, the loss is {means.nonfinite}"
-                raise TrainingStoppedError(reason, self._world.rank)
-            with noted(self._world.rank, f"metrics {where}"):
-                metrics = self._job.task.derive(means.loss, means.metrics)
-            by_set[name] = replace(means, metrics=metrics)
-        self._model.train()
+        by_set, rank = {}, self._world.rank
+        with evaluating(self._model):
+            for name in self._job.data.validation_sets:
+                for samples, batch in self._job.data.validation_batches(name):
+                    with noted(rank, f"evaluation of {samples}"):
+                        self._forward(batch)
+                where = f"in evaluation of {name}" if name else "in evaluation"
+                means = self._means.reduce(self._world.collectives, where)
+                if means.nonfinite:
+                    raise TrainingStoppedError(f"{where}, the loss is {means.nonfinite}", rank)
+                with noted(rank, f"metrics {where}"):
+                    metrics = self._job.task.derive(means.loss, means.metrics)
+                by_set[name] = replace(means, metrics=metrics)
         return merge_sets(by_set)
 
-    def _step_group(self) -> Collectives:
+    def _step_group(self) -> WorldCollectives:
         """Return the ranks that the current step is averaged over, for more than gradients."""
         whole = self._optimizer.group.size == self._world.size
         return self._world.collectives if whole else self._world.node_collectives
@@ -397,17 +378,6 @@ class Trainer:
         if flags["preempted"]:
             return "preempted"
         return "interrupted" if flags["interrupted"] else "running"
-
-
-@contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, which takes about 0.2 s for torch's."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _due(every: int, step: int) -> bool:

@@ -17,7 +17,7 @@ from worlds import RANKS, make_world
 from mntrain.config import Config, LogConfig, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.data.sampling import SamplingPlan
 from mntrain.tasks import Losses, Mean, Sum, Task
-from mntrain.train.failed_step import FailedStep
+from mntrain.train.step_agreement import StepAgreement
 from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -202,12 +202,13 @@ class JobEndedError(Exception):
 @pytest.mark.parametrize("step", [1, 2])  # before and after ranks know the names of all parts
 @pytest.mark.parametrize("place", ["load", "counts", "loss"])
 def test_all_ranks_end_a_step_that_fails_on_one(world, tmp_path, monkeypatch, place, step):
-    def end_job(failed, number, save):
-        assert bool(failed.flag) == (RANK == RANKS - 1)
-        assert number == step
-        raise JobEndedError
+    def end_if_failed(agreement, number):
+        assert agreement._failed == (number == step)
+        if agreement._failed:
+            assert (agreement._error is not None) == (RANK == RANKS - 1)
+            raise JobEndedError
 
-    monkeypatch.setattr(FailedStep, "end_job", end_job)
+    monkeypatch.setattr(StepAgreement, "end_if_failed", end_if_failed)
     trainer = Trainer(world, configure(tmp_path, 2, "Breaks"))
     for number in range(1, step):
         trainer.train_step(number)

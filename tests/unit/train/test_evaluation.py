@@ -11,9 +11,10 @@ from torch.utils.data import TensorDataset
 
 from mntrain.checkpoint.objects import encode_objects, merge, select
 from mntrain.config import Config, TrainConfig
-from mntrain.tasks import Loss, Task
-from mntrain.train.evaluation import BestMetric, EarlyStopping, check_validation
+from mntrain.tasks import Loss, Losses, Mean, Sum, Task
+from mntrain.train.evaluation import BestMetric, EarlyStopping, try_evaluation
 from mntrain.train.job_data import JobData
+from mntrain.train.precision import Precision
 
 
 def record(loss, **metrics):
@@ -44,7 +45,6 @@ def evaluations_until_end(stopping, scores):
 def test_a_run_ends_after_so_many_evaluations_without_a_better_one():
     found = evaluations_until_end(EarlyStopping(3), [5, 4, 4, 6, 3, 3, None, 3.5, 1])
     assert found == (8, "no better evaluation in the last 3")
-    assert not EarlyStopping(0).enabled
     assert evaluations_until_end(EarlyStopping(0), [1.0] * 50) is None
 
 
@@ -123,7 +123,7 @@ class Nowhere(Points):
         raise AssertionError
 
 
-def check(kind, micro_batch_size=2):
+def check(kind, micro_batch_size=2, best="eval_loss"):
     config = Config(task="own:Points", train=TrainConfig(micro_batch_size=micro_batch_size))
     task = kind(config)
     nodes = SimpleNamespace(nodes=((0,),))
@@ -136,7 +136,7 @@ def check(kind, micro_batch_size=2):
     data = JobData(world, config, task, None)
     torch.set_rng_state(state)
     try:
-        check_validation(task, model, data, config.task, (None, None))
+        try_evaluation(task, model, data, Precision(), BestMetric(best))
     finally:
         assert task.calls == 0
         assert torch.equal(torch.get_rng_state(), state)
@@ -149,6 +149,53 @@ def check(kind, micro_batch_size=2):
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_a_task_that_can_be_evaluated_passes_and_leaves_no_trace(kind, micro_batch_size):
     check(kind, micro_batch_size)
+
+
+class Derives(Points):
+    """Has metrics that are computed of others, which not every batch can have."""
+
+    valid_sets = ("news", "books")
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        parts = {"errors": Mean(loss.mean, loss.count)}
+        return Losses(parts, {}, {"hits": Sum(0.0)})
+
+    def counts(self, batch):
+        return {"errors": len(batch[0])}
+
+    def derive(self, loss, metrics):
+        return {"root": loss**0.5, "errors": metrics["errors"]}
+
+
+class Divides(Derives):
+    def derive(self, loss, metrics):
+        return {"rate": 1 / metrics["hits"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "best", "names"),
+    [
+        (Points, "eval_loss", None),
+        (Points, "accuracy:max", "eval_loss"),
+        (Nowhere, "accuracy:max", None),
+        (Derives, "news root", None),
+        (Derives, "books loss", None),
+        (
+            Derives,
+            "root",
+            "eval_loss, news root, news errors, news loss, books root, books errors, books loss",
+        ),
+        (Divides, "rate:max", None),  # the first evaluation will tell
+    ],
+)
+def test_a_best_metric_that_evaluations_will_not_have_is_refused_at_the_start(kind, best, names):
+    if names is None:
+        check(kind, best=best)
+        return
+    words = f"--checkpoint.best {best}: the evaluations have no such metric; they have {names}"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        check(kind, best=best)
 
 
 LINE = r"\(test_evaluation.py, line \d+\)"

@@ -324,11 +324,11 @@ def test_an_error_of_the_task_is_a_sentence_with_its_line():
     task = Plain()
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, gamma=0.5)
     optimizer = torch.optim.SGD(Scaled().parameters())
-    with pytest.raises(
-        ValueError, match=r"^schedule\(\) of the task failed: TypeError: StepLR"
-    ) as e:
+    said = (
+        r"^--task lm: schedule\(\) fails: TypeError: StepLR.* \(test_optimization.py, line \d+\)$"
+    )
+    with pytest.raises(ValueError, match=said):
         Schedule(task, optimizer, OptimConfig(), 10)
-    assert "test_optimization.py:" in str(e.value)
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1)
-    with pytest.raises(ValueError, match=r"define either total_steps .* \(.*test_optimization.py:"):
+    with pytest.raises(ValueError, match="define either total_steps" + line):
         Schedule(task, optimizer, OptimConfig(), 10)

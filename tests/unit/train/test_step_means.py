@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mntrain.comm.waits import Waits
 from mntrain.config import Config
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
@@ -41,7 +42,8 @@ class Several(OneLoss):
 
 def weighed(task, *batches):
     """The weighted mean of what a step passes to backward, over its micro-batches."""
-    counts = PartCounts(task(Config()), "mine:Task", lambda: GROUP)
+    group = SimpleNamespace(gather_objects=lambda own, _: SimpleNamespace(wait=lambda: [own]))
+    counts = PartCounts(task(Config()), "mine:Task", lambda: group, Waits())
     counts.start(batches)
     pairs = []
     for batch in batches:
@@ -52,7 +54,7 @@ def weighed(task, *batches):
 
 
 def test_a_task_with_one_loss_communicates_no_counts():
-    counts = PartCounts(OneLoss(Config()), "mine:Task", lambda: pytest.fail("communicates"))
+    counts = PartCounts(OneLoss(Config()), "mine:Task", lambda: pytest.fail("gathers"), Waits())
     counts.start([1, 2])
     loss = OneLoss(Config()).loss(None, 1)
     assert counts.weigh(counts.checked(loss), TIMER) == (loss.mean, 3)
@@ -95,11 +97,12 @@ def test_losses_without_counts_and_counts_without_losses_are_refused():
         def counts(self, batch):
             return {"a": 1}
 
-    words = r"loss\(\) of --task mine:Task returned Losses, .* returns {\"a\": ..., \"b\": ...}"
-    with pytest.raises(TypeError, match=words):
-        weighed(Forgets, ({"a": 3, "b": 1}, {}))
-    with pytest.raises(TypeError, match=r"returned a Loss, but the task has counts\(\)"):
-        weighed(Mixes, 1)
+    for task, batch, returned in ((Forgets, ({"a": 3}, {}), "Losses"), (Mixes, 1, "Loss")):
+        words = (
+            rf"--task mine:Task returned {returned}\. A task that returns Losses must have counts"
+        )
+        with pytest.raises(TypeError, match=words):
+            weighed(task, batch)
 
 
 def test_the_loss_of_several_validation_sets_is_that_of_their_items_together():

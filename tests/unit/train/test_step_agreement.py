@@ -1,0 +1,54 @@
+"""What a rank does whose step has failed, while others have not ended theirs."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import mntrain
+from mntrain.errors import AgreedError
+from mntrain.train import step_agreement
+from mntrain.train.step_agreement import StepAgreement
+from mntrain.train.step_means import StepMeans
+from zero.step_message import StepMessage
+
+
+@pytest.fixture
+def failing():
+    """The agreement of a rank that waits, when its step fails, until `others` come."""
+    others = threading.Event()
+
+    def finish():
+        assert others.wait(20)
+
+    accumulation = SimpleNamespace(steps=0, message=StepMessage(), finish_interrupted=finish)
+    optimizer = SimpleNamespace(
+        schedule=SimpleNamespace(independent=lambda step: False),
+        group=SimpleNamespace(size=1),
+        accumulation=accumulation,
+    )
+    config = SimpleNamespace(optim=SimpleNamespace(non_finite="stop"))
+    precision = SimpleNamespace(loss_scale=None)
+    job = SimpleNamespace(optimizer=optimizer, config=config, precision=precision, sync=None)
+    counts = SimpleNamespace(finish_interrupted=lambda: None)
+    with mntrain.init(device="cpu") as world:
+        yield StepAgreement(world, job, StepMeans(0), counts, ask={}, save=lambda: None), others
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_failed_rank_prints_its_error_if_it_waits_for_long(failing, capfd, monkeypatch, waits):
+    agreement, others = failing
+    monkeypatch.setattr(step_agreement, "_PATIENCE_S", 0.05 if waits else 20)
+    threading.Timer(0.5 if waits else 0, others.set).start()
+    with agreement.computing(1):
+        raise KeyError("a bug")
+    assert ("KeyError: 'a bug'" in capfd.readouterr().err) == waits
+    message = agreement._message
+    message.send(SimpleNamespace(size=1, rank=0))
+    assert message.read()["failed"]
+
+
+def test_errors_that_all_ranks_know_are_raised_at_once(failing):
+    agreement, _ = failing
+    with pytest.raises(AgreedError), agreement.computing(1):
+        raise AgreedError("of all", 0)
