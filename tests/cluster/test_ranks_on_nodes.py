@@ -23,10 +23,8 @@ def test_mpi_suite_passes_on_nodes(make_cluster, ranks):
         pytest.fail(result.report(), pytrace=False)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "algorithm"),
-    [((2, 2), "lanes"), pytest.param((2, 1), "leader", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ranks", "algorithm"), [((2, 2), "lanes"), ((2, 1), "leader")])
 def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, ranks, algorithm):
     options = ["--comm.algorithm", algorithm, "--train.check-every", "1"]
     with make_cluster(ranks=ranks, link="1gbit") as cluster:

@@ -54,7 +54,8 @@ def test_every_verb_at_every_size_twice(ways, algorithm, layout, place):
 def test_every_dtype(ways, algorithm, dtype):
     for layout, place in product(VIRTUAL, ["plain", "mixed"]):
         way = ways(algorithm, layout)
-        run(way.world, cases(way, [2, 5003], dtype, roots=[RANKS - 1], place=place))
+        for one in (way, way.gathered()):
+            run(way.world, cases(one, [2, 5003], dtype, roots=[RANKS - 1], place=place))
 
 
 def test_algorithms_may_change_from_call_to_call(ways):
@@ -87,7 +88,8 @@ def test_another_choice_moves_the_next_tensor_and_does_not_change_the_worlds(way
 def test_shards_lie_where_the_caller_cuts(ways, algorithm, layout):
     way = ways(algorithm, layout)
     several = [
-        Case(way, verb, numel, bounds=bounds, place=place)
+        Case(one, verb, numel, bounds=bounds, place=place)
+        for one in (way, way.gathered())
         for numel, place in [(0, "plain"), (17, "plain"), (1003, "mixed"), (9001, "mixed")]
         for bounds in cuts(numel)
         for verb in ("reduce_scatter", "all_gather")
@@ -165,16 +167,18 @@ def test_sums_are_made_in_the_order_of_members_wherever_the_cut(
         if RANKS > 2:
             assert not torch.equal(in_order([*everyone]), in_order([*everyone.flip(0)]))
         expected = in_order([in_order([everyone[rank] for rank in node]) for node in way.nodes])
-        whole = way.lay(everyone[RANK], place)
-        sharded = [(way.lay(everyone[RANK], place), bounds) for bounds in (None, *cuts(1003)[-4:])]
-        works = [way.collectives.all_reduce(whole)]
-        works += [way.collectives.reduce_scatter(*each) for each in sharded]
-        for work in works:
-            work.wait()
-        assert torch.equal(bits(whole), bits(expected)), dtype
-        for tensor, bounds in sharded:
-            mine = shard(way.collectives, 1003, bounds)
-            assert torch.equal(bits(tensor[mine]), bits(whole[mine])), bounds
+        for collectives in (way.collectives, way.gathered().collectives):
+            whole = way.lay(everyone[RANK], place)
+            all_bounds = (None, *cuts(1003)[-4:])
+            sharded = [(way.lay(everyone[RANK], place), bounds) for bounds in all_bounds]
+            works = [collectives.all_reduce(whole)]
+            works += [collectives.reduce_scatter(*each) for each in sharded]
+            for work in works:
+                work.wait()
+            assert torch.equal(bits(whole), bits(expected)), dtype
+            for tensor, bounds in sharded:
+                mine = shard(way.collectives, 1003, bounds)
+                assert torch.equal(bits(tensor[mine]), bits(whole[mine])), bounds
 
 
 @pytest.mark.mpi(min_size=3)

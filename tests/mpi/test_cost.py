@@ -317,55 +317,9 @@ def test_16_bits_an_element_go_to_other_nodes_where_the_wire_is_so_wide(
         assert found == bill(algorithm, layout, several, item=2)
 
 
-on_one_host = pytest.mark.skipif(
-    len(set(HOSTS)) > 1, reason="counts of one level; the list of transfers covers several hosts"
-)
 LONG = 15360  # elements; in lines of 64 bytes it divides by 1 to 6
 S = LONG * ITEM
 REDUCING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # in crossings of the wire
-
-
-@on_one_host
-def test_naive_sends_the_whole_tensor_to_everyone(costs):
-    world, _ = costs()
-    for verb in REDUCING:
-        found = cost(world, "naive", verb, torch.zeros(LONG))
-        assert found == [[RANKS - 1, S * (RANKS - 1), 0, 0]] * RANKS
-    others = [[0, 0, 0, 0]] * (RANKS - 1)
-    found = cost(world, "naive", "broadcast", torch.zeros(LONG))
-    assert found == [[RANKS - 1, S * (RANKS - 1), 0, 0], *others]
-
-
-@on_one_host
-def test_flat_sends_all_but_a_shard(costs):
-    world, _ = costs()
-    for verb, times in REDUCING.items():
-        nbytes = times * S * (RANKS - 1) // RANKS
-        found = cost(world, "flat", verb, torch.zeros(LONG))
-        # Two ranks, who send each other all they have, save a message.
-        messages = (times if RANKS > 2 else 1) * (RANKS - 1)
-        assert found == [[messages, nbytes, 0, 0]] * RANKS
-
-
-@on_one_host
-@pytest.mark.parametrize("numel", [SMALL // ITEM, SMALL // ITEM + 16])
-def test_a_small_sum_takes_one_messages_time(costs, numel):
-    world, _ = costs()
-    found = cost(world, "flat", "all_reduce", torch.zeros(numel))
-    whole = numel * ITEM <= SMALL or RANKS == 2
-    assert [counts[0] for counts in found] == [(1 if whole else 2) * (RANKS - 1)] * RANKS
-    if whole:
-        assert [counts[1] for counts in found] == [numel * ITEM * (RANKS - 1)] * RANKS
-
-
-@on_one_host
-def test_a_broadcast_hands_every_other_rank_the_tensor_once(costs):
-    world, _ = costs()
-    tree = cost(world, "flat", "broadcast", torch.zeros(LONG))
-    assert sum(counts[0] for counts in tree) == RANKS - 1
-    assert tree[0][0] == (RANKS - 1).bit_length()  # rounds of a binomial tree
-    chained = cost(world, "flat", "broadcast", torch.zeros(LONG), piece_bytes=S // 4)
-    assert chained == [*[[4, S, 0, 0]] * (RANKS - 1), [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("layout", [layout for layout in VIRTUAL if RANKS % (layout or 1) == 0])

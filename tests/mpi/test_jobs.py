@@ -1,5 +1,6 @@
 """Whole training jobs, several in one launch: on some of its ranks, in parts, and refused."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import tempfile
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
+import golden
 import pytest
 from job import SMALL, losses, metrics, summary, write_corpus
 from mpi4py import MPI
@@ -93,6 +95,19 @@ def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(folder, options, mo
     # Sums in another order: fp32 rounding, grown over eight steps.
     assert losses(folder) == pytest.approx(losses_alone(*shared), rel=2e-5)
     assert [line["samples"] for line in metrics(folder)] == [10, 10, 10, 10, 10, 7, 10, 10]
+
+
+@pytest.mark.skipif(RANKS != golden.RANKS, reason="the reference run has another number of ranks")
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(stage, marks=pytest.mark.thorough) for stage in (0, 1))]
+)
+def test_losses_are_those_of_the_reference_run(folder, stage):
+    """To the bit where the processor is the same."""
+    kept = json.loads(golden.FILE.read_text())
+    assert train(folder, *golden.OPTIONS, "--zero.stage", str(stage)) == 0
+    same = golden.machine() == kept["machine"]
+    expected = kept[str(stage)]
+    assert losses(folder) == (expected if same else pytest.approx(expected, rel=1e-4))
 
 
 @pytest.mark.thorough

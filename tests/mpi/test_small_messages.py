@@ -1,10 +1,8 @@
 """Small tensors that everyone gathers whole: the same results, to the bit, as in pieces."""
 
-from itertools import product
-
 import pytest
 import torch
-from cases import PLACES, RANK, UNIT, Way, bits, cases, cuts, run, shard
+from cases import PLACES, RANK, Way, bits, cases, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
 from mntrain.comm import small_messages
@@ -49,13 +47,6 @@ def test_every_verb_along_trees_of_many_ranks(ways, monkeypatch):
     assert way.world.gather("x" * RANK) == ["x" * rank for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_every_dtype(ways, dtype):
-    for layout in VIRTUAL:
-        way = ways("lanes", layout).gathered()
-        run(way.world, cases(way, [2, 5003], dtype, roots=[RANKS - 1]))
-
-
 @pytest.mark.parametrize("layout", VIRTUAL)
 def test_sums_beyond_what_a_dtype_holds_are_infinite_or_no_number_and_nobody_is_warned(
     ways, layout
@@ -87,33 +78,6 @@ def test_what_is_only_moved_may_have_any_dtype(ways, gathered, dtype):
     only[mine] = expected[mine]
     collectives.all_gather(only).wait()
     assert torch.equal(bits(only), bits(expected))
-
-
-@pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
-def test_sums_have_the_bits_of_those_in_pieces(ways, algorithm, layout):
-    way = ways(algorithm, layout)
-    draw = torch.Generator().manual_seed(RANK)
-    wires = [None, torch.bfloat16, torch.float16]
-    for dtype, wire in product([torch.float16, torch.bfloat16, torch.float32], wires):
-        for numel in (1, 17, 1003):
-            mine = torch.randn(numel, generator=draw).to(dtype)
-            whole, pieces = mine.clone(), mine.clone()
-            way.gathered().collectives.all_reduce(whole, wire=wire).wait()
-            way.collectives.all_reduce(pieces, wire=wire).wait()
-            assert torch.equal(bits(whole), bits(pieces)), (dtype, wire, numel)
-
-
-def test_shards_lie_where_the_caller_cuts(ways):
-    way = ways("lanes", VIRTUAL[-1])
-    for bounds in cuts(1003):
-        whole, pieces = torch.arange(1003.0) * (RANK + 1), torch.arange(1003.0) * (RANK + 1)
-        mine = shard(way.collectives, 1003, bounds)
-        for collectives, tensor in ((way.gathered().collectives, whole), (way.collectives, pieces)):
-            collectives.reduce_scatter(tensor, bounds).wait()
-        assert torch.equal(whole[mine], pieces[mine])
-        way.gathered().collectives.all_gather(whole, bounds).wait()
-        way.collectives.all_gather(pieces, bounds).wait()
-        assert torch.equal(whole, pieces)
 
 
 @pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")

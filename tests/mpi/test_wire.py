@@ -49,10 +49,11 @@ def test_each_nodes_sum_is_rounded_and_so_is_the_sum_of_them(ways, algorithm, la
     for numel, place in [(0, "plain"), (1, "plain"), (1003, "mixed"), (5003, "odd"), *FAR]:
         everyone = addends(numel)
         total = expected(way.nodes, everyone, wire)
-        whole = way.lay(everyone[RANK], place)
+        whole, gathered = (way.lay(everyone[RANK], place) for _ in range(2))
         bounds = [None, cuts(numel)[-1]]
         sharded = [way.lay(everyone[RANK], place) for _ in bounds]
         works = [way.collectives.all_reduce(whole, wire=wire)]
+        works += [way.gathered().collectives.all_reduce(gathered, wire=wire)]
         works += [
             way.collectives.reduce_scatter(tensor, cut, wire=wire)
             for tensor, cut in zip(sharded, bounds, strict=True)
@@ -60,6 +61,7 @@ def test_each_nodes_sum_is_rounded_and_so_is_the_sum_of_them(ways, algorithm, la
         for work in works:
             work.wait()
         assert same(whole, total), f"all_reduce of {numel}, {place}"
+        assert same(gathered, total), f"gathered all_reduce of {numel}, {place}"
         for tensor, cut in zip(sharded, bounds, strict=True):
             mine = shard(way.collectives, numel, cut)
             assert same(tensor[mine], whole[mine]), f"{numel} in {cut}, {place}"
