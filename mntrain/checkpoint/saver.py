@@ -1,10 +1,10 @@
 """Saving a run: all ranks write one checkpoint in parallel, while training continues.
 
-begin      all ranks take a snapshot; training may change the tensors from then on (on a GPU, the
-           copies are enqueued, and the next update is enqueued behind them)
-           threads exchange what each rank holds, write its part and wait for the disk
+begin      the master makes a folder, and all ranks take a snapshot; training may change the tensors
+           from then on (on a GPU, the copies are enqueued, and the next update behind them)
+           ranks exchange what each holds; a thread writes its part and waits for the disk
 advance    when every part is on the disk, all ranks exchange the checksums of what they wrote
-           the master's thread writes the manifest and renames the folder
+           the master's thread writes the manifest, renames the folder and removes old checkpoints
 advance    all ranks learn that the checkpoint is complete
 
 RUN/checkpoints/.step-00000050.<token>/     while it is written
@@ -18,6 +18,7 @@ what all share.
 All messages are sent by the calling thread. The writing thread of a rank only polls for results.
 """
 
+import atexit
 import math
 import os
 import secrets
@@ -25,15 +26,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
 _POLL_S = 0.001
-_LOOK_S = 1.0  # between two looks into the folders above, which ask the server
+_LOOK_S = 0.1  # between two looks for a new folder
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
 
@@ -91,34 +91,33 @@ class ShardOutline(NamedTuple):
     states: dict[str, ParameterState]
     objects: dict[str, Any]  # encoded states
     hook: dict[str, Any]  # encoded state of the communication hook, without tensors
-    error: str | None = None  # the reason why it cannot be saved
 
 
 @dataclass(eq=False)
 class Save:
-    """One checkpoint, while it is written and when it is complete. Futures are of the thread."""
+    """One checkpoint, while it is written and when it is complete."""
 
     path: Path
+    folder: Path  # the temporary one
     manifest: Manifest  # completed as the save proceeds
     start: float
-    of_master: bool = False
+    outlines: CommFuture[list[tuple[str | None, ShardOutline | None]]]  # with errors, by rank
     seconds: float = 0.0  # from the snapshot until it was complete
-    folder: Path | None = None  # the temporary one
-    layouts: Mapping[str, FileLayout] = field(default_factory=dict)
-    created: threading.Event = field(default_factory=threading.Event)  # the folder, by the master
-    abandoned: threading.Event = field(default_factory=threading.Event)  # will not be created
-    prepared: Future[None] = field(default_factory=Future)
-    written: Future[Checksums] = field(default_factory=Future)
-    exchanged: CommFuture[Any] | None = None  # by all ranks: outlines, then what was written
-    published: Future[None] | None = None  # on other ranks than the master: all ranks have written
+    nbytes: int = 0  # of all files but the manifest
+    written: Future[Checksums] = field(default_factory=Future)  # by this rank's thread
+    results: CommFuture[list[tuple[str | None, Checksums]]] | None = None  # what all have written
+    published: Future[None] | None = None  # by the master; on others: all have written
+    process: int = field(default_factory=os.getpid)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(layout.nbytes for layout in self.layouts.values())
-
-
-_unfinished = WeakSet[Save]()  # of this process
+    def warn_at_exit(self) -> None:
+        """Say that the process ends before the checkpoint is complete."""
+        if os.getpid() == self.process:
+            print(
+                f"mntrain: warning: {self.path} was not saved, since the script has ended before "
+                "it was complete: close the world at the end, as `with mntrain.init() as world:` "
+                "does, or save the last step with now=True",
+                file=sys.stderr,
+            )
 
 
 class Saver:
@@ -143,11 +142,8 @@ class Saver:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
-        on_gpu = world.device.type == "cuda"
-        initializer = partial(torch.cuda.set_device, world.device) if on_gpu else None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=initializer)
         self._pending: Save | None = None
-        if on_gpu:  # the optimizer's update waits for the snapshot
+        if world.device.type == "cuda":  # the optimizer's update waits for the snapshot
             optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
     def check(self) -> None:
@@ -189,13 +185,7 @@ class Saver:
         """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
         with self._optimizer.averaged():
             self._begin(progress, in_background=False)
-            saved = self.finish()
-        self.settle()
-        return saved
-
-    def settle(self) -> None:
-        """Wait until the writing thread has no work left, as removing old checkpoints. Local."""
-        self._thread.submit(lambda: None).result()
+            return self.finish()
 
     def ready(self) -> int:
         """Return the number of ranks known on this rank to be ready for `advance`. Local.
@@ -207,7 +197,7 @@ class Saver:
             return 0
         if save.published is not None:
             return self._world.size if self._world.master and save.published.done() else 0
-        return self._world.size if save.abandoned.is_set() else int(save.written.done())
+        return int(save.written.done())
 
     def advance(self) -> Save | None:
         """Complete the present phase of a save: writing, then publishing. Collective.
@@ -217,21 +207,27 @@ class Saver:
         """
         save = self._pending
         assert save is not None, "no save is in progress"
-        assert save.exchanged is not None
         try:
-            if save.published is None:
-                save.published = self._publish(save, save.exchanged)
+            if save.results is None:
+                save.outlines.wait()  # for other ranks, where the watchdog sees it
+                result: tuple[str | None, Checksums]  # an error, and checksums
+                try:
+                    result = None, save.written.result()
+                except (OSError, ValueError, RuntimeError) as error:
+                    result = str(error), {}
+                save.results = self._world.gather_later(result)
+                save.published = _in_thread(partial(self._publish, save, save.results))
                 return None
+            assert save.published is not None
             with self._world.agreement():
-                save.exchanged.wait()  # for other ranks, where the watchdog sees it
+                save.results.wait()
                 save.published.result()
         except AgreedError as error:
             self._end(save)
-            if self._world.master and save.folder is not None:
+            if self._world.master:
                 shutil.rmtree(save.folder, ignore_errors=True)
             raise AgreedError(f"{save.path} was not saved: {error}", self._world.rank) from error
         self._end(save)
-        save.seconds = time.perf_counter() - save.start
         return save
 
     def finish(self) -> Save:
@@ -242,67 +238,56 @@ class Saver:
 
     def _begin(self, progress: Manifest, *, in_background: bool) -> None:
         assert self._pending is None, "a save is in progress: call finish first"
-        world, start = self._world, time.perf_counter()
+        world, start, token = self._world, time.perf_counter(), secrets.token_hex(4)
+        path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
+        folder = path.with_name(f".{path.name}.{token}")
+        error: str | None = None
+        outline: ShardOutline | None = None
+        ranges: Iterable[TensorRange] = ()
         self._optimizer.wait_for_parameters()
         model = self._model.state_dict()
-        outline, ranges = _own_shard(world, model, self._optimizer, self._objects)
-        outlines = world.gather_later(outline)
-        path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        save = Save(path, self._describe(progress), start, world.master, exchanged=outlines)
-        _unfinished.add(save)
-        writes: Iterable[TensorRange] = ranges
-        if in_background:  # training continues while they are written
-            buffers = {name for name, _ in self._model.named_buffers()}
-            try:
-                writes = self._buffer.copy(
-                    ranges,
-                    in_order=lambda item: (
-                        item.file == RANDOM or (item.file == MODEL and item.name in buffers)
-                    ),
-                )
-            except RuntimeError as error:  # out of memory for the snapshot
-                writes = _raise_when_read(error)
-        elif world.device.type == "cuda":  # which may still be computing them
-            torch.cuda.current_stream(world.device).synchronize()
-        save.prepared = self._thread.submit(_prepare, save, _shapes_of(model), outlines)
-        save.written = self._thread.submit(_write, save, writes)
+        try:
+            progress = self._describe(progress)
+            outline, ranges = _own_shard(world, token, model, self._optimizer, self._objects)
+            if world.master:
+                folder.mkdir(parents=True)  # before the others, which have to open files in it
+            if in_background:  # training continues while they are written
+                ranges = self._buffer.copy(ranges, self._in_order)
+            elif world.device.type == "cuda":  # which may still be computing them
+                torch.cuda.current_stream(world.device).synchronize()
+        except (OSError, ValueError, RuntimeError) as raised:  # such as no memory for the snapshot
+            error = str(raised) or type(raised).__name__
+        save = Save(path, folder, progress, start, world.gather_later((error, outline)))
+        save.written = _in_thread(partial(_write, save, world, _shapes_of(model), ranges))
         self._pending = save
+        if world.master:
+            atexit.register(save.warn_at_exit)
+
+    def _in_order(self, item: TensorRange) -> bool:
+        """Return whether the next forward may change a tensor, such as a buffer of the model."""
+        buffers = {name for name, _ in self._model.named_buffers()}
+        return item.file == RANDOM or (item.file == MODEL and item.name in buffers)
 
     def _end(self, save: Save) -> None:
         self._pending = None
-        _unfinished.discard(save)
+        atexit.unregister(save.warn_at_exit)
 
-    def _publish(self, save: Save, outlines: CommFuture[Any]) -> Future[None]:
-        """Exchange what all ranks have written; the master's thread then publishes it."""
-        try:
-            with self._world.agreement():
-                outlines.wait()
-                save.prepared.result()
-        except AgreedError:
-            save.abandoned.set()
-            wait([save.written])
-            raise
-        save.created.set()
-        result: tuple[str | None, Checksums]  # an error, and checksums
-        try:
-            result = None, save.written.result()
-        except (OSError, ValueError, RuntimeError) as error:
-            result = str(error), {}
-        save.exchanged = self._world.gather_later(result)
-        return self._thread.submit(self._complete, save, save.exchanged)
-
-    def _complete(self, save: Save, gathered: CommFuture[Any]) -> None:
-        """Publish the checkpoint, on the master, if all ranks have written. In the thread."""
-        results: list[tuple[str | None, Checksums]] = _poll(gathered, save.abandoned)
+    def _publish(
+        self, save: Save, gathered: CommFuture[list[tuple[str | None, Checksums]]]
+    ) -> None:
+        """Publish the checkpoint, on the master, if all ranks have written. In a thread."""
+        results = _poll(gathered)
         _raise_any([error for error, _ in results], OSError)
-        if save.of_master:
+        if self._world.master:
             checksums = {
                 name: sorted((part for _, c in results for part in c[name]), key=lambda p: p.start)
                 for name in FILES
             }
             wrote_s = time.perf_counter() - save.start
             _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
-            self._thread.submit(remove_old, self._run_dir, self._keep, save.manifest.scored_by)
+        save.seconds = time.perf_counter() - save.start
+        if self._world.master:
+            remove_old(self._run_dir, self._keep, save.manifest.scored_by)
 
     def _describe(self, progress: Manifest) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
@@ -321,34 +306,31 @@ class Saver:
 
 def _own_shard(
     world: Ranks,
+    token: str,
     model: Mapping[str, Tensor],
     optimizer: ZeroOptimizer,
     objects: Mapping[str, Stateful],
 ) -> tuple[ShardOutline, list[TensorRange]]:
     """Return what this rank saves: a description, with copies of all that is not a tensor.
 
-    Ranges are views, except for parameters that are not contiguous.
+    Ranges are views, except for parameters that are not contiguous. Raises ValueError for what
+    cannot be saved.
     """
-    replica, weights = optimizer.schedule.replica, optimizer.schedule.weights()
     shapes: dict[str, Shapes] = {OPTIMIZER: {}, RANDOM: {}}
-    outline = ShardOutline(secrets.token_hex(4), replica, weights, shapes, {}, {}, {})
+    states: dict[str, ParameterState] = {}
     ranges: list[TensorRange] = []
-    try:
-        for piece in _own_slices(optimizer):
-            others = encode_values(piece.others)
-            state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others)
-            outline.states.setdefault(piece.name, state)
-            # A row-major tensor gets the parameter's shape; in another order it stays flat.
-            row_major = list(piece.order) == sorted(piece.order)
-            shape = piece.shape if row_major else (math.prod(piece.shape),)
-            for key, tensor in piece.tensors.items():
-                name = f"{piece.name}/{key}"
-                shapes[OPTIMIZER][name] = (tensor.dtype, shape)
-                ranges.append(TensorRange(OPTIMIZER, name, tensor, piece.low))
-        hook, tensors = encode_hook(optimizer.hook_state.state_dict())
-        outline = outline._replace(objects=encode_objects(objects), hook=hook)
-    except ValueError as error:
-        return outline._replace(error=str(error)), []
+    for piece in _own_slices(optimizer):
+        others = encode_values(piece.others)
+        state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others)
+        states.setdefault(piece.name, state)
+        # A row-major tensor gets the parameter's shape; in another order it stays flat.
+        row_major = list(piece.order) == sorted(piece.order)
+        shape = piece.shape if row_major else (math.prod(piece.shape),)
+        for key, tensor in piece.tensors.items():
+            name = f"{piece.name}/{key}"
+            shapes[OPTIMIZER][name] = (tensor.dtype, shape)
+            ranges.append(TensorRange(OPTIMIZER, name, tensor, piece.low))
+    hook, tensors = encode_hook(optimizer.hook_state.state_dict())
     flat_model = [(name, tensor.detach()) for name, tensor in model.items()]
     sizes = [tensor.numel() for _, tensor in flat_model]
     for index, low, high in _equal_part(sizes, world.rank, world.size):
@@ -358,7 +340,9 @@ def _own_shard(
     own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
     shapes[RANDOM] = _shapes_of(own)
     ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
-    return outline, ranges
+    replica, weights = optimizer.schedule.replica, optimizer.schedule.weights()
+    encoded = encode_objects(objects)
+    return ShardOutline(token, replica, weights, shapes, states, encoded, hook), ranges
 
 
 def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
@@ -397,100 +381,89 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 # In the writing thread.
 
 
-def _prepare(save: Save, model: Shapes, gathered: CommFuture[list[ShardOutline]]) -> None:
-    """Lay out the files, and create them on the master."""
-    try:
-        outlines = _poll(gathered, save.abandoned)
-        _raise_any([outline.error for outline in outlines], ValueError)
-        shapes: dict[str, Shapes] = {MODEL: model, OPTIMIZER: {}, RANDOM: {}}
-        states: dict[str, ParameterState] = {}
-        for outline in outlines:
-            for file, own in outline.shapes.items():
-                shapes[file] |= own
-            states |= {k: state for k, state in outline.states.items() if k not in states}
-        save.layouts = {file: FileLayout(of_file) for file, of_file in shapes.items()}
-        weights = {outline.replica: outline.sync_weights for outline in outlines}
-        save.manifest = replace(
-            save.manifest,
-            parameter_states=states,
-            objects=merge([outline.objects for outline in outlines]),
-            hook=merge_hooks([outline.hook for outline in outlines]),
-            sync_weights=[weights[replica] for replica in sorted(weights)],
-        )
-        save.folder = save.path.with_name(f".{save.path.name}.{outlines[0].token}")
-        if save.of_master:
-            _make_folder(save, save.folder)
-    except BaseException:
-        save.abandoned.set()
-        raise
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function in a thread, which keeps no process from its end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="mntrain checkpoint", daemon=True).start()
+    return future
 
 
-def _make_folder(save: Save, folder: Path) -> None:
-    """Create the folder and its files. Raises OSError, also if the disk is full.
+def _write(save: Save, world: Ranks, model: Shapes, ranges: Iterable[TensorRange]) -> Checksums:
+    """Write ranges, on the master also the files' headers, after all ranks have described theirs.
 
-    Under a third name, with all files at full length: a rank that sees the folder can write at
-    once.
+    Returns the written ranges by file, after they are on the disk. Raises OSError, and ValueError
+    if a rank cannot save.
     """
-    hidden = folder.with_name(f"{folder.name}.new")
-    try:
-        hidden.mkdir(parents=True)
-        for name, layout in save.layouts.items():
-            with (hidden / name).open("xb") as file:
-                if hasattr(os, "posix_fallocate"):  # reserves the space
-                    os.posix_fallocate(file.fileno(), 0, layout.nbytes)
-                else:
-                    file.truncate(layout.nbytes)
-        hidden.rename(folder)
-    except OSError as error:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise OSError(
-            f"{error.strerror}: it needs {save.nbytes / 1e6:.1f} MB in {folder.parent}"
-        ) from error
-
-
-def _write(save: Save, ranges: Iterable[TensorRange]) -> Checksums:
-    """Write ranges, on the master also the files' headers, once the folder exists.
-
-    Returns the written ranges by file, after they are on the disk. Raises OSError.
-    """
-    folder = _wait_for_folder(save)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # of this thread
+    given = _poll(save.outlines)
+    _raise_any([error for error, _ in given], ValueError)
+    outlines = [outline for _, outline in given if outline]
+    layouts = _lay_out(save, model, outlines)
+    save.folder = save.path.with_name(f".{save.path.name}.{outlines[0].token}")
+    save.nbytes = sum(layout.nbytes for layout in layouts.values())
     files: dict[str, int] = {}
-    written: Checksums = {name: [] for name in save.layouts}
+    written: Checksums = {name: [] for name in layouts}
     with ExitStack() as stack:
-        for name, layout in save.layouts.items():
-            file = stack.enter_context((folder / name).open("r+b", buffering=0))
-            files[name] = file.fileno()
-            if save.of_master:
-                written[name] += layout.write_header(files[name])
+        for name, layout in layouts.items():
+            files[name] = file = _open(save.folder / name)
+            stack.callback(os.close, file)
+            if world.master:
+                if hasattr(os, "posix_fallocate"):  # a full disk is an error at once
+                    os.posix_fallocate(file, 0, layout.nbytes)
+                written[name] += layout.write_header(file)
         for name, tensor, flat, low in ranges:
-            written[name] += save.layouts[name].write(files[name], tensor, flat.cpu(), low)
-        for number in files.values():
-            os.fsync(number)
+            written[name] += layouts[name].write(files[name], tensor, flat.cpu(), low)
+        for file in files.values():
+            os.fsync(file)
     return written
 
 
-def _wait_for_folder(save: Save) -> Path:
-    """Wait until the folder is visible. Raises FileNotFoundError if only the master sees it."""
-    deadline, looked_at = math.inf, -math.inf
-    while not save.abandoned.is_set():
-        now = time.monotonic()
-        if (folder := save.folder) is not None:
-            if now > looked_at + _LOOK_S:
-                looked_at = now
-                for above in (folder.parent.parent, folder.parent):
-                    with suppress(OSError):
-                        os.listdir(above)  # else NFS says for 30 s that there is no such folder
-            if folder.is_dir():
-                return folder
-        if save.created.is_set():
-            deadline = min(deadline, now + _VISIBLE_WITHIN_S)
-        if now > deadline:
-            raise FileNotFoundError(
-                f"{save.path.parent} is not what rank 0 sees: is it on a file system that all "
-                "nodes share?"
-            )
-        save.abandoned.wait(10 * _POLL_S)
-    raise FileNotFoundError("the save was abandoned")
+def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dict[str, FileLayout]:
+    """Complete the manifest by what the ranks have described, and return the layout of files."""
+    shapes: dict[str, Shapes] = {MODEL: model, OPTIMIZER: {}, RANDOM: {}}
+    states: dict[str, ParameterState] = {}
+    for outline in outlines:
+        for file, own in outline.shapes.items():
+            shapes[file] |= own
+        states |= {k: state for k, state in outline.states.items() if k not in states}
+    weights = {outline.replica: outline.sync_weights for outline in outlines}
+    save.manifest = replace(
+        save.manifest,
+        parameter_states=states,
+        objects=merge([outline.objects for outline in outlines]),
+        hook=merge_hooks([outline.hook for outline in outlines]),
+        sync_weights=[weights[replica] for replica in sorted(weights)],
+    )
+    return {file: FileLayout(of_file) for file, of_file in shapes.items()}
+
+
+def _open(path: Path) -> int:
+    """Open a file in the new folder, which is seen late on some network file systems.
+
+    Raises OSError, also if only the master sees the folder.
+    """
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError as error:
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(
+                    f"{path.parents[1]} is not what rank 0 sees: is it on a file system that all "
+                    "nodes share?"
+                ) from error
+        for above in (path.parents[2], path.parents[1]):
+            with suppress(OSError):
+                os.listdir(above)  # else NFS says for 30 s that there is no such folder
+        time.sleep(_LOOK_S)
 
 
 def _make_valid(save: Save, content: Manifest) -> None:
@@ -498,7 +471,6 @@ def _make_valid(save: Save, content: Manifest) -> None:
 
     All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
     """
-    assert save.folder is not None
     with (save.folder / FILE).open("w", encoding="utf-8") as text:
         text.write(content.to_json())
         text.flush()
@@ -528,11 +500,9 @@ def remove_old(run_dir: Path, keep: int, metric: str) -> None:
             shutil.rmtree(removed, ignore_errors=True)
 
 
-def _poll(future: CommFuture[T], abandoned: threading.Event) -> T:
+def _poll(future: CommFuture[T]) -> T:
     """Return a collective's result without driving it: the calling thread does that."""
     while not future.done:
-        if abandoned.is_set():
-            raise OSError("the save was abandoned")
         time.sleep(_POLL_S)
     return future.wait()
 
@@ -541,27 +511,3 @@ def _raise_any(errors: Sequence[str | None], kind: type[Exception]) -> None:
     """Raise one exception for the errors of all ranks, if there are any."""
     if any(errors):
         raise kind(combined_refusals(errors))
-
-
-def _raise_when_read(error: Exception) -> Iterator[TensorRange]:
-    raise error
-    yield
-
-
-def _give_up_at_exit() -> None:
-    """Give up what no `advance` completes any more: a writing thread would wait for other ranks."""
-    for save in [*_unfinished]:
-        if save.published is None:
-            save.abandoned.set()
-            if save.of_master:
-                print(
-                    f"mntrain: warning: {save.path} was not saved, since the script has ended "
-                    "before it was complete: close the world at the end, as `with mntrain.init() "
-                    "as world:` does, or save the last step with now=True",
-                    file=sys.stderr,
-                )
-
-
-os.register_at_fork(after_in_child=_unfinished.clear)
-# Before the interpreter waits for threads, which it does before it calls the functions of `atexit`.
-threading._register_atexit(_give_up_at_exit)  # type: ignore[attr-defined]

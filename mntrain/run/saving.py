@@ -324,7 +324,6 @@ class Checkpoints:
     def _settle(self, *, warns: bool) -> None:
         self._flags.take()
         self._run_saver.wait(self._step or 0, warns=warns)
-        self._saver.settle()
 
     def __enter__(self) -> Self:
         return self

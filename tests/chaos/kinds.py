@@ -91,7 +91,7 @@ KINDS = {
     "other version": Kind(DIFFERS % "torch", **REFUSED),
     "read-only run directory": Kind(r"error: .*Read-only file system", **REFUSED),
     "run directory not shared": Kind(UNSEEN, **REFUSED),
-    "full disk": Kind(r"error: .* was not saved: .*No space left on device: it needs", **JOB),
+    "full disk": Kind(r"error: .* was not saved: .*No space left on device", **JOB),
     "full shared memory": Kind("/dev/shm has 1.0 MB free, and MPI needs", shell=SMALL_SHM),
     "wrong mpirun": WRONG_MPIRUN,
     "node lost": Kind(NODE_LOST, nodes=True),

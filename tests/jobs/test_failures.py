@@ -476,7 +476,7 @@ def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_pa
         "    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)\n"
         "    checkpoints = world.checkpoints('run', model=model, optimizer=optimizer, every=1)\n"
         "    checkpoints.restore()\n"
-        f"    saver._make_folder = full if {fails} else saver._make_folder\n"
+        f"    saver._open = full if {fails} else saver._open\n"
         "    model(torch.ones(2, 3)).sum().backward()\n"
         "    optimizer.step()\n"
         "    checkpoints.save(1)\n"

@@ -1,11 +1,10 @@
 """The folder of a new checkpoint, and which old ones are removed."""
 
 import os
-from types import SimpleNamespace
 
 from mntrain.checkpoint import saver
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints
-from mntrain.checkpoint.saver import Save, remove_old
+from mntrain.checkpoint.saver import remove_old
 
 
 def make(run_dir, *names):
@@ -51,20 +50,21 @@ def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
 ):
     folder = tmp_path / "checkpoints" / ".step-00000001.a1b2"
     missing = {folder.parent, folder}  # as NFS keeps it, until the folder above is opened
+    make, read = os.open, os.listdir
 
-    def opened(above, listdir=os.listdir):
-        names = [] if above in missing else listdir(above)
+    def listed(above):
+        names = [] if above in missing else read(above)
         missing.difference_update(above / name for name in names)
         return names
 
-    def seen(path):
-        return path not in missing and os.path.isdir(path)
+    def opened(path, *arguments):
+        if path.parent in missing:
+            raise FileNotFoundError
+        return make(path, *arguments)
 
     folder.mkdir(parents=True)
-    monkeypatch.setattr(type(folder), "is_dir", seen)
-    monkeypatch.setattr(saver.os, "listdir", opened)
+    monkeypatch.setattr(saver.os, "open", opened)
+    monkeypatch.setattr(saver.os, "listdir", listed)
     monkeypatch.setattr(saver, "_VISIBLE_WITHIN_S", 1.0)
-    save = Save(tmp_path / "checkpoints" / checkpoint_name(1), SimpleNamespace(), 0.0)
-    save.folder = folder
-    save.created.set()
-    assert saver._wait_for_folder(save) == folder
+    os.close(saver._open(folder / "file"))
+    assert list(folder.iterdir()) == [folder / "file"]
