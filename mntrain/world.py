@@ -64,10 +64,10 @@ class World(Ranks):
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         self._guards = ExitStack()  # of other libraries' functions
-        for guard in guard_torch_checkpoints(self.rank):
-            self._guards.callback(guard.close)
+        if self.size > 1:
+            self._guards.enter_context(guard_torch_checkpoints(self.rank))
         if self.master and self.size > 1:
-            self._guards.callback(warn_of_local_metrics().close)
+            self._guards.enter_context(warn_of_local_metrics())
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
         self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)

@@ -2,12 +2,10 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -21,67 +19,31 @@ M = TypeVar("M")
 _NO_DIST = 4  # place of this argument of torch's _save_state_dict
 
 
-class GuardedFunction(MetaPathFinder):
-    """The function `name` of a module, which first gives its arguments to `check`, until `close`.
+@contextmanager
+def checked(owner: Any, name: str, check: Callable[..., None]) -> Iterator[None]:
+    """Give the arguments of a function of a module or class to `check` first, in the block."""
+    function, active = getattr(owner, name), True
 
-    `name` may be that of a method, such as "Class.method", and the module may be imported later.
-    What a module lacks is not guarded.
-    """
+    @wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        if active:
+            check(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    def __init__(self, module: str, name: str, check: Callable[..., None]) -> None:
-        self._module, self._check = module, check
-        self._owner, _, self._name = name.rpartition(".")
-        self._places: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
-        if module in sys.modules:
-            self._replace(sys.modules[module])
-        else:
-            sys.meta_path.insert(0, self)
-
-    def close(self) -> None:
-        """Restore the function, unless others have replaced it since. Local."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        for owner, function, guarded in self._places:
-            if getattr(owner, self._name) is guarded:
-                setattr(owner, self._name, function)
-        self._check = lambda *args, **kwargs: None
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Let the module's function be replaced once it has been imported; know no others."""
-        if fullname != self._module:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            self._replace(module)
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
-
-    def _replace(self, module: Any) -> None:
-        owner = getattr(module, self._owner, None) if self._owner else module
-        function = getattr(owner, self._name, None)
-        if function is None:
-            return
-
-        @wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            self._check(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        self._places.append((owner, function, guarded))
-        setattr(owner, self._name, guarded)
+    setattr(owner, name, checking)
+    try:
+        yield
+    finally:
+        active = False
+        if getattr(owner, name) is checking:  # else others have replaced it since
+            setattr(owner, name, function)
 
 
 def check_model(model: nn.Module) -> None:
     """Raise ValueError for a model that other code distributes, as a whole or in part. Local."""
+    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    shards = tuple(getattr(fsdp, n, ()) for n in ("FullyShardedDataParallel", "FSDPModule"))
+    dtensor = getattr(tensor, "DTensor", ())
     for name, module in model.named_modules():
         which = f"model.{name} is" if name else "model is"
         if isinstance(module, DistributedDataParallel | DataParallel):
@@ -89,23 +51,13 @@ def check_model(model: nn.Module) -> None:
                 f"{which} wrapped in {type(module).__name__}: give the module inside, its .module; "
                 "world.optimizer averages the gradients"
             )
-        if kind := _sharding_of(module):
+        of_parts = (isinstance(p, dtensor) for p in module.parameters(recurse=False))
+        if isinstance(module, shards) or any(of_parts):
             raise ValueError(
-                f"{which} sharded by {kind}: leave it out, and give the plain module to "
-                "world.optimizer with stage=1 or 2, which shards optimizer state and gradients"
+                f"{which} sharded by torch.distributed: leave fully_shard and the like out, and "
+                "give the plain module to world.optimizer with stage=1 or 2, which shards "
+                "optimizer state and gradients"
             )
-
-
-def _sharding_of(module: nn.Module) -> str:
-    """Return what has sharded a module's parameters; empty for nothing. Imports nothing."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-        return "FullyShardedDataParallel"
-    if fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ())):
-        return "fully_shard"
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    found = any(isinstance(p, sharded) for p in module.parameters(recurse=False))
-    return "torch.distributed.tensor" if found else ""
 
 
 def lone_accelerator(size: int) -> str:
@@ -114,12 +66,8 @@ def lone_accelerator(size: int) -> str:
     Trainer makes one, too. Reads the state that accelerate shares between its instances.
     """
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    if size == 1 or state is None or not getattr(state, "_shared_state", None):
-        return ""
-    try:
-        if int(state().num_processes) != 1:
-            return ""
-    except Exception:
+    made = size > 1 and getattr(state, "_shared_state", None)
+    if not (state and made) or getattr(state(), "num_processes", 1) != 1:
         return ""
     return (
         f"accelerate's Accelerator, which Hugging Face's Trainer makes too, trains each of {size} "
@@ -128,14 +76,19 @@ def lone_accelerator(size: int) -> str:
     )
 
 
-def guard_torch_checkpoints(rank: int) -> list[GuardedFunction]:
-    """Refuse what `torch.distributed.checkpoint` would save or load wrongly, until they close.
+@contextmanager
+def guard_torch_checkpoints(rank: int) -> Iterator[None]:
+    """Refuse what `torch.distributed.checkpoint` would save or load wrongly, in the block.
 
     Without a process group, torch takes each rank for a single process. All would `save` the same
     files, so what one has saved would be lost: only rank 0 may save. With a process group, any rank
     may. One rank's part of an optimizer's state is neither saved nor loaded: torch would take that
     of one rank for that of all.
     """
+    from torch.distributed.checkpoint import (  # noqa: PLC0415 - takes 0.1 s to import
+        state_dict_loader,
+        state_dict_saver,
+    )
 
     def check_save(state_dict: Any, *args: Any, **kwargs: Any) -> None:
         alone = kwargs.get("no_dist", len(args) >= _NO_DIST and args[_NO_DIST - 1])
@@ -150,11 +103,11 @@ def guard_torch_checkpoints(rank: int) -> list[GuardedFunction]:
     def check_load(state_dict: Any, *_: Any, **__: Any) -> None:
         _expect_no_part(state_dict, "load")
 
-    modules = "torch.distributed.checkpoint.state_dict_"
-    return [
-        GuardedFunction(f"{modules}saver", "_save_state_dict", check_save),
-        GuardedFunction(f"{modules}loader", "_load_state_dict", check_load),
-    ]
+    with (
+        checked(state_dict_saver, "_save_state_dict", check_save),
+        checked(state_dict_loader, "_load_state_dict", check_load),
+    ):
+        yield
 
 
 def _expect_no_part(state: Any, verb: str) -> None:
@@ -171,11 +124,12 @@ def _expect_no_part(state: Any, verb: str) -> None:
             _expect_no_part(part, verb)
 
 
-def warn_of_local_metrics() -> GuardedFunction:
+@contextmanager
+def warn_of_local_metrics() -> Iterator[None]:
     """Warn, once for each class, of metrics that compute over this rank's samples alone. Local.
 
-    Until the result is closed. Those of `gather_states`, those that compute over the ranks of
-    torch.distributed, and those with sync_on_compute=False do not count.
+    In the block, if torchmetrics is imported. Metrics of `gather_states`, those that compute over
+    the ranks of torch.distributed, and those with sync_on_compute=False do not count.
     """
     warned: set[type] = set()
 
@@ -192,7 +146,11 @@ def warn_of_local_metrics() -> GuardedFunction:
             stacklevel=4,
         )
 
-    return GuardedFunction("torchmetrics.metric", "Metric.sync_context", check)
+    if "torchmetrics.metric" not in sys.modules:
+        yield
+    else:
+        with checked(sys.modules["torchmetrics.metric"].Metric, "sync_context", check):
+            yield
 
 
 def gather_states(metric: M, gather: Callable[[Any], list[Any]]) -> M:

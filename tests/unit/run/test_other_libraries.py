@@ -1,7 +1,7 @@
 """What other trainers have made, and saves without a process group."""
 
-import importlib
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.errors import ADVICE, advise
-from mntrain.run.other_libraries import check_model, guard_torch_checkpoints, lone_accelerator
+from mntrain.run.other_libraries import (
+    check_model,
+    checked,
+    guard_torch_checkpoints,
+    lone_accelerator,
+)
 from zero.collectives import SingleProcessCollectives
 from zero.optimizer import ZeroOptimizer
 
@@ -40,9 +45,9 @@ def test_a_sharded_model_is_refused():
 
     module = nn.Linear(1, 1)
     module.__class__ = Sharded  # as fully_shard does
-    with pytest.raises(ValueError, match=r"model\.0 is sharded by fully_shard: leave it out"):
+    with pytest.raises(ValueError, match=r"model\.0 is sharded by torch.distributed: leave"):
         check_model(nn.Sequential(module))
-    with pytest.raises(ValueError, match="sharded by FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="model is sharded by torch"):
         check_model(like(FullyShardedDataParallel))
 
 
@@ -79,23 +84,32 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
     from torch.distributed.checkpoint import state_dict_saver
 
     state, before = {"x": torch.ones(3)}, state_dict_saver._save_state_dict
-    guard = guard_torch_checkpoints(rank=1)
-    with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
-        dcp.save(state, checkpoint_id=tmp_path)
-    with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
-        dcp.async_save(state, checkpoint_id=tmp_path).result()
-    assert not list(tmp_path.iterdir())
-    for one in guard:
-        one.close()
+    with guard_torch_checkpoints(rank=1):
+        with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
+            dcp.save(state, checkpoint_id=tmp_path)
+        with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
+            dcp.async_save(state, checkpoint_id=tmp_path).result()
+        assert not list(tmp_path.iterdir())
     assert state_dict_saver._save_state_dict is before
     dcp.save(state, checkpoint_id=tmp_path)
-    master = guard_torch_checkpoints(rank=0)
-    dcp.save(state, checkpoint_id=tmp_path / "of the master")
-    loaded = {"x": torch.zeros(3)}
-    dcp.load(loaded, checkpoint_id=tmp_path)
+    with guard_torch_checkpoints(rank=0):
+        dcp.save(state, checkpoint_id=tmp_path / "of the master")
+        loaded = {"x": torch.zeros(3)}
+        dcp.load(loaded, checkpoint_id=tmp_path)
     assert loaded["x"].tolist() == [1, 1, 1]
-    for one in master:
-        one.close()
+
+
+def test_guards_of_worlds_may_end_in_any_order():
+    calls, module = [], SimpleNamespace(function=lambda: None)
+    first, second = (checked(module, "function", partial(calls.append, n)) for n in (1, 2))
+    first.__enter__()
+    second.__enter__()
+    module.function()
+    first.__exit__(None, None, None)
+    module.function()
+    second.__exit__(None, None, None)
+    module.function()
+    assert calls == [2, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -113,39 +127,18 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
         return optimizer
 
     optimizer = trained(FirstOfTwo(), 1.0)
-    guards = guard_torch_checkpoints(rank=0)
     words = r"mntrain\.checkpoint\.load .* optimizer\.load_state_dict"
-    for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
-        with pytest.raises(RuntimeError, match=rf"cannot save .*{words}"):
-            dcp.save(state, checkpoint_id=tmp_path)
-        with pytest.raises(RuntimeError, match=rf"cannot load .*{words}"):
-            dcp.load(state, checkpoint_id=tmp_path)
-    assert not list(tmp_path.iterdir())
     alone, other = (trained(SingleProcessCollectives(), value) for value in (2.0, 3.0))
-    dcp.save({"optimizer": alone.full_state_dict()}, checkpoint_id=tmp_path / "whole")
     whole = {"optimizer": other.full_state_dict()}
-    dcp.load(whole, checkpoint_id=tmp_path / "whole")
+    with guard_torch_checkpoints(rank=0):
+        for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
+            with pytest.raises(RuntimeError, match=rf"cannot save .*{words}"):
+                dcp.save(state, checkpoint_id=tmp_path)
+            with pytest.raises(RuntimeError, match=rf"cannot load .*{words}"):
+                dcp.load(state, checkpoint_id=tmp_path)
+        assert not list(tmp_path.iterdir())
+        dcp.save({"optimizer": alone.full_state_dict()}, checkpoint_id=tmp_path / "whole")
+        dcp.load(whole, checkpoint_id=tmp_path / "whole")
     for name, state in alone.full_state_dict()["state"].items():
         for key, value in state.items():
             assert torch.equal(whole["optimizer"]["state"][name][key], value)
-    for one in guards:
-        one.close()
-
-
-def test_a_saver_that_is_imported_later_is_guarded_too(monkeypatch):
-    name = "torch.distributed.checkpoint.state_dict_saver"
-    import torch.distributed.checkpoint.state_dict_saver as loaded
-
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(torch.distributed.checkpoint, "state_dict_saver", loaded)
-    before = list(sys.meta_path)
-    guard = guard_torch_checkpoints(rank=1)
-    module = importlib.import_module(name)
-    assert module is not loaded
-    with pytest.raises(RuntimeError, match="save on rank 1"):
-        module._save_state_dict({}, None, None, 0, True)
-    for one in guard:
-        one.close()
-    assert not hasattr(module._save_state_dict, "__wrapped__")
-    assert sys.meta_path == before
-    monkeypatch.undo()
