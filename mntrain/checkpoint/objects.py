@@ -53,18 +53,9 @@ def encode_hook(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
     The state is empty for a hook without one. Raises ValueError as `encode_objects`.
     """
     tensors: dict[str, Tensor] = {}
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors[name := str(len(tensors))] = value
-            return {_TENSOR: name}
-        if isinstance(value, dict):
-            return {key: replaced(item) for key, item in value.items()}
-        return [replaced(item) for item in value] if isinstance(value, list) else value
-
     if not (state["state"] or state["used"]):
         state = {"context": [], "state": {}, "used": []}
-    return {HOOK: _encode(replaced(state), HOOK)}, tensors
+    return {HOOK: _encode(state, HOOK, tensors)}, tensors
 
 
 def merge_hooks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -77,16 +68,7 @@ def decode_hook(
     merged: Mapping[str, Any], rank: int, size: int, read: Callable[[str], Tensor]
 ) -> dict[str, Any]:
     """Return a rank's state from what `merge_hooks` returned; `read` returns a tensor by name."""
-
-    def restored(value: Any) -> Any:
-        if isinstance(value, dict):
-            if value.keys() == {_TENSOR}:
-                return read(value[_TENSOR])
-            return {key: restored(item) for key, item in value.items()}
-        return [restored(item) for item in value] if isinstance(value, list) else value
-
-    state: dict[str, Any] = restored(select(merged, HOOK, rank, size))
-    return state
+    return select(merged, HOOK, rank, size, read)
 
 
 def hook_tensor(rank: int, name: str) -> str:
@@ -120,8 +102,14 @@ def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def select(merged: Mapping[str, Any], name: str, rank: int, size: int) -> dict[str, Any]:
-    """Return an object's state as it was on a rank.
+def select(
+    merged: Mapping[str, Any],
+    name: str,
+    rank: int,
+    size: int,
+    read: Callable[[str], Tensor] | None = None,
+) -> dict[str, Any]:
+    """Return an object's state as it was on a rank. `read` returns a tensor of the file by name.
 
     Raises ValueError for an object that the checkpoint lacks, and for a state that differed between
     ranks if their number has changed.
@@ -138,22 +126,25 @@ def select(merged: Mapping[str, Any], name: str, rank: int, size: int) -> dict[s
                 f"{size} cannot restore it: use {len(states)} ranks, or leave out {name}="
             )
         entry = states[rank]
-    state: dict[str, Any] = _decode(entry)
+    state: dict[str, Any] = _decode(entry, read)
     return state
 
 
-def _encode(value: Any, where: str) -> Any:
+def _encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """Return a value for JSON. Its tensors are put into `tensors`, if given, in place of JSON."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
     if kind in _ITEMS:
-        items = [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return {"type": kind.__name__, "items": items}
+        return {"type": kind.__name__, "items": _encode(list(value), where, tensors)}
     if kind in _MAPPINGS:
-        pairs = [[_encode(k, where), _encode(v, f"{where}.{k}")] for k, v in value.items()]
+        pairs = [[_encode(k, where), _encode(v, f"{where}.{k}", tensors)] for k, v in value.items()]
         return {"type": kind.__name__, "items": pairs}
+    if tensors is not None and isinstance(value, Tensor):
+        tensors[name := str(len(tensors))] = value
+        return {"type": "dict", "items": [[_TENSOR, name]]}
     described: dict[str, Any] = {"type": "bytes"}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         described = {"type": "array", "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -178,14 +169,15 @@ def _encode(value: Any, where: str) -> Any:
     return {**described, "data": base64.b64encode(data).decode()}
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
+def _decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
     if not isinstance(value, dict):
-        return value
+        return [_decode(item, read) for item in value] if isinstance(value, list) else value
     kind = value["type"]
     if kind in _BY_NAME:
-        return _BY_NAME[kind](map(_decode, value["items"]))
+        items = _decode(value["items"], read)
+        if read and kind == "dict" and len(items) == 1 and items[0][0] == _TENSOR:
+            return read(items[0][1])
+        return _BY_NAME[kind](items)
     data = bytearray(base64.b64decode(value["data"]))
     if kind == "bytes":
         return bytes(data)

@@ -1,12 +1,11 @@
 """Comparison over ranks, before any work: of options, a task's sources and data, and loaders."""
 
-import ast
 import hashlib
+import json
 import math
 import socket
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path, PurePath
@@ -37,7 +36,6 @@ _FIX_LOADERS = (
 _READS = 8  # of samples that differ: a coin that is flipped once may not show
 _SHOWN = 3  # fields
 _FILES = 100  # of data, whose sizes are compared
-_MODULES = 300  # of a task, at most, whose sources are read
 _DIGITS = 12
 _INSTALLED = {"site-packages", "dist-packages"}
 _OURS = {"mntrain", "zero"}  # compared as a whole
@@ -93,19 +91,15 @@ def _plain_options(config: Mapping[str, Any], prefix: str = "") -> dict[str, obj
         if isinstance(value, Mapping):
             told |= _plain_options(value, f"{prefix}{name}.")
         elif dotted not in MAY_DIFFER and dotted.rpartition(".")[2] not in RANK_OPTIONS:
-            told[f"config {prefix}{name}"] = _plain(value)
+            told[f"config {prefix}{name}"] = json.dumps(value, skipkeys=True, default=_plain)
     return told
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{n}: {_plain(v)}' for n, v in value.items()))}}}"
+def _plain(value: object) -> object:
+    """Return what JSON has in place of a value that it lacks."""
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(_plain, value)))}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_plain, value))}]"
-    plain = value is None or isinstance(value, str | Real | PurePath)
-    return str(value) if plain else type(value).__qualname__
+        return sorted(map(str, value))
+    return str(value) if isinstance(value, Real | PurePath) else type(value).__qualname__
 
 
 def compare_task(world: Ranks, task: Task, datasets: Mapping[str, Dataset[Any]]) -> dict[str, Any]:
@@ -120,12 +114,15 @@ def compare_task(world: Ranks, task: Task, datasets: Mapping[str, Dataset[Any]])
     with world.agreement():
         values = dict(task.compared_values())
         files = describe_files(task.compared_files())
-        told = {
-            **describe_sources(type(task)),
-            **values,
-            **{f"the number of {name} samples": count for name, count in counts.items()},
-            **files,
-        }
+        sources = describe_sources(type(task))
+    # Some ranks may have imported more, such as what draws.
+    common = set(sources).intersection(*world.gather([*sources]))
+    told = {
+        **{name: sources[name] for name in sorted(common)},
+        **values,
+        **{f"the number of {name} samples": count for name, count in counts.items()},
+        **files,
+    }
     compare(world.gather, told, world.rank, _FIX)
     for name, dataset in datasets.items():
         count = counts[name]
@@ -173,55 +170,25 @@ def _is_compared(module: str) -> bool:
 
 
 def module_files(module: ModuleType) -> dict[str, Path]:
-    """Return the files of a module and of those of its folder or package that it imports.
+    """Return the files of a module, and of all modules of its folder that are imported by now.
 
-    By their name relative to the folder on sys.path, such as "my_package/my_task.py". Imports of
-    imported modules count, also those inside functions; the files are read, not run. Of an
-    installed module, only its package counts. At most 300 files.
+    By their name relative to the folder on sys.path, such as "my_package/my_task.py". Of an
+    installed module, only its package counts.
     """
     names, file = module.__name__.split("."), Path(getattr(module, "__file__", None) or "")
     if not file.is_file():  # typed in, or in an archive
         return {}
     root = file.parents[len(names) - (file.name != "__init__.py")]
     package = names[0] if root.name in _INSTALLED else None
-    found: dict[str, Path] = {}
-    queue = [(module.__name__, file)]
-    for name, path in queue:
-        key = path.relative_to(root).as_posix()
-        if key in found or len(found) >= _MODULES:
+    found = {file.relative_to(root).as_posix(): file}
+    for name, other in [*sys.modules.items()]:
+        path = Path(getattr(other, "__dict__", {}).get("__file__") or "")
+        if path.suffix != ".py" or not path.is_relative_to(root) or not _is_compared(name):
             continue
-        found[key] = path
-        for imported in _imports(path, name):
-            if _is_compared(imported) and package in (None, imported.partition(".")[0]):
-                queue += _files_of(imported, root)
+        inside = path.relative_to(root)
+        if package == name.partition(".")[0] or not (package or _INSTALLED & {*inside.parts}):
+            found[inside.as_posix()] = path
     return found
-
-
-def _imports(path: Path, module: str) -> Iterator[str]:
-    """Yield the dotted names that a file imports, relative ones too, which may be of attributes."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its text, which Python prints at the import
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # it is compiled, or never imported
-        return
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-            base = [*(parents if node.level else []), *([node.module] if node.module else [])]
-            yield from (".".join([*base, alias.name]) for alias in node.names)
-
-
-def _files_of(name: str, root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the modules that the import of a dotted name runs, and their files under `root`."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        base = root.joinpath(*parts[:count])
-        paths = (base / "__init__.py", base.with_suffix(".py"))
-        yield from [(".".join(parts[:count]), path) for path in paths if path.is_file()][:1]
 
 
 def compare_loaders(ranks: LoaderRanks, first: FirstBatch) -> None:

@@ -69,43 +69,31 @@ def test_files_differ_by_name_and_by_size_and_of_many_some_sizes_are_compared(tm
 
 FILES = {
     "own/__init__.py": "",
-    "own/task.py": "import os, torch, mntrain.tasks\nfrom . import nets\nfrom .deep.er import f",
-    "own/nets.py": "def late():\n    from own import only_here\nimport helper",
-    "own/only_here.py": "import own.task",
+    "own/task.py": "import os\nfrom . import nets\nfrom .deep.er import f",
+    "own/nets.py": "import helper",
     "own/unused.py": "",
-    "own/deep/__init__.py": "from ..sizes import WIDTH",
+    "own/deep/__init__.py": "",
     "own/deep/er.py": "f = 1",
-    "own/sizes.py": "WIDTH = 2",
-    "helper.py": "1 +",  # read, not run
-    "os.py": "",
+    "helper.py": "",
 }
-USED = {"__init__", "task", "nets", "only_here", "deep/__init__", "deep/er", "sizes"}
 
 
-def module(root, name="own.task"):
-    """A module as it is after its import, which does not happen here."""
-    made = ModuleType(name)
-    made.__file__ = str(root.joinpath(*name.split(".")).with_suffix(".py"))
-    return made
-
-
-@pytest.fixture(params=["folder", "site-packages"])
-def root(request, tmp_path):
+@pytest.mark.parametrize("folder", ["folder", "site-packages"])
+def test_the_source_is_what_is_imported_from_its_folder_or_package(folder, tmp_path, monkeypatch):
+    root = tmp_path / folder
     for name, text in FILES.items():
-        path = tmp_path / request.param / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path / request.param
-
-
-def test_the_source_is_the_module_and_what_it_imports_from_its_folder_or_package(root):
-    beside = set() if root.name == "site-packages" else {"helper.py"}
-    found = module_files(module(root))
-    assert set(found) == {f"own/{name}.py" for name in USED} | beside
-    assert all(found[name] == root / name for name in found)
-    package = module(root, "own")
-    package.__file__ = str(root / "own" / "__init__.py")
-    assert module_files(package) == {"own/__init__.py": root / "own" / "__init__.py"}
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    monkeypatch.syspath_prepend(root)
+    before = set(sys.modules)
+    try:
+        found = module_files(importlib.import_module("own.task"))
+        package = module_files(sys.modules["own"])
+    finally:
+        for name in sys.modules.keys() - before:
+            del sys.modules[name]
+    used = FILES.keys() - {"own/unused.py"} - ({"helper.py"} if folder != "folder" else set())
+    assert found == package == {name: root / name for name in used}
 
 
 def test_a_module_without_a_file_of_its_own_has_no_source():
