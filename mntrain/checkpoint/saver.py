@@ -1,7 +1,7 @@
 """Saving a run: all ranks write one checkpoint in parallel, while training continues.
 
 begin      the master makes a folder, and all ranks take a snapshot; training may change the tensors
-           from then on (on a GPU, the copies are enqueued, and the next update behind them)
+           from then on (on a GPU, the copies are enqueued before that)
            ranks exchange what each holds; a thread writes its part and waits for the disk
 advance    when every part is on the disk, all ranks exchange the checksums of what they wrote
            the master's thread writes the manifest, renames the folder and removes old checkpoints
@@ -143,8 +143,6 @@ class Saver:
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
-        if world.device.type == "cuda":  # the optimizer's update waits for the snapshot
-            optimizer.register_step_pre_hook(lambda *_: self._buffer.before_changes())
 
     def check(self) -> None:
         """Raise ValueError for a model or an object that cannot be saved. Local."""
@@ -178,8 +176,6 @@ class Saver:
         """
         with self._optimizer.averaged():
             self._begin(progress, in_background=True)
-            if self._optimizer.schedule.replicas > 1:  # the end of a block changes the parameters
-                self._buffer.before_changes()
 
     def save(self, progress: Manifest) -> Save:
         """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
@@ -252,7 +248,7 @@ class Saver:
             if world.master:
                 folder.mkdir(parents=True)  # before the others, which have to open files in it
             if in_background:  # training continues while they are written
-                ranges = self._buffer.copy(ranges, self._in_order)
+                ranges = self._buffer.copy(ranges)
             elif world.device.type == "cuda":  # which may still be computing them
                 torch.cuda.current_stream(world.device).synchronize()
         except (OSError, ValueError, RuntimeError) as raised:  # such as no memory for the snapshot
@@ -262,11 +258,6 @@ class Saver:
         self._pending = save
         if world.master:
             atexit.register(save.warn_at_exit)
-
-    def _in_order(self, item: TensorRange) -> bool:
-        """Return whether the next forward may change a tensor, such as a buffer of the model."""
-        buffers = {name for name, _ in self._model.named_buffers()}
-        return item.file == RANDOM or (item.file == MODEL and item.name in buffers)
 
     def _end(self, save: Save) -> None:
         self._pending = None

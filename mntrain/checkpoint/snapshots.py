@@ -1,11 +1,4 @@
-"""Copies of what training may change while it is written: tensors, and random generators.
-
-On a GPU, only the snapshot's consumers wait for the copies:
-
-    training stream   ... step | E1 | forward, backward        | wait E2, step ...
-    side stream             wait E1 | copy to pinned memory | E2 |
-    writing thread                                       waits E2 | writes
-"""
+"""Copies of what training may change while it is written: tensors, and random generators."""
 
 import random
 import struct
@@ -43,29 +36,22 @@ class SnapshotBuffer:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] = lambda: None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
 
     def _reserve(self, nbytes: int) -> None:
         """Allocate this much memory, pinned for copies from a GPU."""
         self._unpin()
         self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        if self._stream is not None:
+        if self._device.type == "cuda":
             unpin, _ = pin(self._memory, self._device)  # unpinned copies are slower, but correct
             # The finalizer's reference keeps the memory alive until it is unpinned.
             self._unpin = weakref.finalize(self, lambda memory: unpin(), self._memory)
 
-    def copy(
-        self,
-        ranges: Sequence[TensorRange],
-        in_order: Callable[[TensorRange], bool] = lambda item: False,
-    ) -> Iterable[TensorRange]:
+    def copy(self, ranges: Sequence[TensorRange]) -> Iterable[TensorRange]:
         """Copy ranges into this memory, over the last snapshot; return them, to iterate over once.
 
-        Copies from host memory are complete on return. Copies from a GPU are enqueued on a side
-        stream, and iterating waits for them. Those of ranges that `in_order` selects are enqueued
-        on the current stream, because the next forward may change the originals.
+        Copies from host memory are complete on return. Copies from a GPU are enqueued on the
+        current stream, before what changes the originals, and iterating waits for them.
         """
         starts, end = [], 0
         for item in ranges:
@@ -73,31 +59,16 @@ class SnapshotBuffer:
             end += -(-item.flat.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end > self._memory.numel():
             self._reserve(end)
-        copies, on_side_stream = [], []
+        copies = []
         for item, start in zip(ranges, starts, strict=True):
             target = self._memory[start : start + item.flat.nbytes].view(item.flat.dtype)
             copies.append(item._replace(flat=target))
-            if item.flat.is_cuda and not in_order(item):
-                on_side_stream.append((target, item.flat))
-            else:
-                target.copy_(item.flat.detach(), non_blocking=True)
-        if self._stream is None:
+            target.copy_(item.flat.detach(), non_blocking=True)
+        if self._device.type != "cuda":
             return copies
-        # After the device's present work; a thread that waits for the event sleeps.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        done = self._copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
-            for target, flat in on_side_stream:
-                target.copy_(flat.detach(), non_blocking=True)
-                flat.record_stream(self._stream)  # `flat` may be a temporary with no other owner
-            done.record(self._stream)
-        return _after(done, copies)
-
-    def before_changes(self) -> None:
-        """Make the current stream wait for the copies, before the originals are changed."""
-        if self._copied is not None:
-            self._copied.wait()
-            self._copied = None
+        copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        copied.record(torch.cuda.current_stream(self._device))
+        return _after(copied, copies)
 
 
 def _after(event: torch.cuda.Event, ranges: Iterable[TensorRange]) -> Iterator[TensorRange]:

@@ -3,7 +3,7 @@
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
@@ -17,7 +17,6 @@ from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums, to_float, weight_problem
-from zero.optimizer import ZeroOptimizer
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
 
@@ -50,11 +49,10 @@ class MetricsLog:
         directory: RunDirectory,
         log: LogConfig,
         describe: Callable[[], Mapping[str, Any]],
-        optimizers: Sequence[ZeroOptimizer] = (),
     ) -> None:
         """Make metrics.jsonl. Collective. `describe` returns more of the summary, collectively.
 
-        `log` selects copies of it; `optimizers` may carry the sums over ranks.
+        `log` selects copies of it.
         """
         self._world, self._directory, self._describe = world, directory, describe
         self._log, self._rewinds = log, 0
@@ -62,7 +60,7 @@ class MetricsLog:
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._sum = DelayedSums(world.collectives, optimizers)
+        self._sum = DelayedSums(world.collectives)
         self._line: _Line | None = None  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
         self._last: dict[str, float] = {}

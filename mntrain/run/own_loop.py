@@ -89,7 +89,6 @@ class OwnLoop:
             keep=checked.keep,
             objects=objects,
             flush_metrics=lambda: self._flush(directory),
-            optimizers=self._optimizers,
         )
         return made
 
@@ -109,8 +108,7 @@ class OwnLoop:
             if world.master and config is not None:
                 write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
         described = partial(self._describe, directory)
-        made = MetricsLog(world, directory, log, described, self._optimizers)
-        self._logs[directory] = made
+        self._logs[directory] = made = MetricsLog(world, directory, log, described)
         return made
 
     def stop_requested(self, max_minutes: float | None, grace: float) -> bool:
@@ -123,9 +121,7 @@ class OwnLoop:
                 if not (isinstance(grace, Real) and grace > 0):
                     raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
-            self._stop = StopRequests(
-                self._world, deadline, self._longest_save_s, grace, self._optimizers
-            )
+            self._stop = StopRequests(self._world, deadline, self._longest_save_s, grace)
         return self._stop.poll()
 
     def settle(self) -> None:

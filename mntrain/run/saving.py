@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +19,6 @@ from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums
 from zero.optimizer import ZeroOptimizer
 
-_LONG_WAIT_S = 1.0
 RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
 
 
@@ -100,7 +99,6 @@ class RunSaver:
         self._note, self._warn = note, warn
         self._scored_by, self._on_checkpoint = scored_by, on_checkpoint
         self._best_score = math.inf
-        self._warned_of_wait = False
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
@@ -135,20 +133,24 @@ class RunSaver:
         """Begin a save if one is due, and advance the one that is being written. Collective."""
         if self._advances(summed_flags):
             self.progress += 1
-            try:
-                self._report(self._saver.advance(), progress.step)
-            except AgreedError as error:
-                self._fail(error)
+            self._report(self._saver.advance, progress.step)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
         due = bool(summed_flags["save_due"]) or self._interval.due_after(progress.step)
         if due or (improved and self._interval.wanted):
-            self._begin(progress)
+            start = time.perf_counter()
+            self.wait(progress.step)
+            copy_start = time.perf_counter()
+            self._saver.begin(progress)
+            self.progress += 1
+            end = time.perf_counter()
+            self._interval.saved(end - copy_start)
+            self._waited_s += end - start
 
     def save_now(self, progress: Manifest) -> None:
         """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
         self.wait(progress.step)
         self._improves(progress)
-        self._report(self._saver.save(progress), progress.step)
+        self._report(lambda: self._saver.save(progress), progress.step, warns=False)
         self._interval.saved(None)
 
     def wait(self, step: int, *, warns: bool = True) -> None:
@@ -156,13 +158,8 @@ class RunSaver:
 
         Raises AgreedError if it failed, unless that `warns`.
         """
-        try:
-            if self._saver.saving:
-                self._report(self._saver.finish(), step)
-        except AgreedError as error:
-            if not warns:
-                raise
-            self._fail(error)
+        if self._saver.saving:
+            self._report(self._saver.finish, step, warns=warns)
 
     def has(self, step: int) -> bool:
         """Return True if the newest complete checkpoint of this job is that of a step. Local."""
@@ -183,24 +180,20 @@ class RunSaver:
             self._best_score = min(score, lowest)
         return self._best_score < lowest
 
-    def _begin(self, progress: Manifest) -> None:
-        start = time.perf_counter()
-        self.wait(progress.step)
-        copy_start = time.perf_counter()
-        waited = copy_start - start
-        if waited > _LONG_WAIT_S and not self._warned_of_wait:
-            self._warned_of_wait = True
-            self._warn(
-                f"training waited {waited:.1f} s after step {progress.step}, since the checkpoint "
-                "before was still being written: save less often, or to a faster disk"
-            )
-        self._saver.begin(progress)
-        self.progress += 1
-        end = time.perf_counter()
-        self._interval.saved(end - copy_start)
-        self._waited_s += end - start
-
-    def _report(self, saved: Save | None, step: int) -> None:
+    def _report(self, end: Callable[[], Save | None], step: int, *, warns: bool = True) -> None:
+        """Report the complete checkpoint that `end` returns, if any, or its failure."""
+        try:
+            saved = end()
+        except AgreedError as error:
+            if not warns:
+                raise
+            self._failed += 1
+            self._interval.failed()
+            now = time.monotonic()
+            if now >= self._warned_at + RETRY_S:
+                self._warned_at = now
+                self._warn(str(error))
+            return
         if saved is None:
             return
         self._last = saved.path
@@ -212,14 +205,6 @@ class RunSaver:
         )
         if self._world.master:
             self._on_checkpoint(saved.path)
-
-    def _fail(self, error: AgreedError) -> None:
-        self._failed += 1
-        self._interval.failed()
-        now = time.monotonic()
-        if now >= self._warned_at + RETRY_S:
-            self._warned_at = now
-            self._warn(str(error))
 
 
 class Checkpoints:
@@ -244,7 +229,6 @@ class Checkpoints:
         keep: int,
         objects: Mapping[str, Stateful],
         flush_metrics: Callable[[], None],
-        optimizers: Sequence[ZeroOptimizer] = (),
     ) -> None:
         """Check that all can be saved. `flush_metrics` is collective."""
         self._world, self._directory = world, directory
@@ -258,7 +242,7 @@ class Checkpoints:
         self._run_saver = RunSaver(
             world, self._saver, interval, note=lambda text: None, warn=self._warn
         )
-        self._flags = DelayedSums(world.collectives, optimizers)
+        self._flags = DelayedSums(world.collectives)
         self._step: int | None = None  # the last that was restored or offered
         self._restored = 0
         self._resumed: FoundCheckpoint | None = None

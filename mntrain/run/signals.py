@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
@@ -16,7 +16,6 @@ from typing import Any, Self
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
 from mntrain.run.means import DelayedSums
-from zero.optimizer import ZeroOptimizer
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT
@@ -147,14 +146,13 @@ class StopRequests:
         deadline: Deadline,
         longest_save_s: Callable[[], float],
         grace_s: float,
-        optimizers: Sequence[ZeroOptimizer] = (),
     ) -> None:
         self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
         self._signals = SignalRequests(world, grace_s, "grace of world.stop_requested")
         self._signals.__enter__()
-        self._sum = DelayedSums(world.collectives, optimizers)
+        self._sum = DelayedSums(world.collectives)
         self._longest_step_s, self._last_poll = 0.0, time.monotonic()
 
     def poll(self) -> bool:
