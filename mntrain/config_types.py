@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -60,9 +60,21 @@ def _parse_named_paths(value: Any) -> Any:
     A word is NAME=PATH if the part before its first "=" has no slash, and a path otherwise.
     """
     if isinstance(value, list | tuple):
-        if len(value) == 1 and isinstance(value[0], str) and not _names_path(value[0]):
+        parts = [str(word).partition("=") for word in value]
+        paths = [
+            word
+            for word, (name, equals, _) in zip(value, parts, strict=True)
+            if "/" in name or not equals
+        ]
+        if paths and len(value) == 1:
             return _parse_path(value[0])
-        return _name_paths(value)
+        if paths:
+            raise ValueError(
+                "must be one path, or several as NAME=PATH, such as news=news.txt code=code/"
+            )
+        value = {name: path for name, _, path in parts}
+        if len(value) < len(parts):
+            raise ValueError("must have each name once")
     if not isinstance(value, Mapping):
         return _parse_path(value)
     for name, path in value.items():
@@ -75,26 +87,6 @@ def _parse_named_paths(value: Any) -> Any:
             raise ValueError(f"must be names and paths (the path of {name!r} is missing)")
     # Sorted, so that all ranks evaluate the sets in one order.
     return {name: Path(path) for name, path in sorted(value.items())} or None
-
-
-def _names_path(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in name
-
-
-def _name_paths(words: Sequence[Any]) -> Any:
-    """Return the mapping of words NAME=PATH. Raises ValueError for others."""
-    named: dict[str, str] = {}
-    for word in words:
-        if not isinstance(word, str) or not _names_path(word):
-            raise ValueError(
-                "must be one path, or several as NAME=PATH, such as news=news.txt code=code/"
-            )
-        name, _, path = word.partition("=")
-        if name in named:
-            raise ValueError(f"must have each name once ({name!r} is there twice)")
-        named[name] = path
-    return _parse_named_paths(named)
 
 
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"

@@ -108,34 +108,27 @@ def memory_room(device: torch.device, ranks: int) -> float:
 def available_memory() -> int | None:
     """Return the bytes of memory that new objects may take; None if unknown. Local.
 
-    The least of what this node has, and of what each of this process's cgroups leaves.
+    The least of what this node has, and of what each of this process's cgroups (version 2) leaves.
     """
     try:
         of_node = _read_proc("/proc/meminfo", "MemAvailable")
-        own_groups = Path("/proc/self/cgroup").read_text()
+        own_group = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
     except (OSError, KeyError):
         return None
-    return min([of_node, *cgroup_rooms(own_groups, Path("/sys/fs/cgroup"))])
+    return min([of_node, *cgroup_rooms(Path("/sys/fs/cgroup"), own_group)])
 
 
-def cgroup_rooms(own_groups: str, root: Path) -> Iterator[int]:
-    """Yield the bytes that each cgroup with a limit leaves, from a process's up to the root. Local.
+def cgroup_rooms(root: Path, group: str) -> Iterator[int]:
+    """Yield the bytes that each cgroup with a limit leaves, from one up to the root. Local.
 
-    `own_groups` is the content of /proc/PID/cgroup. What the kernel caches counts as used.
+    What the kernel caches counts as used.
     """
-    for line in own_groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        top, limit, used = root, "memory.max", "memory.current"
-        if controllers == "memory":  # version 1
-            top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        elif controllers:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # of no such file, and for "max"
-                yield int((folder / limit).read_text()) - int((folder / used).read_text())
-            if folder == top:
-                break
+    for folder in (root / group, *(root / group).parents):
+        with suppress(OSError, ValueError):  # of no such file, and for "max"
+            most, used = (int((folder / f"memory.{of}").read_text()) for of in ("max", "current"))
+            yield most - used
+        if folder == root:
+            break
 
 
 def peak_memory() -> int:

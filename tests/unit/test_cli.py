@@ -82,7 +82,7 @@ def test_options_of_the_command_line(line, expected):
         ),
         (
             "--data.valid-path a=x a=y",
-            "--data.valid-path: must have each name once ('a' is there twice), not ('a=x', 'a=y')",
+            "--data.valid-path: must have each name once, not ('a=x', 'a=y')",
         ),
         (
             "--data.valid-path =x",

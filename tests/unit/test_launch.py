@@ -63,37 +63,6 @@ def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():
 
 
 @pytest.mark.thorough
-def test_process_left_behind_by_a_rank_is_ended():
-    program = """
-import subprocess, sys
-null = subprocess.DEVNULL
-mark = "import time; time.sleep(600)  # left behind by a rank"
-subprocess.Popen([sys.executable, "-c", mark], start_new_session=True, stdout=null, stderr=null)
-"""
-    mpirun(2, [sys.executable, "-c", program], timeout=30)
-    assert living("left behind by a rank") == []
-
-
-@pytest.mark.thorough
-def test_shared_memory_of_killed_ranks_is_removed():
-    program = """
-import re, time
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-world.Barrier()
-if world.rank == 0:
-    print(*re.findall(r"/dev/shm/.*", open("/proc/self/maps").read()), sep="\\n", flush=True)
-    time.sleep(0.5)  # mpirun passes on what it has read before an abort
-    world.Abort(1)
-world.Barrier()
-"""
-    result = mpirun(2, [sys.executable, "-c", program], timeout=4)
-    segments = {line for line in result.stdout.splitlines() if line.startswith("/dev/shm/")}
-    assert segments
-    assert [segment for segment in segments if Path(segment).exists()] == []
-
-
-@pytest.mark.thorough
 def test_hanging_suite_shows_where_every_rank_is(suite):
     result = suite(
         3,
