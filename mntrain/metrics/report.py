@@ -23,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mntrain.checks.finding import alike, naming
 from mntrain.config import LogConfig
 from mntrain.metrics.files import try_summary
 from mntrain.metrics.registry import (
@@ -41,7 +42,7 @@ _STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"
 _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master
 _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
-_MAX_PLACES = 16  # rows of the table of places
+_MAX_PLACES = 16  # lines about where ranks run
 _MIN_BAR = 10  # cells of a progress bar that is shown at all
 _MEMORY_LABELS = {
     "buckets": "working buckets",
@@ -129,26 +130,23 @@ class Reporter:
             console.print(warning, soft_wrap=True)
 
     def places(self, places: Sequence[Place], links: Sequence[float]) -> None:
-        """Print the hosts and devices of the first ranks.
+        """Print where the ranks run, and on which devices: a line for those that are alike.
 
         `places` is by rank; `links` has the bytes/s of each node's link, or nothing on one node.
         """
-        if not self._master:
-            return
-        names = ["node", "rank", "local rank", "threads", "CPUs", "memory"]
-        table = _table("host", "device", *names, *(["link MB/s"] if links else []), left=2)
-        for place in places[:_MAX_PLACES]:
+        texts = {}
+        for place in places:
             device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
-            numbers = (place.node, place.rank, place.local_rank, place.threads, place.cpus)
-            table.add_row(
-                *(plain(text, self._console.encoding) for text in (place.host, device)),
-                *map(str, numbers),
-                f"{place.memory / 2**30:.0f} GiB",
-                *([f"{links[place.node] / 1e6:,.0f}"] if links else []),
+            link = f", link {links[place.node] / 1e6:,.0f} MB/s" if links else ""
+            texts[place.rank] = (
+                f"node {place.node} on {place.host}: {device}, {place.memory / 2**30:.0f} GiB, "
+                f"{place.threads} threads a rank on {place.cpus} CPUs{link}"
             )
-        if len(places) > _MAX_PLACES:
-            table.add_row("...", f"{len(places) - _MAX_PLACES} more ranks")
-        self._print_table(table)
+        lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in alike(texts)]
+        if len(lines) > _MAX_PLACES:
+            lines[_MAX_PLACES:] = [f"... and {len(lines) - _MAX_PLACES} more lines"]
+        for line in lines:
+            self.note(line)
 
     def step(self, record: StepRecord) -> None:
         """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
@@ -309,9 +307,10 @@ def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _table(*names: str, left: int = 1) -> Table:
-    """Return a table without rows; the first `left` columns are flush left, the others right."""
+def _table(first: str, *names: str) -> Table:
+    """Return a table without rows, whose first column is flush left, and the others right."""
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
-    for index, name in enumerate(names):
-        table.add_column(name, justify="left" if index < left else "right")
+    table.add_column(first)
+    for name in names:
+        table.add_column(name, justify="right")
     return table
