@@ -5,14 +5,12 @@ One process, without MPI and torch, so that a job can draw its loss at its end i
 
 import argparse
 import io
-import math
 import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,17 +90,13 @@ class LoggedRun(NamedTuple):
         for column in columns:
             if not any(column in line for line in self.lines):
                 raise ValueError(f"--x {axis}: {self.path} has no {column}; give --x step")
-        amounts = [math.prod(line.get(column) or 0 for column in columns) for line in self.lines]
-        scale = 3600 if axis == "hours" else 1
-        points = [
-            (x / scale, line[name] if _is_number(line[name]) else np.nan)
-            for x, line in zip(
-                amounts if axis == "step" else accumulate(amounts), self.lines, strict=True
-            )
-            if name in line
-        ]
-        values = np.array(points, dtype=np.float64).reshape(-1, 2)
-        return (values[:, 0], values[:, 1]) if np.isfinite(values[:, 1]).any() else None
+        at = np.prod([[line.get(c) or 0 for line in self.lines] for c in columns], axis=0)
+        if axis != "step":
+            at = np.cumsum(at) / (3600 if axis == "hours" else 1)
+        known = [name in line for line in self.lines]
+        values = [line[name] for line in self.lines if name in line]
+        shown = np.array([v if _is_number(v) else np.nan for v in values], dtype=np.float64)
+        return (at[known].astype(float), shown) if np.isfinite(shown).any() else None
 
 
 def _is_number(value: Any) -> bool:

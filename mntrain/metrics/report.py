@@ -140,7 +140,7 @@ class Reporter:
             link = f", link {links[place.node] / 1e6:,.0f} MB/s" if links else ""
             texts[place.rank] = (
                 f"node {place.node} on {place.host}: {device}, {place.memory / 2**30:.0f} GiB, "
-                f"{place.threads} threads a rank on {place.cpus} CPUs{link}"
+                f"{place.cpus} CPUs, threads {place.threads}{link}"
             )
         lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in alike(texts)]
         if len(lines) > _MAX_PLACES:

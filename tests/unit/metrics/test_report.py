@@ -58,7 +58,7 @@ def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown(tmp_
     with reporting(tmp_path, on) as reporter:
         reporter.places(places(1000, 8), (117.4e6,) * 124 + (1.2e9,))
     first, second, *_, last = lines = on.file.getvalue().splitlines()
-    of_rank = "cpu, 24 GiB, 2 threads a rank on 4 CPUs, link 117 MB/s"
+    of_rank = "cpu, 24 GiB, 4 CPUs, threads 2, link 117 MB/s"
     assert first == f"ranks 0 to 7: node 0 on n0: {of_rank}"
     assert second == f"ranks 8 to 15: node 1 on n1: {of_rank}"
     assert len(lines) == 17
