@@ -165,8 +165,8 @@ def open_training_tokens(
         folder = open_token_folder(path)
         if isinstance(given, FileTokenizer) and given.identity != folder.tokenizer.identity:
             raise ValueError(
-                f"--data.tokenizer {given.path} is not the tokenizer of {path}: leave the option "
-                "out, or tokenize the text with this one"
+                f"{given.path} is not the tokenizer of {path}: tokenize the text with this one, or "
+                "leave out --data.tokenizer"
             )
         return _of_folder(folder)
     with named_in_errors("--data.path") as label:

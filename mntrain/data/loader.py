@@ -223,34 +223,26 @@ class ShardRegistry:
 class ShardedLoader:
     """This rank's part of every batch of a loader. Each iteration over it is one epoch.
 
-    A torch DataLoader over a map-style dataset is rebuilt with the same dataset and settings, so
-    that each rank loads only its own samples. Over an IterableDataset it is rebuilt so that each
-    sample goes to one rank (`mntrain.data.streams`). For any other iterable, every rank makes the
-    whole batches and cuts its part (`mntrain.data.cutting`).
+    A torch DataLoader is rebuilt with the same dataset and settings, so that each rank loads only
+    its own samples, also of an IterableDataset (`mntrain.data.streams`). Of any other iterable,
+    every rank makes the whole batches and cuts its part (`mntrain.data.cutting`).
 
     Training: before it hands out a batch, it tells the optimizers this rank's number of samples in
-    it, or `weight(batch)` of its part, and that of all ranks. If a batch has fewer samples than
-    there are ranks, a rank without samples gets the batch's first sample as a stand-in of weight 0,
-    so that all ranks take part in the step. Only state that a forward pass updates, such as running
-    statistics, is affected by stand-ins.
+    it, or `weight(batch)` of its part, and that of all ranks. A rank without samples gets the first
+    one of the batch as a stand-in of weight 0, so that all ranks take part in the step; only what a
+    forward pass updates, such as running statistics, is affected. With `divided`, it is the rank's
+    last batch, and `batches` is the number of those of the longest loader.
 
     Evaluation, which is an iteration that begins while gradients are disabled (`torch.no_grad`):
-    no stand-ins are handed out, so each sample is seen once, and ranks may get unequal numbers of
-    batches. The optimizers are told nothing.
-
-    With `balance`, parts are in proportion to the ranks' speeds instead of equal. `divided`: the
-    loader of each rank has the rank's own part of the data, and its batches are handed out whole;
-    together they are the global batches. A rank that has no more gets its last batch as a stand-in,
-    until no rank has any more. `batches` are those of the longest loader.
+    no stand-ins, so ranks may get unequal numbers of batches. The optimizers are told nothing.
 
     Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
-    that is not `known`), for training with `balance`, which is iterated by the training thread, and
-    for training with `divided` or on an IterableDataset with streams of its own for each worker. A
-    source of randomness other than the default generators, such as a sampler with its own
-    generator, must be seeded alike on all ranks by the caller. Raises ValueError for a loader with
-    a DistributedSampler, whose batches are sharded already; iterating, ValueError for an empty
-    batch and for a weight that is negative or not finite, TypeError for a batch that cannot be cut,
-    and what `compare` of the registry raises.
+    that is not `known`), and for training with `balance`, with `divided`, or on streams of its own
+    for each worker. A source of randomness other than the default generators must be seeded alike
+    on all ranks by the caller. Raises ValueError for a loader with a DistributedSampler, whose
+    batches are sharded already; iterating, ValueError for an empty batch and for a weight that is
+    negative or not finite, TypeError for a batch that cannot be cut, and what `compare` of the
+    registry raises.
     """
 
     def __init__(

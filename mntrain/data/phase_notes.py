@@ -9,30 +9,22 @@ from mntrain.checks.finding import naming
 BATCH_OF_ONE = "Expected more than 1 value per channel when training"
 _MOST = 32  # samples that are listed
 
-# What to do about errors of torch, by their beginnings.
-_HINTS = {
-    BATCH_OF_ONE: "BatchNorm needs at least two samples "
-    "in a micro-batch, and this one has a single one. If it is of an epoch's last batch, which may "
-    "be smaller, give --data.drop-last to leave that out; else give a larger --train.batch-size "
-    "or --train.micro-batch-size",
-    "element 0 of tensors does not require grad": "compute the loss from the output of the model, "
-    "without detach(), item() or torch.no_grad()",
-}
+_HINT = (
+    "BatchNorm needs at least two samples in a micro-batch, and this one has one. If it is of an "
+    "epoch's last batch, which may be smaller, give --data.drop-last to leave that out; else give "
+    "a larger --train.batch-size or --train.micro-batch-size"
+)
 
 
 @contextmanager
 def noted(rank: int, phase: str, samples: Callable[[], str] = str) -> Iterator[None]:
-    """Add a note to an exception of the block: the rank, the phase, and its samples. Local.
-
-    If an option can help, another note names it.
-    """
+    """Add a note to an exception of the block: the rank, the phase, and its samples. Local."""
     try:
         yield
     except Exception as error:
         error.add_note(f"mntrain: rank {rank}: {phase} {samples()}".rstrip())
-        for beginning, hint in _HINTS.items():
-            if str(error).startswith(beginning):
-                error.add_note(f"mntrain: rank {rank}: {hint}")
+        if str(error).startswith(BATCH_OF_ONE):
+            error.add_note(f"mntrain: rank {rank}: {_HINT}")
         raise
 
 

@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
@@ -239,20 +239,7 @@ def load(name: str, config: Config) -> Task:
     if missing := sorted(found.__abstractmethods__):
         raise ValueError(f"--task {name}: {found.__name__} lacks {', '.join(missing)}")
     task: Task = found(config)
-    if task.collate is not None and not _takes_arguments(task.collate):
-        raise ValueError(
-            f"--task {name}: collate of {found.__name__} gets the list of samples, but has no "
-            "argument for it: make it a @staticmethod"
-        )
     return task
-
-
-def _takes_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes any argument; True if its signature is not known."""
-    try:
-        return bool(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of some functions in C
-        return True
 
 
 def import_class(option: str, name: str) -> type[Any]:
@@ -284,64 +271,60 @@ def import_class(option: str, name: str) -> type[Any]:
 
 def check_loss(loss: object, task: str) -> None:
     """Raise TypeError with what to return, unless a task's `loss` has returned it. Local."""
-    where = f"loss() of --task {task}"
+    if fault := next(_faults(loss), None):
+        raise TypeError(f"loss() of --task {task}: {fault}")
+
+
+def _faults(loss: object) -> Iterator[str]:
+    """Yield what is wrong about a loss, the first fault first."""
     if isinstance(loss, Losses):
-        _check_parts(loss, where)
+        yield from _faults_of_parts(loss)
         values: dict[str, object] = {**loss.parts, **loss.metrics}
         counts: dict[str, object] = {} if loss.items is None else {"items": loss.items}
     elif isinstance(loss, Loss):
         if "loss" in loss.metrics:
-            raise TypeError(f"{where}: a metric is named loss: give another name")
+            yield "a metric is named loss: give another name"
         values, counts = {"mean": loss.mean, **loss.metrics}, {"count": loss.count}
     else:
-        raise TypeError(
-            f"{where} returned a {type(loss).__name__}: return "
-            "mntrain.tasks.Loss(mean, count, metrics)"
-        )
+        yield f"returned a {type(loss).__name__}: return mntrain.tasks.Loss(mean, count, metrics)"
+        return
     for name, value in values.items():
         if isinstance(value, Mean):
             counts[f"the count of {name}"] = value.count
         number = torch.as_tensor(value.value) if isinstance(value, Mean | Sum | Max) else value
         if not isinstance(number, Tensor) or number.dim():
             given = f"of shape {tuple(number.shape)}" if isinstance(number, Tensor) else number
-            raise TypeError(f"{where}: {name} is {given}, and must be a tensor of no dimension")
+            yield f"{name} is {given}, and must be a tensor of no dimension"
     for name, count in counts.items():
         if not isinstance(count, Integral) or count < 0:
-            raise TypeError(
-                f"{where}: {name} is {count!r}, and must be the number of items that the mean is "
-                "over, an int"
-            )
+            yield f"{name} is {count!r}, and must be the number of items of the mean, an int"
 
 
-def _check_parts(losses: Losses, where: str) -> None:
-    """Raise TypeError for parts, factors or names of `Losses` that have no clear meaning."""
+def _faults_of_parts(losses: Losses) -> Iterator[str]:
+    """Yield the parts, factors and names of `Losses` that have no clear meaning."""
     parts = losses.parts
     if not parts:
-        raise TypeError(f"{where} returned Losses without a part: give at least one")
+        yield "returned Losses without a part: give at least one"
     for name, part in parts.items():
         if not isinstance(part, Mean) or not isinstance(part.value, Tensor):
-            raise TypeError(
-                f"{where}: the part {name} is {part!r}, and must be a mntrain.tasks.Mean of a "
-                "tensor and its count"
-            )
+            yield f"the part {name} is {part!r}, and must be a Mean of a tensor and its count"
     for name, factor in losses.factors.items():
         if name not in parts or not isinstance(factor, Real) or not math.isfinite(factor):
-            raise TypeError(
-                f"{where}: the factor of {name} is {factor!r}, and must be a finite number for one "
-                f"of the parts {', '.join(parts)}; multiply the part's value by a factor that is "
-                "learned"
+            yield (
+                f"the factor of {name} is {factor!r}, and must be a finite number for one of the "
+                f"parts {', '.join(parts)}; multiply the part's value by a factor that is learned"
             )
     for name, metric in losses.metrics.items():
         if isinstance(metric, Tensor):
-            raise TypeError(
-                f"{where}: the metric {name} of Losses needs a count of its own: give Mean(value, "
-                "count), Sum(value) or Max(value)"
+            yield (
+                f"the metric {name} of Losses needs a count of its own: give Mean(value, count), "
+                "Sum(value) or Max(value)"
             )
     names = ["loss", *parts, *map(loss_of, parts), *losses.metrics]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise TypeError(
-            f"{where}: {', '.join(repeated)} would be reported twice: give parts and metrics names "
-            "that differ from each other, from loss, and from the loss of each part"
+        yield (
+            f"{', '.join(repeated)} would be reported twice: give parts and metrics names that "
+            "differ from each other, from loss, and from the loss of each part"
         )
 
 

@@ -19,7 +19,7 @@ from mntrain.corpus.text_files import (
     find_files,
     is_token_ids,
 )
-from mntrain.corpus.token_folder import is_token_folder, open_token_folder
+from mntrain.corpus.token_folder import is_token_folder
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import (
     named_files,
@@ -28,15 +28,9 @@ from mntrain.corpus.training_tokens import (
     refuse_shared,
 )
 from mntrain.data.randomness import mixed_seed
-from mntrain.tasks import Loss, Split, Task
+from mntrain.tasks import Loss, Split
 from mntrain.tasks.hf_model import ModelFolder
-from mntrain.tasks.token_windows import (
-    SAMPLE_TOKENS,
-    TEMPERATURE,
-    TokenSplits,
-    Windows,
-    continue_text,
-)
+from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
 
 IGNORED = -100  # label of a token that is no target
 _RANDOM, _KEPT = 0.1, 0.1  # of the tokens to predict; the others become mask tokens
@@ -54,14 +48,13 @@ class CausalLM:
 
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         data = config.data
-        self.length = folder.length()
-        given, tokenizer = _find_tokenizer(config, folder)
-        self.around = self.find_around(tokenizer)
+        self.length, given = folder.length(), _tokenizer_option(config, folder)
+        self.data = open_training_tokens(data.path, data.glob, given, data.text_field)
+        self.tokenizer = _fitting(self.data.tokenizer, folder)
+        self.around = self.find_around(self.tokenizer)
         self.content = self.length - len(self.around)
         if self.content < 1:
             raise ValueError(f"--hf.max-length {self.length}: leaves no room for a token of text")
-        self.data = open_training_tokens(data.path, data.glob, given, data.text_field)
-        self.tokenizer = self.data.tokenizer
         fix = f"the model of {folder.path} has no such token; give tokens of its tokenizer"
         windows = Windows(self.data.tokens, self.content, folder.vocabulary, self.overlap, fix)
         self.splits = TokenSplits(config, self.data, windows, "--hf.max-length")
@@ -201,7 +194,7 @@ class Classification:
 
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         data, fields = config.data, (config.data.text_field, config.hf.label_field)
-        _, tokenizer = _find_tokenizer(config, folder)
+        tokenizer = _fitting(load_tokenizer(_tokenizer_option(config, folder)), folder)
         if data.path is None or not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
                 "--hf.head classification: give --data.path of .jsonl, .parquet or .arrow "
@@ -209,7 +202,8 @@ class Classification:
             )
         self.tokenizer: Tokenizer | None = tokenizer
         with named_in_errors("--data.path") as label:
-            sources, length = find_files(data.path, data.glob), folder.length()
+            sources = find_files(data.path, data.glob)
+        self.length = folder.length()
         named = {name: index for index, name in (folder.config.id2label or {}).items()}
         texts, found, names = read_labelled(sources, *fields, sorted(named, key=named.__getitem__))
         folder.config.id2label = dict(enumerate(names))
@@ -219,7 +213,7 @@ class Classification:
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
         self.files = sources.by_name(label)
         self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
-        samples = LabelledTokens(texts, found, names, tokenizer, length)
+        samples = LabelledTokens(texts, found, names, tokenizer, self.length)
         # Files are often sorted by label; both splits should have all labels.
         count, given = len(samples), data.validation_paths
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -236,7 +230,7 @@ class Classification:
                 files = find_files(path, data.glob)
                 refuse_shared(sources, files)
                 texts, found, _ = read_labelled(files, *fields, names, only_known=True)
-            made = self._valid[name] = LabelledTokens(texts, found, names, tokenizer, length)
+            made = self._valid[name] = LabelledTokens(texts, found, names, tokenizer, self.length)
             self.files |= named_files(files.by_name(label), label)
             self._lines.append(
                 f"{f'validation {name}'.strip()}: {len(texts):,} records with {made.describe()}"
@@ -349,41 +343,34 @@ def pad_batch(samples: list[tuple[Tensor, int]], padding: int) -> tuple[Tensor, 
     return ids, attention.long(), torch.tensor([label for _, label in samples])
 
 
-def _find_tokenizer(config: Config, folder: ModelFolder) -> tuple[str, Tokenizer | None]:
-    """Return the tokenizer of --data.tokenizer or of the model's folder, and its option's value.
+def _tokenizer_option(config: Config, folder: ModelFolder) -> str:
+    """Return the value of --data.tokenizer, in place of auto that of the model's folder.
 
-    It is None for token ids that come without one. Raises ValueError if there is none for text, or
-    if it does not fit the model or the data.
+    Raises ValueError if the folder has none for text.
     """
-    path, given = config.data.path, config.data.tokenizer
-    own = folder.path / TOKENIZER_FILE
-    tokenizer: Tokenizer | None = None
-    if path is not None and is_token_folder(path):
-        tokenizer = open_token_folder(path).tokenizer
-        if given == "auto":
-            given = "bytes"  # which stands for that of the folder
-            known = FileTokenizer(own).sha256 if own.is_file() else None
-            if known and isinstance(tokenizer, FileTokenizer) and tokenizer.sha256 != known:
-                raise ValueError(
-                    f"the tokens of {path} are of another tokenizer than {own}: tokenize the text "
-                    f"by `tokenize --tokenizer hf:{folder.path}`"
-                )
-    elif given != "auto" or own.is_file():
-        given = f"hf:{own}" if given == "auto" else given
-        tokenizer = load_tokenizer(given)
-    elif path is not None and any(map(is_token_ids, find_files(path, config.data.glob).files)):
-        given = "bytes"  # which is not applied
-    else:
-        raise ValueError(
-            f"--hf.model {folder.path} has no {TOKENIZER_FILE}: give --data.tokenizer hf:PATH, "
-            "bpe:FILE or bytes"
-        )
+    path, given, own = config.data.path, config.data.tokenizer, folder.path / TOKENIZER_FILE
+    if given != "auto":
+        return given
+    if own.is_file():
+        return f"hf:{own}"
+    if path is not None and (
+        is_token_folder(path) or any(map(is_token_ids, find_files(path, config.data.glob).files))
+    ):
+        return "bytes"  # which is not applied
+    raise ValueError(
+        f"--hf.model {folder.path} has no {TOKENIZER_FILE}: give --data.tokenizer hf:PATH, "
+        "bpe:FILE or bytes"
+    )
+
+
+def _fitting(tokenizer: Tokenizer | None, folder: ModelFolder) -> Tokenizer | None:
+    """Return a tokenizer. Raises ValueError if it has more tokens than the model."""
     if tokenizer is not None and tokenizer.size > folder.vocabulary:
         raise ValueError(
             f"the tokenizer has {tokenizer.size} tokens, and the model of {folder.path} only "
             f"{folder.vocabulary}: give the tokenizer of the model, or a larger vocab_size"
         )
-    return given, tokenizer
+    return tokenizer
 
 
 HEADS: dict[str, type[CausalLM] | type[Classification]] = {
@@ -393,7 +380,7 @@ HEADS: dict[str, type[CausalLM] | type[Classification]] = {
 }
 
 
-class HuggingFaceTask(Task):
+class HuggingFaceTask(TextTask):
     """A model of the transformers library from a local folder, by the options of --hf.
 
     Raises ValueError for a folder or for data that do not fit.
@@ -402,8 +389,9 @@ class HuggingFaceTask(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._folder = ModelFolder(config.hf)
-        self._head = HEADS[config.hf.head](config, self._folder)
-        self.collate, self.items = self._head.collate, self._head.items
+        head = self._head = HEADS[config.hf.head](config, self._folder)
+        self.collate, self.items, self.context = head.collate, head.items, head.length
+        self.text = head.data if type(head) is CausalLM else None
 
     def model(self) -> nn.Module:
         """Return a new model in fp32, with the folder's weights if it has some."""
@@ -448,34 +436,7 @@ class HuggingFaceTask(Task):
         count = sum(p.numel() for p in model.parameters() if p not in looked_up - computing)
         return 6.0 * count * self._head.tokens_per_item
 
-    def sample(
-        self,
-        model: nn.Module,
-        prompt: str = "",
-        *,
-        tokens: int = SAMPLE_TOKENS,
-        temperature: float = TEMPERATURE,
-        seed: int | None = None,
-    ) -> str | None:
-        """Return the prompt with its continuation (`continue_text`), by the run's seed or another.
-
-        None for a model that is no causal one, and for token ids without a tokenizer.
-        """
-        head = self._head
-        if not isinstance(head, CausalLM) or isinstance(head, MaskedLM):
-            return None
-
-        def next_logits(window: Tensor) -> Tensor:
-            logits: Tensor = model(input_ids=window, use_cache=False).logits
-            return logits[0, -1]
-
-        return continue_text(
-            model,
-            next_logits,
-            head.data,
-            prompt,
-            context=head.length,
-            tokens=tokens,
-            temperature=temperature,
-            seed=self.config.run.seed if seed is None else seed,
-        )
+    def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
+        """Return the logits (vocabulary) of the token behind ids (1, n)."""
+        logits: Tensor = model(input_ids=window, use_cache=False).logits
+        return logits[0, -1]

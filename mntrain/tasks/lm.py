@@ -9,18 +9,12 @@ from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.corpus.training_tokens import TrainingTokens, open_training_tokens
 from mntrain.huggingface import RUN_FOLDER
-from mntrain.tasks import Loss, Split, Task
-from mntrain.tasks.token_windows import (
-    SAMPLE_TOKENS,
-    TEMPERATURE,
-    TokenSplits,
-    Windows,
-    continue_text,
-)
+from mntrain.tasks import Loss, Split
+from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
 from mntrain.tasks.transformer import Transformer
 
 
-class LanguageModel(Task):
+class LanguageModel(TextTask):
     """Next-token prediction over bytes or token ids, by a small transformer.
 
     Without `data.valid_path`, the last `data.valid_fraction` of the windows, at least one unless it
@@ -29,15 +23,16 @@ class LanguageModel(Task):
     """
 
     items = "tokens"
+    text: TrainingTokens
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        data, context = config.data, config.model.context
+        data, self.context = config.data, config.model.context
         tokenizer = "bytes" if data.tokenizer == "auto" else data.tokenizer
-        self._data = open_training_tokens(data.path, data.glob, tokenizer, data.text_field)
-        self._vocab = _vocabulary(self._data, config.model.vocab)
-        windows = Windows(self._data.tokens, context, self._vocab)
-        self._splits = TokenSplits(config, self._data, windows, "--model.context")
+        self.text = open_training_tokens(data.path, data.glob, tokenizer, data.text_field)
+        self._vocab = _vocabulary(self.text, config.model.vocab)
+        windows = Windows(self.text.tokens, self.context, self._vocab)
+        self._splits = TokenSplits(config, self.text, windows, "--model.context")
 
     def model(self) -> Transformer:
         """Return a new transformer of the configured size."""
@@ -64,7 +59,7 @@ class LanguageModel(Task):
 
     def run_files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer, which `ckpt export --hf` puts beside the weights."""
-        tokenizer = self._data.tokenizer
+        tokenizer = self.text.tokenizer
         files = tokenizer.exported_files() if isinstance(tokenizer, FileTokenizer) else {}
         return {f"{RUN_FOLDER}/{name}": content for name, content in files.items()}
 
@@ -76,7 +71,7 @@ class LanguageModel(Task):
         """Return the FLOPs of a token, if the model is a `Transformer`."""
         if not isinstance(model, Transformer):  # in a derived task
             return None
-        return model.flops_per_token(self.config.model.context)
+        return model.flops_per_token(self.context)
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers, the final norm and the head."""
@@ -84,29 +79,10 @@ class LanguageModel(Task):
             return super().regions(model)
         return [*model.blocks, model.norm, model.head]
 
-    def sample(
-        self,
-        model: nn.Module,
-        prompt: str = "",
-        *,
-        tokens: int = SAMPLE_TOKENS,
-        temperature: float = TEMPERATURE,
-        seed: int | None = None,
-    ) -> str | None:
-        """Return the prompt with its continuation (`continue_text`), by the run's seed or another.
-
-        None for token ids without a tokenizer.
-        """
-        return continue_text(
-            model,
-            lambda window: model(window)[0, -1],
-            self._data,
-            prompt,
-            context=self.config.model.context,
-            tokens=tokens,
-            temperature=temperature,
-            seed=self.config.run.seed if seed is None else seed,
-        )
+    def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
+        """Return the logits (vocabulary) of the token behind ids (1, n)."""
+        logits: Tensor = model(window)[0, -1]
+        return logits
 
 
 def _vocabulary(data: TrainingTokens, given: int) -> int:

@@ -1,6 +1,5 @@
-"""Windows of tokens for training and validation, and texts that a model continues."""
+"""Windows of tokens for training and validation, and tasks whose models continue texts."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,10 +15,8 @@ from mntrain.corpus.training_tokens import (
     named_in_errors,
     open_validation_tokens,
 )
-from mntrain.tasks import Split
+from mntrain.tasks import Split, Task
 
-SAMPLE_TOKENS = 300
-TEMPERATURE = 0.8
 _SCANNED = 1 << 31  # token ids that are checked before training begins
 
 
@@ -68,9 +65,9 @@ class TokenSplits:
     """The windows of a job's tokens, and those that it validates on.
 
     These are the data of `data.valid_path`; without it, the last `data.valid_fraction` of the
-    windows, at least one unless it is 0. Raises ValueError for data that are too short, and names
-    `option`, which has set the windows' length, for ids outside the vocabulary, and for validation
-    data that do not fit.
+    windows, at least one unless it is 0. Raises ValueError for data that are missing, malformed or
+    too short, and names `option`, which has set the windows' length; for ids outside the
+    vocabulary; and for validation data that do not fit.
     """
 
     def __init__(self, config: Config, data: TrainingTokens, windows: Windows, option: str) -> None:
@@ -145,47 +142,55 @@ class TokenSplits:
         return "\n".join(line for line in lines if line)
 
 
-@torch.no_grad()
-def continue_text(
-    model: nn.Module,
-    next_logits: Callable[[Tensor], Tensor],
-    data: TrainingTokens,
-    prompt: str,
-    *,
-    context: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-) -> str | None:
-    """Return the prompt with the text that the model continues it with; None for token ids.
+class TextTask(Task):
+    """A task whose model continues texts."""
 
-    `next_logits` maps ids (1, n), at most `context` of them, to the logits (vocabulary) of the next
-    token. The text begins behind an end-of-text token, or behind a line break if the model was
-    trained on joined text, and stops after `tokens` tokens or at an end-of-text token. Temperature
-    0 takes the likeliest tokens. Sampling uses a CPU generator of its own, so that training's
-    random state does not change. The model's training mode is restored.
-    """
-    tokenizer, end_of_text = data.tokenizer, data.end_of_text
-    if tokenizer is None:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    start = ord("\n") if end_of_text is None else end_of_text
-    ids = [start, *tokenizer.encode([prompt])[0].tolist()]
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(tokens):
-            window = torch.tensor([ids[-context:]], device=device)
-            logits = next_logits(window)[: tokenizer.size].float().cpu()
-            if temperature == 0:
-                following = int(logits.argmax())
-            else:
-                probabilities = F.softmax(logits / temperature, dim=-1)
-                following = int(torch.multinomial(probabilities, 1, generator=generator))
-            if following == end_of_text:
-                break
-            ids.append(following)
-    finally:
-        model.train(was_training)
-    return tokenizer.decode(ids[1:])
+    text: TrainingTokens | None  # what it is trained on; None: its model continues no text
+    context: int  # most tokens that the model takes
+
+    def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
+        """Return the logits (vocabulary) of the token behind ids (1, n), at most `context`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def sample(
+        self,
+        model: nn.Module,
+        prompt: str = "",
+        *,
+        tokens: int = 300,
+        temperature: float = 0.8,
+        seed: int | None = None,
+    ) -> str | None:
+        """Return the prompt with the text that the model continues it with; None for token ids.
+
+        The text begins behind an end-of-text token, or behind a line break if the model was trained
+        on joined text, and stops after `tokens` tokens or at an end-of-text token. Temperature 0
+        takes the likeliest tokens. Sampling uses a CPU generator of its own, with the run's seed or
+        another, so that training's random state does not change. The model's training mode is
+        restored.
+        """
+        if self.text is None or self.text.tokenizer is None:
+            return None
+        tokenizer, end_of_text = self.text.tokenizer, self.text.end_of_text
+        generator = torch.Generator().manual_seed(self.config.run.seed if seed is None else seed)
+        device = next(model.parameters()).device
+        start = ord("\n") if end_of_text is None else end_of_text
+        ids = [start, *tokenizer.encode([prompt])[0].tolist()]
+        was_training = model.training
+        model.eval()
+        try:
+            for _ in range(tokens):
+                window = torch.tensor([ids[-self.context :]], device=device)
+                logits = self.next_logits(model, window)[: tokenizer.size].float().cpu()
+                if temperature == 0:
+                    following = int(logits.argmax())
+                else:
+                    probabilities = F.softmax(logits / temperature, dim=-1)
+                    following = int(torch.multinomial(probabilities, 1, generator=generator))
+                if following == end_of_text:
+                    break
+                ids.append(following)
+        finally:
+            model.train(was_training)
+        return tokenizer.decode(ids[1:])

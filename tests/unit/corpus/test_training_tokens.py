@@ -72,7 +72,7 @@ def test_what_nodes_compare_includes_the_tokens_and_the_tokenizer(tmp_path, corp
     folder = tokenized(given)
     assert list(opened(folder, given).files) == ["manifest.json", "tokens.bin", "tokenizer.json"]
     write_bpe(tmp_path, vocabulary=290)
-    other = r"--data.tokenizer .*tok.json is not the tokenizer of .*t:"
+    other = r"tok.json is not the tokenizer of .*t: .* or leave out --data.tokenizer"
     with pytest.raises(ValueError, match=other):
         opened(folder, given)
     for path, glob in ((folder / "tokens.bin", "*"), (tmp_path, "t/*.bin")):

@@ -516,7 +516,7 @@ PART = Mean(torch.tensor(1.0), 3)
         (Loss(torch.tensor(1.0), 3, {"accuracy": 0.5}), "accuracy is 0.5"),
         (Loss(torch.tensor(1.0), 3, {"loss": torch.tensor(2.0)}), "a metric is named loss"),
         (Losses({}), "Losses without a part"),
-        (Losses({"a": torch.tensor(1.0)}), "the part a is .*, and must be a mntrain.tasks.Mean"),
+        (Losses({"a": torch.tensor(1.0)}), "the part a is .*, and must be a Mean of"),
         (Losses({"a": Mean(1.0, 3)}), "the part a is .* of a tensor and its count"),
         (Losses({"a": Mean(torch.ones(2), 3)}), r"a is of shape \(2,\)"),
         (Losses({"a": Mean(torch.tensor(1.0), -3)}), "the count of a is -3"),
@@ -540,20 +540,3 @@ def test_a_right_loss_is_taken():
     check_loss(Losses({"a": PART, "b": PART}, {"a": 2}, metrics, items=0), "mine:Task")
     check_loss(Loss(torch.tensor(1.0), 0, {"accuracy": torch.tensor(0.5)}), "mine:Task")
     check_loss(Loss(torch.tensor(1.0), np.int64(3)), "mine:Task")
-
-
-def test_a_collate_that_takes_no_samples_is_refused(modules, text):
-    (modules / "collating.py").write_text(
-        "from mntrain.tasks.lm import LanguageModel\n"
-        "class Wrong(LanguageModel):\n"
-        "    def collate(samples):\n"
-        "        return samples\n"
-        "class Right(Wrong):\n"
-        "    collate = staticmethod(Wrong.collate)\n"
-        "class InC(Wrong):\n"
-        "    collate = max\n"
-    )
-    with pytest.raises(ValueError, match=r"collate of Wrong .* make it a @staticmethod"):
-        load("collating:Wrong", small(text))
-    for right in ("Right", "InC"):
-        load(f"collating:{right}", small(text))
