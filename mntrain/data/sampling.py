@@ -257,7 +257,7 @@ def batches(
         batch_sampler=keys,
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         worker_init_fn=ignore_signals,
         generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
@@ -287,8 +287,9 @@ def spread(total: int, samples: int) -> Sequence[int]:
     return split(total, samples)[:-1] if 0 < samples < total else range(total)
 
 
-def _as_it_is(micro_batch: Any) -> Any:
-    return micro_batch
+def as_it_is(batch: Any) -> Any:
+    """Return a batch: the `collate_fn` of loaders whose datasets collate."""
+    return batch
 
 
 def ignore_signals(worker: int) -> None:

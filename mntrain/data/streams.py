@@ -37,7 +37,7 @@ from mntrain.data.sample_digest import (
     ends,
     fields_of,
 )
-from mntrain.data.sampling import LoaderOptions, ignore_signals
+from mntrain.data.sampling import LoaderOptions, as_it_is, ignore_signals
 from mntrain.data.source import Feed, Part, Pass, Peers, agreed, positions, rebuilt, share_of
 from zero.layout import split
 
@@ -75,7 +75,7 @@ class StreamSource:
             dataset=_Readers(loader, peers.rank, peers.size),
             batch_size=None,
             sampler=self._feed,
-            collate_fn=_unchanged,
+            collate_fn=as_it_is,
             worker_init_fn=partial(_init_worker, init) if init else None,
             generator=self._generator,
         )
@@ -311,10 +311,6 @@ def _init_worker(init: Callable[[int], None], worker: int) -> None:
     with reader.shown():
         init(readers.rank * real.num_workers + worker)
     readers.shards_itself = reader.id_was_asked  # its seed tells nothing of what is read
-
-
-def _unchanged(item: Any) -> Any:
-    return item
 
 
 class StreamBatches:

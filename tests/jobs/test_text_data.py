@@ -5,16 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from corpora import stories, write_bpe, write_records
-from job import completed, losses, metrics, train
+from job import completed, losses, train
 from launch import mpirun
 
-from mntrain.checkpoint.format import MODEL, open_tensors
-from mntrain.checkpoint.reader import list_checkpoints, load_model
-from mntrain.cli import parse
 from mntrain.corpus.tokenizer import load_tokenizer
-from mntrain.tasks import load
 
 STEPS = ["--train.steps", "30", "--optim.lr", "1e-2", "--checkpoint.every", "10"]
 
@@ -48,29 +43,6 @@ def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, opt
     result = mpirun(1, [*command, "--tokens", "20"], cwd=tmp_path, timeout=60)
     assert result.returncode == 0, result.report()
     assert result.stdout.startswith("12 and 13")
-
-
-@pytest.mark.thorough
-def test_sets_to_validate_on_have_the_losses_of_the_saved_model(tmp_path):
-    (tmp_path / "news.txt").write_text("".join(stories(30)))
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "a.py").write_text("print(1)\n" * 31)
-    sets = ["--data.valid-path", "news=news.txt", "code=code", "--train.eval-samples", "0"]
-    completed(train(2, tmp_path, *sets, "--checkpoint.every", "6"))
-    config = parse(["--config", str(tmp_path / "run" / "config.toml")])  # from another folder
-    task = load("lm", config)
-    model = task.model()
-    with open_tensors(list_checkpoints(tmp_path / "run")[0] / MODEL) as file:
-        load_model(file, model)
-    expected, total, count = {}, 0.0, 0
-    for name, windows in task.dataset("valid").items():
-        loss = task.loss(model, torch.stack([windows[i] for i in range(len(windows))]))
-        expected[f"{name} loss"] = pytest.approx(loss.mean.item(), rel=1e-4)
-        total, count = total + loss.mean.item() * loss.count, count + loss.count
-    last = metrics(tmp_path)[-1]
-    assert last["eval_metrics"] == expected
-    assert set(expected) == {"code loss", "news loss"}
-    assert last["eval_loss"] == pytest.approx(total / count, rel=1e-4)
 
 
 @pytest.mark.exhaustive

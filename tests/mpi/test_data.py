@@ -57,17 +57,6 @@ def drawn_ahead(batches):
     yield ahead
 
 
-def test_a_shard_for_each_epoch_shuffles_each_anew(world):
-    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=6, shuffle=True)
-    alone = sharded(loader)
-    orders = []
-    for _ in range(3):
-        whole = [together(world, batch)[0].tolist() for batch in world.shard(loader)]
-        assert whole == [batch.tolist() for [batch] in alone]
-        orders.append(whole)
-    assert orders[0] != orders[1] != orders[2] != orders[0]
-
-
 @STAGES
 def test_batches_drawn_ahead_keep_their_shares(world, make, stage):
     optimizer, model, alone = with_oracle(make, stage)
@@ -202,13 +191,6 @@ def test_streams_of_unequal_length_train_on_every_sample(world, make, stage):
             seen += len(whole[0])
             train_alike(optimizer, model, alone, [(batch, whole)])
     assert seen == 2 * sum(3 + 4 * i for i in range(max(1, RANKS - 1)))
-    assert_parity(world, model, alone)
-
-
-def test_a_stream_that_all_ranks_read_trains_on_its_global_batches(world, make):
-    optimizer, model, alone = with_oracle(make)
-    loader = DataLoader(Stream(list(zip(*samples(17), strict=True))), batch_size=5)
-    train_alike(optimizer, model, alone, zip(world.shard(loader), loader, strict=True))
     assert_parity(world, model, alone)
 
 

@@ -10,11 +10,6 @@ from mntrain.tasks.hf import read_labelled
 pytest.importorskip("pyarrow")
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def records(count=20):
     return [{"id": i, "text": text, "label": i % 3} for i, text in enumerate(stories(count))]
 

@@ -8,11 +8,6 @@ from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import open_training_tokens
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def opened(path, tokenizer="bytes", field="text", glob="**/*"):
     return open_training_tokens(path, glob, tokenizer, field)
 

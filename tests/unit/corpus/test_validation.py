@@ -13,11 +13,6 @@ from mntrain.corpus.training_tokens import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def opened(train, valid, tokenizer="bytes", glob="**/*", name="news"):
     training = open_training_tokens(train, glob, tokenizer, "text")
     with named_in_errors("--data.valid-path", name) as label:
@@ -110,11 +105,8 @@ def test_errors_and_compared_files_name_the_option_and_the_set(kinds, tmp_path, 
     ]:
         with pytest.raises(ValueError, match=message):
             opened(paths["text", 1], tmp_path / file, name=name)
-    with named_in_errors("--data.valid-path", name):
-        found = opened(paths["text", 1], paths["text", 2], given, name=name)
-        assert list(named_files(found.files, label)) == [label, f"{label}: the tokens"]
-        found = opened(paths["tokens", 1], paths["tokens", 2], name=name)
-        assert named_files(found.files, label) == {
-            f"{label}: {file}": paths["tokens", 2] / file
-            for file in ("manifest.json", "tokens.bin", "tokenizer.json")
-        }
+    found = opened(paths["text", 1], paths["text", 2], given, name=name)
+    assert list(named_files(found.files, label)) == [label, f"{label}: the tokens"]
+    found = opened(paths["tokens", 1], paths["tokens", 2], name=name)
+    names = [f"{label}: {file}" for file in ("manifest.json", "tokens.bin", "tokenizer.json")]
+    assert list(named_files(found.files, label)) == names

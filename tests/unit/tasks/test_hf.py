@@ -1,6 +1,5 @@
 import json
 import pickle
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +15,6 @@ from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.tasks import load
 from mntrain.tasks.hf import IGNORED, MaskedWindows, pad_batch
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    """No cache of others, and no network."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(socket.socket, "connect", None)
 
 
 def task(model, path, tokenizer="auto", **options):

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mntrain.config import Config
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import Corpus
-from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load
 from mntrain.tasks.token_windows import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer
@@ -47,11 +46,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -151,19 +145,6 @@ def test_windows_share_one_token_and_the_last_are_for_validation(text, valid_fra
         assert window.tolist() == whole[i * 10 : i * 10 + 11]
     with pytest.raises(IndexError):
         valid[len(valid)]
-
-
-@pytest.mark.parametrize(("workers", "start_method"), [(2, "fork"), (1, "spawn")])
-def test_workers_read_the_same_windows(text, workers, start_method):
-    data = language_model(text).dataset("train")
-    data[0]  # a map is open when the dataset goes to the workers
-    plan = SamplingPlan(len(data), 8, seed=0)
-    options = LoaderOptions(
-        rank=0, size=1, micro_batch_size=3, workers=workers, start_method=start_method
-    )
-    for step, pieces in enumerate(batches(data, plan, options, range(2))):
-        for piece, indices in zip(pieces, plan.micro_batches(step, 0, 1, 3), strict=True):
-            assert torch.equal(piece, torch.stack([data[i] for i in indices]))
 
 
 def test_the_vocabulary_is_that_of_data_and_tokenizer_or_as_given(text, tmp_path, documents):

@@ -1,7 +1,6 @@
 """Validation data of their own, by --data.valid-path, in the built-in tasks."""
 
 import json
-import socket
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +12,6 @@ from hf_models import write_bert, write_gpt2
 from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.tasks import load
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    """No cache of others, and no network."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(socket.socket, "connect", None)
 
 
 def lm(path, valid, vocab=0):
