@@ -176,15 +176,14 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def state_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a Markdown table of the model state by role, measured and predicted."""
+    """Return a Markdown table of the model state by role."""
     if not rows:
         return []
     roles = list(rows[0]["state"]["measured"])
-    lines = ["", "Model state on the rank that holds most, MiB, measured (predicted):", ""]
+    lines = ["", "Model state on the rank that holds most, MiB:", ""]
     lines += ["| | " + " | ".join(roles) + " |", "|---|" + "--:|" * len(roles)]
     for row in rows:
-        measured, expected = row["state"]["measured"], row["state"]["expected"]
-        values = (f"{measured[role] / MIB:.1f} ({expected[role] / MIB:.1f})" for role in roles)
+        values = (f"{row['state']['measured'][role] / MIB:.1f}" for role in roles)
         lines.append(f"| {row['what']} | " + " | ".join(values) + " |")
     return lines
 

@@ -1,11 +1,12 @@
 """The accumulation of gradients of a step, from the first backward to the means that `step` takes.
 
-    empty          no backward since the last step or `zero_grad`
-    filling        autograd hooks take gradients into buckets, as backward makes them
-    reducing       a bucket whose last gradient has arrived belongs to its communication hook; when
-                   backward ends, the rest is launched, and `finish` waits for all
-    held           every gradient is the mean over ranks; further backward passes add to it
-    interrupted    a backward has raised: `clear` makes it empty, if nothing was sent
+    EMPTY          no backward since the last step or `zero_grad`
+    FILLING        autograd hooks take gradients into buckets, as backward makes them; a bucket
+                   whose last gradient has arrived belongs to its communication hook; when backward
+                   ends, the rest is launched, and `finish` waits for all
+    HELD           every gradient is the mean over ranks; further backward passes add to it
+
+After a backward that has raised, `clear` makes it empty, if nothing was sent.
 
 A reduction ends with the backward that is not under `no_sync`, inside `backward()`, as in DDP. A
 round is what launches every bucket once: a whole accumulation, or at stage 2 a micro-batch.
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
 
@@ -48,6 +50,14 @@ COMPILED = (
     "torch._dynamo.config.compiled_autograd is on: compiled autograd does not tell when a backward "
     "ends, so gradients cannot be averaged; leave it off, torch.compile compiles backward without"
 )
+
+
+class Phase(Enum):
+    """How far the gradients of a step are."""
+
+    EMPTY = "empty"
+    FILLING = "filling"
+    HELD = "held"
 
 
 class Accumulation:
@@ -102,10 +112,10 @@ class Accumulation:
         self._tasks = set[int]()  # autograd's numbers of it, and of those nested in it
         self._syncing = True  # outside of `no_sync`
         # Of the reduction.
-        self.filling = False  # a gradient has arrived that is not reduced yet
+        self.phase = Phase.EMPTY
+        self.reduced_weight = 0.0  # of what was reduced since the last step, in samples
         self._used = set[str]()  # names of parameters that got a gradient
         self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
-        self._reduced_weight: float | None = None  # in samples; None if nothing is held
         self._left = False  # it has left gradients: it leaves none if no rank used any
         # Of the round.
         self._round_begun = False  # a gradient has arrived
@@ -124,11 +134,6 @@ class Accumulation:
         1 for a loss that was multiplied by its weight, 0 where this rank has no sample.
         """
         return self.weight.latest if self._tasks else self.weight.coming
-
-    @property
-    def reduced_weight(self) -> float:
-        """The weight of what was reduced since the last step, in samples."""
-        return self._reduced_weight or 0.0
 
     @property
     def message(self) -> StepMessage:
@@ -181,8 +186,9 @@ class Accumulation:
         if self._tasks:
             raise RuntimeError(INTERRUPTED)
         self._forget_dropped()
-        dropped = self._left and not self._gradients.exist
-        if self._reduced_weight is None or self.filling or dropped:
+        if self._left and self.phase is Phase.HELD and not self._gradients.exist:
+            self.phase, self.reduced_weight = Phase.EMPTY, 0.0
+        if self.phase is not Phase.HELD:
             self.finish()
 
     def expect(
@@ -206,7 +212,7 @@ class Accumulation:
     def begin_weighted(self) -> None:
         """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
         self._forget_dropped()
-        if self.filling:
+        if self.phase is Phase.FILLING:
             return
         if self._gradients.exist and not self._gradients.held:
             raise RuntimeError(
@@ -234,7 +240,7 @@ class Accumulation:
         Outside of `no_sync`. All ranks must discard the gradients afterwards.
         """
         self._tasks.clear()
-        if self._reduced_weight is None or self.filling:
+        if self.phase is not Phase.HELD:
             self.weight.discard()
             self.weight.state(1.0)  # the sum over ranks must not be 0
             self.finish()
@@ -254,7 +260,7 @@ class Accumulation:
         if not self._launched:
             self._tasks.clear()
             self._start_round()
-        self._reduced_weight = None
+        self.reduced_weight = 0.0
         self._hook.end_step(taken=False)
 
     def resume(self, steps: int) -> None:
@@ -266,7 +272,7 @@ class Accumulation:
     def end_step(self, *, taken: bool) -> None:
         """Begin another step; without `taken`, this one has updated nothing. Local."""
         self._hook.end_step(taken=taken)
-        self._reduced_weight = None
+        self.phase, self.reduced_weight = Phase.EMPTY, 0.0
         self.resume(self.steps + 1)
         self.weight.end_step()
         self.finite.reset()
@@ -274,7 +280,7 @@ class Accumulation:
     def close(self) -> None:
         """Remove the hooks, and leave `parameter.grad` to others. Once."""
         self._stop_weighing()
-        self._gradients.close(self._used if self.filling else ())
+        self._gradients.close(self._used if self.phase is Phase.FILLING else ())
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -289,8 +295,8 @@ class Accumulation:
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def _begin(self) -> None:
-        if not self.filling:
-            self.filling = True
+        if self.phase is not Phase.FILLING:
+            self.phase = Phase.FILLING
             if self._gradients.all_dropped:
                 self._hook.end_step(taken=False)
             self._gradients.begin()
@@ -304,7 +310,7 @@ class Accumulation:
         dropped = [name for name in self._used if self._gradients.dropped(name)]
         if arriving in self._used and not self._gradients.keeps(arriving):
             dropped.append(arriving)
-        if not self.filling or not dropped:
+        if self.phase is not Phase.FILLING or not dropped:
             return
         if len(dropped) == len(self._used):
             self._hook.end_step(taken=False)
@@ -322,7 +328,7 @@ class Accumulation:
         self.weight.discard()
         self._late.clear()
         self.finite.reset()
-        self._used, self.filling = set(), False
+        self._used, self.phase = set(), Phase.EMPTY
 
     def _start_round(self) -> None:
         self._launched, self._round_begun = 0, False
@@ -440,10 +446,10 @@ class Accumulation:
                 self.refuse_weight(weight)
             unused = frozenset(self._parameters)  # this group has no sample
         self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
-        self._left = self._gradients.exist
         if divisor > 0:
             self._hook.end_reduction(divisor)
-        self._used, self.filling = set(), False
+        self._used, self.phase = set(), Phase.HELD
+        self._left = self._gradients.exist
         self._stop_weighing()
         if totals["late"]:
             self._gradients.set_aside()
@@ -452,7 +458,7 @@ class Accumulation:
                 self._gradients.put(entry.spec.name, gradient)
                 self._take_or_keep(index, entry)
             return True
-        self._reduced_weight = self.reduced_weight + weight
+        self.reduced_weight += weight
         self.weight.reset(usual=divisor / self.group.size)
         return False
 

@@ -5,7 +5,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +21,7 @@ from zero.comm_hooks.names import make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
-from zero.memory import Memory, predict, state_bytes
+from zero.memory import Memory, state_bytes
 from zero.norms import (
     NonFiniteGradientError,
     NonFiniteReplicaError,
@@ -626,25 +625,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state=state_bytes(self._inner.state.values()) + self.schedule.nbytes(),
             hook=self._hook.nbytes(),
         )
-
-    def expected_memory(self) -> Memory:
-        """Return what `memory` will be after a step, from the plan alone. Local.
-
-        With a sync schedule, after each of its exchanges has begun.
-        """
-        groups, shard = self._names.of(self.param_groups), self._shard
-        options = {name: hyperparameters(group) for group in groups for name in group["params"]}
-        memory = predict(
-            shard.plan,
-            self._make_inner,
-            shard.stage,
-            shard.slot,
-            options,
-            gather_dtype=shard.gather_dtype,
-        )
-        kept = self.schedule.expected_nbytes(shard.tensors)
-        hook = self._hook.expected_nbytes(shard.plan, self._levels)
-        return replace(memory, state=memory.state + kept, hook=hook)
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError: copies and pickles would have no ranks."""

@@ -31,7 +31,7 @@ class Variant(NamedTuple):
 
     step: Callable[[Batch], Tensor]  # returns the loss
     settings: str
-    # Bytes of the model state by role, measured and expected.
+    # Bytes of the model state by role, as "measured".
     state: Callable[[], dict[str, dict[str, int]]] | None = None
     # Seconds so far in which the caller waited for collectives, and any was in progress.
     clocks: Callable[[], tuple[float, float]] | None = None
@@ -93,10 +93,7 @@ def mntrain_stage(
         return Variant(
             plain_step(model, optimizer),
             usual,
-            lambda: {
-                "measured": asdict(optimizer.memory()),
-                "expected": asdict(optimizer.expected_memory()),
-            },
+            lambda: {"measured": asdict(optimizer.memory())},
             lambda: (world.collectives.waited_s, world.collectives.busy_s),
             optimizer.wait_for_parameters,
         )

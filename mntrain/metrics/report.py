@@ -289,13 +289,12 @@ class Reporter:
 
 
 def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
-    table = _table("memory of a rank", "expected", "least", "median", "most", "on rank")
+    table = _table("memory of a rank", "least", "median", "most", "on rank")
     for role, sizes in memory.items():
-        if sizes["most"] or sizes.get("expected"):
-            expected = decimal(sizes["expected"]) if "expected" in sizes else ""
+        if sizes["most"]:
             spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
             label = _MEMORY_LABELS.get(role, role.replace("_", " "))
-            table.add_row(label, expected, *spread, str(sizes["peak_rank"]))
+            table.add_row(label, *spread, str(sizes["peak_rank"]))
     return table
 
 

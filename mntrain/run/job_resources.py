@@ -25,9 +25,9 @@ _PROCESS_ROLES = {
 def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, Any]:
     """Return the entries of summary.json about the world, memory and traffic. Collective."""
     usage = world.usage()
-    measured = _total([optimizer.memory() for optimizer in optimizers])
-    expected = _total([optimizer.expected_memory() for optimizer in optimizers])
-    by_rank = world.gather((measured, expected))
+    none = Memory(0, 0, 0, 0, 0)
+    several = [none, *(optimizer.memory() for optimizer in optimizers)]
+    measured = world.gather(Memory(*map(sum, zip(*map(astuple, several), strict=True))))
     return {
         "world": {
             "size": world.size,
@@ -37,7 +37,7 @@ def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, An
             "transport": world.transport,
             "library": world.library.name,
         },
-        "memory": memory_by_role([own for own, _ in by_rank], [plan for _, plan in by_rank], usage),
+        "memory": memory_by_role(measured, usage),
         "ranks": [
             {**asdict(place), **asdict(used)}
             for place, used in zip(world.places, usage, strict=True)
@@ -45,25 +45,15 @@ def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, An
     }
 
 
-def _total(memories: Sequence[Memory]) -> Memory:
-    """Return the sums of each role over optimizers."""
-    none = Memory(0, 0, 0, 0, 0)
-    return Memory(*map(sum, zip(*map(astuple, [none, *memories]), strict=True)))
-
-
-def memory_by_role(
-    measured: Sequence[Memory], expected: Sequence[Memory], usage: Sequence[Usage]
-) -> dict[str, dict[str, int]]:
-    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
+def memory_by_role(measured: Sequence[Memory], usage: Sequence[Usage]) -> dict[str, dict[str, int]]:
+    """Return the bytes that each role of memory took; both arguments are by rank. Pure.
 
     Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
-    least, median and most over ranks and the first rank with the most ("peak_rank"); the roles of
-    `Memory` also have the prediction for that rank ("expected").
+    least, median and most over ranks and the first rank with the most ("peak_rank").
     """
     report = {}
     for role in [role.name for role in dataclasses.fields(Memory)] + ["total"]:
-        spread = _spread([getattr(memory, role) for memory in measured])
-        report[role] = {"expected": getattr(expected[spread["peak_rank"]], role), **spread}
+        report[role] = _spread([getattr(memory, role) for memory in measured])
     for role, usage_field in _PROCESS_ROLES.items():
         report[role] = _spread([getattr(used, usage_field) for used in usage])
     return report

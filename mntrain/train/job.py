@@ -1,9 +1,7 @@
 """Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
 import os
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,7 +9,6 @@ import torch
 from mntrain import checkpoint, tasks
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import FoundCheckpoint, Stateful
-from mntrain.checks.storage import existing_folder
 from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
@@ -172,8 +169,6 @@ class TrainingJob:
         with world.agreement():
             if self.saves:
                 saver.check()
-        if self.saves:
-            self._warn_of_little_space(world, sharded=config.zero.stage > 0 and world.size > 1)
         if self.resumed:
             self._load_checkpoint(world, self.resumed, objects)
         self.schedule.start(self.done)
@@ -206,20 +201,6 @@ class TrainingJob:
         before = self.resumed.manifest.data.get("files", {}) if self.resumed else {}
         now: Mapping[str, str] = self.data_facts["files"]
         return [name for name, value in now.items() if before.get(name, value) != value]
-
-    def _warn_of_little_space(self, world: World, *, sharded: bool) -> None:
-        memory, replicas = self.optimizer.expected_memory(), self.optimizer.schedule.replicas
-        own = memory.state + memory.master
-        nbytes = world.sum([own])[0] if sharded else own * replicas
-        nbytes += memory.parameters * replicas if replicas > 1 else 0  # of replicas that differ
-        nbytes += sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        with suppress(OSError):
-            folder = existing_folder(self.run_dir)
-            if world.master and (free := shutil.disk_usage(folder).free) < nbytes:
-                self.reporter.warn(
-                    f"a checkpoint takes about {nbytes / 1e6:.1f} MB, and {folder} has "
-                    f"{free / 1e6:.1f} MB free: free space, or give another --run.dir"
-                )
 
 
 def choose_sync(world: World, config: Config, *, weighted: bool = False) -> LocalSGD | None:

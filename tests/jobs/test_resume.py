@@ -215,23 +215,6 @@ def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
     assert other.stderr.count("the data is not that of the checkpoint: the size of") == 1
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize(
-    ("room", "warnings"), [(400_000, 1), pytest.param(700_000, 0, marks=pytest.mark.exhaustive)]
-)
-def test_too_little_space_for_a_checkpoint_is_a_warning_at_the_start(tmp_path, room, warnings):
-    small = tmp_path / "run"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", small], check=True)
-    try:
-        result = train(2, tmp_path, "--zero.stage", "2", "--checkpoint.every", "2")
-    finally:
-        subprocess.run(["umount", small], check=True)
-    said = result.stderr.count("warning: a checkpoint takes about 0.5 MB, and ")
-    assert said == warnings, result.report()
-
-
 @pytest.mark.exhaustive
 def test_a_job_that_cannot_save_fails(tmp_path):
     corpus = write_corpus(tmp_path)

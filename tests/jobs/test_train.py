@@ -47,7 +47,6 @@ def test_a_run_leaves_its_records(tmp_path):
     for role in ("parameters", "gradients", "state", "total"):
         sizes = memory[role]
         assert 0 < sizes["least"] <= sizes["median"] <= sizes["most"]
-        assert sizes["expected"] > 0
     # Adam keeps two numbers for every parameter, and a rank has a fourth of them.
     assert memory["state"]["most"] < 0.6 * memory["parameters"]["least"]
     assert "4 ranks on 2 nodes of 2" in result.stdout

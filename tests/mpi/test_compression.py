@@ -161,7 +161,6 @@ def test_stages_and_ranks_have_the_same_bits(worlds, layout, partition):
     results = []
     for stage in (0, 1, 2):
         weights, optimizer = train(world, Int8Hook(), stage=stage, partition=partition)
-        assert optimizer.memory() == optimizer.expected_memory()
         assert any(world.gather(optimizer.memory().hook))
         results.append(weights)
     assert all(torch.equal(weights, results[0]) for weights in results)
@@ -313,7 +312,7 @@ def test_on_one_node_nothing_is_compressed_and_that_is_said_once(worlds, capfd):
     said = capfd.readouterr().err
     assert said.count("all ranks are on one node, and Int8Hook compresses") == world.master
     assert torch.equal(weights, train(world, None)[0])
-    assert optimizer.memory().hook == optimizer.expected_memory().hook == 0
+    assert optimizer.memory().hook == 0
 
 
 def test_compress_is_the_hook_of_optimizers_that_are_given_none():

@@ -315,15 +315,17 @@ def test_the_bits_are_those_of_synchronous_training_or_of_diloco(world, cut, one
 
 @stages
 @pytest.mark.parametrize("sync", [MEANS[1], *SYNCS], ids=["DiLoCo", "streaming", "SparseLoCo"])
-def test_memory_is_as_expected(world, make, sync, stage):
+def test_memory_is_that_of_the_outer_state_and_does_not_grow(world, make, sync, stage):
     dtype = torch.bfloat16 if stage == 1 else torch.float64
     model = net(dtype)
     optimizer = make(model, sync=sync, stage=stage)
-    expected = optimizer.expected_memory()
     take_steps(world, model, optimizer, range(10))
     measured = optimizer.memory()
-    assert (measured.state, measured.master) == (expected.state, expected.master)
-    assert expected.state > make(net(dtype), stage=stage).expected_memory().state
+    take_steps(world, model, optimizer, range(10, 20))
+    assert optimizer.memory() == measured
+    numel = sum(piece.high - piece.low for piece in optimizer.slices())
+    assert measured.master == (4 * numel if stage == 1 else 0)
+    assert measured.state >= (2 + 2) * 4 * numel  # of AdamW, and of the outer optimizer
 
 
 @stages
@@ -635,7 +637,6 @@ def test_ranks_that_update_nothing_take_part(world, make, sync, stage):
         take_step(world, model, optimizer, step)
         optimizer.state_dict()
     assert_equal_between_nodes(world, optimizer, EXCHANGED)
-    assert optimizer.memory().state <= optimizer.expected_memory().state + 8 * 3
     optimizer.exchange()
     assert len(set(digests(world, model))) == 1
 

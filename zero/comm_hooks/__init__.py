@@ -165,10 +165,6 @@ class CommHook:
         """Return the bytes of this rank's state. Local."""
         return 0
 
-    def expected_nbytes(self, plan: Sequence[Bucket], levels: NodeLevels | None) -> int:
-        """Return what `nbytes` will be after a step with the buckets of a plan. Local."""
-        return 0
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, such as error feedback; by default empty. Local.
 

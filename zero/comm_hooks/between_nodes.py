@@ -17,7 +17,7 @@ ICML 2019, arXiv 1901.09847; Dettmers et al., "8-bit Optimizers via Block-wise Q
 Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import ChainedWork, CommHook, NodeLevels, ReducibleBucket
 from zero.comm_hooks.codes import BlockCode, Code, aligned
 from zero.kernels import sum_dtype
-from zero.layout import Bucket
 
 
 class Unsent(NamedTuple):
@@ -138,13 +137,6 @@ class BetweenNodesHook(CommHook):
     def nbytes(self) -> int:
         """Return the bytes of the residuals."""
         return sum(2 * kept.settled.residual.nbytes for kept in self._residuals.values())
-
-    def expected_nbytes(self, plan: Sequence[Bucket], levels: NodeLevels | None) -> int:
-        """Return what `nbytes` will be after a step."""
-        if levels is None or levels.count == 1:
-            return 0
-        own = [(levels.own_range(b), sum_dtype(b.dtype)) for b in plan if not b.dtype.is_complex]
-        return sum(2 * (lane.stop - lane.start) * dtype.itemsize for lane, dtype in own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of the last step, by bucket."""

@@ -306,26 +306,6 @@ class Exchange(SyncSchedule):
         kept = chain.from_iterable(state.values() for state in self._state.values())
         return sum(tensor.nbytes for tensor in kept) + self._peak
 
-    def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
-        """Return the bytes of the outer state and of the exchanges that are in flight together."""
-        kept = (1 + len(self._keys)) * sum(tensor.nbytes for tensor in tensors)
-        return (kept if self._outer else 0) + self._expected_in_flight(tensors)
-
-    def _expected_in_flight(self, tensors: Sequence[Tensor]) -> int:
-        """Return the most bytes that are in flight, beside what an exchange itself waits for."""
-        if not self._overlap:
-            return 0
-        of_fragment = [
-            self._means.nbytes([t for t in tensors if self._fragment[t] == fragment], self._code)
-            for fragment in range(self._fragments)
-        ]
-        first = self._warmup + self._every
-        together = [
-            [self._starts_after(step - back) for back in range(self._overlap + 1)]
-            for step in range(first, first + self._every)
-        ]
-        return max(sum(of_fragment[f] for f in sent if f is not None) for sent in together)
-
     def _starts_after(self, step: int) -> int | None:
         taken = step - self._warmup + 1
         for fragment in range(self._fragments if taken > 0 else 0):
@@ -504,11 +484,6 @@ class StaleExchange(Exchange):
         self._apply_rounds(len(self._rounds))
         for tensor, drift in since.items():
             tensor.copy_(self._state[tensor][EXCHANGED] - drift)
-
-    def _expected_in_flight(self, tensors: Sequence[Tensor]) -> int:
-        """Return the most bytes: a node sends a round before it waits for that of the bound."""
-        own = sum(tensor.nbytes for tensor in tensors)
-        return (1 + self._max_staleness) * (own + self._means.nbytes(tensors, self._code))
 
     def _round_start(self, tensor: Tensor) -> Tensor:
         """Return a tensor as this node's current round has found it: a new one."""

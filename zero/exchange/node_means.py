@@ -100,16 +100,6 @@ class NodeMeans:
             work = ChainedWork(self._travel(codes.view(-1), self._cross.all_gather))
             yield Message(message, work, codes.nbytes, partial(self._decode, message, codes, code))
 
-    def nbytes(self, tensors: Sequence[Tensor], code: Code | None = None) -> int:
-        """Return the bytes that messages of tensors hold until they have arrived. Local."""
-        total = 0
-        for message in _messages(tensors):
-            if code is None or message[0].is_complex():
-                total += sum(tensor.nbytes for tensor in message)
-            else:
-                total += self._cross.size * self._code_bytes(message, code)
-        return total
-
     def _travel(self, flat: Tensor, exchange: Callable[[Tensor], Work]) -> Iterator[Work]:
         """Exchange this rank's part of a flat tensor, and gather the others from the node."""
         bounds = split(len(flat), self._parts)

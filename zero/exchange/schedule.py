@@ -140,13 +140,6 @@ class SyncSchedule:
         """Return the bytes that were kept, and in flight, on this rank, at the peak. Local."""
         return 0
 
-    def expected_nbytes(self, tensors: Sequence[Tensor]) -> int:
-        """Return what `nbytes` will be when every exchange has begun once. Local.
-
-        `tensors` are all that this rank updates. Exchanges that `settle` waits for may take more.
-        """
-        return 0
-
 
 def check_replicas(schedule: SyncSchedule, collectives: Collectives) -> None:
     """Raise ValueError for a schedule whose replicas together are not all ranks. Local."""
