@@ -4,8 +4,8 @@ import fnmatch
 import json
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +14,14 @@ from mntrain.checkpoint.format import FILE, MODEL, open_tensors
 from mntrain.checkpoint.reader import find_sound, list_checkpoints
 
 _INDEX = "model.safetensors.index.json"  # of Hugging Face: files by name of the tensor
-_PICKLED = (".bin", ".pt", ".pth")
 _SHOWN = 4  # names in a list
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """The tensors that a model has taken from a file, by the names of its state_dict."""
+class LoadedWeights(NamedTuple):
+    """What a model has taken from a file, in words, and what did not match."""
 
-    path: Path
-    loaded: int  # tensors of the model
-    missing: list[str]  # of the model, which keep their initial values
-    unused: list[str]  # of the file
-    other_shape: list[str]  # with both shapes; these keep their initial values, too
-
-    def __str__(self) -> str:
-        total = self.loaded + len(self.missing) + len(self.other_shape)
-        return f"{self.loaded} of {total} tensors from {self.path}"
-
-    def problems(self) -> list[str]:
-        """Return what did not match, in words."""
-        named = {
-            "not in the file, so they keep their initial values": self.missing,
-            "of another shape in the file, so they keep their initial values": self.other_shape,
-            "in the file, but not in the model": self.unused,
-        }
-        return [f"{_listed(names)}: {why}" for why, names in named.items() if names]
+    text: str
+    problems: list[str]
 
 
 @torch.no_grad()
@@ -53,94 +35,83 @@ def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
     targets = model.state_dict()
     found: set[str] = set()
     unused, other_shape = [], {}
-    for name, tensor in _read_tensors(path):
-        if name not in targets:
-            unused.append(name)
-        elif tensor.shape != targets[name].shape:
-            was, now = tuple(tensor.shape), tuple(targets[name].shape)
-            other_shape[name] = f"{name} ({was}, the model's is {now})"
-        else:
-            targets[name].copy_(tensor)
-            found.add(name)
-    if not found:
-        shown = _listed(unused or list(other_shape.values())) or "no tensor"
-        raise ValueError(
-            f"--init.from {path}: nothing matches the model. The file has {shown}; the model has "
-            f"{_listed(list(targets))}"
-        )
+    try:
+        for name, tensor in _read_tensors(path):
+            if name not in targets:
+                unused.append(name)
+            elif tensor.shape != targets[name].shape:
+                was, now = tuple(tensor.shape), tuple(targets[name].shape)
+                other_shape[name] = f"{name} ({was}, the model's is {now})"
+            else:
+                targets[name].copy_(tensor)
+                found.add(name)
+        if not found:
+            shown = _listed(unused or list(other_shape.values())) or "no tensor"
+            raise ValueError(
+                f"nothing matches the model. The file has {shown}; the model has "
+                f"{_listed(list(targets))}"
+            )
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"--init.from {path}: {error}") from error
     storages = {targets[name].data_ptr() for name in found}  # tied weights have one, and two names
     present = {name for name, tensor in targets.items() if tensor.data_ptr() in storages} | found
     missing = [name for name in targets if name not in present | other_shape.keys()]
+    named = {
+        "not in the file, so they keep their initial values": missing,
+        "of another shape in the file, so they keep their initial values": [*other_shape.values()],
+        "in the file, but not in the model": unused,
+    }
     loaded = len(targets) - len(missing) - len(other_shape)
-    return LoadedWeights(path, loaded, missing, unused, list(other_shape.values()))
-
-
-def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    if not path.exists():
-        raise ValueError(f"--init.from {path}: does not exist")
-    if path.suffix in _PICKLED:
-        yield from _read_pickled(path)
-        return
-    for file in _find_files(path):
-        try:
-            with open_tensors(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    yield name, tensors.get_tensor(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--init.from {path}: {error}") from error
-
-
-def _find_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if (path / FILE).exists() or list_checkpoints(path):
-        try:
-            return [find_sound(path, (MODEL,))[0] / MODEL]
-        except ValueError as error:
-            raise ValueError(f"--init.from {error}") from error
-    if (path / MODEL).exists():
-        return [path / MODEL]
-    if (path / _INDEX).exists():
-        by_name = json.loads((path / _INDEX).read_text())["weight_map"]
-        return [path / name for name in sorted(set(by_name.values()))]
-    raise ValueError(
-        f"--init.from {path}: has no weights: give a checkpoint or a run, a .safetensors or .pt "
-        f"file, or a folder with {MODEL} (of Hugging Face)"
+    return LoadedWeights(
+        f"{loaded} of {len(targets)} tensors from {path}",
+        [f"{_listed(names)}: {why}" for why, names in named.items() if names],
     )
 
 
-def _read_pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
+def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    if path.suffix in (".bin", ".pt", ".pth"):
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"--init.from {path}: is not a file of tensors by torch.save: {error}"
-        ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(
-            f"--init.from {path}: holds more than tensors by name: save model.state_dict() alone"
-        )
-    yield from tensors.items()
+        if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+            raise ValueError("holds more than tensors by name: save model.state_dict() alone")
+        yield from tensors.items()
+        return
+    for file in _find_files(path):
+        with open_tensors(file) as content:
+            for name in content.keys():  # noqa: SIM118 - not a mapping
+                yield name, content.get_tensor(name)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Exclude the parameters whose names match any pattern from training; return their elements.
+def _find_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / FILE).exists() or list_checkpoints(path):
+        return [find_sound(path, (MODEL,))[0] / MODEL]
+    if (path / _INDEX).exists():
+        by_name = json.loads((path / _INDEX).read_text())["weight_map"]
+        return [path / name for name in sorted(set(by_name.values()))]
+    if (path / MODEL).exists():
+        return [path / MODEL]
+    raise ValueError(
+        "has no weights: give a checkpoint or a run, a .safetensors or .pt file, or a folder with "
+        f"{MODEL} (of Hugging Face)"
+    )
 
-    In place. Raises ValueError for a pattern that matches none.
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters whose names match any pattern from training. In place.
+
+    Raises ValueError for a pattern that matches none.
     """
     named = dict(model.named_parameters(remove_duplicate=False))  # tied ones have several names
-    frozen: set[nn.Parameter] = set()
     for pattern in patterns:
-        matching = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+        matching = fnmatch.filter(named, pattern)
         if not matching:
             raise ValueError(
                 f"--init.freeze {pattern}: matches no parameter of the model, which has "
                 f"{_listed(list(named))}"
             )
-        frozen |= {named[name] for name in matching}
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    return sum(parameter.numel() for parameter in frozen)
+        for name in matching:
+            named[name].requires_grad_(False)
 
 
 def _listed(names: Sequence[str]) -> str:

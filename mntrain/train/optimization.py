@@ -2,9 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -18,18 +17,10 @@ from mntrain.optim import Muon, muon_groups
 from mntrain.tasks import Task, import_class
 from mntrain.train.task_errors import errors_of_task
 from zero.optimizer import ZeroOptimizer
-from zero.trials import check_arguments
 
-# Optimizers of torch.optim that a training step cannot drive, and the reason.
-UNSUPPORTED = {
-    "LBFGS": "it runs the forward by itself",
-    "SparseAdam": "gradients here are dense",
-}
 # Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
 # in the tensor, so results would depend on how shards are cut.
 FUSED = {"Adam", "AdamW", "SGD"}
-# Arguments of optimizers that have options of their own.
-_OWN_OPTIONS = {"lr": "--optim.lr", "weight_decay": "--optim.weight-decay"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,7 @@ def choose_optimizer(
 ) -> OptimizerChoice:
     """Return the optimizer that the task brings, or else the one of --optim. Local.
 
-    Raises ValueError for one that cannot be used, or refuses its options, and for an error of the
-    task.
+    Raises ValueError for one that cannot be used, and for an error of the task.
     """
     with errors_of_task(task, "optimizer() fails"):
         given: object = task.optimizer(model)
@@ -63,11 +53,6 @@ def choose_optimizer(
             groups = muon_groups(model, task.regions(model))
         else:
             groups = weight_decay_groups(model, config.weight_decay)
-        if ":" not in config.name:  # others may need more than small tensors
-            try:
-                check_arguments(kind, options, groups)
-            except ValueError as error:
-                raise ValueError(f"--optim.options: {error}") from error
         return OptimizerChoice(kind, groups, options)
     if not isinstance(given, partial) or len(given.args) > 1:
         raise ValueError(
@@ -84,8 +69,7 @@ def resolve_optimizer(
     """Return the optimizer class that is configured, and the options to construct it with.
 
     On a GPU the options ask for the fused kernel where the class has one. Raises ValueError for a
-    name that is not of an optimizer or of one that cannot be used here, and for arguments that the
-    class does not take.
+    name that is not of an optimizer, and for options that have a flag of their own.
     """
     kind = _find_class(config.name)
     name, parameters = kind.__name__, inspect.signature(kind).parameters
@@ -99,9 +83,10 @@ def resolve_optimizer(
         key.replace("-", "_"): tuple(v) if isinstance(v, list) else v
         for key, v in config.options.items()
     }
-    if len(given) < len(config.options):
-        raise ValueError("--optim.options has an option with a dash and with an underscore")
-    _check_options(given, name, parameters)
+    for key in ("lr", "weight_decay"):
+        if key in given:
+            flag = f"--optim.{key.replace('_', '-')}"
+            raise ValueError(f"--optim.options: {key} is given by {flag}")
     options: dict[str, Any] = {"lr": config.lr}
     if name in FUSED and "fused" in parameters:
         options["fused"] = True if device.type == "cuda" else None  # None: torch's default
@@ -109,40 +94,18 @@ def resolve_optimizer(
 
 
 def _find_class(name: str) -> type[Optimizer]:
+    found = {"Muon": Muon}.get(name)  # torch's takes matrices only, and models have vectors too
     if ":" in name:
-        kind = import_class("--optim.name", name)
-        if not issubclass(kind, Optimizer):
-            raise ValueError(
-                f"--optim.name {name}: {kind.__name__} does not derive from torch.optim.Optimizer"
-            )
-        return kind
-    if name == "Muon":  # torch's takes matrices only, and models have vectors too
-        return Muon
-    if name in UNSUPPORTED:
-        raise ValueError(f"--optim.name {name}: {UNSUPPORTED[name]}; choose another")
-    kind = getattr(torch.optim, name, Optimizer)
-    if kind is Optimizer or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
-        known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
-        del known["optimizer"]  # the base class
-        near = [known[found] for found in get_close_matches(name.lower(), known)] or ["AdamW"]
+        found = import_class("--optim.name", name)
+    elif found is None:
+        found = getattr(torch.optim, name, None)
+    if not inspect.isclass(found) or not issubclass(found, Optimizer) or found is Optimizer:
+        known = [one for one, kind in vars(torch.optim).items() if inspect.isclass(kind)]
         raise ValueError(
-            f"--optim.name {name}: torch.optim has no such optimizer; nearest: {', '.join(near)}; "
-            'or give "package.module:Class"'
+            f"--optim.name {name}: is no torch.optim.Optimizer; torch.optim has "
+            f'{", ".join(sorted(set(known) - {"Optimizer"}))}; or give "package.module:Class"'
         )
-    return kind
-
-
-def _check_options(
-    options: Mapping[str, Any], name: str, parameters: Mapping[str, inspect.Parameter]
-) -> None:
-    """Raise ValueError for an option that the class `name` does not take, or that has a flag."""
-    taken = [key for key in list(parameters)[1:] if key not in _OWN_OPTIONS]
-    any_key = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for key in options:
-        if key in _OWN_OPTIONS:
-            raise ValueError(f"--optim.options: {key} is given by {_OWN_OPTIONS[key]}")
-        if key not in taken and not any_key:
-            raise ValueError(f"--optim.options: {name} takes no {key}; it takes {', '.join(taken)}")
+    return found
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

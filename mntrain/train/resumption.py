@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mntrain import checkpoint
@@ -48,11 +47,11 @@ def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpo
 
     Raises AgreedError if the one that was asked for does not exist, or no steps are left.
     """
-    resume = config.run.resume
+    resume, stop = config.run.resume, config.run.stop_after
     if resume == "never":
         return None
     found = checkpoint.newest(world, run_dir if resume == "auto" else Path(resume))
-    done, stop, problem = found.manifest.step if found else 0, config.run.stop_after, ""
+    done, problem = found.manifest.step if found else 0, ""
     if found is None and resume != "auto":
         problem = (
             f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of a "
@@ -78,18 +77,16 @@ def check_same_run(
     found: FoundCheckpoint,
     config: Config,
     samples: int,
-    values: Mapping[str, str] = MappingProxyType({}),
+    values: Mapping[str, str],
 ) -> None:
     """Raise AgreedError if a fixed option or the data differs from the checkpoint's. Local.
 
     `values` are those of the task (`Task.compared_values`), which older checkpoints lack.
     """
-    if missing := sorted(
-        {"task", "data", "model", "optim", "train", "run"} - found.manifest.config.keys()
-    ):
+    if "task" not in found.manifest.config:
         raise AgreedError(
-            f"{found.path} is of no run of `python -m mntrain`: its configuration has no "
-            f"{', '.join(missing)}; give another --run.dir, or another --run.resume",
+            f"{found.path} is of no run of `python -m mntrain`: its configuration has no task; "
+            "give another --run.dir, or another --run.resume",
             world.rank,
         )
     # Earlier versions lacked some options, and did what their defaults say.
@@ -113,8 +110,8 @@ def check_same_run(
         changes[f"the data had {counts}"] = "data"
     refused = {text: word for text, word in changes.items() if word not in config.run.allow_change}
     if refused:
-        words = list(refused.values())
-        allow = f", or --run.allow-change {' '.join(map(str, words))}" if all(words) else ""
+        words = [word for word in refused.values() if word]
+        allow = f", or --run.allow-change {' '.join(words)}" if len(words) == len(refused) else ""
         raise AgreedError(
             f"{found.path} is of another run: {'; '.join(refused)}. Give the same{allow}, or "
             "another --run.dir to begin anew",

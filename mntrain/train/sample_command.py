@@ -9,11 +9,6 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mntrain.config import Config
-    from mntrain.tasks import Task
 
 
 def run(words: Sequence[str]) -> int:
@@ -31,7 +26,7 @@ def run(words: Sequence[str]) -> int:
         type=Path,
         help="a run, which stands for its newest checkpoint, or a checkpoint",
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--tokens", type=int, metavar="N", help="most tokens to generate")
     parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest tokens")
     parser.add_argument("--seed", type=int, metavar="S", help="default: that of the run")
@@ -51,64 +46,46 @@ def run(words: Sequence[str]) -> int:
 def _sample(options: argparse.Namespace) -> str:
     import torch
 
-    from mntrain import tasks
+    from mntrain import cli, tasks
     from mntrain.checkpoint.format import MODEL, open_tensors
     from mntrain.checkpoint.reader import find_sound, load_model
+    from mntrain.metrics.files import CONFIG_FILE
     from mntrain.train.precision import PRECISIONS
 
-    given = _given(options)
-    path, _ = find_sound(options.path, (MODEL,))
-    config = _read_config(path.absolute().parents[1])
-    task = tasks.load(config.task, config)
-    precision = PRECISIONS[config.train.precision]
-    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    torch.manual_seed(config.run.seed)  # as in training, for what the model draws when it is made
-    model = task.model().to(device, precision.parameters)
-    with open_tensors(path / MODEL) as file:
-        load_model(file, model)
-    sample = task.sample(model.eval(), **_arguments(task, options.prompt, given))
-    if sample is None:
-        raise ValueError(
-            f"--task {config.task} has no sample: its sample() returns None, as that of the "
-            "language model does for token ids without a tokenizer (--data.tokenizer)"
-        )
-    return sample
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
     if options.tokens is not None and options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: must be at least 1")
     if options.temperature is not None and not 0 <= options.temperature < math.inf:
         raise ValueError(f"--temperature {options.temperature}: must be 0 or a positive number")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed {options.seed}: must be between 0 and 2^63 - 1")
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _read_config(run_dir: Path) -> "Config":
-    from mntrain import cli
-    from mntrain.metrics.files import CONFIG_FILE
-
-    file = run_dir / CONFIG_FILE
+    path, _ = find_sound(options.path, (MODEL,))
+    run_dir = path.absolute().parents[1]
     try:
-        return cli.parse(["--config", str(file)], print_errors=False)
+        config = cli.parse(["--config", str(run_dir / CONFIG_FILE)], print_errors=False)
     except cli.RefusedOptionsError as refused:
-        problem = refused.text.splitlines()[0]
         raise ValueError(
             f"{run_dir} is no run of `python -m mntrain`, whose {CONFIG_FILE} names the task: "
-            f"{problem}"
+            f"{refused.text.splitlines()[0]}"
         ) from None
-
-
-def _arguments(task: "Task", prompt: str, given: dict[str, Any]) -> dict[str, Any]:
+    task = tasks.load(config.task, config)
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    torch.manual_seed(config.run.seed)  # as in training, for what the model draws when it is made
+    model = task.model().to(device, PRECISIONS[config.train.precision].parameters)
+    with open_tensors(path / MODEL) as file:
+        load_model(file, model)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    del given["path"]
     parameters = inspect.signature(task.sample).parameters
-    arguments = {**({"prompt": prompt} if prompt else {}), **given}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in arguments:
-        if name not in parameters and not open_ended:
-            raise ValueError(
-                f"--{name}: sample() of --task {task.config.task} has no argument {name!r}; leave "
-                "the option out"
-            )
-    return arguments
+    for name in () if open_ended else given.keys() - parameters.keys():
+        raise ValueError(
+            f"--{name}: sample() of --task {config.task} has no argument {name!r}; leave the option"
+            " out"
+        )
+    sample = task.sample(model.eval(), **given)
+    if sample is None:
+        raise ValueError(
+            f"--task {config.task} has no sample: its sample() returns None, as that of the "
+            "language model does for token ids without a tokenizer (--data.tokenizer)"
+        )
+    return sample

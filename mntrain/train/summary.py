@@ -116,8 +116,8 @@ def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
     frozen = f", of which {fixed} are frozen" if counts[1] else ""
     reporter.note(f"{config.task}: {size} parameters{frozen}", "bold")
     if weights := job.initial_weights:
-        reporter.note(f"weights: {weights}")
-        for problem in weights.problems():
+        reporter.note(f"weights: {weights.text}")
+        for problem in weights.problems:
             reporter.warn(problem)
     data = job.task.describe_data() or job.data.describe(config.train.steps)
     for line in data.splitlines():

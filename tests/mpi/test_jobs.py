@@ -410,8 +410,9 @@ def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder, capsys):
         (["--task", "no_such_module:Task"], "module 'no_such_module' does not import"),
         (["--task", "test_jobs:NoSuchTask"], "module 'test_jobs' has no class 'NoSuchTask'"),
         (["--task", "test_jobs:shutil"], "module 'test_jobs' has no class 'shutil'"),
-        (["--optim.name", "AdamX"], "torch.optim has no such optimizer; nearest: Adam"),
+        (["--optim.name", "AdamX"], "--optim.name AdamX: is no torch.optim.Optimizer"),
         (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
+        (["--checkpoint.best", "acc:max"], "no such metric; they have eval_loss"),
         (["--run.dir", "short.txt/run"], "short.txt'): give a folder in which they can"),
     ],
 )

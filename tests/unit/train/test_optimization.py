@@ -10,13 +10,13 @@ from mntrain.config import Config, OptimConfig
 from mntrain.optim import Muon
 from mntrain.tasks import Task
 from mntrain.train.optimization import (
-    UNSUPPORTED,
     Schedule,
     choose_optimizer,
     lr_factor,
     resolve_optimizer,
     weight_decay_groups,
 )
+from zero.trials import check_arguments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -98,15 +98,11 @@ def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, de
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, ".*nearest: .*AdamW") for name in ("adamw", "AdmW")),
-        ("Sgd", ".*nearest: .*SGD"),
-        ("rmsprop", ".*nearest: .*Rprop"),
-        *((name, ".*has no such optimizer") for name in ("Optimizer", "lr_scheduler", "no thing")),
-        *((name, ".*; choose another") for name in UNSUPPORTED),
+        *((name, "is no torch.*Adam, AdamW,") for name in ("adamw", "Optimizer", "lr_scheduler")),
         ("torch.optim:", ".*is not of the form"),
         ("no_module:Adam", ".*module 'no_module' does not import"),
         ("torch.optim:Nothing", ".*has no class 'Nothing'"),
-        ("torch.nn:Linear", ".*does not derive from"),
+        ("torch.nn:Linear", "is no torch.optim.Optimizer"),
     ],
 )
 def test_a_name_of_no_optimizer_is_refused(name, message):
@@ -117,7 +113,6 @@ def test_a_name_of_no_optimizer_is_refused(name, message):
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("AdamW", {"beta": 0.9}, "--optim.options: AdamW takes no beta; it takes betas, eps, "),
         ("AdamW", {"lr": 0.9}, "--optim.options: lr is given by --optim.lr"),
         (
             "AdamW",
@@ -125,7 +120,6 @@ def test_a_name_of_no_optimizer_is_refused(name, message):
             "--optim.options: weight_decay is given by --optim.weight-decay",
         ),
         ("Adadelta", {"weight-decay": 0.1}, "weight_decay is given by"),
-        ("Adagrad", {"lr-decay": 0.1, "lr_decay": 0.1}, "with a dash and with an underscore"),
         ("Rprop", {}, r"--optim.weight-decay 0\.1: Rprop .*weight-decay 0$"),
     ],
 )
@@ -302,6 +296,7 @@ def test_a_scheduler_of_plateaus_sees_evaluations_only():
         ("Adam", {"betas": 0.9, "amsgrad": True}, "Adam refuses .*betas=0.9"),
         ("NAdam", {"eps": "small"}, "NAdam refuses .*eps='small'"),
         ("AdamW", {"capturable": True}, "AdamW refuses .*capturable=True"),
+        ("AdamW", {"beta": 0.9}, "AdamW refuses beta=0.9 .*; it takes lr=|; it takes .*betas"),
         ("AdamW", {"fused": True, "foreach": True}, "refuses .*fused=True, foreach=True"),
         ("SGD", {"nesterov": True}, "SGD refuses .*nesterov=True"),
         ("SGD", {"momentum": "much"}, "SGD refuses .*momentum='much'"),
@@ -313,10 +308,9 @@ def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, opti
     model = Scaled()
     task = Plain()
     task.regions = lambda model: [model]
-    config = OptimConfig(name=name, options=options)
-    with pytest.raises(ValueError, match=refused) as raised:
-        choose_optimizer(task, model, config, CPU)
-    assert str(raised.value).startswith("--optim.options: ")
+    choice = choose_optimizer(task, model, OptimConfig(name=name, options=options), CPU)
+    with pytest.raises(ValueError, match=refused) as raised:  # as world.optimizer does
+        check_arguments(choice.kind, choice.options, choice.groups)
     assert "\n" not in str(raised.value)
 
 
