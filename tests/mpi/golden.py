@@ -40,7 +40,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             completed(train(RANKS, Path(folder), *OPTIONS, "--zero.stage", str(stage)))
             found[str(stage)] = losses(Path(folder))
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    FILE.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

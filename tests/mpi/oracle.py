@@ -10,9 +10,8 @@ import torch
 from models import net
 from torch import nn
 from torch.nn import functional
-from worlds import hosts
+from worlds import Worlds, make_world
 
-import mntrain
 from mntrain.train.model_digest import model_digest
 
 ALGORITHMS = ["naive", "flat", "leader", "lanes"]
@@ -102,13 +101,7 @@ class Pair:
 
 
 def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL, **options):
-    return mntrain.init(
-        algorithm=algorithm,
-        ranks_per_node=ranks_per_node,
-        bucket_mb=bucket_mb,
-        device="cpu",
-        **options,
-    )
+    return make_world(algorithm, ranks_per_node, bucket_mb=bucket_mb, **options)
 
 
 STAGES = [(0, "element"), (1, "element"), (1, "parameter"), (2, "element"), (2, "parameter")]
@@ -126,30 +119,9 @@ modes = pytest.mark.parametrize(
 )
 
 
-class Trainings:
-    """Worlds by algorithm, layout and bucket size, each made once and kept. Collective."""
-
-    def __init__(self):
-        self._worlds = {}
-
-    def __call__(self, algorithm="lanes", layout=2, bucket_mb=SHARED):
-        key = algorithm, layout, bucket_mb
-        if key not in self._worlds:
-            if isinstance(layout, str):
-                with hosts(layout):
-                    self._worlds[key] = init(algorithm, None, bucket_mb)
-            else:
-                self._worlds[key] = init(*key)
-        return self._worlds[key]
-
-    def close(self):
-        for world in self._worlds.values():
-            world.close()
-
-
 def keep_worlds():
     """What a fixture yields from: worlds, closed at the end."""
-    worlds = Trainings()
+    worlds = Worlds(layout=2, bucket_mb=SHARED)
     yield worlds
     worlds.close()
 

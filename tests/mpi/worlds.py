@@ -30,6 +30,9 @@ EVERY_WORLD = [
 ]
 
 
+USUAL = object()
+
+
 @contextmanager
 def hosts(letters):
     """Let MPI say that rank i is on the host letters[i]."""
@@ -48,15 +51,17 @@ def make_world(algorithm="lanes", layout=None, **options):
 
 
 class Worlds:
-    """Worlds by algorithm and layout, each made once and kept; collective, as `init` is."""
+    """Worlds by their options, each made once and kept; collective, as `init` is."""
 
-    def __init__(self):
-        self._worlds = {}
+    def __init__(self, layout=None, **usual):
+        self._layout, self._usual, self._worlds = layout, usual, {}
 
-    def __call__(self, algorithm="lanes", layout=None):
-        key = algorithm, layout
+    def __call__(self, algorithm="lanes", layout=USUAL, bucket_mb=USUAL):
+        key = algorithm, layout, bucket_mb
         if key not in self._worlds:
-            self._worlds[key] = make_world(*key)
+            options = self._usual if bucket_mb is USUAL else {"bucket_mb": bucket_mb}
+            layout = self._layout if layout is USUAL else layout
+            self._worlds[key] = make_world(algorithm, layout, **options)
         return self._worlds[key]
 
     def close(self):

@@ -34,8 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     # Of torch's own modules, which the compiler imports.
     pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),
-    # Of transformers, for the name that most scripts use.
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning"),
     # Of DDP, for scripts that use all parameters in some of their steps.
     pytest.mark.filterwarnings("ignore:find_unused_parameters:UserWarning"),
 ]

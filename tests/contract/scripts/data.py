@@ -12,11 +12,6 @@ def dataset(samples=48):
     return TensorDataset(x, y)
 
 
-@script()
-def data_loader(kit):
-    return train(kit, data=DataLoader(dataset(), batch_size=12))
-
-
 @script(reference="alone")  # DDP gives every rank the same weight
 def unequal_shares(kit):
     """Batches of 11 samples, the last of 1, of which most ranks have none."""
@@ -109,12 +104,6 @@ class Stream(IterableDataset):
 @script()
 def stream(kit):
     return train(kit, data=DataLoader(Stream(list(dataset())), batch_size=12))
-
-
-@script()
-def workers_by_fork(kit):
-    options = {"num_workers": 1, "multiprocessing_context": "fork"}
-    return train(kit, data=DataLoader(dataset(), batch_size=12, **options))
 
 
 @script(thorough=True)  # every worker imports torch

@@ -36,14 +36,6 @@ def scale_gradients(kit):
 
 
 @script(refused=WITHOUT_GRADIENTS)
-def clip_values(kit):
-    model, optimizer = make(kit)
-    for _ in backwards(kit, model, optimizer):
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    return {"model": model}
-
-
-@script(refused=WITHOUT_GRADIENTS)
 def grad_scaler(kit):
     """The gradient of the second step overflows on rank 0 alone."""
     model = kit.ddp(net().float())

@@ -3,33 +3,11 @@
 import copy
 
 import torch
-from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from contract.script import batches, loss_of, make, net, script, step, train
-
-
-class Lora(nn.Module):
-    """A frozen layer with a trained correction of low rank."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 2, bias=False).double()
-        self.up = nn.Linear(2, base.out_features, bias=False).double()
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-@script()
-def lora(kit):
-    model = net()
-    for index in (0, 2, 4):
-        model[index] = Lora(model[index])
-    return train(kit, model, AdamW, lr=0.01)
 
 
 @script()

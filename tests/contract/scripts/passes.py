@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.optim import LBFGS, SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
-from contract.script import TwoHeads, backwards, batches, loss_of, make, net, script, step, train
+from contract.script import TwoHeads, batches, loss_of, make, net, script, step, train
 
 
 @script()
@@ -29,15 +29,6 @@ def accumulate_with_sync(kit):
         (loss_of(model, x, y) / 3).backward()
         if turn % 3 == 2:
             step(optimizer)
-    return {"model": model}
-
-
-@script()
-def several_losses_of_a_batch(kit):
-    """Each loss has a forward and a backward of its own."""
-    model, optimizer = make(kit, lr=0.1)
-    for x, _ in backwards(kit, model, optimizer):
-        model(x).square().mean().backward()
     return {"model": model}
 
 
@@ -194,20 +185,20 @@ def siamese(kit):
 
 
 class Blocks(nn.Module):
-    """Segments under activation checkpointing, one of which may be used twice."""
+    """Segments under activation checkpointing, one of which is used twice."""
 
-    def __init__(self, use_reentrant, order):
+    def __init__(self, use_reentrant):
         super().__init__()
         torch.manual_seed(7)
         self.inner = nn.Linear(5, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, 3)
-        self.use_reentrant, self.order = use_reentrant, order
+        self.use_reentrant = use_reentrant
         self.double()
 
     def forward(self, x):
         x = self.inner(x)
-        for index in self.order:
+        for index in (0, 1, 0):
             block = self.blocks[index]
             x = checkpoint(lambda x, b=block: b(x).tanh(), x, use_reentrant=self.use_reentrant)
         return self.head(x)
@@ -215,22 +206,12 @@ class Blocks(nn.Module):
 
 @script()
 def checkpointed(kit):
-    return train(kit, Blocks(False, [0, 1]), Adam, lr=0.01)
-
-
-@script()
-def checkpointed_reentrant(kit):
-    return train(kit, Blocks(True, [0, 1]), Adam, lr=0.01)
-
-
-@script()
-def checkpointed_layer_shared(kit):
-    return train(kit, Blocks(False, [0, 1, 0]), Adam, lr=0.01)
+    return train(kit, Blocks(use_reentrant=False), Adam, lr=0.01)
 
 
 @script(reference="alone")  # DDP raises: "marked ready twice"
 def checkpointed_reentrant_layer_shared(kit):
-    return train(kit, Blocks(True, [0, 1, 0]), Adam, lr=0.01)
+    return train(kit, Blocks(use_reentrant=True), Adam, lr=0.01)
 
 
 def train_with_closure(kit, *choice, **options):

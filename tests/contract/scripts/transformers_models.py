@@ -44,26 +44,9 @@ def train(kit, model, data, **given):
     return {"model": model}
 
 
-def train_gpt2(kit, use_reentrant=None):
-    model = gpt2()
-    if use_reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    return train(kit, model, list(language_batches()), use_cache=False)
-
-
 @script(thorough=True)  # the import takes seconds
 def hugging_face_gpt2(kit):
-    return train_gpt2(kit)
-
-
-@script(thorough=True)
-def hugging_face_gpt2_checkpointed(kit):
-    return train_gpt2(kit, use_reentrant=False)
-
-
-@script(thorough=True)
-def hugging_face_gpt2_checkpointed_reentrant(kit):
-    return train_gpt2(kit, use_reentrant=True)
+    return train(kit, gpt2(), list(language_batches()), use_cache=False)
 
 
 @script(thorough=True)
