@@ -20,9 +20,12 @@ from mntrain import kernels as device_kernels
 from mntrain.kernels import DeviceKernels
 
 COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ here")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no g++ here"),
+    pytest.mark.xdist_group("kernels"),  # compiled once
+]
 
-SIZES = [0, 1, 7, 2048, 2049, 10_003]
+SIZES = [0, 1, 7, 2048, 2049, 4_099]
 
 # Replaces the PTX. Halves are converted by hand, since compilers name the type differently.
 HOST = r"""

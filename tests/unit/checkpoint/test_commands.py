@@ -22,6 +22,8 @@ from saved_runs import Model
 from mntrain.checkpoint import commands, exports, reader
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
 
+pytestmark = pytest.mark.xdist_group("commands")  # of the same runs
+
 ENDINGS = ["safetensors", "pt", "pth"]
 
 

@@ -11,6 +11,8 @@ from job import completed, train
 
 from mntrain.__main__ import main
 
+pytestmark = pytest.mark.xdist_group("sample")  # one job for all tests
+
 TASK = """
 from torch import nn
 from mntrain.tasks import Loss, Task
