@@ -14,10 +14,9 @@ from mntrain.watchdog.side_channel import Message, SideChannel
 MONITORS = (0, 1)
 ANSWER_S = 3.0  # for the ranks to answer
 UNCONNECTED = "there is no connection to it"
-TAKE_OVER_S = 5.0  # until rank 1 acts in the place of rank 0
+TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
 CONNECT_S = 60.0  # until ranks without a connection are named, which try several times
 EXIT_S = 5.0  # at the exit, for ranks without a connection
-ANSWERED_S = 1.0  # a message of rank 0 may arrive this much before one that it has answered
 
 
 def same_processes(one: RankFacts, other: RankFacts) -> bool:
@@ -27,7 +26,7 @@ def same_processes(one: RankFacts, other: RankFacts) -> bool:
 
 @dataclass
 class Inquiry:
-    """One question, asked at a time `at` on the monotonic clock.
+    """One question, asked at a time `at` on the monotonic clock, or to be asked then.
 
     `ends`: the job ends with the answers, by exit code `code`. `reason` is empty if it is asked for
     the time that ranks have waited. `left` are ranks that have left the world or ended their
@@ -176,15 +175,13 @@ class Monitor:
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
         self._failed: set[int] = set()  # ranks that wait until the others have left
-        self._at_exit: set[int] = set()  # ranks at the exit, or not waited for there
-        self._closed: set[int] = set()  # ranks whose watchdogs have ended
-        self._elsewhere: set[int] = set()  # those of them that may train on in another world
+        self._at_exit: set[int] = set()
+        self._closed: set[int] = set()  # ranks whose watchdogs have ended, here or in another world
         self._gone: set[int] = set()  # ranks that have ended since they left, but not MPI
         self._exit_since: float | None = None  # when this rank came there
         self.all_at_exit: Message | None = None
         """The message to ranks at the exit once no more are waited for."""
-        self._inquiry: Inquiry | None = None  # on rank 1 also one that rank 0 has to make
-        self._answered_at = -math.inf  # by rank 0
+        self._inquiry: Inquiry | None = None
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
         self._name_unconnected_at = time.monotonic() + CONNECT_S
 
@@ -194,7 +191,7 @@ class Monitor:
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
         if (inquiry := self._inquiry) is not None:
-            if inquiry.asked is None and now > inquiry.at:
+            if inquiry.asked is None and now >= inquiry.at:
                 self._ask(inquiry)
             if inquiry.over(now):
                 self._inquiry = None
@@ -210,19 +207,11 @@ class Monitor:
         match message["kind"]:
             case "waiting":
                 self._on_waiting(message)
-            case "answered":
-                if not message["reason"]:
-                    self._answered_at = time.monotonic()
-                if self._inquiry is not None and self._inquiry.asked is None:
-                    self._inquiry = None
             case "status" if self._inquiry is not None:
                 self._inquiry.statuses[peer] = RankStatus.from_message(message["status"])
             case "left" | "at exit" | "closed" as kind:
-                if kind == "closed":
-                    self._closed.add(peer)
-                    self._elsewhere |= {peer} - self._at_exit
                 if kind != "left":
-                    self._at_exit.add(peer)
+                    (self._closed if kind == "closed" else self._at_exit).add(peer)
                 self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
                 self._failed.add(peer)
@@ -257,13 +246,14 @@ class Monitor:
     def _look_at_exit(self, now: float) -> None:
         """Let the ranks at the exit go on once no other is waited for."""
         self._exit_since = now if self._exit_since is None else self._exit_since
-        missing = set(range(len(self._facts))) - self._at_exit - self._gone
+        everyone = set(range(len(self._facts)))
+        missing = everyone - self._at_exit - self._closed - self._gone
         if missing & self._connected or (missing and now < self._exit_since + EXIT_S):
             return
         if self._gone and self._acts:
             self._lose(sorted(self._gone), "its process has ended without the end of MPI")
-        unknown = missing or self._gone or self._elsewhere
-        self.all_at_exit = {"kind": "all at exit", "none_unknown": not unknown}
+        none_unknown = self._at_exit >= everyone and not self._gone
+        self.all_at_exit = {"kind": "all at exit", "none_unknown": none_unknown}
         for peer in self._channel.peers:
             self._channel.send(peer, self.all_at_exit)
 
@@ -273,16 +263,9 @@ class Monitor:
         return self._rank == 0 or gone
 
     def _on_waiting(self, message: Message) -> None:
-        """Ask all ranks if it is this rank's turn; else prepare to ask unless rank 0 answers.
-
-        If they are being asked, the answers count for it.
-        """
+        """Prepare to ask all ranks, or let the answers count for it if they are being asked."""
         now, ends, reason = time.monotonic(), bool(message["ends"]), message["reason"]
-        if self._rank == 0:
-            self._channel.send(1, {"kind": "answered", "reason": reason})
-        if not self._acts and not reason and now <= self._answered_at + ANSWERED_S:
-            return
-        if now <= self._quiet_until and not (reason or (ends and self._acts)):
+        if now <= self._quiet_until and not ends:
             return
         if (inquiry := self._inquiry) is None:
             at = now if self._acts else now + TAKE_OVER_S
@@ -290,8 +273,6 @@ class Monitor:
         if reason or (ends and not inquiry.ends):
             inquiry.ends, inquiry.code = True, int(message["code"])
             inquiry.reason = reason or inquiry.reason
-        if self._acts and inquiry.asked is None:
-            self._ask(inquiry)
 
     def _ask(self, inquiry: Inquiry) -> None:
         """Ask all ranks for their status."""
@@ -302,6 +283,8 @@ class Monitor:
 
     def _conclude(self, inquiry: Inquiry) -> None:
         """Report what the answers say, and end the job if it is to end."""
+        if self._rank > 0 and 0 in inquiry.statuses:
+            return  # rank 0 acts
         inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
         inquiry.close(self._rank, self._channel.acknowledged)
         headline, details = inquiry.headline(), inquiry.details()

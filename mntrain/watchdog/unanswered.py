@@ -30,7 +30,7 @@ LASTING_S = 2.5  # that a connection must be unanswered: TCP bridges shorter out
 _LOOK_S = 1.0
 _APART_S, _APART = 0.4, 4  # between the ends that the first ranks make: one sentence is enough
 _NAME_S = 1.0  # for a name server
-_MOST_NAMES = 8
+_MOST_SHOWN = 8  # addresses
 _SYN_SENT, _ESTABLISHED = "02", "01"
 _RESENDING, _PROBING = "01", "04"  # timers
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
@@ -149,18 +149,12 @@ def describe(found: Sequence[Connection]) -> str:
 
 
 def _names(addresses: Sequence[str]) -> str:
-    """Return the hosts of some addresses in words."""
-    names: dict[str, str] = {}
-
-    def ask() -> None:
-        for address in addresses[:_MOST_NAMES]:
-            with suppress(OSError):
-                names[address] = socket.gethostbyaddr(address)[0].partition(".")[0]
-
-    call_for(_NAME_S, ask)
-    shown = addresses[:_MOST_NAMES]
-    words = [f"{names[address]} ({address})" if address in names else address for address in shown]
-    more = len(addresses) - _MOST_NAMES
+    """Return some addresses in words, the first with the name of its host if it is known."""
+    names: list[str] = []
+    call_for(_NAME_S, lambda: names.append(socket.gethostbyaddr(addresses[0])[0].partition(".")[0]))
+    words = [f"{names[0]} ({addresses[0]})" if names else addresses[0]]
+    words += addresses[1:_MOST_SHOWN]
+    more = len(addresses) - _MOST_SHOWN
     return ", ".join(words) + (f" and {more} more" if more > 0 else "")
 
 
