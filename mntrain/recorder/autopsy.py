@@ -18,7 +18,7 @@ from typing import Any
 
 from mntrain.checks.finding import alike
 from mntrain.recorder.autopsy_diagnosis import Autopsy, Process
-from mntrain.recorder.events import boot_id, pid_namespace, process_start, read_oom_kills
+from mntrain.recorder.events import boot_id, pid_namespace, read_oom_kills, read_process
 from mntrain.recorder.late_ranks import name_ranks
 from mntrain.recorder.recording import Event, Header, Kind, Recording, read, recordings
 
@@ -108,11 +108,8 @@ def examine(run_dir: Path, found: Sequence[Recording]) -> Autopsy:
 
 
 def _process(header: Header) -> Process:
-    if not header.process_start or process_start(header.pid) != header.process_start:
-        return "gone"
-    try:
-        state = Path(f"/proc/{header.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    state, start = read_process(header.pid)
+    if not start or start != header.process_start:
         return "gone"
     return "stopped" if state in "Tt" else "runs"
 

@@ -218,8 +218,13 @@ def pid_namespace() -> str:
 
 def process_start(pid: int) -> str:
     """Return when a process started, in clock ticks since boot; "" for one that is gone."""
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+    return read_process(pid)[1]
+
+
+def read_process(pid: int) -> tuple[str, str]:
+    """Return the letter of a process's state, and its start; "" both for one that is gone."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # a name is any bytes
+    return (fields[0], fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else ("", "")
 
 
 def own_oom_kills() -> tuple[str, int]:
@@ -246,6 +251,6 @@ def read_oom_kills(file: Path) -> int | None:
 
 def _text(path: str | Path) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(errors="replace")
     except OSError:
         return ""

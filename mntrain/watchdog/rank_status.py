@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mntrain.comm import engine
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.ticket import INTERNAL
+from mntrain.recorder.events import read_process
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog.unanswered import call_for
 
@@ -80,16 +81,10 @@ def own_status(
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process of this host in words, "" if it is not known. Linux only."""
-    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended"}
+    """Return the state of a process of this host in words. Linux only."""
+    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "": "ended"}
     words["D"] = "blocked in the kernel, for example in file access"
-    try:  # a name is any bytes
-        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
-        state = text.rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "ended"
-    except (OSError, IndexError):
-        return ""
+    state, _ = read_process(pid)
     return words.get(state, "running, but it does not answer: the interpreter is held in C code")
 
 
