@@ -26,7 +26,7 @@ STRANGE = HYDRA if is_open_mpi() else PRTE
 
 
 def alone(command, **environment):
-    clean = {k: v for k, v in os.environ.items() if k.partition("_")[0] not in ("PMI", "PMIX")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM"))}
     return subprocess.run(
         command,
         env={**clean, **environment},
@@ -44,6 +44,14 @@ def test_the_mpirun_of_another_mpi_is_one_sentence_with_the_fix(command, tmp_pat
     (line,) = ended.stderr.splitlines()
     assert line.startswith(("mntrain: this mpirun", "mntrain: error: this mpirun"))
     assert line.endswith(f"Fix: start the job with {os.path.dirname(sys.executable)}/mpirun")
+
+
+def test_silent_singletons_are_refused(tmp_path):
+    """As when mpirun and the Python's MPI are of different libraries: each process is alone."""
+    ended = alone([*MNTRAIN, *SMALL], SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "launcher started 4 ranks (SLURM_STEP_NUM_TASKS=4), but MPI sees a world of 1" in line
 
 
 @pytest.mark.thorough

@@ -26,10 +26,6 @@ import functools
 import torch
 from mntrain.tasks import Task
 
-class Exits(Late):
-    def broken(self, model, batch):
-        sys.exit(3)
-
 class NotANumber(Late):
     def broken(self, model, batch):
         loss = LanguageModel.loss(self, model, batch)
@@ -213,14 +209,6 @@ def test_a_last_batch_that_is_too_small_for_batch_norm_is_explained(folder):
 
 
 @pytest.mark.thorough
-def test_an_exit_on_one_rank_ends_the_job(folder):
-    result = train(2, folder, "--task", "broken:Exits")
-    assert not result.timed_out, result.report()
-    assert result.returncode not in (0, None)
-    assert "left the job with exit code 3" in result.stderr
-
-
-@pytest.mark.thorough
 def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
     # Shares of 8 over 3 ranks are 2, 3 and 3: rank 1's third forward is the first of step 2.
     result = train(3, folder, "--task", "broken:NotANumber")
@@ -281,29 +269,6 @@ def test_bad_input_gets_one_clear_error_before_any_work(folder):
     assert result.stderr.count("no/such/file") == 1, result.report()
     assert "Traceback" not in result.stderr
     assert not (folder / "run").exists()
-
-
-def test_silent_singletons_are_refused(folder):
-    # As when mpirun and the Python's MPI are of different libraries: each process is alone.
-    command = [sys.executable, "-m", "mntrain", "--data.path", str(write_corpus(folder)), *SMALL]
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM"))
-    }
-    done = subprocess.run(
-        command,
-        env=environment | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert (
-        "the launcher started 4 ranks (SLURM_STEP_NUM_TASKS=4), but MPI sees a world of 1"
-        in done.stderr
-    )
-    assert "Traceback" not in done.stderr
 
 
 def interrupted(
