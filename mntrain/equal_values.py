@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from numbers import Real
 from operator import itemgetter
@@ -14,17 +13,6 @@ from mntrain.checks.finding import naming
 from mntrain.errors import AgreedError
 
 _SHOWN = 5  # names, and values of a name, that the error about a difference lists
-
-
-@dataclass(frozen=True)
-class Given:
-    """A value that ranks compare, and its origin, such as a file, which may differ."""
-
-    value: object
-    origin: str = field(default="", compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.value} ({self.origin})" if self.origin else str(self.value)
 
 
 def compare(

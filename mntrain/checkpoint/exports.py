@@ -75,11 +75,9 @@ def export_file(source: Path, out: Path) -> None:
             os.fsync(file.fileno())
         partial.replace(out)
         sync_folder(out.parent)
-    except (OSError, RuntimeError) as error:
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps it
-        if not isinstance(cause, OSError):
-            raise
-        raise OSError(f"{out} was not written: {cause.strerror}") from error
+    except (OSError, RuntimeError) as error:  # torch wraps that of the file in its own
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise OSError(f"{out} was not written: {cause}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -134,10 +132,8 @@ def missing_tokenizer(checkpoint: Path, content: Manifest) -> str:
     if (checkpoint.absolute().parents[1] / RUN_FOLDER / TOKENIZER_FILE).is_file():
         return ""
     identity = content.data.get("values", {}).get("the tokenizer")
-    if identity == ByteTokenizer.identity:
-        return "tokens are bytes, so there is no tokenizer.json"
-    if identity is None:
-        return "the data were token ids without a tokenizer, so there is no tokenizer.json"
+    if identity in (None, ByteTokenizer.identity):
+        return "tokens are bytes, or ids without a tokenizer, so there is no tokenizer.json"
     return f"the run has no copy of its tokenizer ({identity}): add its {TOKENIZER_FILE}"
 
 

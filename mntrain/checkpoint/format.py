@@ -223,32 +223,33 @@ _KEYS = {"param_groups": "groups", "parameter_states": "kept", "checksums": "run
 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises ValueError if it is missing or damaged."""
-    damaged = ValueError(f"{FILE} is not that of a checkpoint, or is damaged")
     try:
         whole = json.loads((folder / FILE).read_bytes())
-        version, content, checksum = whole["format"], str(whole["content"]), whole["checksum"]
+        content = str(whole["content"])
+        if whole["format"] != FORMAT:
+            problem = f"is of format {whole['format']!r}, and this program reads {FORMAT!r}"
+        elif zlib.crc32(content.encode()) != whole["checksum"]:
+            problem = "is damaged: its checksum differs"
+        else:
+            return _parse(json.loads(content))
     except OSError as error:
-        raise ValueError(f"{FILE} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged from error
-    if version != FORMAT:
-        raise ValueError(f"{FILE} is of format {version!r}, and this program reads {FORMAT!r}")
-    if zlib.crc32(content.encode()) != checksum:
-        raise ValueError(f"{FILE} is damaged: its checksum differs")
-    try:
-        fields = json.loads(content)
-        for name, key in _KEYS.items():
-            fields[name] = fields.pop(key)
-        for name, state in fields["parameter_states"].items():
-            shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "by_element"))
-            fields["parameter_states"][name] = ParameterState(shape, order, keys, state["others"])
-        for name, parts in fields["checksums"].items():
-            fields["checksums"][name] = [ChecksummedRange(*part) for part in parts]
-        if fields.get("optimizer_steps") is None:
-            fields["optimizer_steps"] = fields["step"]
-        return Manifest(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged from error
+        problem = f"cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        problem = "is not that of a checkpoint, or is damaged"
+    raise ValueError(f"{FILE} {problem}")
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    for name, key in _KEYS.items():
+        fields[name] = fields.pop(key)
+    for name, state in fields["parameter_states"].items():
+        shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "by_element"))
+        fields["parameter_states"][name] = ParameterState(shape, order, keys, state["others"])
+    for name, parts in fields["checksums"].items():
+        fields["checksums"][name] = [ChecksummedRange(*part) for part in parts]
+    if fields.get("optimizer_steps") is None:
+        fields["optimizer_steps"] = fields["step"]
+    return Manifest(**fields)
 
 
 def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:

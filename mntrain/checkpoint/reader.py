@@ -280,6 +280,13 @@ def is_shared(key: str) -> bool:
     return key == MASTER or (key.startswith(SYNC) and key not in PER_REPLICA)
 
 
+def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
+    """Return whether the step after a checkpoint is averaged over a replica, not over several."""
+    schedule, steps = optimizer.schedule, content.optimizer_steps
+    assert steps is not None
+    return schedule.group(steps).size == schedule.sharding.size
+
+
 def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether replicas are to continue with parameters of their own.
 
@@ -288,13 +295,6 @@ def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     same = content.world.get(REPLICAS, 1) == optimizer.schedule.replicas
     has_own = any(LOCAL in state.tensor_keys for state in content.parameter_states.values())
     return same and has_own and _trains_alone(content, optimizer)
-
-
-def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
-    """Return whether the step after a checkpoint is averaged over a replica, not over several."""
-    schedule, steps = optimizer.schedule, content.optimizer_steps
-    assert steps is not None
-    return schedule.group(steps).size == schedule.sharding.size
 
 
 def _read_slices(

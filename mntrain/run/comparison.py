@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
 from mntrain.data.loader import LoaderRanks
 from mntrain.data.sample_digest import Content, FirstBatch, digest_of, of_samples
-from mntrain.equal_values import Given, compare, expect_same, same_digests
+from mntrain.equal_values import compare, expect_same, same_digests
 from mntrain.errors import AgreedError, agreement
 from mntrain.ranks import Ranks, start_mpi
 from mntrain.tasks import Task
@@ -128,27 +127,24 @@ def compare_task(world: Ranks, task: Task, datasets: Mapping[str, Dataset[Any]])
         count = counts[name]
         indices = sorted({0, count // 2, count - 1} if count else set())
         _compare_samples(world, of_samples(dataset, indices), f"the {name} data", _FIX)
-    return {"files": {name: str(given.value) for name, given in files.items()}, "values": values}
+    return {"files": files, "values": values}
 
 
-def describe_files(files: Mapping[str, Path]) -> dict[str, Given]:
+def describe_files(files: Mapping[str, Path]) -> dict[str, str]:
     """Return a digest of the names of files, and the size of each. Local.
 
     Of more than 100 files, the sizes of evenly spaced ones. Raises OSError.
     """
     if not files:
         return {}
-    told = {
-        "the list of the data's files": Given(f"{len(files)} files, digest {digest_of(*files)}")
+    some = list(files)[:: math.ceil(len(files) / _FILES)]
+    return {
+        "the list of the data's files": f"{len(files)} files, digest {digest_of(*files)}",
+        **{f"the size of {name}": f"{files[name].stat().st_size} bytes" for name in some},
     }
-    host = socket.gethostname()
-    for name in list(files)[:: math.ceil(len(files) / _FILES)]:
-        size = f"{files[name].stat().st_size} bytes"
-        told[f"the size of {name}"] = Given(size, f"{files[name]} on {host}")
-    return told
 
 
-def describe_sources(kind: type) -> dict[str, Given]:
+def describe_sources(kind: type) -> dict[str, str]:
     """Return a digest of each source file of a class and its bases, to compare over ranks. Local.
 
     See `module_files`. Nothing of Python's library, mntrain and zero, which have versions.
@@ -157,12 +153,10 @@ def describe_sources(kind: type) -> dict[str, Given]:
     for name in dict.fromkeys(base.__module__ for base in kind.__mro__):
         if _is_compared(name):
             files |= module_files(sys.modules[name])
-    host = socket.gethostname()
-    told = {}
-    for name, path in files.items():
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
-        told[f"the source {name}"] = Given(f"digest {digest}", f"{path} on {host}")
-    return told
+    return {
+        f"the source {name}": f"digest {hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]}"
+        for name, path in files.items()
+    }
 
 
 def _is_compared(module: str) -> bool:

@@ -45,48 +45,34 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
 
     And whether these were on a device. Raises ValueError if they are not of the batches.
     """
-    if record is None:
+    if record is None or any(number is None for number, *_ in record):
         raise ValueError(
-            "world.gather_in_order follows a pass over world.shard, whose order it restores: "
-            "iterate over one, or call world.gather"
-        )
-    if any(number is None for number, *_ in record):
-        raise ValueError(
-            "the last pass over world.shard was over data that ranks read apart (divided=True, or "
-            "a stream that reads get_worker_info), which have no common order: call world.gather"
+            "world.gather_in_order restores the order of the last pass over world.shard: there was "
+            "none, or ranks read their data apart (divided=True, or a stream that reads "
+            "get_worker_info), which have no common order: call world.gather"
         )
     counts = [count for _, count, _ in record]
+    fits, found = True, "a list"
     if not isinstance(predictions, list):
-        if not all(counts):
-            raise ValueError(
-                "the last pass over world.shard had stand-ins: give a list with the predictions of "
-                "each batch, or make the pass under torch.no_grad()"
-            )
-        if (length := length_of(predictions)) != sum(counts):
-            raise ValueError(
-                f"the predictions have {length} rows for {sum(counts)} samples that this rank had "
-                "in the last pass over world.shard: give one row a sample"
-            )
-        ends = accumulate(counts, initial=0)
+        ends = [*accumulate(counts, initial=0)]
+        found = f"{length_of(predictions)} rows"
+        fits = all(counts) and length_of(predictions) == ends[-1]
         predictions = [cut(predictions, slice(*pair)) for pair in pairwise(ends)]
-    if len(predictions) != len(counts):
+    lengths = [
+        length_of(rows) if count else 0 for rows, count in zip(predictions, counts, strict=False)
+    ]
+    if not fits or len(predictions) != len(counts) or lengths != counts:
         raise ValueError(
-            f"{len(predictions)} entries of predictions for {len(counts)} batches of the last pass "
-            "over world.shard: give a list with one entry a batch, or one tensor with one row a "
-            "sample"
+            f"the predictions ({found}) are not those of the last pass over world.shard, in which "
+            f"this rank had {sum(counts)} samples in {len(counts)} batches, {counts.count(0)} of "
+            "them stand-ins: give a list with the predictions of each batch, one row a sample, or "
+            "one tensor of all rows if there are no stand-ins, as under torch.no_grad()"
         )
-    made = []
-    for (number, count, total), rows in zip(record, predictions, strict=True):
-        if not count:  # a stand-in
-            continue
-        if (length := length_of(rows)) != count:
-            raise ValueError(
-                f"the predictions for a batch of {count} samples of this rank have {length} rows: "
-                "give one row a sample"
-            )
-        assert number is not None
-        made.append((number, total, *_packed(rows)))
-    return made
+    return [
+        (number, total, *_packed(rows))
+        for (number, count, total), rows in zip(record, predictions, strict=True)
+        if count and number is not None
+    ]
 
 
 def _packed(rows: Any) -> tuple[Any, bool]:

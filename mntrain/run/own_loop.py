@@ -60,26 +60,13 @@ class OwnLoop:
         compare(world.gather, given, world.rank, "give the same on all ranks")
         with world.agreement():
             checked = construct(CheckpointConfig, options, {name: name for name in options})
-            if not isinstance(optimizer, ZeroOptimizer):
-                raise ValueError("optimizer is not one that world.optimizer() has made")
-            of_model = set(map(id, model.parameters()))
-            if not _trained(optimizer) <= of_model:
-                raise ValueError("optimizer trains parameters that model does not have")
-            for other in self._optimizers:
-                rare = other is not optimizer and not other.closed and other.schedule.replicas > 1
-                if rare and _trained(other) & of_model:
-                    raise ValueError(
-                        "another optimizer with sync= trains parameters of model, and only those "
-                        "of one are averaged for a checkpoint: give it a model of its own, or no "
-                        "sync="
-                    )
-            for name, value in objects.items():
-                if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                    raise ValueError(
-                        f"{name} is a {type(value).__name__} without state_dict and "
-                        "load_state_dict: give objects that have them, or leave it out"
-                    )
+            self._check_saved(model, optimizer, objects)
         directory = self._directory(run_dir, self._checkpoints, "checkpoints")
+
+        def flush_metrics() -> None:
+            if log := self._logs.get(directory):
+                log.flush()
+
         self._checkpoints[directory] = made = Checkpoints(
             world,
             directory,
@@ -88,9 +75,32 @@ class OwnLoop:
             interval=SaveInterval(checked.every),
             keep=checked.keep,
             objects=objects,
-            flush_metrics=lambda: self._flush(directory),
+            flush_metrics=flush_metrics,
         )
         return made
+
+    def _check_saved(
+        self, model: nn.Module, optimizer: ZeroOptimizer, objects: Mapping[str, Stateful]
+    ) -> None:
+        """Raise ValueError for what cannot be saved together. Local."""
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise ValueError("optimizer is not one that world.optimizer() has made")
+        of_model = set(map(id, model.parameters()))
+        if not _trained(optimizer) <= of_model:
+            raise ValueError("optimizer trains parameters that model does not have")
+        for other in self._optimizers:
+            rare = other is not optimizer and not other.closed and other.schedule.replicas > 1
+            if rare and _trained(other) & of_model:
+                raise ValueError(
+                    "another optimizer with sync= trains parameters of model, and only those of "
+                    "one are averaged for a checkpoint: give it a model of its own, or no sync="
+                )
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ValueError(
+                    f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "
+                    "give objects that have them, or leave it out"
+                )
 
     def metrics(
         self, run_dir: str | Path, config: Mapping[str, Any] | None, copies: Mapping[str, Any]
@@ -161,11 +171,6 @@ class OwnLoop:
                 self._world.rank,
             )
         return self._directories[key]
-
-    def _flush(self, directory: RunDirectory) -> None:
-        """Write the line of metrics of the last step. Collective."""
-        if directory in self._logs:
-            self._logs[directory].flush()
 
     def _describe(self, directory: RunDirectory) -> dict[str, Any]:
         """Return the entries of summary.json that are no metrics. Collective."""

@@ -72,9 +72,8 @@ def test_a_task_of_another_version_on_one_rank_is_named_by_file_and_rank(tmp_pat
     result = start(tmp_path, "--task", "my_task:Own", odd='cd stale; exec "$@"')
     said = refused(result, tmp_path)
     assert re.fullmatch(
-        r"mntrain: error: the source widths.py differs between ranks: rank 0 has digest \w{12} "
-        r"\(\S+/widths.py on \S+\), rank 1 has digest \w{12} \(\S+/stale/widths.py on \S+\): "
-        + FIX,
+        r"mntrain: error: the source widths.py differs between ranks: rank 0 has digest \w{12}, "
+        r"rank 1 has digest \w{12}: " + FIX,
         said,
     )
 

@@ -188,15 +188,6 @@ def test_ranks_write_equal_parts(worlds, folder):
             assert longest <= whole / RANKS + 4096
 
 
-def test_only_the_newest_checkpoints_are_kept(sharded, folder):
-    world, model, optimizer = sharded
-    for step in (5, 9, 10, 100, 99):
-        save(world, model, optimizer, folder, step=step, keep=2)
-        MPI.COMM_WORLD.Barrier()
-    assert [path.name for path in list_checkpoints(folder)] == ["step-00000100", "step-00000099"]
-    assert len(list((folder / "checkpoints").iterdir())) == 2
-
-
 def test_random_states_are_restored_at_the_same_size_only(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW)

@@ -109,7 +109,7 @@ def test_files_of_a_task_are_compared_and_one_that_is_missing_is_told(world, tmp
     (tmp_path / "a").write_text(odd(world, "usual", "another"))
     monkeypatch.setattr(Own, "files", {"a": tmp_path / "a"})
     said = refusal(compare, world, int)
-    assert said.startswith(f"the size of a differs between ranks: {BUT_LAST} 5 bytes (")
+    assert said.startswith(f"the size of a differs between ranks: {BUT_LAST} 5 bytes, rank")
     monkeypatch.setattr(Own, "files", {"a": tmp_path / odd(world, "a", "b")})
     assert refusal(compare, world, int).startswith(f"rank {RANKS - 1}: [Errno 2] No such file")
 

@@ -222,16 +222,20 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
     data = TensorDataset(torch.arange(4.0 * RANKS))
     loader = DataLoader(data, batch_size=2 * RANKS)
     outputs = [x for (x,) in world.shard(loader)]
-    assert "for 2 batches of the last pass" in refusal(world.gather_in_order, outputs[:1])
-    short = [x[:1] for x in outputs]
-    assert "2 samples of this rank have 1 rows" in refusal(world.gather_in_order, short)
-    assert "have 2 rows for 4 samples" in refusal(world.gather_in_order, outputs[0])
+    for wrong, words in (
+        (outputs[:1], "a list"),
+        ([x[:1] for x in outputs], "a list"),
+        (outputs[0], "2 rows"),
+    ):
+        said = refusal(world.gather_in_order, wrong)
+        assert f"the predictions ({words}) are not those of the last pass" in said
+        assert "this rank had 4 samples in 2 batches, 0 of them stand-ins" in said
     if RANKS > 1:
         some = iter(world.shard(loader))
         outputs = [next(some)[0] for _ in range(1 + (RANK == 0))]
         assert "predictions of other batches" in refusal(world.gather_in_order, outputs)
         padded = [x for (x,) in world.shard(DataLoader(TensorDataset(torch.arange(1.0))))]
-        assert "had stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
+        assert "1 of them stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
 
 
 def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(world):

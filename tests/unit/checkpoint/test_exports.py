@@ -203,8 +203,7 @@ def test_forced_into_a_folder_no_file_of_an_earlier_export_is_left(tmp_path):
 def test_a_folder_without_a_tokenizer_is_explained_and_other_layers_refused(tmp_path):
     path, _ = save(tmp_path, shape())
     for identity, line in (
-        ("bytes", "tokens are bytes"),
-        (None, "token ids without a tokenizer"),
+        *((identity, "tokens are bytes, or ids without") for identity in ("bytes", None)),
         ("sha256 12", r"no copy of its tokenizer (sha256 12): add its tokenizer.json"),
     ):
         assert line in missing_tokenizer(path, described(shape(), tokenizer=identity))

@@ -57,7 +57,7 @@ def test_files_differ_by_name_and_by_size_and_of_many_some_sizes_are_compared(tm
     )
     assert usual == same
     assert {name for name in usual if usual[name] != longer[name]} == {"the size of b"}
-    assert longer["the size of b"].value == "4 bytes"
+    assert longer["the size of b"] == "4 bytes"
     assert usual[names] != named[names]
     paths = write(tmp_path, {f"{number:04}": b"x" * (number % 7) for number in range(250)})
     told = describe_files(paths)
