@@ -27,14 +27,17 @@ def allocation_end(environment: Environment) -> float | None:
 
 def _end(variable: str, environment: Environment) -> float | None:
     command, parse = SCHEDULERS[variable]
+    job, index = environment[variable], environment.get("LSB_JOBINDEX", "0")
     if variable == "SLURM_JOB_ID":
         known = environment.get("SLURM_JOB_END_TIME", "")  # since Slurm 23.02
         if known.isdecimal() and float(known) > time.time():  # else of an older allocation
             return float(known)
+    elif variable == "LSB_JOBID" and index != "0":
+        job += f"[{index}]"  # an element of a job array
     try:
         now = time.time()
         output = subprocess.run(
-            command(environment),
+            [word.format(job) for word in command.split()],
             capture_output=True,
             text=True,
             timeout=_COMMAND_TIMEOUT_S,
@@ -84,24 +87,12 @@ def parse_flux(output: str, now: float) -> float | None:
     return now + left_s if left_s < _UNLIMITED else None
 
 
-def _ask_lsf(environment: Environment) -> list[str]:
-    """Return the command for a job, or for one element of a job array."""
-    index = environment.get("LSB_JOBINDEX", "0")
-    job = environment["LSB_JOBID"] + (f"[{index}]" if index != "0" else "")
-    return ["bjobs", "-noheader", "-o", "time_left", job]
-
-
 # By the variable that is set in the environment of their jobs: the command that tells the end of a
 # job, and a function of its output and of the time at which it was run. It returns the end in
 # seconds since the epoch, None if there is no limit; LookupError or ValueError: it is unknown.
-SCHEDULERS: dict[
-    str, tuple[Callable[[Environment], list[str]], Callable[[str, float], float | None]]
-] = {
-    "SLURM_JOB_ID": (
-        lambda environment: ["scontrol", "--oneliner", "show", "job", environment["SLURM_JOB_ID"]],
-        parse_slurm,
-    ),
-    "PBS_JOBID": (lambda environment: ["qstat", "-f", environment["PBS_JOBID"]], parse_pbs),
-    "LSB_JOBID": (_ask_lsf, parse_lsf),
-    "FLUX_JOB_ID": (lambda _: ["flux", "job", "timeleft"], parse_flux),
+SCHEDULERS: dict[str, tuple[str, Callable[[str, float], float | None]]] = {
+    "SLURM_JOB_ID": ("scontrol --oneliner show job {}", parse_slurm),
+    "PBS_JOBID": ("qstat -f {}", parse_pbs),
+    "LSB_JOBID": ("bjobs -noheader -o time_left {}", parse_lsf),
+    "FLUX_JOB_ID": ("flux job timeleft", parse_flux),
 }

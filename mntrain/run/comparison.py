@@ -230,22 +230,24 @@ def _compare_samples(ranks: LoaderRanks, first: FirstBatch, of: str, fix: str) -
     """
     if same_digests(ranks.gather, first.content):
         return
-    content: Sequence[Content] = ranks.gather(dict(first.content))
-    names = set[str]().union(*content)
-    differing = {name for name in names if any(_field_differs(content, name))}
-    if not differing:
-        return
-    changing = set[str]().union(*ranks.gather(_changing(first)))
-    if differing - changing:
-        fields = [f" in {name}" for name in sorted(differing - changing) if name]
-        by_field = [_field_differs(content, name) for name in differing - changing]
-        where = naming("rank", [r for r, own in enumerate(zip(*by_field, strict=True)) if any(own)])
+    gathered: Sequence[tuple[Content, set[str]]]
+    gathered = ranks.gather((dict(first.content), _changing(first)))
+    content, changing = [own for own, _ in gathered], set[str]().union(*(c for _, c in gathered))
+
+    def differing(own: Content) -> set[str]:
+        """Return the fields of which a rank has another value than rank 0."""
+        return {n for n in {*own, *content[0]} if own.get(n) != content[0].get(n)}
+
+    all_differing = set[str]().union(*map(differing, content))
+    if fixed := all_differing - changing:
+        fields = [f" in {name}" for name in sorted(fixed) if name]
+        where = naming("rank", [r for r, own in enumerate(content) if differing(own) & fixed])
         raise AgreedError(
             f"the samples of {of} on {where} differ from those on rank 0"
             f"{','.join(fields[:_SHOWN])}: {fix}",
             ranks.rank,
         )
-    if not first.may_be_random and set(first.content) <= changing:
+    if all_differing and not first.may_be_random and set(first.content) <= changing:
         raise AgreedError(
             f"the samples of {of} differ between ranks, and also if a rank reads them "
             "again, so their order may differ: draw from the default generators of torch, Python "
@@ -253,11 +255,6 @@ def _compare_samples(ranks: LoaderRanks, first: FirstBatch, of: str, fix: str) -
             "rank's loader gives its own part",
             ranks.rank,
         )
-
-
-def _field_differs(content: Sequence[Content], name: str) -> list[bool]:
-    """Return which ranks have another value of a field of their samples than rank 0."""
-    return [own.get(name) != content[0].get(name) for own in content]
 
 
 def _changing(first: FirstBatch) -> set[str]:

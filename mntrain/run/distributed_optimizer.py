@@ -50,8 +50,12 @@ def make_optimizer(
     anything is allocated, if they differ in what they give or if any of them cannot accept it.
     """
     with world.agreement():
-        _check_kinds(model, optimizer_class, world.size)
-        check_model(model)
+        check_model(model, world.size)
+        if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
+            raise ValueError(
+                f"optimizer_class is of type {type(optimizer_class).__name__}: give a class such "
+                "as torch.optim.AdamW, and its arguments by keyword"
+            )
         if alone := lone_accelerator(world.size):
             raise ValueError(alone)
         check_sync(world, options["sync"])
@@ -128,36 +132,6 @@ def _check_parameters(
         with _arguments_of(make.func):
             check_partition(make, trainable, options["partition"])
     return trainable
-
-
-def _check_kinds(model: object, optimizer_class: object, size: int) -> None:
-    """Raise ValueError for the parameters in place of a model, or an optimizer for its class.
-
-    And for a module whose forward would make ranks differ.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model is of type {type(model).__name__}: give the torch.nn.Module to train"
-        )
-    for path, module in model.named_modules():
-        if "process_group" in vars(module) and not isinstance(module, SyncBatchNorm):
-            batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-            fix = "call world.sync_batchnorm(model) before" if batch_norm else "leave it out"
-            raise ValueError(
-                f"{path or 'the model'} is a {type(module).__name__}, which asks torch.distributed "
-                f"for other ranks and finds none: {fix}"
-            )
-        if size > 1 and getattr(module, "max_norm", None) is not None:
-            raise ValueError(
-                f"{path or 'the model'} is of type {type(module).__name__} with max_norm, which "
-                "changes its weight in forward by the samples of each rank alone: leave it out, "
-                "and limit the norms of all rows after optimizer.step()"
-            )
-    if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
-        raise ValueError(
-            f"optimizer_class is of type {type(optimizer_class).__name__}: give a class such as "
-            "torch.optim.AdamW, and its arguments by keyword"
-        )
 
 
 def check_sync(world: Ranks, sync: object) -> None:

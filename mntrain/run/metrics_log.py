@@ -31,8 +31,8 @@ class _Line(NamedTuple):
 
     def weighted(self, names: list[str]) -> dict[str, float]:
         """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
-        weight = self.weight
-        return {f"of {n}": weight * self.values.get(n, 0.0) if weight else 0.0 for n in names}
+        values = self.values if self.weight else {}  # 0 times nan is nan
+        return {f"of {name}": self.weight * values.get(name, 0.0) for name in names}
 
 
 class MetricsLog:
@@ -185,7 +185,7 @@ class MetricsLog:
 
     def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:
         """Raise AgreedError for arguments that this rank cannot accept. Local."""
-        last, problem = self._directory.last_step, ""
+        last, problem = self._directory.last_step, weight_problem(weight)
         if not self._open:
             problem = "the log is closed"
         elif not isinstance(step, Real):
@@ -196,8 +196,6 @@ class MetricsLog:
                 "log all values of a step at once; to resume the run, call restore() of its "
                 "checkpoints first; to begin anew, give another run directory"
             )
-        elif refused := weight_problem(weight):
-            problem = refused
         elif unread:
             problem = f"{', '.join(sorted(unread))} is neither a number nor a tensor of one element"
         elif reserved:

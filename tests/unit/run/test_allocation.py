@@ -138,6 +138,6 @@ def test_without_an_answer_or_the_command_the_end_is_unknown(command, script, mo
 def test_the_page_for_administrators_has_every_scheduler():
     page = (Path(__file__).parents[3] / "docs" / "administrators.md").read_text()
     for variable, (command, _) in SCHEDULERS.items():
-        program = command({variable: "7"})[0]
+        program = command.split()[0]
         [row] = [line for line in page.splitlines() if f"| `{variable}`" in line]
         assert f"`{program} " in row

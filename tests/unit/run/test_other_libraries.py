@@ -31,10 +31,10 @@ def like(kind):
 @pytest.mark.parametrize("kind", [DistributedDataParallel, DataParallel])
 def test_a_wrapped_model_is_refused_as_a_whole_or_in_part(kind):
     with pytest.raises(ValueError, match=rf"model is wrapped in {kind.__name__}: give the module"):
-        check_model(like(kind))
+        check_model(like(kind), 1)
     with pytest.raises(ValueError, match=r"model\.1 is wrapped"):
-        check_model(nn.Sequential(nn.Linear(1, 1), like(kind)))
-    check_model(nn.Linear(1, 1))
+        check_model(nn.Sequential(nn.Linear(1, 1), like(kind)), 1)
+    check_model(nn.Linear(1, 1), 1)
 
 
 def test_a_sharded_model_is_refused():
@@ -46,9 +46,9 @@ def test_a_sharded_model_is_refused():
     module = nn.Linear(1, 1)
     module.__class__ = Sharded  # as fully_shard does
     with pytest.raises(ValueError, match=r"model\.0 is sharded by torch.distributed: leave"):
-        check_model(nn.Sequential(module))
+        check_model(nn.Sequential(module), 1)
     with pytest.raises(ValueError, match="model is sharded by torch"):
-        check_model(like(FullyShardedDataParallel))
+        check_model(like(FullyShardedDataParallel), 1)
 
 
 def test_an_accelerator_that_trains_each_rank_alone_is_found(monkeypatch):
