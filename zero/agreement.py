@@ -115,11 +115,7 @@ def _real(found: Tensor) -> Tensor:
 
 
 class StepAgreement:
-    """Comparison of the ranks that share the optimizer's state when a step begins.
-
-    Some optimizers count their steps by group, and pass over a group of which this rank updates
-    nothing. Such numbers, which only the torch optimizer changes, become those of ranks that count.
-    """
+    """Comparison of the ranks that share the optimizer's state when a step begins."""
 
     def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
         self._owned, self._rank, self._replica = owned, rank, replica
@@ -131,9 +127,6 @@ class StepAgreement:
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
-        # Whether any rank updates nothing of a group, by the parameters without a gradient.
-        self._lacking: dict[frozenset[str], bool] = {}
-        self._counting: bool | None = None  # whether there are such numbers: known after a step
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
         """Compare more parameters, by name. Local."""
@@ -180,17 +173,12 @@ class StepAgreement:
         """
         facts = self._facts(groups, without, step)
         reports = gather_objects(ranks, Report(self._rank, self._replica, facts))
-        sharded = self._owned.sharded
-        own = {f.place for r in reports for f in r.facts.values() if f.own and f.place}
-        if difference := _difference(reports, own, sharded=sharded):
+        self._own |= {f.place for r in reports for f in r.facts.values() if f.own and f.place}
+        if difference := _difference(reports, self._own):
             raise RuntimeError(difference)
         alike = [report.facts for report in reports if report.replica == self._replica]
         values = [[f.value for f in facts.values() if f.fix == CHANGE] for facts in alike]
         self._rounding = self._rounding or any(each != values[0] for each in values)
-        if sharded:
-            numbers = [{f.place: f.value for f in facts.values() if f.place} for facts in alike]
-            _set(groups, _largest(numbers, own))
-            self._counting = True
 
     def _facts(
         self, groups: Iterable[ParamGroup], without: frozenset[str], step: int
@@ -220,37 +208,10 @@ class StepAgreement:
                 facts[f"the gradient of {name}"] = Fact(found, REGRADE, limit, 1e-3)
         return facts
 
-    def after_update(
-        self,
-        groups: Sequence[ParamGroup],
-        before: Mapping[Place, Any],
-        without: frozenset[str],
-        named: Mapping[str, Parameter],
-    ) -> None:
-        """Note which numbers an update has changed, since `before`, on this or other ranks.
-
-        `named` are all parameters, of which those `without` a gradient were left out. Collective
-        where a rank updates nothing of a group: in the first step, and later if there are such
-        numbers and it is not known what others count. Else local.
-        """
-        after = dict(plain_numbers(groups))
-        changed = {p: v for p, v in after.items() if not _same(v, before.get(p, ABSENT))}
-        self._own |= changed.keys()
-        if self._counting is False:
-            return
-        if without not in self._lacking:
-            self._lacking[without] = self._owned.lacks_groups(_names(groups, named, without))
-        lacking, ranks = self._lacking[without], self._owned.sharding
-        if self._counting is None:
-            count = torch.tensor([float(len(changed))], dtype=torch.float64)
-            if lacking:
-                ranks.all_reduce(count).wait()
-            self._counting = bool(count)
-        if lacking and self._counting:
-            reports = gather_objects(ranks, changed)
-            found = _largest(reports, {place for report in reports for place in report})
-            self._own |= found.keys()
-            _set(groups, {p: value for p, value in found.items() if p not in changed})
+    def after_update(self, groups: Iterable[ParamGroup], before: Mapping[Place, Any]) -> None:
+        """Note which numbers the torch optimizer has changed, since `before`. Local."""
+        after = plain_numbers(groups)
+        self._own |= {p for p, v in after if not _same(v, before.get(p, ABSENT))}
 
     def _parameters(self, step: int) -> Iterator[Samples]:
         """Yield the samples of parameters that a step compares."""
@@ -262,8 +223,7 @@ class StepAgreement:
         return frozenset(name for name, p in self._named.items() if not p.requires_grad)
 
     def begin_anew(self) -> None:
-        """Learn again what others count: groups, or their state, are other ones. Local."""
-        self._lacking = {}
+        """Note that a state was loaded, or parameters were added, which all ranks do. Local."""
         self._begun_anew += 1
 
 
@@ -272,33 +232,6 @@ def agree(sums: Tensor) -> bool:
     ranks, *several = sums.tolist()
     pairs = zip(several[::2], several[1::2], strict=True)
     return all(ranks * squares == total * total for total, squares in pairs)
-
-
-def _largest(reports: Sequence[Mapping[Place, Any]], places: Iterable[Place]) -> dict[Place, Any]:
-    found = {}
-    for place in places:
-        values = [report[place] for report in reports if isinstance(report.get(place), Real)]
-        if values:
-            found[place] = max(values)
-    return found
-
-
-def _names(
-    groups: Iterable[ParamGroup], named: Mapping[str, Parameter], without: frozenset[str]
-) -> list[frozenset[str]]:
-    """Return the names of the parameters of each group, and of those with a gradient."""
-    names = {parameter: name for name, parameter in named.items()}
-    whole = [frozenset(names[p] for p in group["params"]) for group in groups]
-    return [*whole, *(group - without for group in whole)]
-
-
-def _set(groups: Sequence[ParamGroup], numbers: Mapping[Place, Any]) -> None:
-    for (place, key), value in numbers.items():
-        before = groups[place].get(key)
-        if isinstance(before, Tensor):
-            before.fill_(value)
-        else:
-            groups[place][key] = value
 
 
 def _digest(groups: Iterable[ParamGroup], without: Iterable[Place] = ()) -> int:
@@ -335,40 +268,33 @@ def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return start.to(device), offset.to(device), size.to(device)
 
 
-def _difference(reports: Sequence[Report], own: Set[Place], *, sharded: bool) -> str:
+def _difference(reports: Sequence[Report], own: Set[Place]) -> str:
     """Return a sentence about the first difference between ranks; an empty one if there is none.
 
     Replicas have the numbers of groups in common, but for those that the torch optimizer changes
-    by itself. Where each rank has a part of its state, these differ between all ranks.
+    by itself, in which ranks may round differently.
     """
     firsts = {report.replica: report for report in reversed(reports)}
     for what in dict.fromkeys(what for report in reports for what in report.facts):
+        place = next(r.facts[what].place for r in reports if what in r.facts)
         for report in reports:
-            fact = report.facts.get(what) or Fact()
-            first = firsts[report.replica]
-            place = next((r.facts[what].place for r in reports if what in r.facts), None)
-            if place is not None and place not in own:
-                first = reports[0]
-            other = first.facts.get(what) or Fact()
-            if place in own and _may_count(other.value, fact.value, sharded=sharded):
+            common = place is not None and place not in own
+            first = reports[0] if common else firsts[report.replica]
+            fact, other = (each.facts.get(what) or Fact() for each in (report, first))
+            numbers = isinstance(fact.value, Real) and isinstance(other.value, Real)
+            if (
+                place in own
+                and numbers
+                and math.isclose(fact.value, other.value, rel_tol=TOLERANCE)
+            ):
                 continue
-            found = _differing_values(other.value, fact.value, fact)
-            if found is not None:
+            if found := _differing_values(other.value, fact.value, fact):
                 here, there = found
                 return (
                     f"rank {report.rank} has {there} for {what}, rank {first.rank} has {here}: "
                     f"{fact.fix}"
                 )
     return ""
-
-
-def _may_count(here: Any, there: Any, *, sharded: bool) -> bool:
-    """Return whether two values of a number may be what the torch optimizer has made of it."""
-    if sharded:
-        return all(value == ABSENT or isinstance(value, Real) for value in (here, there))
-    if isinstance(here, Real) and isinstance(there, Real):
-        return math.isclose(here, there, rel_tol=TOLERANCE)
-    return False
 
 
 def _differing_values(here: Any, there: Any, fact: Fact) -> tuple[Any, Any] | None:

@@ -616,13 +616,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
-        gradients = self._shard.gradients
+        gradients, inner = self._shard.gradients, self._inner.state
+        states = (inner[tensor] for tensor in self._shard.tensors if tensor in inner)
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._named.values()),
             gradients=gradients.peak_bytes,
             buckets=gradients.working_bytes + self._shard.parameters.gather_bytes,
             master=self._shard.master_bytes,
-            state=state_bytes(self._inner.state.values()) + self.schedule.nbytes(),
+            state=state_bytes(states) + self.schedule.nbytes(),
             hook=self._hook.nbytes(),
         )
 
@@ -677,10 +678,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
 
     def _update(self, sums: Sequence[Tensor], factor: float, unused: frozenset[str]) -> None:
-        """Let the torch optimizer update this rank's slices by means times `factor`.
-
-        Local, unless the torch optimizer counts steps by group (`StepAgreement.after_update`).
-        """
+        """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
         self._shard.scale_gradients(sums, factor, unused)
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         self._give_groups()
@@ -688,8 +686,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))
-        if self._shard.sharding.size > 1:
-            self._agreement.after_update(groups, before, unused, self._named)
+        self._agreement.after_update(groups, before)
         self._scale.note_good_step()
 
     def _skip_or_raise(self, norm: float) -> None:

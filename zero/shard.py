@@ -94,6 +94,9 @@ class OptimizerShard:
         self.watch = ParameterWatch(model)
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
+        self._names: dict[Parameter, str] = {}
+        # By the first parameter of a group: an element beside its tensors, and its parameters.
+        self._stand_ins: dict[Parameter, tuple[Tensor, list[Parameter]]] = {}
 
     @property
     def sharded(self) -> bool:
@@ -116,25 +119,32 @@ class OptimizerShard:
         for bucket, flat in zip(buckets, flats, strict=True):
             self._own(bucket, parameters, flat)
         self.watch.add(parameters, flat=self.sharded)
+        self._names |= {parameter: name for name, parameter in parameters.items()}
 
     def groups(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-        """Return groups of parameters as groups of the tensors that this rank updates."""
+        """Return groups of parameters as groups of the tensors that this rank updates.
+
+        From stage 1 on, each has one element more, with a gradient of 0 if any of its parameters
+        has one: some optimizers count their steps by group, and pass over a group without tensors.
+        """
         by_parameter: dict[Parameter, list[Tensor]] = {}
         for owned in self.pieces:
             by_parameter.setdefault(owned.parameter, []).append(owned.tensor)
-        return [
-            {**group, "params": [t for p in group["params"] for t in by_parameter.get(p, [])]}
-            for group in groups
-        ]
+        made = []
+        for group in groups:
+            tensors = [t for p in group["params"] for t in by_parameter.get(p, [])]
+            if self.sharded and group["params"]:
+                tensors.append(self._stand_in(group["params"]))
+            made.append({**group, "params": tensors})
+        return made
 
-    def lacks_groups(self, groups: Iterable[Collection[str]]) -> bool:
-        """Return whether any rank owns nothing of a group of names, alike on all ranks. Local."""
-        if not self.sharded:
-            return False
-        slots = range(self.sharding.size)
-        shards = [[(bucket, *bucket.shard(slot)) for bucket in self.plan] for slot in slots]
-        owned = [{p.spec.name for b, *cut in shard for p in b.pieces(*cut)} for shard in shards]
-        return any(names and own.isdisjoint(names) for names in groups for own in owned)
+    def _stand_in(self, parameters: list[Parameter]) -> Tensor:
+        first = parameters[0]
+        if first not in self._stand_ins:
+            dtype = master_dtype(first.dtype, self.gather_dtype) or first.dtype
+            tensor = torch.ones([1] * first.dim(), dtype=dtype, device=first.device)
+            self._stand_ins[first] = tensor, list(parameters)
+        return self._stand_ins[first][0]
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the sums over ranks of this rank's shards, slice by slice, with parameter names.
@@ -211,6 +221,9 @@ class OptimizerShard:
             if not is_16_bit(owned.piece.spec.dtype):
                 sums.append(self.gradients.reduced(owned.index, owned.piece))
                 self._set(owned, sums[-1], unused)
+        for tensor, parameters in self._stand_ins.values():
+            used = any(self._names[parameter] not in unused for parameter in parameters)
+            tensor.grad = torch.zeros_like(tensor) if used else None
         try:
             yield sums
         finally:

@@ -121,7 +121,6 @@ def test_an_unused_parameter_costs_one_number_each(worlds, layout, mode):
     world = worlds("lanes", layout, ONE)
     model = Vectors(NUMELS)
     optimizer = world.optimizer(model, ADAMW, **mode)
-    spent(world, model, optimizer, 1)  # ranks learn whether the optimizer counts steps by group
     more = less(spent(world, model, optimizer, 1, upto=2), spent(world, model, optimizer, 1))
     assert more == bill("lanes", layout, control("lanes", layout, len(NUMELS)))
     optimizer.close()

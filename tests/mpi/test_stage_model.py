@@ -1,8 +1,6 @@
 """What a model's user sees while updated parameters are on their way, and what a rank holds."""
 
 import copy
-import io
-import pickle
 import time
 from contextlib import nullcontext
 
@@ -44,61 +42,6 @@ def late(monkeypatch):
 
 
 # Reading parameters right after a step.
-
-
-def stored(model):
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    return list(torch.load(file).values())
-
-
-def asked_twice(model):
-    parameters = model[3]._parameters
-    return [parameters["weight"], parameters["bias"]]
-
-
-def applied(model):
-    seen = []
-    model.apply(lambda module: seen.extend(module.parameters(recurse=False)))
-    return seen
-
-
-READERS = {
-    "attribute": lambda model: [model[3].weight, model[0].bias],
-    "get_parameter": lambda model: [model.get_parameter("2.weight")],
-    "parameters": lambda model: list(model.parameters()),
-    "named_parameters": lambda model: [p for _, p in model.named_parameters()],
-    "state_dict": lambda model: list(model.state_dict().values()),
-    "of a part": lambda model: list(model[3].state_dict().values()),
-    "save": stored,
-    "apply": applied,
-    "vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
-    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
-    "dictionary": asked_twice,
-    "copy": lambda model: [copy.copy(model[0]).weight, model[0].bias, copy.copy(model[3]).bias],
-    "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
-    "forward": lambda model: [model(samples(4)[0])],
-    "forward of a part": lambda model: [model[:2](samples(4)[0])],
-    "functional_call": lambda model: [
-        torch.func.functional_call(model, {"0.bias": torch.zeros(16).double()}, samples(4)[0])
-    ],
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
-@sharded
-def test_what_is_read_through_the_model_after_a_step_is_new(pair, late, stage, reader):
-    both = pair(stage=stage)
-    for step in range(2):
-        both.backward(step)
-        both.alone.update()
-        both.optimizer.step()
-        read = [tensor.detach().clone() for tensor in reader(both.model)]
-        torch.testing.assert_close(read, reader(both.alone.model), rtol=1e-10, atol=1e-10)
-        both.optimizer.zero_grad()
-    both.check()
 
 
 @sharded

@@ -120,6 +120,12 @@ def saved(s):
     return torch.load(buffer, weights_only=False)
 
 
+def applied(s):
+    seen = []
+    s.model.apply(lambda module: seen.extend(module.parameters(recurse=False)))
+    return nn.utils.parameters_to_vector(seen)
+
+
 def averaged(s):
     ema = [torch.zeros_like(p) for p in s.parameters]
     torch._foreach_lerp_(ema, s.parameters, 0.5)
@@ -159,8 +165,14 @@ READS = {
     "module": lambda s: s.model[0].weight * 1,
     "state_dict": lambda s: s.model.state_dict()["0.weight"],
     "kept state_dict": lambda s: s.model.state_dict(keep_vars=True)["0.weight"],
+    "get_parameter": lambda s: s.model.get_parameter("2.weight") * 1,
+    "apply": applied,
+    "dictionary": lambda s: s.model[0]._parameters["bias"] * 1,
+    "copied module": lambda s: copy.copy(s.model[0]).weight * 1,
+    "part": lambda s: s.model[:2](X),
     "deepcopy": lambda s: copy.deepcopy(s.parameters[0]),
     "copied model": lambda s: copy.deepcopy(s.model)(X),
+    "pickled module": lambda s: pickle.loads(pickle.dumps(s.model[0]))(X),
     "pickle": lambda s: pickle.loads(pickle.dumps(s.parameters[0])),
     "save": saved,
     "thread": lambda s: in_thread(lambda: s.parameters[0] * 1),
