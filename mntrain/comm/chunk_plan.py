@@ -36,6 +36,8 @@ NO_RANK = -1
 LINE_BYTES = 64
 # A lane is not cut into shorter chunks for the sake of their number.
 MIN_CHUNK_BYTES = 64 << 10
+# Nodes exchange parts in groups of so many where that divides their number, else of its factors.
+GROUP = 4
 # Up to this size every node sends its whole sum to every other: one message's latency, not two.
 WHOLE_BYTES = 16 << 10
 
@@ -72,6 +74,45 @@ class HierarchyPlan:
         return tuple(tuple(n[lane] for n in self.nodes.nodes) for lane in range(self.lanes))
 
     @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of neighbouring nodes whose parts a node holds: at first, and after each level.
+
+        Nodes exchange parts level by level. On each, groups of few nodes send each other what they
+        are to hold next. So a node of M sends O(log M) messages a chunk, but for large prime
+        factors of M, and no more bytes than if each sent every other its part:
+
+            12 nodes, widths 12, 3, 1      level 0                      level 1
+            node 4 exchanges with          7, 10, 1 (then holds 3 to 5) 5, 3 (then holds 4)
+
+        Sums are made in the order of a level's nodes, level by level, for every element alike.
+        """
+        widths = [len(self.nodes.nodes)]
+        for factor in (GROUP, *range(2, widths[0] + 1)):
+            while widths[-1] > 1 and widths[-1] % factor == 0:
+                widths.append(widths[-1] // factor)
+        return tuple(widths) if len(widths) > 1 else (1, 1)
+
+    def partners(self, level: int) -> list[int]:
+        """Return the other nodes with which this one exchanges parts, from the next one on.
+
+        So every node receives from one other at a time.
+        """
+        width, above = self.widths[level + 1], self.widths[level]
+        first, step = self.node // above * above, self.node % above
+        return [first + (step + width * turn) % above for turn in range(1, above // width)]
+
+    def held(self, chunk: "Chunk", node: int, level: int) -> list[Span]:
+        """Return the spans of a chunk that a node holds before a level, joined where they meet."""
+        width = self.widths[level]
+        low = node // width * width
+        spans: list[Span] = []
+        for start, end in chunk.parts[low : low + width]:
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]  # noqa: PLW2901 - the joined one's
+            spans.append((start, end))
+        return [span for span in spans if span[0] < span[1]]
+
+    @cached_property
     def gathers_on_ring(self) -> bool:
         """True if an all-gather goes around a ring of nodes instead of directly.
 
@@ -98,7 +139,9 @@ class HierarchyPlan:
     ) -> tuple[Chunk, ...]:
         """Return the chunks of an all-reduce."""
         count, line = len(self.nodes.nodes), max(1, LINE_BYTES // itemsize)
-        whole = count <= 2 or numel * itemsize <= WHOLE_BYTES
+        # Sums have one order for all verbs, so levels are kept.
+        small = len(self.widths) == 2 and numel * itemsize <= WHOLE_BYTES
+        whole = count <= 2 or small
         chunks = []
         for lane, (low, high) in enumerate(_aligned((0, numel), self.lanes, line)):
             length = chunk_bytes // itemsize

@@ -10,14 +10,18 @@ The steps of one chunk, by the rank that owns its lane on a node:
 In shared memory the owner reads and writes the tensors of the node's ranks, and they have nothing
 to do. Tensors elsewhere travel within the node as messages, too.
 
-Between two nodes, and for small tensors, every node sends its whole sum to the others, and all
-nodes add all sums. Otherwise every node sums one part of the chunk, which the others send to it,
-and sends them the result: the least possible number of bytes, in both directions at once, in the
-latency of two messages (over a ring of M nodes: 2 (M - 1)). An all-gather goes directly as well,
-unless nodes have unequal numbers of shards (see `HierarchyPlan.gathers_on_ring`).
+Between two nodes, both send their whole sum, and add. Otherwise every node sums one part of the
+chunk, which the others send to it, and sends them the result: the least possible number of bytes,
+in both directions at once. Up to four nodes do so directly, in the latency of two messages (over a
+ring of M nodes: 2 (M - 1)), and more nodes level by level, in groups (`HierarchyPlan.widths`). An
+all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
+shards (`HierarchyPlan.gathers_on_ring`).
 
 Each level rounds a 16-bit sum once. With a wire dtype, the sum of a node is rounded to it, and so
-is the sum over nodes.
+is the sum of each level.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence
@@ -159,29 +163,18 @@ class LaneOwner:
             yield from self._reduce_parts(chunk)
 
     def all_gather(self, chunk: Chunk) -> Steps[None]:
-        """Send this node's part to the others, directly or along a ring, and receive theirs."""
-        ring = self._plan.gathers_on_ring
-        receivers = self._others[:1] if ring else self._others
-        arriving = {
-            node: self._receive(chunk, self._others[-1] if ring else node, self._buffer(part))
-            for node in reversed(self._others)
-            if _length(part := chunk.parts[node])
-        }
-        own, owner = chunk.parts[self._own], chunk.shard_owners[self._own]
-        sends = []
+        """Send this node's part to the others, level by level or along a ring, and get theirs."""
+        own, source = chunk.parts[self._own], self._plan.local_rank
         if _length(own):
-            source = self._plan.nodes.local_rank(owner)
-            if source != self._plan.local_rank:
-                yield from self._fetch(chunk, own, source)
-            buffer = self._buffer(own)
-            sends = [self._send(chunk, node, buffer) for node in receivers]
-            yield from self._publish(chunk, own, [p for p in self._peers if p != source])
-        for node, requests in arriving.items():
-            yield requests.test
-            if ring and node != self._others[0]:
-                sends.append(self._send(chunk, self._others[0], self._buffer(chunk.parts[node])))
-            yield from self._publish(chunk, chunk.parts[node], self._peers)
-        yield Requests.of(*sends).test
+            source = self._plan.nodes.local_rank(chunk.shard_owners[self._own])
+        if source != self._plan.local_rank:
+            yield from self._fetch(chunk, own, source)
+        lacking = [peer for peer in self._peers if peer != source]
+        if self._plan.gathers_on_ring:
+            yield from self._gather_on_ring(chunk, lacking)
+        else:
+            with self._context.buffers.lease() as take:
+                yield from self._gather(chunk, take, lacking, {})
 
     def broadcast(self, chunk: Chunk, root: int, chunks: int) -> Steps[None]:
         """Pass on one of `chunks` chunks from the node before to the nodes after."""
@@ -203,73 +196,111 @@ class LaneOwner:
         """Send this node's sum to every other node, and add all."""
         (span,) = chunk.parts
         with self._context.buffers.lease() as take:
-            length, others = _length(span), reversed(self._others)
-            sums = {node: take(length, self._wire) for node in others}
-            cast = self._cast_buffer(take, span)
+            sums = {node: take(_length(span), self._wire) for node in reversed(self._others)}
             receives = [self._receive(chunk, node, buffer) for node, buffer in sums.items()]
             yield from self._sum_node(chunk, span, ())
-            own = yield from self._for_wire(span, cast)
-            sends = self._send_to_others(chunk, own)
-            yield Requests.of(*receives, sends).test
-            yield from self._add_nodes(span, own, sums)
+            own = yield from self._packed(take, chunk.parts)
+            sends = [self._send(chunk, node, own) for node in self._others]
+            yield Requests.of(*receives, *sends).test
+            yield from self._add_nodes(chunk.parts, own, sums)
             yield from self._publish(chunk, span, self._peers)
 
     def _reduce_parts(self, chunk: Chunk) -> Steps[None]:
-        """Send every node its part of this node's sum, sum this node's part, and send it to all."""
-        own_part = chunk.parts[self._own]
+        """Sum what this node is to hold after each level, and send partners what they are to."""
+        plan, sent = self._plan, dict[int, tuple[BufferView, Requests]]()
         with self._context.buffers.lease() as take:
-            length, others = _length(own_part), reversed(self._others)
-            sums = {node: take(length, self._wire) for node in others}
-            casts = [self._cast_buffer(take, part) for part in chunk.parts]
-            expected = sums.items() if length else ()
-            receives = [self._receive(chunk, node, buffer) for node, buffer in expected]
-            sends = {}
-            for node in self._others:
-                if _length(chunk.parts[node]):
-                    yield from self._sum_node(chunk, chunk.parts[node], ())
-                    buffer = yield from self._for_wire(chunk.parts[node], casts[node])
-                    sends[node] = self._send(chunk, node, buffer)
-            if length:
+            for level in range(len(plan.widths) - 1):
+                own = plan.held(chunk, self._own, level + 1)
+                length, partners = sum(map(_length, own)), plan.partners(level)
+                sums = {node: take(length, self._wire) for node in reversed(partners) if own}
+                receives = [self._receive(chunk, node, buffer) for node, buffer in sums.items()]
+                for node in partners:
+                    if theirs := plan.held(chunk, node, level + 1):
+                        yield from self._sum_spans(chunk, theirs, level)
+                        buffer = yield from self._packed(take, theirs)
+                        sent[node] = buffer, self._send(chunk, node, buffer)
                 yield Requests.of(*receives).test
-                yield from self._sum_node(chunk, own_part, ())  # after the sends have started
-                own = yield from self._for_wire(own_part, casts[self._own])
-                yield from self._add_nodes(own_part, own, sums)
-            if chunk.shard_owners:
-                if length:
-                    yield from self._publish(chunk, own_part, self._receivers(chunk))
-                yield Requests.of(*sends.values()).test
-            else:
-                yield from self._exchange_results(chunk, casts, sends)
+                yield from self._sum_spans(chunk, own, level)  # after the sends have started
+                packed = yield from self._packed(take, own)
+                yield from self._add_nodes(own, packed, sums)
+            if not chunk.shard_owners:
+                yield from self._gather(chunk, take, self._peers, sent)
+                return
+            for span in own:
+                yield from self._publish(chunk, span, self._receivers(chunk))
+            yield Requests.of(*(requests for _, requests in sent.values())).test
 
-    def _exchange_results(
-        self, chunk: Chunk, casts: Sequence[BufferView | None], sends: dict[int, Requests]
+    def _gather(
+        self,
+        chunk: Chunk,
+        take: Take,
+        lacking: Collection[int],
+        sent: dict[int, tuple[BufferView, Requests]],
     ) -> Steps[None]:
-        """Send the sum of this node's part to the other nodes, and receive those of theirs."""
-        own_part = chunk.parts[self._own]
-        result = yield from self._for_wire(own_part, casts[self._own])
-        result_sends = self._send_to_others(chunk, result)
-        receives = {}
-        for node, requests in sends.items():
-            yield requests.test  # the result will arrive in the buffer that was sent
-            buffer = casts[node] or self._buffer(chunk.parts[node])
-            receives[node] = self._receive(chunk, node, buffer)
-        yield from self._publish(chunk, own_part, self._peers)
-        for node, requests in receives.items():
-            yield requests.test
-            part, cast = chunk.parts[node], casts[node]
-            if cast is not None:
-                self._buffer(part).tensor.copy_(cast.tensor)
-                yield from self._context.fence()
-            yield from self._publish(chunk, part, self._peers)
-        yield result_sends.test
+        """Send partners what this node holds, from the last level to the first, and get theirs.
 
-    def _add_nodes(self, span: Span, own: BufferView, others: dict[int, BufferView]) -> Steps[None]:
-        """Leave the sum over nodes in this rank's span, rounded to the wire dtype."""
+        `lacking` are the local ranks that lack this node's own part. What was `sent` to a node
+        before, as a sum, comes back in the same buffer.
+        """
+        plan, sends = self._plan, list[Requests]()
+        new = [(span, lacking) for span in plan.held(chunk, self._own, len(plan.widths) - 1)]
+        for level in reversed(range(len(plan.widths) - 1)):
+            partners = plan.partners(level)
+            if own := plan.held(chunk, self._own, level + 1):
+                packed = yield from self._packed(take, own)
+                sends += [self._send(chunk, node, packed) for node in partners]
+            arriving = []
+            for node in reversed(partners):
+                spans = plan.held(chunk, node, level + 1)
+                if node in sent:
+                    buffer, requests = sent[node]
+                    yield requests.test
+                elif spans:
+                    buffer = self._room(take, spans)
+                if spans:
+                    arriving.append((spans, buffer, self._receive(chunk, node, buffer)))
+            for span, to in new:
+                yield from self._publish(chunk, span, to)
+            new = []
+            for spans, buffer, requests in arriving:
+                yield requests.test
+                yield from self._unpack(spans, buffer)
+                for span in spans:
+                    yield from self._publish(chunk, span, self._peers)
+        yield Requests.of(*sends).test
+
+    def _gather_on_ring(self, chunk: Chunk, lacking: Collection[int]) -> Steps[None]:
+        """Send this node's part to the next node, and pass on those that come from the last one."""
+        own, parts = chunk.parts[self._own], chunk.parts
+        following, before = self._others[0], self._others[-1]
+        arriving = {
+            node: self._receive(chunk, before, self._buffer(parts[node]))
+            for node in reversed(self._others)
+            if _length(parts[node])
+        }
+        sends = []
+        if _length(own):
+            sends = [self._send(chunk, following, self._buffer(own))]
+            yield from self._publish(chunk, own, lacking)
+        for node, requests in arriving.items():
+            yield requests.test
+            if node != following:
+                sends.append(self._send(chunk, following, self._buffer(parts[node])))
+            yield from self._publish(chunk, parts[node], self._peers)
+        yield Requests.of(*sends).test
+
+    def _add_nodes(
+        self, spans: Sequence[Span], own: BufferView, others: dict[int, BufferView]
+    ) -> Steps[None]:
+        """Leave the sums over nodes in this rank's spans, rounded to the wire dtype."""
         by_node = {self._own: own, **others}
-        total = self._buffer(span).tensor
-        self._context.add([by_node[node].tensor for node in range(len(by_node))], total)
-        if self._casts:
-            total.copy_(total.to(self._wire))
+        addends, start = [by_node[node].tensor for node in sorted(by_node)], 0
+        for span in spans:
+            total, stop = self._buffer(span).tensor, start + _length(span)
+            self._context.add([addend[start:stop] for addend in addends], total)
+            if self._casts:
+                total.copy_(total.to(self._wire))
+            start = stop
         yield from self._context.fence()
 
     def _receivers(self, chunk: Chunk) -> list[int]:
@@ -279,21 +310,32 @@ class LaneOwner:
         to = self._plan.nodes.local_rank(chunk.shard_owners[self._own])
         return [to] if to != self._plan.local_rank else []
 
-    def _for_wire(self, span: Span, cast: BufferView | None) -> Steps[BufferView]:
-        """Return a span in the wire dtype: in its own memory, or copied to the cast buffer."""
-        if cast is None:
-            return self._buffer(span)
-        cast.tensor.copy_(self._buffer(span).tensor)
+    def _room(self, take: Take, spans: Sequence[Span]) -> BufferView:
+        """Return memory for spans in the wire dtype, end to end: their own, or a buffer."""
+        if len(spans) == 1 and not self._casts:
+            return self._buffer(spans[0])
+        return take(sum(map(_length, spans)), self._wire)
+
+    def _packed(self, take: Take, spans: Sequence[Span]) -> Steps[BufferView]:
+        """Return this rank's spans in the wire dtype, end to end: in place, or as a copy."""
+        room = self._room(take, spans)
+        yield from self._copy(spans, room, back=False)
+        return room
+
+    def _unpack(self, spans: Sequence[Span], room: BufferView) -> Steps[None]:
+        """Copy to this rank's spans what has arrived in their `_room`, if it is elsewhere."""
+        yield from self._copy(spans, room, back=True)
+
+    def _copy(self, spans: Sequence[Span], room: BufferView, *, back: bool) -> Steps[None]:
+        if len(spans) == 1 and not self._casts:
+            return
+        start = 0
+        for span in spans:
+            here, there = self._buffer(span).tensor, room.tensor[start : start + _length(span)]
+            target, source = (here, there) if back else (there, here)
+            target.copy_(source)
+            start += _length(span)
         yield from self._context.fence()
-        return cast
-
-    def _cast_buffer(self, take: Take, span: Span) -> BufferView | None:
-        """Return a buffer for this node's data of a span, if the wire dtype differs."""
-        return take(_length(span), self._wire) if self._casts else None
-
-    def _send_to_others(self, chunk: Chunk, buffer: BufferView) -> Requests:
-        nodes = self._others if buffer.bytes.nbytes else []
-        return Requests.of(*(self._send(chunk, node, buffer) for node in nodes))
 
     def _send(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
@@ -335,6 +377,11 @@ class LaneOwner:
             for local_rank in to:
                 blocks[local_rank].copy_(total)
         self._count(span, len(addends) - 1 + len(to))
+
+    def _sum_spans(self, chunk: Chunk, spans: Sequence[Span], level: int) -> Steps[None]:
+        """Leave the sums over the node in this rank's spans; on later levels they are there."""
+        for span in spans if level == 0 else ():
+            yield from self._sum_node(chunk, span, ())
 
     def _fetch(self, chunk: Chunk, span: Span, source: int) -> Steps[None]:
         """Get the span of the local rank `source`."""
@@ -389,20 +436,26 @@ def member_steps(
     comm: Communicator,
 ) -> Steps[None]:
     """Run a chunk by messages with its lane's owner on this node, in the owner's order of spans."""
-    call, parts, count = ticket.signature, chunk.parts, len(chunk.parts)
-    own = parts[plan.node if count > 1 else 0]
-    after = [parts[(plan.node + step) % count] for step in range(1, count)]
-    owns_shard = bool(chunk.shard_owners) and chunk.shard_owners[plan.node] == comm.rank
+    call, parts, node = ticket.signature, chunk.parts, plan.node
+    reduced, gathered = [parts[0]], list[Span]()  # of one part
+    own = parts[0 if len(parts) == 1 else node]
+    if len(parts) > 1:
+        reduced = [span for n in (*plan.partners(0), node) for span in plan.held(chunk, n, 1)]
+        for level in reversed(range(len(plan.widths) - 1)):
+            for n in reversed(plan.partners(level)):
+                gathered += plan.held(chunk, n, level + 1)
+    owns_shard = bool(chunk.shard_owners) and chunk.shard_owners[node] == comm.rank
     sent: Sequence[Span]
     received: Sequence[Span]
     if call.verb == "broadcast":
         sent, received = (parts, ()) if call.root == comm.rank else ((), parts)
     elif call.verb == "all_gather":
-        before = after[::-1]
-        sent, received = ([own], before) if owns_shard else ([], [own, *before])
+        if plan.gathers_on_ring:
+            gathered = [parts[(node - step) % len(parts)] for step in range(1, len(parts))]
+        sent, received = ([own], gathered) if owns_shard else ([], [own, *gathered])
     else:
-        sent = [*after, own]
-        received = [own] * owns_shard if chunk.shard_owners else [own, *after]
+        sent = reduced
+        received = [own] * owns_shard if chunk.shard_owners else [own, *gathered]
     owner = plan.members[chunk.lane]
     for operation, spans in ((comm.send, sent), (comm.receive, received)):
         data = [as_bytes(tensor[slice(*span)]) for span in spans]
@@ -414,10 +467,9 @@ def small_collective(
 ) -> Steps[Work]:
     """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
 
-    Small messages are latency-bound. One non-blocking collective of MPI replaces the steps of a
-    chunk: enter, reduce in the node, exchange between nodes, add, publish. Sums are made over each
-    node of the plan in the order of its ranks, then over nodes, and rounded where the chunks' steps
-    round, so the result has the same bits.
+    Small messages are latency-bound, and this replaces the steps of a chunk: enter, reduce in the
+    node, exchange between nodes, add, publish. Sums are made and rounded in the same order, so the
+    result has the same bits.
     """
     access.begin()
     if not access.here():
@@ -439,34 +491,40 @@ def small_collective(
             for (low, high), owner in owners:
                 tensor[low:high].copy_(rows.tensors[owner][low:high])
         else:  # a reduce-scatter leaves the sums of all shards on every rank
-            _add_rows(rows, plan.nodes.nodes, tensor, call.wire or tensor.dtype, context)
+            _add_rows(rows, plan, tensor, call.wire or tensor.dtype, context)
     return access.give_back()
 
 
 def _add_rows(
-    rows: BufferView,
-    nodes: Sequence[Sequence[int]],
-    total: Tensor,
-    wire: torch.dtype,
-    context: CommContext,
+    rows: BufferView, plan: HierarchyPlan, total: Tensor, wire: torch.dtype, context: CommContext
 ) -> None:
-    """Leave the sum over nodes of the sums over their ranks in `total`. Overwrites the rows."""
+    """Leave the sum of the rows in `total`, in the order of the chunks' steps. Overwrites them."""
     if sum_dtype(total.dtype) == total.dtype == wire:
         arrays = rows.arrays
         with np.errstate(over="ignore", invalid="ignore"):  # as torch does
-            for node in nodes:
-                _add_arrays([arrays[rank] for rank in node], arrays[node[0]])
-            _add_arrays([arrays[node[0]] for node in nodes], total.numpy())
+            for group in _groups(plan):
+                _add_arrays([arrays[rank] for rank in group], arrays[group[0]])
+        total.numpy()[:] = arrays[plan.nodes.nodes[0][0]]
         return
-    for node in nodes:
-        if len(node) > 1:
-            context.add([rows.tensors[rank] for rank in node], rows.tensors[node[0]])
-    sums = [rows.tensors[node[0]] for node in nodes]
-    if len(sums) == 1:
-        total.copy_(sums[0])
-        return
-    context.add([node_sum.to(wire) for node_sum in sums], total)
-    total.copy_(total.to(wire))
+    nodes = len(plan.nodes.nodes)
+    for number, group in enumerate(_groups(plan)):
+        addends, target = [rows.tensors[rank] for rank in group], rows.tensors[group[0]]
+        if number < nodes:
+            context.add(addends, target)
+        else:
+            context.add([addend.to(wire) for addend in addends], target)
+            target.copy_(target.to(wire))
+    total.copy_(rows.tensors[plan.nodes.nodes[0][0]])
+
+
+def _groups(plan: HierarchyPlan) -> Iterator[Sequence[int]]:
+    """Yield the ranks whose rows are added up, in this order: those of each node, then levels."""
+    yield from plan.nodes.nodes
+    first = [node[0] for node in plan.nodes.nodes]
+    for width in plan.widths[1:]:
+        if len(first) > 1:
+            yield from (first[rest::width] for rest in range(width))
+            first = first[:width]
 
 
 def _add_arrays(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:

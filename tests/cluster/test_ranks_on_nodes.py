@@ -9,6 +9,7 @@ pytestmark = pytest.mark.cluster
 SUITES = {
     (2, 2): ["test_wire.py", "test_parity.py"],
     (1, 1, 1): ["test_wire.py"],
+    (1,) * 8: ["test_levels.py"],
 }
 
 

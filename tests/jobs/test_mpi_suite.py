@@ -9,7 +9,15 @@ from launch import MPI_TESTS, run_suite
 # on emulated nodes of two ranks each.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "state")
 OF_ONE += ("trainer", "world")
-OF_NODES = ("collectives", "exchanges", "stale_rounds", "state", "transports", "weighted_exchanges")
+OF_NODES = (
+    "collectives",
+    "exchanges",
+    "levels",
+    "stale_rounds",
+    "state",
+    "transports",
+    "weighted_exchanges",
+)
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
 AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "exchanges")

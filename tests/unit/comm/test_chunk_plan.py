@@ -1,11 +1,11 @@
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.comm.algorithms import AlgorithmChoice, load
-from mntrain.comm.chunk_plan import NO_RANK, WHOLE_BYTES
+from mntrain.comm.chunk_plan import NO_RANK, WHOLE_BYTES, Chunk
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -242,3 +242,68 @@ def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
     else:  # a binomial tree: in each of its rounds, who has it sends it once
         assert max(depth.values()) <= (len(nodes) - 1).bit_length()
         assert len(ways[first][1]) == (len(nodes) - 1).bit_length()
+
+
+# Levels of an exchange between nodes.
+
+
+def factors(number):
+    """Fours, then prime factors."""
+    first = next((f for f in (4, *range(2, number + 1)) if number % f == 0), None)
+    return [] if first is None else [first, *factors(number // first)]
+
+
+def test_a_node_exchanges_parts_with_as_many_others_as_the_factors_of_their_number():
+    for count in range(2, 1025):
+        plan = load("lanes").plan(Topology(tuple((rank,) for rank in range(count))), count // 3)
+        several = [plan.partners(level) for level in range(len(plan.widths) - 1)]
+        assert [len(partners) + 1 for partners in several] == factors(count)
+        assert len(set(chain(*several))) == sum(map(len, several))
+    assert sum(map(len, several)) == 15  # of 1024 nodes; directly 1023
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 12, 17, 36])
+def test_what_a_node_holds_is_divided_between_it_and_its_partners(count):
+    topology = Topology(tuple((rank,) for rank in range(count)))
+    chunk = Chunk(0, 0, tuple((3 * node, 3 * node + 3) for node in range(count)))
+    for rank in range(count):
+        plan = load("lanes").plan(topology, rank)
+        for level in range(len(plan.widths) - 1):
+            assert plan.held(chunk, rank, level) == [span_of(plan, rank, level)]
+            nodes = [*plan.partners(level), rank]
+            theirs = [span for node in nodes for span in plan.held(chunk, node, level + 1)]
+            assert covered(theirs) == [list(span_of(plan, rank, level))]
+
+
+def span_of(plan, node, level):
+    width = plan.widths[level]
+    return 3 * (node // width * width), 3 * (node // width * width + width)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 8, 12, 16, 17, 24, 36, 64])
+def test_every_part_is_a_sum_over_all_nodes_in_one_order_and_comes_to_all(count):
+    topology = Topology(tuple((rank,) for rank in range(count)))
+    plans = [load("lanes").plan(topology, rank) for rank in range(count)]
+    levels = range(len(plans[0].widths) - 1)
+    sums = [dict.fromkeys(range(count), (node,)) for node in range(count)]  # by node, of each part
+    for level in levels:
+        before = [dict(own) for own in sums]
+        for node, plan in enumerate(plans):
+            group = sorted([node, *plan.partners(level)])
+            width = plan.widths[level + 1]
+            kept = range(node // width * width, node // width * width + width)
+            sums[node] = {part: tuple(before[other][part] for other in group) for part in kept}
+    orders = [order for own in sums for order in own.values()]
+    assert len(set(orders)) == 1
+    assert sorted(flat(orders[0])) == list(range(count))
+    held = [{node} for node in range(count)]
+    for level in reversed(levels):
+        held = [
+            held[node].union(*(held[other] for other in plans[node].partners(level)))
+            for node in range(count)
+        ]
+    assert all(parts == set(range(count)) for parts in held)
+
+
+def flat(order):
+    return [order] if isinstance(order, int) else [node for part in order for node in flat(part)]
