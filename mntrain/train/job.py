@@ -1,14 +1,13 @@
 """Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from mntrain import checkpoint, tasks
 from mntrain.balance.shares import Shares
-from mntrain.checkpoint import FoundCheckpoint, Stateful
+from mntrain.checkpoint import Stateful
 from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
@@ -170,37 +169,21 @@ class TrainingJob:
             if self.saves:
                 saver.check()
         if self.resumed:
-            self._load_checkpoint(world, self.resumed, objects)
-        self.schedule.start(self.done)
-
-    def _load_checkpoint(
-        self, world: World, resumed: FoundCheckpoint, objects: Mapping[str, Stateful]
-    ) -> None:
-        self.checkpointing.continue_from(resumed)
-        known = resumed.manifest.objects
-        if missing := objects.keys() - known.keys() - {"early stopping"}:
-            raise AgreedError(
-                f"{resumed.path} has no state of the task's {' and '.join(sorted(missing))}, "
-                "which was another then: give another --run.dir to begin anew",
-                world.rank,
+            self.checkpointing.continue_from(self.resumed)
+            if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then
+                objects.pop("early stopping", None)
+            # This job's options count, even if the checkpoint was made with others. Only a learning
+            # rate that a scheduler with a state has set is the checkpoint's.
+            kept = ["weight_decay"] if self.schedule.objects else ["weight_decay", "lr"]
+            checkpoint.load(
+                self.resumed,
+                self.model,
+                self.optimizer,
+                world,
+                objects=objects,
+                kept_options=kept,
             )
-        # This job's options count, even if the checkpoint was made with others. Only a learning
-        # rate that a scheduler with a state has set is the checkpoint's.
-        scheduled = {"lr"} if self.schedule.objects else set[str]()
-        checkpoint.load(
-            resumed,
-            self.model,
-            self.optimizer,
-            world,
-            objects={name: value for name, value in objects.items() if name in known},
-            kept_options=[name for name in resumption.JOB_OPTIONS if name not in scheduled],
-        )
-
-    def changed_data(self) -> list[str]:
-        """Return what of the data's files differs from those of the checkpoint, by name. Local."""
-        before = self.resumed.manifest.data.get("files", {}) if self.resumed else {}
-        now: Mapping[str, str] = self.data_facts["files"]
-        return [name for name, value in now.items() if before.get(name, value) != value]
+        self.schedule.start(self.done)
 
 
 def choose_sync(world: World, config: Config, *, weighted: bool = False) -> LocalSGD | None:

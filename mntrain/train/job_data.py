@@ -52,7 +52,6 @@ class JobData:
         origin = _find_origin(resumed, self.samples)
         samples = None if self.stream else self.samples
         self.plans = choose_plans(config, world.size, samples, origin.step)
-        self._batch_size = size
         self._plan: sampling.SamplingPlan | sampling.CadenceSampling
         if isinstance(self.plans, Cadence):
             self._plan = sampling.CadenceSampling(
@@ -62,11 +61,6 @@ class JobData:
             self._plan = sampling.SamplingPlan(
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.plans
             )
-
-    @property
-    def full_batch(self) -> int:
-        """The number of samples of a step under the latest plan, unless an epoch has fewer left."""
-        return self.plans.samples(-1) if isinstance(self.plans, Cadence) else self._batch_size
 
     def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`."""

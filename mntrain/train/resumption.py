@@ -38,8 +38,6 @@ _CHANGEABLE = {
 }
 # Beginnings of options that say nothing of the run, or only of its start.
 _UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
-# Options of parameter groups that a resumed run may change.
-JOB_OPTIONS = ("lr", "weight_decay")
 
 
 def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:

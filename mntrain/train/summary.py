@@ -5,12 +5,12 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
-from mntrain.checks.finding import naming
 from mntrain.config import Config
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
@@ -23,7 +23,6 @@ from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
 _SLOW_LINK = 0.5  # of the fastest node's, below which a link is named
-_HOSTS = 3  # that the text about slow links names
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
 # sparsity) and, for the RTX 4090, its white paper.
@@ -68,17 +67,18 @@ class JobResult:
         return median(self._rates.values) if self._rates.values else 0.0
 
 
-def describe_job(world: World, config: Config, job: TrainingJob) -> None:
+def describe_job(world: World, job: TrainingJob) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
-    reporter, zero, library = job.reporter, config.zero, world.library
-    _describe_model_and_data(config, job)
+    config, reporter = job.config, job.reporter
+    _describe_model_and_data(job)
+    library, stage = world.library, config.zero.stage
     where = f"{world.topology}, {world.algorithm}"
     reporter.note(f"{where}, {library.name} (thread level {library.threads})")
     if world.transport_line:
         reporter.note(f"transport: {world.transport_line}")
     if world.device.type == "cuda" and world.kernels.why:
         reporter.note(f"kernels: {world.kernels.why}")
-    sharding = f"stage {zero.stage}, by {zero.partition}" if zero.stage else "stage 0"
+    sharding = f"stage {stage}, by {config.zero.partition}" if stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
     if job.sync:
         reporter.note(f"between nodes: {job.sync}")
@@ -88,8 +88,8 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
         )
     reporter.note(f"optimizer: {job.choice}, schedule {job.schedule}")
     reasons = world.gather(world.collectives.no_shared_memory_reason)
-    if any(reasons):
-        nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
+    nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
+    if nodes:
         reporter.warn(
             "ranks of a node share no memory and send each other messages instead, which is slower "
             f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
@@ -98,39 +98,39 @@ def describe_job(world: World, config: Config, job: TrainingJob) -> None:
     reporter.places(world.places, job.links)
     if slow := slow_links(job.links, world.places):
         reporter.warn(slow)
-    _describe_balance(config, job)
+    _describe_balance(job)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
-    _describe_resumption(config, job)
+    _describe_resumption(job)
     if job.last_step < config.train.steps:
         reporter.note(
             f"this job ends after step {job.last_step} of {config.train.steps} (--run.stop-after)"
         )
 
 
-def _describe_model_and_data(config: Config, job: TrainingJob) -> None:
-    reporter = job.reporter
-    counts = [sum(p.numel() for p in job.model.parameters())]
-    counts += [sum(p.numel() for p in job.model.parameters() if not p.requires_grad)]
+def _describe_model_and_data(job: TrainingJob) -> None:
+    reporter, parameters = job.reporter, list(job.model.parameters())
+    counts = [sum(p.numel() for p in parameters)]
+    counts += [sum(p.numel() for p in parameters if not p.requires_grad)]
     size, fixed = (f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}" for count in counts)
     frozen = f", of which {fixed} are frozen" if counts[1] else ""
-    reporter.note(f"{config.task}: {size} parameters{frozen}", "bold")
+    reporter.note(f"{job.config.task}: {size} parameters{frozen}", "bold")
     if weights := job.initial_weights:
         reporter.note(f"weights: {weights.text}")
         for problem in weights.problems:
             reporter.warn(problem)
-    data = job.task.describe_data() or job.data.describe(config.train.steps)
+    data = job.task.describe_data() or job.data.describe(job.config.train.steps)
     for line in data.splitlines():
         reporter.note(line)
 
 
-def _describe_balance(config: Config, job: TrainingJob) -> None:
-    plans, sync = job.data.plans, job.sync
+def _describe_balance(job: TrainingJob) -> None:
+    plans, sync, config = job.data.plans, job.sync, job.config
     if isinstance(plans, Cadence):
         counts = ", ".join(map(str, plans.latest.counts))
         job.reporter.note(
             f"balance cadence: at first, ranks have {counts} micro-batches of "
-            f"{plans.micro_batch} samples in a step, {job.data.full_batch} in all"
+            f"{plans.micro_batch} samples in a step, {plans.samples(-1)} in all"
         )
         if config.zero.stage == 2:
             job.reporter.warn(
@@ -152,42 +152,38 @@ def slow_links(links: Sequence[float], places: Sequence[Place]) -> str:
 
     `links` has the bytes/s of each node's link, and `places` is by rank.
     """
-    if len({place.host for place in places}) == 1:
-        return ""
     slow = {node: speed for node, speed in enumerate(links) if speed < _SLOW_LINK * max(links)}
-    if not slow:
+    if not slow or len({place.host for place in places}) == 1:
         return ""
-    hosts = list(dict.fromkeys(place.host for place in places if place.node in slow))
-    more = f" and {len(hosts) - _HOSTS} more hosts" if len(hosts) > _HOSTS else ""
-    many = len(slow) > 1
-    of_nodes = f"{naming('node', list(slow))} ({', '.join(hosts[:_HOSTS])}{more})"
+    hosts = {place.node: place.host for place in places}
+    nodes = ", ".join(f"node {n} ({hosts[n]}): {b / 1e6:,.0f} MB/s" for n, b in slow.items())
     return (
-        f"the link{'s' if many else ''} of {of_nodes} carr{'y' if many else 'ies'} "
-        f"{min(slow.values()) / 1e6:,.0f} MB/s, where the fastest carries "
-        f"{max(links) / 1e6:,.0f}: every exchange between nodes waits for it"
+        f"nodes have slow links: {nodes}, where the fastest carries {max(links) / 1e6:,.0f}: every "
+        "exchange between nodes waits for them"
     )
 
 
-def _describe_resumption(config: Config, job: TrainingJob) -> None:
+def _describe_resumption(job: TrainingJob) -> None:
     reporter, resumed = job.reporter, job.resumed
     if resumed is None:
         return
     for path, reason in resumed.skipped.items():
         reporter.warn(f"{path.name} was passed over: {reason}")
+    manifest, files = resumed.manifest, job.data_facts["files"]
     reporter.note(
-        f"resumed after step {resumed.manifest.step}, from {resumed.path} "
-        f"(saved by {resumed.manifest.writers})"
+        f"resumed after step {manifest.step}, from {resumed.path} (saved by {manifest.writers})"
     )
-    if resumed.manifest.position is None:
+    if manifest.position is None:
         reporter.warn("the version that saved it took samples in another order: an epoch begins")
-    if changes := changed_options(resumed, config):
+    if changes := changed_options(resumed, job.config):
         reporter.note(f"changed since then: {'; '.join(changes)}")
-    if others := job.changed_data():
+    before = manifest.data.get("files", {})
+    if others := [name for name, value in files.items() if before.get(name, value) != value]:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         reporter.warn(
             f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
         )
-    if job.data.stream and not job.data_facts["files"]:
+    if job.data.stream and not files:
         reporter.warn(
             "the training data is a stream, whose content is not compared with that of the "
             "checkpoint: be sure that it is the same, and give its files in "
@@ -195,48 +191,49 @@ def _describe_resumption(config: Config, job: TrainingJob) -> None:
         )
 
 
-def resume_command(world: World, config: Config, job: TrainingJob) -> str:
+def resume_command(size: int, config: Config, run_dir: Path) -> str:
     """Return the command line that continues the run to its end, with as many ranks. Local."""
     launcher = "srun" if "SLURM_JOB_ID" in os.environ else "mpirun"
-    words = [launcher, "-n", str(world.size)] if world.size > 1 else []
-    words += ["python", "-m", "mntrain", "--config", str(job.run_dir / CONFIG_FILE)]
-    words += ["--run.dir", str(job.run_dir)]
+    words = [launcher, "-n", str(size)] if size > 1 else []
+    words += ["python", "-m", "mntrain", "--config", str(run_dir / CONFIG_FILE)]
+    words += ["--run.dir", str(run_dir)]
     words += ["--run.resume", "auto"] if config.run.resume != "auto" else []
     words += ["--run.stop-after", "none"] if config.run.stop_after is not None else []
     words += ["--run.max-minutes", "none"] if config.run.max_minutes is not None else []
     return shlex.join(words)
 
 
-def finish_report(world: World, config: Config, job: TrainingJob, result: JobResult) -> list[str]:
+def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str]:
     """Draw the loss, print the final report, and write summary.json last. Collective.
 
     A preempted job draws nothing: its time may be short, and the next job does. Returns what the
     master could not write to the run's directory, a text for each file.
     """
+    config, reporter = job.config, job.reporter
     early = result.status in ("interrupted", "preempted")
     if result.status == "stopped" and not result.reason:
         early, result.reason = True, f"--run.stop-after {config.run.stop_after}"
-    summary = summarize(world, config, job, result)
+    summary = summarize(world, job, result)
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
-        job.reporter.note(f"no {PLOT_FILE}: {why}")
-    missing = job.reporter.finish(summary)
+        reporter.note(f"no {PLOT_FILE}: {why}")
+    missing = reporter.finish(summary)
     if early and result.last and job.checkpointing.has(result.last.step):
-        job.reporter.note(f"to continue: {resume_command(world, config, job)}")
+        reporter.note(f"to continue: {resume_command(world.size, config, job.run_dir)}")
     elif result.status == "interrupted" and not job.saves:
-        job.reporter.note(
+        reporter.note(
             "the steps of this job were not saved: with --checkpoint.every auto, for example, an "
             "interrupted job saves at its end"
         )
     return world.gather(missing)[0]
 
 
-def summarize(world: World, config: Config, job: TrainingJob, result: JobResult) -> dict[str, Any]:
+def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
     per_item = result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
-    dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
+    dtype = job.config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     used = resources(world, [job.optimizer])

@@ -104,7 +104,7 @@ class Trainer:
         gc.collect()
         gc.freeze()  # a collection would take about 0.2 s for torch's objects
         with self._job.directory, self._reporter, self._signals as signals:
-            describe_job(self._world, self._config, self._job)
+            describe_job(self._world, self._job)
             self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
@@ -115,7 +115,7 @@ class Trainer:
                 result.reason = stop_reason(self._world, signals, self._job.deadline)
             elif result.error:
                 result.reason = str(result.error)
-            missing = finish_report(self._world, self._config, self._job, result)
+            missing = finish_report(self._world, self._job, result)
             self._world.watchdog.at_end.remove(self._early_end)
         gc.unfreeze()
         if missing:

@@ -111,20 +111,15 @@ def test_a_rank_that_recovers_gets_its_samples_back(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_balanced_run_continues_on_another_number_of_ranks(tmp_path):
-    train_slow(3, tmp_path, *BALANCED, "--run.stop-after", "15")
-    train_slow(2, tmp_path, *BALANCED)
+def test_a_run_with_given_speeds_continues_on_another_number_of_ranks(tmp_path):
+    hinted = [*BALANCED, "--balance.speed", "1:0.2"]
+    train_slow(3, tmp_path, *hinted, "--run.stop-after", "9")
+    samples = [rank["samples"] for rank in summary(tmp_path)["ranks"]]
+    assert sum(samples) == 9 * 8
+    assert samples[1] == 9 * 1  # from the first step on
+    train_slow(2, tmp_path, *hinted)
     assert len(metrics(tmp_path)) == 25
     expect_losses(tmp_path, losses_alone(*STEPS))
-
-
-@pytest.mark.exhaustive
-def test_hints_count_from_the_first_step(tmp_path):
-    options = ["--balance.mode", "throughput", "--balance.speed", "1:0.2"]
-    completed(train(2, tmp_path, *options))
-    expect_losses(tmp_path, losses_alone())
-    samples = [rank["samples"] for rank in summary(tmp_path)["ranks"]]
-    assert samples == [6 * 7, 6 * 1]
 
 
 # SMALL has a batch size, which a cadence does not use: 32 is the default.
@@ -171,10 +166,3 @@ def test_a_slow_rank_ends_with_a_quarter_of_the_micro_batches(tmp_path, ranks, o
     samples = [rank["samples"] for rank in summary(tmp_path)["ranks"]]
     assert sum(samples) == sum(record["samples"] for record in records)
     assert "balance.mode throughput would" not in result.stderr
-
-
-@pytest.mark.exhaustive
-def test_stage_2_is_warned_of_and_keeps_its_anchor(tmp_path):
-    result = train_very_slow(2, tmp_path, "--zero.stage", "2")
-    assert result.stderr.count("--balance.mode cadence: at stage 2, ranks reduce") == 1
-    assert {plan["anchor"] for plan in summary(tmp_path)["cadence"]} == {10}

@@ -10,6 +10,7 @@ import torch
 from reports import places, used
 from torch import nn
 
+from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import Shares
 from mntrain.balance_config import BalanceConfig
 from mntrain.comm.topology import Topology
@@ -75,17 +76,18 @@ def described(
     mode_of_work = BalanceConfig(mode=balance, speed=speed)
     config = Config(train=train, zero=ZeroConfig(stage=2), sync=mode, balance=mode_of_work)
     reporter = Recorder()
+    cadence = Cadence(4, 2, 999, target=0.1, max_anchor=0)
+    plans = {"off": None, "throughput": Shares(4, 32), "cadence": cadence}
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
         resumed=resumed,
         last_step=200,
-        changed_data=list,
+        config=config,
         data_facts={"files": files or {}},
         reporter=reporter,
         run_dir=Path("run"),
         task=SimpleNamespace(describe_data=lambda: data),
         initial_weights=None,
-        frozen=0,
         choice="AdamW",
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
@@ -93,12 +95,11 @@ def described(
         links=links,
         data=SimpleNamespace(
             stream=stream,
-            plans=Shares(4, 32) if balance == "throughput" else None,
-            full_batch=32,
+            plans=plans[balance],
             describe=lambda steps: f"data of {steps} steps",
         ),
     )
-    describe_job(world, config, job)
+    describe_job(world, job)
     return reporter
 
 
@@ -132,12 +133,19 @@ EQUAL = "so parts stay equal; give --balance.speed, or 10 or more steps of --syn
         ({"balance": "throughput", "max_staleness": 2}, EQUAL),
         ({"balance": "throughput", "max_staleness": 2, "speed": ("0:2",)}, ""),
         ({"balance": "throughput"}, ""),
+        (
+            {"balance": "cadence"},
+            r"^--balance\.mode cadence: at stage 2, ranks reduce .*stage 1 for",
+        ),
         ({"reasons": ("", "", "no room", "no room")}, UNSHARED),
         (
             {"reasons": ("no room", "no room", "denied", "denied")},
             r"\(node 0: no room; node 1: denied\)",
         ),
-        ({"links": (1e8, 1e7)}, r"^the link of node 1 \(n1\) carries 10 MB/s"),
+        (
+            {"links": (1e8, 1e7)},
+            r"^nodes have slow links: node 1 \(n1\): 10 MB/s, where the fastest carries 100: ",
+        ),
     ],
 )
 def test_what_a_job_is_warned_of(given, words):
@@ -156,14 +164,15 @@ def test_what_a_job_is_warned_of(given, words):
 )
 def test_the_command_that_continues_a_run_leaves_out_what_has_ended_it(monkeypatch, options, more):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    world, job = SimpleNamespace(size=3), SimpleNamespace(run_dir=Path("a"))
-    command = resume_command(world, Config(run=RunConfig(**options)), job)
+    command = resume_command(3, Config(run=RunConfig(**options)), Path("a"))
     start = f"mpirun -n 3 python -m mntrain --config {Path('a/config.toml')} --run.dir a"
     assert command == start + more
 
 
 def checkpoint_of(config):
-    manifest = SimpleNamespace(step=4, writers="2 ranks", position=(0, 8), config=config)
+    manifest = SimpleNamespace(
+        step=4, writers="2 ranks", position=(0, 8), config=config, data={"files": {}}
+    )
     return SimpleNamespace(skipped={}, path=Path("run/step-4"), manifest=manifest)
 
 
@@ -271,13 +280,13 @@ def test_a_gpu_has_the_peak_of_its_data_sheet_and_a_shared_one_counts_once(model
         ([1e9, 0.51e9, 0.9e9], ""),
         (
             [117e6, 11.6e6, 115e6],
-            "the link of node 1 (n1) carries 12 MB/s, where the fastest carries 117: "
-            "every exchange between nodes waits for it",
+            "nodes have slow links: node 1 (n1): 12 MB/s, where the fastest carries 117: "
+            "every exchange between nodes waits for them",
         ),
         (
             [1e9, 2e8, 1e8],
-            "the links of nodes 1, 2 (n1, n2) carry 100 MB/s, where the fastest carries 1,000: "
-            "every exchange between nodes waits for it",
+            "nodes have slow links: node 1 (n1): 200 MB/s, node 2 (n2): 100 MB/s, where the fastest"
+            " carries 1,000: every exchange between nodes waits for them",
         ),
     ],
 )
