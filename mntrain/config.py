@@ -4,7 +4,7 @@ An option is declared once. Its name in a file, its command-line flag, its help 
 (`mntrain.cli`) follow from the field. Constructors raise pydantic's ValidationError, a ValueError.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -33,14 +33,6 @@ MAY_DIFFER = {
 }
 # Options of own loops that are not compared either: by their names, they are of one rank or node.
 RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostname", "gpu"}
-
-
-def _parse_changes(value: Any) -> Any:
-    """Return names of options as `parse_names` does, which may be written with underscores."""
-    names = parse_names(value)
-    if not isinstance(names, tuple):
-        return names
-    return tuple(n.replace("_", "-") if isinstance(n, str) else n for n in names)
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -271,7 +263,7 @@ class RunConfig:
         description="auto, never, or the path of a checkpoint or run. auto: continue from the "
         "newest valid checkpoint in --run.dir, if it has one.",
     )
-    allow_change: Annotated[tuple[Change, ...], BeforeValidator(_parse_changes)] = Field(
+    allow_change: Annotated[tuple[Change, ...], BeforeValidator(parse_names)] = Field(
         default=(),
         description="what a resumed run may change, which is otherwise refused: batch-size, "
         "drop-last, seed (the order of samples), data (another number of samples).",

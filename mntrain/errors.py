@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mntrain.checks.finding import alike, naming
 from mntrain.comm import mpi
-from mntrain.data.phase_notes import BATCH_OF_ONE
 from zero.norms import NonFiniteGradientError
 
 if TYPE_CHECKING:
@@ -79,20 +78,10 @@ class RemoteRankError(RuntimeError):
         self.rank, self.host, self.kind, self.traceback = rank, host, kind, traceback
 
 
-def advise(error: BaseException, rank: int) -> None:
-    """Add what helps against an error of a user's own loop to it, as a note, if that is known."""
-    if any(sign in str(error) for sign in _NO_GROUP):
-        note = ADVICE
-    elif str(error).startswith(BATCH_OF_ONE):
-        note = (
-            f"mntrain: rank {rank}: BatchNorm needs at least two samples on each rank, and this "
-            "rank's part of the batch has one: give the loader drop_last=True if it is the last of "
-            "an epoch, or a larger batch"
-        )
-    else:
-        return
-    if not hasattr(error, "__notes__"):
-        error.add_note(note)
+def advise(error: BaseException) -> None:
+    """Add what to use instead to an error for want of a process group, as a note."""
+    if any(sign in str(error) for sign in _NO_GROUP) and not hasattr(error, "__notes__"):
+        error.add_note(ADVICE)
 
 
 class ExceptionWatch:
@@ -141,7 +130,7 @@ class ExceptionWatch:
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
         self.on_error(error)
-        advise(error, self.rank)
+        advise(error)
         code = 1
         if isinstance(error, KeyboardInterrupt):
             code = 130

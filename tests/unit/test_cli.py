@@ -134,17 +134,6 @@ def test_all_problems_are_reported_at_once(argv, options):
     assert [line.split(": ")[1] for line in refused(*argv)] == options
 
 
-def test_quiet_ranks_print_nothing(capsys, tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text("a = 1")
-    for argv in (["--train.steps", "0"], ["--quux"], ["--config", str(path)]):
-        with pytest.raises(SystemExit, match="2"):
-            parse(argv, print_errors=False)
-    with pytest.raises(SystemExit, match="0"):
-        parse(["--help"], print_errors=False)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_help_lists_every_option_with_its_default_and_examples(capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(["--help"])

@@ -18,7 +18,7 @@ from reports import record
 
 from mntrain.config import LogConfig
 from mntrain.metrics import writers
-from mntrain.metrics.files import flatten, read_metrics, write_summary
+from mntrain.metrics.files import append_whole, flatten, read_metrics, write_summary
 from mntrain.metrics.registry import METRICS
 from mntrain.metrics.writers import DECLARED, MetricsFiles, expect_installed
 from mntrain.run.directory import rewind
@@ -138,30 +138,35 @@ def test_what_is_lost_is_told(tmp_path, disk, monkeypatch):
     assert [json.loads(text)["step"] for text in jsonl] == steps
 
 
-@pytest.mark.parametrize("file", ["metrics.csv", "metrics.jsonl"])
-def test_a_line_that_the_disk_has_no_room_for_is_not_there_in_part(tmp_path, monkeypatch, file):
-    monkeypatch.setattr(writers, "RETRY_S", 0.0)
-    first, *others = ({"step": step, "loss": 1 / 3} for step in (1, 2, 3))
-    warnings: list[str] = []
-    # With these columns a row is longer than a line of JSON, or shorter.
-    columns = ["step", "loss", *map(str, range(99))] if file == "metrics.csv" else ["step"]
-    files = MetricsFiles(tmp_path, CSV, columns, warnings.append)
-    files.write(first)
-    before = (tmp_path / file).read_bytes()
+def test_what_the_disk_has_no_room_for_is_not_there_in_part(tmp_path):
+    path = tmp_path / "made" / "file"
+    append_whole(path, b"whole\n")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
     try:
-        for written in others:
-            files.write(written)
-            assert (tmp_path / file).read_bytes() == before
+        with pytest.raises(OSError, match="No space left on device"):
+            append_whole(path, b"a part of this line\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"whole\n"
+
+
+def test_a_table_that_cannot_be_written_is_written_anew(tmp_path, disk):
+    warnings: list[str] = []
+    files = MetricsFiles(tmp_path, CSV, ["step"], warnings.append)
+    table = tmp_path / "metrics.csv"
+    for step in (1, 2, 3):
+        if step == 2:
+            table.unlink()
+            table.mkdir()
+        disk.now += 10
+        files.write({"step": step})
+    table.rmdir()
     files.close()
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert files.missing == []
-    assert [text.partition(" cannot")[0] for text in warnings] == [
-        file,
+    assert [text.partition(": ")[0] for text in warnings] == [
+        "metrics.csv cannot be written",
         "all lines of metrics that waited are written",
     ]
 

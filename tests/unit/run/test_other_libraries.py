@@ -71,10 +71,10 @@ def test_an_error_for_want_of_a_process_group_gets_advice_once():
     with pytest.raises(ValueError, match="process group has not been initialized") as error:
         DistributedDataParallel(nn.Linear(1, 1))
     for _ in range(2):
-        advise(error.value, 0)
+        advise(error.value)
     assert error.value.__notes__ == [ADVICE]
     other = ValueError("of something else")
-    advise(other, 0)
+    advise(other)
     assert not hasattr(other, "__notes__")
 
 
