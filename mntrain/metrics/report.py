@@ -16,11 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from mntrain.checks.finding import alike, naming
@@ -190,10 +188,17 @@ class Reporter:
         self.close(succeeded=summary["status"] != "failed")
         self.note("")
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
-        self._print_table(self._result_table(summary))
+        for name, text in self._results(summary):
+            self.note(f"{name:<14}  {text}")
         if ranks := summary["ranks"]:
-            self._print_table(_memory_table(summary["memory"]))
-            self._print_table(_traffic_table(ranks))
+            self.note("")
+            for name, *cells in _memory_rows(summary["memory"]):
+                self.note(f"{name:<20}" + "".join(f"{cell:>11}" for cell in cells))
+            self.note("")
+            for where, level in (("within nodes", "node"), ("between nodes", "cross")):
+                messages = count_text(sum(rank[f"{level}_messages"] for rank in ranks))
+                sent = decimal(sum(rank[f"{level}_bytes"] for rank in ranks))
+                self.note(f"sent {where:<15}{messages} messages, {sent}")
             busy, waited = (
                 statistics.median(rank[name] for rank in ranks)
                 for name in ("communication_s", "exposed_s")
@@ -254,19 +259,8 @@ class Reporter:
             self._live.refresh()
             self._drawn_at = time.monotonic()
 
-    def _print_table(self, table: Table) -> None:
-        """Print a table with an empty line after it; in a log its lines are as long as they need.
-
-        A narrow terminal wraps the cells.
-        """
-        console = self._console
-        if not console.is_terminal:
-            wide = console.options.update_width(10_000)
-            console.width = max(console.width, console.measure(table, options=wide).maximum)
-        console.print(table)
-        console.print()
-
-    def _result_table(self, summary: Mapping[str, Any]) -> Table:
+    def _results(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the names and the texts of what the job has reached."""
         skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
         facts = [("steps", f"{summary['steps']} of {self._steps}{skipped}")]
         for metric in METRICS.values():
@@ -282,34 +276,15 @@ class Reporter:
             share, dtype = summary["utilisation"], summary["computes_in"]
             of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
             facts.append(("computing", f"{flops / 1e12:.3g} TFLOP/s of the model{of_peak}"))
-        table = Table.grid(padding=(0, 2))
-        for cells in facts:
-            table.add_row(*(plain(cell, self._console.encoding) for cell in cells))
-        return table
+        return facts
 
 
-def _memory_table(memory: Mapping[str, Mapping[str, int]]) -> Table:
-    table = _table("memory of a rank", "least", "median", "most", "on rank")
+def _memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
+    """Return the cells of a table of memory, with its head."""
+    rows: list[tuple[str, ...]] = [("memory of a rank", "least", "median", "most", "on rank")]
     for role, sizes in memory.items():
         if sizes["most"]:
             spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
             label = _MEMORY_LABELS.get(role, role.replace("_", " "))
-            table.add_row(label, *spread, str(sizes["peak_rank"]))
-    return table
-
-
-def _traffic_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("sent", "messages", "bytes")
-    for label, level in (("within nodes", "node"), ("between nodes", "cross")):
-        messages = sum(rank[f"{level}_messages"] for rank in ranks)
-        table.add_row(label, count_text(messages), decimal(sum(r[f"{level}_bytes"] for r in ranks)))
-    return table
-
-
-def _table(first: str, *names: str) -> Table:
-    """Return a table without rows, whose first column is flush left, and the others right."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False)
-    table.add_column(first)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
+            rows.append((label, *spread, str(sizes["peak_rank"])))
+    return rows

@@ -77,18 +77,6 @@ def test_a_rank_with_a_gpu_shows_which_one_and_one_node_has_no_links(tmp_path):
     assert "link" not in on.file.getvalue()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_narrow_terminal_wraps_tables_and_a_log_has_lines_as_long_as_they_need(
-    tmp_path, terminal
-):
-    on = console(terminal, width=50)
-    with reporting(tmp_path, on) as reporter:
-        reporter.finish(summary())
-    shown = on.file.getvalue()
-    widest = max(map(cell_len, strip(shown).splitlines()))
-    assert widest <= 50 if terminal else widest > 50
-
-
 # Steps in a log
 
 
@@ -293,9 +281,9 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory(tm
     facts = facts_of(lines)
     assert lines[1] == "completed"
     assert expected.items() <= facts.items()
-    assert {"memory of a rank", "sent"} < facts.keys()
-    assert re.split(r"\s{2,}", facts["within nodes"]) == ["1,800", "1.5 GB"]
-    assert re.split(r"\s{2,}", facts["between nodes"]) == ["21", "300 bytes"]
+    assert "memory of a rank" in facts
+    assert facts["sent within nodes"] == "1,800 messages, 1.5 GB"
+    assert "sent between nodes  21 messages, 300 bytes" in lines
     assert "communication 2.0 s, of which exposed 0.5 s" in lines
     assert lines[-1] == "runs/" + "long/" * 30
 
@@ -304,7 +292,7 @@ def memory_rows(directory, measured: list[Memory], *usage: Usage) -> list[list[s
     """The cells of the table of memory, without its head."""
     lines = finished(directory, memory=memory_by_role(measured, usage))
     start = next(i for i, line in enumerate(lines) if line.startswith("memory of a rank"))
-    return [re.split(r"\s{2,}", row) for row in lines[start + 2 : lines.index("", start)]]
+    return [re.split(r"\s{2,}", row) for row in lines[start + 1 : lines.index("", start)]]
 
 
 def test_memory_has_least_median_most_and_the_rank_that_peaks(tmp_path):
