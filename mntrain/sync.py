@@ -4,13 +4,10 @@ A node is one replica: its ranks average gradients in every step. `world.optimiz
 a description to the ranks of a job. Importing this module needs neither torch nor MPI.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass as plain_dataclass
 from dataclasses import field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain.config_types import STRICT, OrNone
@@ -21,28 +18,13 @@ if TYPE_CHECKING:
 
 # ruff: noqa: PLC0415 - zero imports torch, which --help does without
 
-
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
-
-
-# What an option of a description may be, and in words.
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "every": (_whole(1), "a number of steps, at least 1"),
-    "warmup": (_whole(0), "a number of steps, at least 0"),
-    "max_staleness": (_whole(0), "a number of rounds, at least 0"),
-    "weighted": (lambda value: isinstance(value, bool), "True or False"),
-    "outer_lr": (lambda value: 0 < value < math.inf, "a number above 0"),
-    "outer_momentum": (lambda value: 0 <= value < 1, "a number from 0, and below 1"),
-    "fragments": (_whole(1), "a number, at least 1"),
-    "overlap": (_whole(0), "a number of steps from 0, and below every"),
-    "mix": (lambda value: 0 <= value < 1, "a number from 0, and below 1"),
-    "bits": (lambda value: value in (4, 32), "4 or 32"),
-    "density": (lambda value: 0 < value <= 1, "the part to send, above 0, to 1"),
-}
+Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Part = Annotated[float, Field(ge=0, lt=1)]
 
 
-@plain_dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, config=STRICT)
 class LocalSGD:
     """Nodes average their parameters every `every` steps, after `warmup` synchronous ones.
 
@@ -55,43 +37,25 @@ class LocalSGD:
     nodes that are not equally fast; else all nodes count the same.
 
     Source: post-local SGD (Lin et al., ICLR 2020, arXiv 1808.07217), local SGD (Stich, ICLR 2019,
-    arXiv 1805.09767). Raises ValueError for numbers that cannot be.
+    arXiv 1805.09767). Raises pydantic's ValidationError, a ValueError, for numbers that cannot be.
     """
 
-    every: int
-    warmup: int = 0
-    max_staleness: int = field(default=0, kw_only=True)
+    every: Positive
+    warmup: Whole = 0
+    max_staleness: Whole = field(default=0, kw_only=True)
     weighted: bool = field(default=False, kw_only=True)
 
     mode: ClassVar[str] = "local-sgd"
-    refused: ClassVar[tuple[str, ...]] = ()  # options that have no effect
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value, (allows, words) = getattr(self, one.name), _ALLOWED[one.name]
-            if not allows(value):
-                raise ValueError(f"{one.name} is {value!r}: give {words}")
-
-    def __repr__(self) -> str:
-        """Return it as an expression, in which what is False or 0 by default may be missing."""
-        shown = [
-            f"{one.name}={getattr(self, one.name)!r}"
-            for one in fields(self)
-            if not one.kw_only or getattr(self, one.name)
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
 
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "SyncSchedule":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
-        from zero.exchange.exchange import Exchange, StaleExchange
+        from zero.exchange.exchange import Exchange
 
-        options = {name: getattr(self, name) for name in ("every", "warmup", "weighted")}
-        kind: type[Exchange] = Exchange
-        if self.max_staleness:
-            kind, options["max_staleness"] = StaleExchange, self.max_staleness
-        return kind(world, node, cross, sharded=stage > 0, **options, **self._parts())
+        names = ("every", "warmup", "weighted", "max_staleness")
+        options = {name: getattr(self, name) for name in names}
+        return Exchange(world, node, cross, sharded=stage > 0, **options, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         """Return the parts of which the exchange is composed (`zero.exchange.exchange`)."""
@@ -100,16 +64,16 @@ class LocalSGD:
         return {"outer": OuterSGD()} if self.max_staleness else {}
 
 
-@plain_dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, config=STRICT)
 class DiLoCo(LocalSGD):
     """Every `every` steps, Nesterov momentum moves the parameters towards the mean of the nodes'.
 
     Source: DiLoCo (Douillard et al., 2023, arXiv 2311.08105), whose outer optimizer these defaults
-    are. Raises ValueError for arguments that cannot be.
+    are. Raises ValidationError for arguments that cannot be.
     """
 
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: Rate = 0.7
+    outer_momentum: Part = 0.9
 
     mode: ClassVar[str] = "diloco"
 
@@ -119,36 +83,34 @@ class DiLoCo(LocalSGD):
         return {"outer": OuterSGD(self.outer_lr, self.outer_momentum)}
 
 
-@plain_dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, config=STRICT)
 class StreamingDiLoCo(DiLoCo):
     """DiLoCo in `fragments` parts, each exchanged every `every` steps while others compute.
 
     What is sent after a step is applied `overlap` steps later; the node's parameters then become
     `mix` times their own and 1 - mix times the outer optimizer's. `bits` 4 or 32 of each element
-    travel. Fewer fragments are used than given if there are fewer steps.
+    travel. Fewer fragments are used than given if there are fewer steps. There is no
+    `max_staleness`: exchanges are hidden behind the next `overlap` steps instead.
 
-    Source: Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Raises ValueError for
+    Source: Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Raises ValidationError for
     arguments that cannot be.
     """
 
-    fragments: int = 4
-    overlap: int = 1
-    mix: float = 0.5
-    bits: int = 4
+    max_staleness: Literal[0] = field(default=0, kw_only=True)
+    fragments: Positive = 4
+    overlap: Whole = 1
+    mix: Part = 0.5
+    bits: Literal[4, 32] = 4
 
     mode: ClassVar[str] = "streaming"
-    refused: ClassVar[tuple[str, ...]] = ("max_staleness",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_staleness:
-            raise ValueError(
-                f"max_staleness is {self.max_staleness}: StreamingDiLoCo hides exchanges behind "
-                "the next overlap steps instead; give overlap, or another description"
-            )
+    @model_validator(mode="after")
+    def _check_overlap(self) -> "StreamingDiLoCo":
         if self.overlap >= self.every:
-            words = f"{_ALLOWED['overlap'][1]}, which is {self.every}"
-            raise ValueError(f"overlap is {self.overlap}: give {words}")
+            raise ValueError(
+                f"overlap {self.overlap} has to be below the {self.every} steps of every"
+            )
+        return self
 
     def _parts(self) -> dict[str, Any]:
         from zero.comm_hooks.codes import BlockCode
@@ -158,19 +120,19 @@ class StreamingDiLoCo(DiLoCo):
         return super()._parts() | streamed | code
 
 
-@plain_dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, config=STRICT)
 class SparseLoCo(LocalSGD):
     """Nodes exchange the largest of their changes every `every` steps, and keep the rest.
 
     `density` is the part that is sent of each 4,096 elements of a parameter, in 2 bits. A node adds
     its changes to 0.95 times what it has not sent yet.
 
-    Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). Raises ValueError for arguments that
-    cannot be.
+    Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). Raises ValidationError for arguments
+    that cannot be.
     """
 
-    outer_lr: float = 1.0
-    density: float = 64 / 4096
+    outer_lr: Rate = 1.0
+    density: Annotated[float, Field(gt=0, le=1)] = 64 / 4096
 
     mode: ClassVar[str] = "sparseloco"
 
@@ -247,7 +209,7 @@ class SyncConfig:
     def _check_mode(self) -> "SyncConfig":
         for one in fields(self):
             value = getattr(self, one.name)
-            modes = [m for m, kind in _DESCRIPTIONS.items() if one.name in _options(kind)]
+            modes = [mode for mode in _DESCRIPTIONS if one.name in _options(mode)]
             unset = 0 if one.name in ("warmup", "max_staleness") else None
             if one.name == "mode" or value == unset or self.mode in modes:
                 continue
@@ -263,9 +225,12 @@ class SyncConfig:
             )
         try:
             self.description  # noqa: B018 - it raises
-        except ValueError as error:
-            name, words = str(error).split(" ", 1)
-            raise ValueError(f"--sync.{name.replace('_', '-')} {words}") from None
+        except ValidationError as error:
+            details = error.errors()[0]
+            name = "".join(map(str, details["loc"][:1])).replace("_", "-")
+            words = details["msg"].removeprefix("Value error, ")
+            wrong = f"{name}: {words}, not {details['input']!r}" if name else words
+            raise ValueError(f"--sync.{wrong}") from None
         return self
 
     @property
@@ -273,11 +238,12 @@ class SyncConfig:
         """The argument `sync` of `world.optimizer`; None for every-step."""
         if self.mode == "every-step":
             return None
-        kind = _DESCRIPTIONS[self.mode]
-        given = {k: v for k, v in vars(self).items() if k in _options(kind) and v is not None}
-        return kind(**given)
+        options = {name: getattr(self, name) for name in _options(self.mode)}
+        return _DESCRIPTIONS[self.mode](**{n: v for n, v in options.items() if v is not None})
 
 
-def _options(kind: type[LocalSGD]) -> list[str]:
-    """Return the names of the options that have an effect."""
-    return [one.name for one in fields(kind) if one.name not in kind.refused]
+def _options(mode: str) -> set[str]:
+    """Return the names of the options that have an effect in a mode."""
+    shared = {one.name for one in fields(SyncConfig)}
+    names = shared.intersection(one.name for one in fields(_DESCRIPTIONS[mode]))
+    return names - ({"max_staleness"} if mode == StreamingDiLoCo.mode else set())

@@ -40,7 +40,7 @@ def pack(source: Tensor, scale: float, target: Tensor) -> None:
     """
     wide = sum_dtype(source.dtype)
     if scale == 0:
-        target.zero_()  # not a product: 0 * NaN is NaN
+        target.zero_()  # not a product: the mean loss over no samples is NaN, and 0 * NaN is NaN
     elif scale == 1:
         target.copy_(source)
     elif source.dtype in (target.dtype, wide):
@@ -102,13 +102,11 @@ def copy_scaled(target: Tensor, gradient: Tensor | None, scale: float) -> Tensor
 
     Returns the target, or None where there was no gradient.
     """
-    if gradient is None or scale == 0:
-        target.zero_()  # not a product: the mean loss over no samples is NaN, and 0 * NaN is NaN
-    elif scale == 1:
-        target.copy_(gradient.to_dense())
-    else:
-        torch.mul(gradient.to_dense(), scale, out=target)
-    return None if gradient is None else target
+    if gradient is None:
+        target.zero_()
+        return None
+    pack(gradient.to_dense(), scale, target)
+    return target
 
 
 def rescale(gradients: Sequence[Tensor], scale: float) -> None:

@@ -9,13 +9,14 @@ which the ranks weigh unequally in the mean, so each rank multiplies its part by
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import LazyBatchNorm1d, _BatchNorm
 
@@ -25,6 +26,7 @@ CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LazyBatchNorm = LazyBatchNorm1d.__mro__[1]
 
 
+@dataclass(frozen=True)
 class RanksOfBatch:
     """The ranks over which layers take their statistics. Copies of a layer share it.
 
@@ -33,13 +35,9 @@ class RanksOfBatch:
     coming one that weigh 0.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        weight: Callable[[], float],
-        lacks_tokens: Callable[[], bool],
-    ) -> None:
-        self.collectives, self.weight, self.lacks_tokens = collectives, weight, lacks_tokens
+    collectives: Collectives
+    weight: Callable[[], float]
+    lacks_tokens: Callable[[], bool]
 
     def __deepcopy__(self, memo: object) -> "RanksOfBatch":
         return self
@@ -74,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.path} was loaded from a file or another process, without its ranks: call "
                 "world.sync_batchnorm(model)"
             )
-        y: Tensor = _normalize(self, self.ranks, x)
+        y: Tensor = _normalize(x, self)
         return y
 
     def _check_input_dim(self, x: Tensor) -> None:
@@ -127,42 +125,6 @@ def layers_below(loss: Tensor) -> tuple[list[GradientEdge], list[Tensor]]:
     return edges, zeros
 
 
-class _Call(NamedTuple):
-    """Values that the normalization of one forward needs, by channel, in fp32 or fp64."""
-
-    mean: Tensor
-    scale: Tensor  # the inverse of the standard deviation
-    values: float  # of each channel, on all ranks
-    counts: bool  # whether this rank's samples are among them
-    collectives: Collectives
-    loss_weight: Callable[[], float]
-
-
-@_disable_dynamo
-def _normalize(layer: SyncBatchNorm, ranks: RanksOfBatch, x: Tensor) -> Tensor:
-    collectives = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), forward")
-    counts = ranks.weight() > 0  # or the samples are a stand-in
-    own = x.detach() if counts else x[:0].detach()
-    mean, var, values = _gather_statistics(collectives, own, refused=ranks.lacks_tokens())
-    if math.isnan(values):
-        raise ValueError(
-            f"the samples of a rank have no token, and weigh 0 by weight= of world.shard: its loss "
-            f"then hides what the statistics of {layer.path} owe to them; leave weight= out, and "
-            "call optimizer.backward(loss, weight=n)"
-        )
-    if values <= 1:
-        raise ValueError(
-            f"{layer.path} has {values:g} values a channel on all ranks together, and "
-            "training needs more than 1"
-        )
-    _update_running(layer, mean, var * (values / (values - 1)))
-    backward = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), backward")
-    call = _Call(mean, (var + layer.eps).rsqrt(), values, counts, backward, ranks.weight)
-    y: Tensor = _Normalize.apply(x, layer.weight, layer.bias, call)  # type: ignore[no-untyped-call]
-    return y
-
-
-@torch.no_grad()
 def _gather_statistics(
     collectives: Collectives, x: Tensor, *, refused: bool
 ) -> tuple[Tensor, Tensor, float]:
@@ -172,7 +134,7 @@ def _gather_statistics(
     `refused`.
     """
     channels, size = x.shape[1], collectives.size
-    wide = _wide(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     count = x.numel() // channels if channels else 0
     if count:
@@ -193,7 +155,6 @@ def _gather_statistics(
     return mean.to(wide), var.to(wide), float(total)
 
 
-@torch.no_grad()
 def _update_running(layer: SyncBatchNorm, mean: Tensor, unbiased: Tensor) -> None:
     """Update the running statistics as torch's layers do: with the unbiased variance."""
     if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
@@ -208,18 +169,47 @@ def _update_running(layer: SyncBatchNorm, mean: Tensor, unbiased: Tensor) -> Non
         running.copy_((1 - factor) * running + factor * new)
 
 
+@_disable_dynamo
+def _normalize(x: Tensor, layer: SyncBatchNorm) -> Any:
+    return _Normalize.apply(x, layer.weight, layer.bias, layer)  # type: ignore[no-untyped-call]
+
+
 class _Normalize(torch.autograd.Function):
-    """Normalization by given statistics, which depend on the samples of all ranks."""
+    """Normalization by statistics of the samples of all ranks. Collective in both directions.
+
+    `mean` and `scale`, the inverse of the standard deviation, are by channel, in fp32 or fp64.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm
     ) -> Tensor:
-        """Return the normalized samples, in the dtype of the samples."""
+        """Return the normalized samples, in their dtype, and update the running statistics."""
+        ranks = layer.ranks
+        assert ranks is not None, "the layer has checked it"
         ctx.save_for_backward(x, weight)
-        ctx.call = call
         ctx.zero = partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
-        y = _normalized(x, call)
+        ctx.counts, ctx.loss_weight = ranks.weight() > 0, ranks.weight
+        ctx.collectives = ranks.collectives.named(f"{layer.path} (SyncBatchNorm), backward")
+        ctx.mean, var, ctx.values = _gather_statistics(
+            ranks.collectives.named(f"{layer.path} (SyncBatchNorm), forward"),
+            x if ctx.counts else x[:0],  # or the samples are a stand-in
+            refused=ranks.lacks_tokens(),
+        )
+        if math.isnan(ctx.values):
+            raise ValueError(
+                f"the samples of a rank have no token, and weigh 0 by weight= of world.shard: its "
+                f"loss then hides what the statistics of {layer.path} owe to them; leave weight= "
+                "out, and call optimizer.backward(loss, weight=n)"
+            )
+        if ctx.values <= 1:
+            raise ValueError(
+                f"{layer.path} has {ctx.values:g} values a channel on all ranks together, and "
+                "training needs more than 1"
+            )
+        _update_running(layer, ctx.mean, var * (ctx.values / (ctx.values - 1)))
+        ctx.scale = (var + layer.eps).rsqrt()
+        y = _normalized(x, ctx.mean, ctx.scale)
         if weight is not None:
             y = y * _by_channel(weight.to(y.dtype), x)
         if bias is not None:
@@ -228,21 +218,19 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of this rank's loss and, for `x`, of what others owe to it.
 
         Collective. What others owe is divided by this rank's weight, with which its gradients are
         multiplied before they are summed over ranks.
         """
-        state: Any = ctx
-        x, weight = state.saved_tensors
-        call: _Call = state.call
-        normalized = _normalized(x, call)
+        x, weight = ctx.saved_tensors
+        normalized = _normalized(x, ctx.mean, ctx.scale)
         wide = gradient.to(normalized.dtype)
         of_bias = wide.sum(_others(x))
         of_weight = (wide * normalized).sum(_others(x))
-        own = float(call.loss_weight()) if call.counts else 0.0
-        if call.counts and not own:
+        own = float(ctx.loss_weight()) if ctx.counts else 0.0
+        if ctx.counts and not own:
             raise RuntimeError(
                 "share(0) follows a forward in which SyncBatchNorm has counted this rank's "
                 "samples: call share(0) before the forward if the rank has none, or "
@@ -250,27 +238,20 @@ class _Normalize(torch.autograd.Function):
             )
         sums = torch.cat([of_bias, of_weight]).double()
         sums = sums * own if own else torch.zeros_like(sums)  # 0 * NaN is NaN
-        call.collectives.all_reduce(sums).wait()
-        of_x = None
-        if state.needs_input_grad[0] and own:
-            first, second = (sums / (own * call.values)).to(wide.dtype).chunk(2)
-            of_x = wide - _by_channel(first, x) - normalized * _by_channel(second, x)
-            factor = call.scale if weight is None else call.scale * weight.to(wide.dtype)
-            of_x = (of_x * _by_channel(factor, x)).to(x.dtype)
-        elif state.needs_input_grad[0]:
-            of_x = torch.zeros_like(x)
-        needs_weight, needs_bias = state.needs_input_grad[1:3]
-        return (
-            of_x,
-            of_weight.to(weight.dtype) if needs_weight else None,
-            of_bias.to(weight.dtype) if needs_bias else None,
-            None,
-        )
+        ctx.collectives.all_reduce(sums).wait()
+        of_x = torch.zeros_like(x)
+        if own and ctx.needs_input_grad[0]:
+            first, second = (sums / (own * ctx.values)).to(wide.dtype).chunk(2)
+            wide = wide - _by_channel(first, x) - normalized * _by_channel(second, x)
+            factor = ctx.scale if weight is None else ctx.scale * weight.to(wide.dtype)
+            of_x = (wide * _by_channel(factor, x)).to(x.dtype)
+        if weight is None:
+            return of_x, None, None, None
+        return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None
 
 
-def _normalized(x: Tensor, call: _Call) -> Tensor:
-    centered = x.to(call.mean.dtype) - _by_channel(call.mean, x)
-    return centered * _by_channel(call.scale, x)
+def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    return (x.to(mean.dtype) - _by_channel(mean, x)) * _by_channel(scale, x)
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
@@ -279,7 +260,3 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 
 def _others(x: Tensor) -> list[int]:
     return [dimension for dimension in range(x.dim()) if dimension != 1]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -467,7 +467,7 @@ def test_an_exchange_travels_while_the_program_does_something_else(world, make):
     model, optimizer = wide(world, make, StreamingDiLoCo(3, fragments=1, overlap=2), 0)
     for step in range(3):
         push(model, optimizer, step)
-    (sent,) = optimizer.schedule._sent.values()
+    (sent,) = optimizer.schedule._flying
     futures = [f for message in sent.messages for f in message.work._current._futures]
     assert futures
     deadline = time.monotonic() + 20

@@ -6,7 +6,8 @@ Each node is a replica: its ranks average gradients in every step, and state is 
                      outer gradients: the parameters after the last exchange minus those now
     code             of what is sent, and under which key what it lacks is kept
     fragments        parts of the parameters, which are exchanged in turn
-    overlap          steps during which an exchange travels
+    overlap          steps during which an exchange travels; or
+    max_staleness    rounds by which a node may be ahead of what others have sent
 
     every 6, 2 fragments, overlap 2:
     step after the warm-up     1   2   3   4   5   6   7   8   9  10  11  12
@@ -18,13 +19,15 @@ for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR
 1805.09767); Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 2023 (arXiv 2311.08105), and "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch", 2025 (arXiv 2501.18512); Sarfi et al., "Communication Efficient LLM Pre-training with
-SparseLoCo", 2025 (arXiv 2508.15706).
+SparseLoCo", 2025 (arXiv 2508.15706). With a staleness: Ho et al., "More Effective Distributed ML
+via a Stale Synchronous Parallel Parameter Server", NIPS 2013, for the bound; Liu et al.,
+"Asynchronous Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer steps by
+what nodes send at different times: there of each node that arrives, here of a round of all nodes.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,37 +65,42 @@ class OuterSGD:
 
 
 class Sent:
-    """Messages on their way, if any, and an agreement of all ranks: is all finite, its weights.
+    """An agreement of all ranks on whether all is finite and what nodes weigh; messages, if any.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
     """
 
     def __init__(
         self,
-        messages: Sequence[Message],
         world: Collectives,
-        replica: int,
-        *,
+        node: int,
         weight: float,
-        finite: bool,
-        what: str,
+        *,
+        finite: bool = True,
+        what: str = DRIFT,
+        messages: Sequence[Message] = (),
+        fragment: int = 0,
+        own: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """Send this rank's answer; `what` is the text for what is exchanged. Collective.
 
-        `weight` is that of this rank's node, whose number is `replica`.
+        `weight` is that of this rank's node, and `node` its number. `own` are the node's outer
+        gradients in messages of a round of its own pace.
         """
-        self.messages, self._what, self._ranks = messages, what, world.size
+        self.messages, self.fragment, self.own = messages, fragment, own or {}
+        self._what, self._ranks = what, world.size
         # The weight, and by rank 1 + its node if that is not finite, else 0.
         self._answers = torch.zeros(1 + world.size, dtype=torch.float64)
         self._answers[0] = weight
         if not finite:
-            self._answers[1 + world.rank] = 1 + replica
+            self._answers[1 + world.rank] = 1 + node
         self._work = world.all_reduce(self._answers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the messages."""
-        return sum(message.nbytes for message in self.messages)
+        """Bytes of the messages and of the node's own outer gradients."""
+        own = sum(tensor.nbytes for tensor in self.own.values())
+        return own + sum(message.nbytes for message in self.messages)
 
     def arrived(self) -> bool:
         """Return whether all can be applied without a wait for other nodes. Local.
@@ -122,11 +130,6 @@ class Sent:
             )
         return self._ranks / weights
 
-    def means(self, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait, and yield each tensor with `scale` times its mean over nodes. Collective."""
-        for message in self.messages:
-            yield from message.means(scale)
-
 
 class Exchange(SyncSchedule):
     """Exchange parameters over nodes every `every` steps, after `warmup` synchronous steps.
@@ -145,6 +148,20 @@ class Exchange(SyncSchedule):
     applied after `overlap` further ones: the parameters of the node become `mix` times themselves,
     and 1 - mix times the exchanged ones. A manual `exchange` is then the mean of the parameters,
     without an outer step.
+
+    With a `max_staleness`, which needs an outer optimizer and no fragments, no node waits for an
+    exchange, up to a bound, and replicas are independent after the warm-up. A round is the steps
+    between two exchanges. After its round r, a node sends its outer gradient of that round alone,
+    d(r): the parameters at the start of the round minus those at its end. It goes on at once, and
+    waits only if the mean of round r - `max_staleness` has not arrived. G(k), the exchanged
+    parameters, is G(k - 1) after an outer step by the mean of d(k) over nodes. So all nodes pass
+    through the same G(0), G(1), ... with the same bits, only at different times. After round r, a
+    node that has k starts its next round from G(k) - d(k + 1) - ... - d(r): from all that has
+    arrived, with its own changes.
+
+        max_staleness 1, node 1 is slower    (waits: for round 0 of node 1; for its round 1)
+        node 0    round 0 | round 1 | waits | round 2 | waits     | round 3
+        node 1    round 0         | round 1           | round 2           | round 3
     """
 
     def __init__(
@@ -164,22 +181,26 @@ class Exchange(SyncSchedule):
         fragments: int | None = None,
         overlap: int = 0,
         mix: float = 0.0,
+        max_staleness: int = 0,
     ) -> None:
         super().__init__(node)
         self.replica, self.replicas, self.weighted = cross.rank, cross.size, weighted
         self._world, self._every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
+        self._agree = partial(Sent, world, cross.rank)
         self._outer, self._code, self._residual, self._decay = outer, code, residual, decay
         self._keys = (*outer.keys, *([residual] if code else [])) if outer else ()
         self._in_turn, self._overlap, self._mix = fragments is not None, overlap, mix
+        self._max_staleness = max_staleness
         self._fragments = min(fragments or 1, every)
         self._loads = [0] * self._fragments  # elements
         self._fragment: dict[Tensor, int] = {}
         self._since = [0.0] * self._fragments  # the weight of the steps since their last exchange
         self._state: dict[Tensor, dict[str, Tensor]] = {}
-        self._sent: dict[int, Sent] = {}  # by fragment
+        self._flying: list[Sent] = []  # in the order in which they were sent
         self._arrived: dict[Tensor, Tensor] = {}  # means that are to be applied
         self._peak = 0  # bytes in flight
+        self._between_rounds = False
 
     def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
         """Give each parameter to the fragment that has the fewest elements so far."""
@@ -193,15 +214,20 @@ class Exchange(SyncSchedule):
         """Return all ranks in the warm-up, and the node's after it."""
         return self._world if step < self._warmup else self.sharding
 
+    def independent(self, step: int) -> bool:
+        """Return whether a step is after the warm-up, and there is a staleness."""
+        return self._max_staleness > 0 and step >= self._warmup
+
     def exchange_due(self, step: int) -> bool:
-        """Return whether a number of rounds of `every` steps ends with a step."""
-        return step >= self._warmup and (step - self._warmup + 1) % self._every == 0
+        """Return whether the exchange of a fragment starts after a step."""
+        return self._starts_after(step) is not None
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
         """Copy the parameters that the first step after the warm-up finds. Collective."""
+        self._between_rounds = (step - self._warmup) % self._every == 0
         if step < self._warmup:  # drop the state of an earlier job, whose warm-up was shorter
             self._state.clear()
-            self._drop()
+            self._drop(list(self._arrived))
         new = [tensor for tensor in tensors if tensor not in self._state]
         if step < self._warmup or self._outer is None or not new:
             return
@@ -232,15 +258,18 @@ class Exchange(SyncSchedule):
         """Start the exchange of a fragment, and finish that of one, if they are due. Collective.
 
         Raises NonFiniteGradientError on all ranks, before anything is applied, for what is not
-        finite on any of them; without an overlap, before anything is sent.
+        finite on any of them; without an overlap, before anything is sent. With a staleness,
+        collective in the node, and raises after the last step in which the round may be waited for.
         """
         starting = self._starts_after(step)
+        if starting is not None and self._max_staleness:
+            self._end_round(tensors)
+            return "some"
         if starting is not None:
             self._apply(starting)  # what a step that raised has left
             own = [tensor for tensor in tensors if self._fragment[tensor] == starting]
             if self._overlap:
-                self._sent[starting] = self._send(own, starting, self._drift)
-                self._note_peak()
+                self._send(own, starting)
             else:
                 self._exchange(own, self._weight(starting), parameters=self._outer is None)
                 self._since[starting] = 0.0
@@ -261,9 +290,16 @@ class Exchange(SyncSchedule):
         """Finish what is in flight, and exchange all parameters. Collective.
 
         With `fragments` they, and the exchanged ones, become their means; the rest of the outer
-        state stays. Raises NonFiniteGradientError on all ranks, before anything is sent or kept, if
-        what is to be sent is not finite on any of them.
+        state stays. With a staleness, nothing is exchanged between two rounds. Raises
+        NonFiniteGradientError on all ranks, before anything is sent or kept, if what is to be sent
+        is not finite on any of them.
         """
+        if self._max_staleness:
+            self.settle()
+            if self._between_rounds:
+                for tensor in tensors:
+                    tensor.copy_(self._state[tensor][EXCHANGED])
+                return
         for fragment in range(self._fragments):
             self._apply(fragment)
         parameters = self._in_turn or self._outer is None
@@ -272,11 +308,21 @@ class Exchange(SyncSchedule):
         for tensor in tensors if parameters and self._outer else ():
             self._state[tensor][EXCHANGED].copy_(tensor)
 
+    def settling_changes(self) -> bool:
+        """Return whether rounds of a node's own pace are in flight."""
+        return self._max_staleness > 0 and bool(self._flying)
+
     def settle(self) -> None:
-        """Wait for exchanges in flight."""
-        for fragment in list(self._sent):
-            self._arrived.update(self._receive(fragment))
+        """Wait for exchanges in flight; with a staleness, also apply them. Collective."""
+        if not self.settling_changes():
+            self._arrived.update(self._receive(self._flying))
             self._note_peak()
+            return
+        since = {tensor: self._drift(tensor) for tensor in self._state}
+        for tensor, mean in self._receive(self._flying):
+            self._outer_step(tensor, mean)
+        for tensor, drift in since.items():
+            tensor.copy_(self._state[tensor][EXCHANGED] - drift)
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the outer state, and the mean outer gradient that is to be applied."""
@@ -288,7 +334,7 @@ class Exchange(SyncSchedule):
 
         Of another schedule's, what this one keeps beside begins with zeros.
         """
-        self._drop(tensor)
+        self._drop([tensor])
         self._state.pop(tensor, None)
         if self._outer is None or EXCHANGED not in state:
             return
@@ -299,7 +345,7 @@ class Exchange(SyncSchedule):
         }
         if ARRIVING in given:
             self._arrived[tensor] = given.pop(ARRIVING)
-        self._state[tensor] = {EXCHANGED: given[EXCHANGED]} | self._zeros(tensor) | given
+        self._state[tensor] = self._zeros(tensor) | given
 
     def nbytes(self) -> int:
         """Return the bytes of the outer state, and of what was in flight at the peak."""
@@ -321,22 +367,12 @@ class Exchange(SyncSchedule):
         since = max(self._since) if fragment is None else self._since[fragment]
         return max(since, LEAST_WEIGHT) if self.weighted else 1.0
 
-    def _agree(
-        self,
-        weight: float,
-        *,
-        finite: bool = True,
-        parameters: bool = False,
-        messages: Sequence[Message] = (),
-    ) -> Sent:
-        """Start to agree with all ranks on messages, or before they are sent. Collective."""
-        what, own = "a parameter" if parameters else DRIFT, (self._world, self.replica)
-        return Sent(messages, *own, weight=weight, finite=finite, what=what)
-
     def _exchange(self, tensors: Sequence[Tensor], weight: float, *, parameters: bool) -> None:
-        value, code = (_same, None) if parameters else (self._value, self._code)
+        value, code, what = (
+            (_same, None, "a parameter") if parameters else (self._value, self._code, DRIFT)
+        )
         finite = all(is_finite(value(tensor)) for tensor in tensors)
-        scale = self._agree(weight, finite=finite, parameters=parameters).check()
+        scale = self._agree(weight, finite=finite, what=what).check()
         means = self._means.of(
             tensors, value, code=code, keep=self._keep, weight=weight, scale=scale
         )
@@ -347,21 +383,27 @@ class Exchange(SyncSchedule):
                 self._outer_step(tensor, mean)
 
     def _send(
-        self, tensors: Sequence[Tensor], fragment: int, drift: Callable[[Tensor], Tensor]
-    ) -> Sent:
+        self,
+        tensors: Sequence[Tensor],
+        fragment: int,
+        own: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
         """Start the exchange of a fragment's outer gradients. Collective; does not wait."""
         finite, weight = True, self._weight(fragment)
         self._since[fragment] = 0.0
 
         def value(tensor: Tensor) -> Tensor:
             nonlocal finite
-            found = self._value(tensor, drift(tensor))
+            found = self._value(tensor, own[tensor] if own else None)
             finite = is_finite(found) and finite
             return found
 
         sending = self._means.send(tensors, value, code=self._code, keep=self._keep, weight=weight)
         messages = [*sending]
-        return self._agree(weight, finite=finite, messages=messages)
+        self._flying.append(
+            self._agree(weight, finite=finite, messages=messages, fragment=fragment, own=own)
+        )
+        self._note_peak()
 
     def _value(self, tensor: Tensor, drift: Tensor | None = None) -> Tensor:
         drift = self._drift(tensor) if drift is None else drift
@@ -369,21 +411,53 @@ class Exchange(SyncSchedule):
             return drift
         return drift.add(self._state[tensor][self._residual], alpha=self._decay)
 
-    def _drift(self, tensor: Tensor) -> Tensor:
-        return self._state[tensor][EXCHANGED] - tensor
-
     def _keep(self, tensor: Tensor, left: Tensor) -> None:
         self._state[tensor][self._residual].copy_(left)
 
-    def _receive(self, fragment: int) -> Iterator[tuple[Tensor, Tensor]]:
-        if sent := self._sent.pop(fragment, None):
-            yield from sent.means(sent.check())
+    def _drift(self, tensor: Tensor) -> Tensor:
+        """Return a tensor at the start of the node's current round minus that now: a new one."""
+        return self._round_start(tensor).sub_(tensor)
+
+    def _round_start(self, tensor: Tensor) -> Tensor:
+        start = self._state[tensor][EXCHANGED].clone()
+        for sent in self._flying:
+            if tensor in sent.own:  # otherwise it has been added since
+                start.sub_(sent.own[tensor])
+        return start
+
+    def _end_round(self, tensors: Sequence[Tensor]) -> None:
+        """Send a round, and apply those that have arrived on all ranks of the node.
+
+        Waits for those of the bound.
+        """
+        self._send(tensors, 0, {tensor: self._drift(tensor) for tensor in tensors})
+        arrived = [float(sent.arrived()) for sent in self._flying]
+        ranks = torch.tensor(arrived, dtype=torch.float64)
+        self.sharding.all_reduce(ranks).wait()
+        ready = [*takewhile(lambda count: count == self.sharding.size, ranks.tolist())]
+        count = max(len(ready), len(self._flying) - self._max_staleness)
+        for tensor, mean in self._receive(self._flying[:count]):
+            self._outer_step(tensor, mean)
+        for tensor in tensors:
+            tensor.copy_(self._round_start(tensor))
+
+    def _receive(self, flying: Sequence[Sent]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Wait for what was sent, and yield each tensor with its mean. Collective.
+
+        Raises NonFiniteGradientError on all ranks before anything is applied.
+        """
+        self._flying = [sent for sent in self._flying if sent not in flying]
+        scales = [sent.check() for sent in flying]
+        for sent, scale in zip(flying, scales, strict=True):
+            for message in sent.messages:
+                yield from message.means(scale)
 
     def _apply(self, fragment: int) -> None:
         """Take the outer step of a fragment that was started before. Collective."""
         settled = [tensor for tensor in self._arrived if self._fragment[tensor] == fragment]
         arrived = ((tensor, self._arrived.pop(tensor)) for tensor in settled)
-        for tensor, mean in chain(arrived, self._receive(fragment)):
+        flying = [sent for sent in self._flying if sent.fragment == fragment]
+        for tensor, mean in chain(arrived, self._receive(flying)):
             self._outer_step(tensor, mean)
 
     def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
@@ -396,135 +470,17 @@ class Exchange(SyncSchedule):
             tensor.copy_(state[EXCHANGED])
 
     def _note_peak(self) -> None:
-        sent = sum(sent.nbytes for sent in self._sent.values())
+        sent = sum(sent.nbytes for sent in self._flying)
         self._peak = max(self._peak, sent + sum(mean.nbytes for mean in self._arrived.values()))
 
     def _zeros(self, tensor: Tensor) -> dict[str, Tensor]:
         return {key: torch.zeros_like(tensor, requires_grad=False) for key in self._keys}
 
-    def _drop(self, tensor: Tensor | None = None) -> None:
-        """Drop what is in flight, and what has arrived for a tensor, by default for all."""
-        self._sent.clear()
-        for dropped in [*self._arrived] if tensor is None else [tensor]:
-            self._arrived.pop(dropped, None)
-
-
-class StaleExchange(Exchange):
-    """An `Exchange` that no node waits for, up to a bound. It has an outer optimizer, no fragments.
-
-    A round is the steps between two exchanges. After its round r, a node sends its outer gradient
-    of that round alone, d(r): the parameters at the start of the round minus those at its end. It
-    goes on at once, and waits only if the mean of round r - `max_staleness` has not arrived. G(k),
-    the exchanged parameters, is G(k - 1) after an outer step by the mean of d(k) over nodes. So all
-    nodes pass through the same G(0), G(1), ... with the same bits, only at different times. After
-    round r, a node that has k starts its next round from G(k) - d(k + 1) - ... - d(r): from all
-    that has arrived, with its own changes.
-
-        max_staleness 1, node 1 is slower    (waits: for round 0 of node 1; for its round 1)
-        node 0    round 0 | round 1 | waits | round 2 | waits     | round 3
-        node 1    round 0         | round 1           | round 2           | round 3
-
-    Replicas are independent after the warm-up. Sources: Ho et al., "More Effective Distributed ML
-    via a Stale Synchronous Parallel Parameter Server", NIPS 2013, for the bound; Liu et al.,
-    "Asynchronous Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer
-    steps by what nodes send at different times: there of each node that arrives, here of a round of
-    all nodes.
-    """
-
-    def __init__(self, *groups: Collectives, max_staleness: int, **options: Any) -> None:
-        super().__init__(*groups, **options)
-        self._max_staleness = max_staleness
-        # In flight, in their order, with this node's outer gradients.
-        self._rounds: deque[tuple[Sent, dict[Tensor, Tensor]]] = deque()
-        self._between_rounds = False
-
-    def independent(self, step: int) -> bool:
-        """Return True after the warm-up."""
-        return step >= self._warmup
-
-    def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
-        """Copy the parameters that the first step after the warm-up finds. Collective."""
-        super().before_update(step, tensors, equal=equal)
-        self._between_rounds = (step - self._warmup) % self._every == 0
-
-    def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
-        """Send the round that ends, and apply those that have arrived. Collective in the node.
-
-        Waits for other nodes only beyond the bound. Raises NonFiniteGradientError on all ranks,
-        after the last step in which the round may be waited for, for what is not finite on any.
-        """
-        if not self.exchange_due(step):
-            return "nothing"
-        own = {tensor: self._drift(tensor) for tensor in tensors}
-        self._rounds.append((self._send(tensors, 0, own.__getitem__), own))
-        self._note_peak()
-        self._apply_rounds(self._ready())
+    def _drop(self, tensors: Sequence[Tensor]) -> None:
+        """Drop what is in flight, and what has arrived for tensors."""
+        self._flying.clear()
         for tensor in tensors:
-            tensor.copy_(self._round_start(tensor))
-        return "some"
-
-    def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Apply what is in flight, and exchange the steps of a round that has begun. Collective."""
-        self.settle()
-        if not self._between_rounds:
-            super().exchange(tensors)
-            return
-        for tensor in tensors:
-            tensor.copy_(self._state[tensor][EXCHANGED])
-
-    def settling_changes(self) -> bool:
-        """Return whether rounds are in flight."""
-        return bool(self._rounds)
-
-    def settle(self) -> None:
-        """Apply all rounds in flight, also within a round. Collective, if there are any."""
-        if not self._rounds:
-            return
-        since = {tensor: self._drift(tensor) for tensor in self._state}
-        self._apply_rounds(len(self._rounds))
-        for tensor, drift in since.items():
-            tensor.copy_(self._state[tensor][EXCHANGED] - drift)
-
-    def _round_start(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as this node's current round has found it: a new one."""
-        start = self._state[tensor][EXCHANGED].clone()
-        for _, own in self._rounds:
-            if tensor in own:  # otherwise it has been added since
-                start.sub_(own[tensor])
-        return start
-
-    def _drift(self, tensor: Tensor) -> Tensor:
-        return self._round_start(tensor).sub_(tensor)
-
-    def _ready(self) -> int:
-        """Return how many of the oldest rounds to apply, alike on the node. Collective in it.
-
-        Those that have arrived on all of its ranks, and those of the bound.
-        """
-        arrived = [float(sent.arrived()) for sent, _ in self._rounds]
-        ranks = torch.tensor(arrived, dtype=torch.float64)
-        self.sharding.all_reduce(ranks).wait()
-        ready = [*takewhile(lambda count: count == self.sharding.size, ranks.tolist())]
-        return max(len(ready), len(self._rounds) - self._max_staleness)
-
-    def _apply_rounds(self, count: int) -> None:
-        """Take the outer steps of the oldest rounds. Collective; waits for them.
-
-        Raises NonFiniteGradientError on all ranks before any is taken.
-        """
-        scales = [sent.check() for sent, _ in [*self._rounds][:count]]
-        for scale in scales:
-            sent, _ = self._rounds.popleft()
-            for tensor, mean in sent.means(scale):
-                self._outer_step(tensor, mean)
-
-    def _note_peak(self) -> None:
-        nbytes = [s.nbytes + sum(own.nbytes for own in d.values()) for s, d in self._rounds]
-        self._peak = max(self._peak, sum(nbytes))
-
-    def _drop(self, tensor: Tensor | None = None) -> None:
-        super()._drop(tensor)
-        self._rounds.clear()
+            self._arrived.pop(tensor, None)
 
 
 def is_finite(tensor: Tensor) -> bool:

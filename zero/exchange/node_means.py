@@ -43,8 +43,7 @@ class Message(NamedTuple):
         mean = self.mean()
         if scale != 1.0:
             mean.mul_(scale)
-        for tensor, part in zip(self.tensors, _parts(mean, self.tensors), strict=True):
-            yield tensor, part.view(tensor.shape)
+        yield from _by_tensor(mean, self.tensors)
 
 
 class NodeMeans:
@@ -84,19 +83,28 @@ class NodeMeans:
         above 0. With a `code`, `keep` gets each tensor with the part of its value that its code
         lacks, in its shape. Complex values travel without.
         """
+        nodes = self._cross.size
         for message in _messages(tensors):
             flat = torch.cat([value(tensor).detach().reshape(-1) for tensor in message])
             if weight != 1.0:
                 flat.mul_(weight)
             if code is None or flat.is_complex():
                 work = ChainedWork(self._travel(flat, self._cross.all_reduce))
-                yield Message(message, work, flat.nbytes, partial(flat.div_, self._cross.size))
+                yield Message(message, work, flat.nbytes, partial(flat.div_, nodes))
                 continue
-            codes = self._encode(message, flat, code)
+            # Codes by part, node and byte, of which this node has its own; parts are aligned.
+            numbers = [aligned(code.nbytes(tensor.numel())) for tensor in message]
+            unit = self._parts * ALIGNED_BYTES
+            shape = self._parts, nodes, -(-sum(numbers) // unit) * ALIGNED_BYTES
+            codes = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
+            own = torch.zeros_like(codes[:, 0]).view(-1)
+            for part, written in _with_codes(flat, own, message, code):
+                code.encode(part, written)
+            codes[:, self._cross.slot(self._cross.rank)] = own.view(self._parts, -1)
             if keep is not None:
                 left = flat if weight == 1.0 else flat.div_(weight)
-                for tensor, part in zip(message, _parts(left, message), strict=True):
-                    keep(tensor, part.view(tensor.shape))
+                for tensor, part in _by_tensor(left, message):
+                    keep(tensor, part)
             work = ChainedWork(self._travel(codes.view(-1), self._cross.all_gather))
             yield Message(message, work, codes.nbytes, partial(self._decode, message, codes, code))
 
@@ -108,18 +116,6 @@ class NodeMeans:
         if self._parts > 1:
             yield self._node.all_gather(flat, bounds)
 
-    def _encode(self, message: Sequence[Tensor], flat: Tensor, code: Code) -> Tensor:
-        """Return codes by (part, node, byte), of which this node has its own.
-
-        Leaves in `flat` what they lack.
-        """
-        own = torch.zeros(self._code_bytes(message, code), dtype=torch.uint8, device=flat.device)
-        for part, written in _with_codes(flat, own, message, code):
-            code.encode(part, written)
-        codes = own.new_empty(self._parts, self._cross.size, len(own) // self._parts)
-        codes[:, self._cross.slot(self._cross.rank)] = own.view(self._parts, -1)
-        return codes
-
     def _decode(self, message: Sequence[Tensor], codes: Tensor, code: Code) -> Tensor:
         numel, nodes = sum(tensor.numel() for tensor in message), self._cross.size
         total = torch.zeros(numel, dtype=message[0].dtype, device=codes.device)
@@ -128,12 +124,6 @@ class NodeMeans:
             for part, read in _with_codes(total, received, message, code):
                 code.decode(read, part)
         return total.div_(nodes)
-
-    def _code_bytes(self, message: Sequence[Tensor], code: Code) -> int:
-        """Return the bytes of a message's codes, in equal parts that are aligned."""
-        nbytes = sum(aligned(code.nbytes(tensor.numel())) for tensor in message)
-        unit = self._parts * ALIGNED_BYTES
-        return -(-nbytes // unit) * unit
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -150,17 +140,20 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield message
 
 
-def _parts(flat: Tensor, message: Sequence[Tensor]) -> Sequence[Tensor]:
-    parts: Sequence[Tensor] = flat.split([tensor.numel() for tensor in message])
-    return parts
+def _by_tensor(flat: Tensor, message: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor of a message with its part of a flat one, a view in its shape."""
+    start = 0
+    for tensor in message:
+        yield tensor, flat[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
 
 
 def _with_codes(
     flat: Tensor, codes: Tensor, message: Sequence[Tensor], code: Code
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the part of each tensor of a message in a flat tensor, with the view of its code."""
+    """Yield the flat part of each tensor of a message, with the view of its code."""
     start = 0
-    for part in _parts(flat, message):
-        nbytes = code.nbytes(len(part))
-        yield part, codes[start : start + nbytes]
+    for _, part in _by_tensor(flat, message):
+        nbytes = code.nbytes(part.numel())
+        yield part.view(-1), codes[start : start + nbytes]
         start += aligned(nbytes)

@@ -114,7 +114,7 @@ def test_description_has_model_place_and_sharding(device, data):
         "4 ranks on 2 nodes of 2, lanes, MPICH 5.0.2 (thread level multiple)",
         *(of_gpu if device == "cuda" else []),
         "zero: stage 2, by element; precision bf16-pure",
-        "between nodes: LocalSGD(every=7, warmup=0)",
+        "between nodes: LocalSGD(every=7, warmup=0, max_staleness=0, weighted=False)",
         "optimizer: AdamW, schedule cosine",
         "compiling: the first step takes longer",
     ]
