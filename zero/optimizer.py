@@ -517,7 +517,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return this rank's slices, the hyperparameters and the rest of the state.
 
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
-        and applies it if `settling_changes` of the schedule. Plain containers and tensors of the
+        and applies it if the schedule's `settle` does. Plain containers and tensors of the
         optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
         state; "comm_hook" is of this rank only, and "sync_weights" of its replica. At stages 1 and
         2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see

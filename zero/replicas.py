@@ -121,12 +121,10 @@ class Replicas:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for exchanges in flight. Collective, if there are any."""
-        changes = self._schedule.settling_changes()
-        if changes:
+        if self._schedule.replicas > 1:
             self._complete()
-        self._schedule.settle()
-        if changes:
-            self._shard.publish()
+            if self._schedule.settle():
+                self._shard.publish()
 
     def _complete(self) -> None:
         self._shard.wait()

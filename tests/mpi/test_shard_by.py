@@ -97,39 +97,33 @@ def optimizer_of(world, model, kind=ADAMW, *, free, **options):
     return by_memory(world, model, kind, free=free[: world.size], **options)
 
 
-class Bits:
-    """Trains copies of a model in fp32, by shards of some weights."""
-
-    def __init__(self, world, limit, **options):
-        self._world, self._options = world, {"max_grad_norm": limit, **options}
-
-    def train(self, stage, free=None):
-        """Return the results and all weights of some steps."""
-        make = partial(optimizer_of, self._world, free=free)
-        return train_in_fp32(self._world, ADAMW, make=make, stage=stage, **self._options)
+def bits(world, stage, free=None, *, limit=math.inf, **options):
+    """Train a model in fp32, by shards of some weights; return the results and all weights."""
+    make = partial(optimizer_of, world, free=free)
+    return train_in_fp32(world, ADAMW, make=make, stage=stage, max_grad_norm=limit, **options)
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "flat"])
 @pytest.mark.parametrize("hook", [None, "bf16"])
 def test_the_cut_changes_no_bit_of_an_unclipped_step(worlds, algorithm, hook):
-    bits = Bits(worlds(algorithm), math.inf, comm_hook=hook)
-    first = bits.train(0)
+    train_bits = partial(bits, worlds(algorithm), comm_hook=hook)
+    first = train_bits(0)
     for stage in (1, 2):
         for free in (*FREE, [5] * RANKS):
-            found = bits.train(stage, free)
+            found = train_bits(stage, free)
             assert_same_weights(found, first)
             for ours, theirs in zip(found[0], first[0], strict=True):
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
 
 
 def test_stages_clip_to_the_same_bits_by_the_same_cut(worlds):
-    bits = Bits(worlds("lanes"), MAX_NORM)
+    clipped = partial(bits, worlds("lanes"), limit=MAX_NORM)
     for free in FREE:
-        first, second = bits.train(1, free), bits.train(2, free)
+        first, second = clipped(1, free), clipped(2, free)
         assert first[0] == second[0]
         assert all(result.clip_coef < 1 for result in first[0])
         assert_same_weights(first, second)
-    equal = [bits.train(1), bits.train(1, [5] * RANKS)]
+    equal = [clipped(1), clipped(1, [5] * RANKS)]
     assert equal[0][0] == equal[1][0]
     assert_same_weights(*equal)
 
@@ -150,10 +144,9 @@ def test_the_rank_with_the_most_memory_holds_the_most(mode, gather_dtype):
 
 def test_compressed_gradients_follow_exact_ones(worlds):
     world = worlds("lanes", 2)
-    exact = Bits(world, math.inf).train(1)
-    bits = Bits(world, math.inf, comm_hook="int8")
-    found = bits.train(1, FREE[0])
-    assert_same_weights(bits.train(2, FREE[0]), found)
+    exact = bits(world, 1)
+    found = bits(world, 1, FREE[0], comm_hook="int8")
+    assert_same_weights(bits(world, 2, FREE[0], comm_hook="int8"), found)
     for name, tensor in found[1][-1].items():
         torch.testing.assert_close(tensor, exact[1][-1][name], rtol=0, atol=0.05)
 

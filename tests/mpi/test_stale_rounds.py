@@ -221,11 +221,6 @@ def test_rounds_that_arrive_at_once_are_synchronous_exchanges(
     assert len(set(digests(world, models[1]))) == 1
 
 
-@syncs
-def test_a_bound_of_0_is_the_schedule_that_waits(make, sync):
-    assert not make(net(), sync=replace(sync, max_staleness=0)).schedule.independent(99)
-
-
 def wait_for(paths):
     deadline = time.monotonic() + 60
     while not all(path.exists() for path in paths):
@@ -307,7 +302,7 @@ def test_a_resumed_job_goes_on_from_what_the_saving_job_went_on_from(
     [None, DiLoCo(3), *(pytest.param(sync, marks=pytest.mark.thorough) for sync in SYNCS)],
     ids=str,
 )
-@syncs
+@pytest.mark.parametrize("sync", [*SYNCS, DiLoCo(every=4, warmup=2)], ids=str)
 def test_a_checkpoint_continues_on_other_nodes_and_with_other_schedules(
     folder, monkeypatch, sync, then, stage
 ):

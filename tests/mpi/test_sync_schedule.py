@@ -24,9 +24,10 @@ class AverageEverySecondStep(SyncSchedule):
 
     def __init__(self, world):
         self.sharding, self._world = SingleProcessCollectives(), world
-        self.replica, self.replicas = world.rank, world.size
+        self.replica, self.replicas, self.asked = world.rank, world.size, set()
 
     def group(self, step):
+        self.asked.add(step)
         return self.sharding
 
     def exchange_due(self, step):
@@ -41,7 +42,7 @@ class AverageEverySecondStep(SyncSchedule):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_differ_between_averages_and_agree_after_them(stage, dtype):
-    model = nn.Linear(4, 1, bias=False, dtype=dtype)
+    model, other = (nn.Linear(4, 1, bias=False, dtype=dtype) for _ in range(2))
     with init() as world:
         schedule = AverageEverySecondStep(world.collectives)
         optimizer = world.optimizer(model, **SGD, stage=stage, sync=schedule)
@@ -59,7 +60,13 @@ def test_parameters_differ_between_averages_and_agree_after_them(stage, dtype):
             # Two steps of 0.5 * (1 + rank), averaged over ranks.
             expected = before - (1 + (RANKS - 1) / 2)
             torch.testing.assert_close(model.weight.detach(), expected)
-        optimizer.close()
+        assert schedule.asked == {0, 1, 2, 3, 4}
+        resumed = AverageEverySecondStep(world.collectives)
+        after = world.optimizer(other, **SGD, stage=stage, sync=resumed)
+        after.load_state_dict(optimizer.state_dict())  # which has the number of steps
+        resumed.asked.clear()
+        assert after.group is resumed.sharding
+        assert resumed.asked == {4}
 
 
 @pytest.mark.parametrize(

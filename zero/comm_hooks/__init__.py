@@ -59,14 +59,9 @@ class NodeLevels:
         return len(self.lane_slots) - 1
 
     def lane_bounds(self, layout: Bucket) -> list[int]:
-        """Return the bounds of a bucket's lanes, as shards of the node's ranks."""
+        """Return the bounds of a bucket's lanes by the node's slots; others have no elements."""
         bounds = [layout.bounds[slot] for slot in self.lane_slots]
         return bounds + [layout.numel] * (self.node.size - self.lanes)
-
-    def own_range(self, layout: Bucket) -> slice:
-        """Return the elements of a bucket that lie in this rank's lane; none without one."""
-        bounds, own = self.lane_bounds(layout), self.node.slot(self.node.rank)
-        return slice(bounds[own], bounds[own + 1])
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,8 @@ class BetweenNodesHook(CommHook):
         node, cross = levels.node.named(label), levels.cross.named(label)
         gradients, bounds = bucket.gradients, levels.lane_bounds(bucket.layout)
         yield node.reduce_scatter(gradients, bounds)
-        lane = gradients[levels.own_range(bucket.layout)]
+        own = node.slot(node.rank)
+        lane = gradients[bounds[own] : bounds[own + 1]]
         if len(lane):
             yield from self._exchange(bucket, lane, cross)
         else:  # so that chains keep in step with those of the node's other ranks

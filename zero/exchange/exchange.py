@@ -308,21 +308,18 @@ class Exchange(SyncSchedule):
         for tensor in tensors if parameters and self._outer else ():
             self._state[tensor][EXCHANGED].copy_(tensor)
 
-    def settling_changes(self) -> bool:
-        """Return whether rounds of a node's own pace are in flight."""
-        return self._max_staleness > 0 and bool(self._flying)
-
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Wait for exchanges in flight; with a staleness, also apply them. Collective."""
-        if not self.settling_changes():
+        if not self._max_staleness or not self._flying:
             self._arrived.update(self._receive(self._flying))
             self._note_peak()
-            return
+            return False
         since = {tensor: self._drift(tensor) for tensor in self._state}
         for tensor, mean in self._receive(self._flying):
             self._outer_step(tensor, mean)
         for tensor, drift in since.items():
             tensor.copy_(self._state[tensor][EXCHANGED] - drift)
+        return True
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the outer state, and the mean outer gradient that is to be applied."""

@@ -104,15 +104,12 @@ class SyncSchedule:
         self.exchange(tensors)
         return "all"
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Wait for exchanges in flight, so that `state` contains them. Collective.
 
-        Their results are applied when they are due, or at once, as `settling_changes` says. Local
-        if nothing is in flight.
+        Their results are applied when they are due, or at once: then returns True, on all ranks of
+        the replica. Local if nothing is in flight.
         """
-
-    def settling_changes(self) -> bool:
-        """Return whether `settle` would change the parameters in place. Local."""
         return False
 
     def average(self, tensors: Sequence[Tensor]) -> None:

@@ -1,6 +1,5 @@
 """Communication hooks: what they are called with, chains of collectives, and saved state."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -140,40 +139,3 @@ def test_a_finished_chain_may_be_waited_for_again():
     wait_all([work])
     work.wait()
     assert log == ["waited", "decoded"]
-
-
-# State.
-
-
-class Counting(CommHook):
-    """Keeps a tensor that grows with every bucket."""
-
-    def __init__(self):
-        self.seen = torch.zeros(1)
-
-    def __call__(self, bucket):
-        self.seen += 1
-        return bucket.reduce()
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen.copy_(state.get("seen", torch.zeros(1)))
-
-
-def test_the_state_of_a_hook_is_restored_unless_there_are_more_ranks_or_none_was_saved():
-    class FirstOfThree(FirstOfTwo):
-        size = 3
-
-    model, hook, fresh, anew = layers(), Counting(), Counting(), Counting()
-    optimizer = optimizer_of(model, hook)
-    step(model, optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer_of(layers(), fresh).load_state_dict(state)
-    assert fresh.seen == hook.seen == 3
-    with pytest.warns(UserWarning, match="the hook starts anew"):
-        optimizer_of(layers(), anew, FirstOfThree).load_state_dict(state)
-    del state["comm_hook"], state["steps"]
-    optimizer_of(layers(), anew).load_state_dict(state)
-    assert anew.seen == 0

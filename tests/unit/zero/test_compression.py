@@ -1,6 +1,5 @@
 """Residuals, and hooks between nodes, without communication."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -55,18 +54,6 @@ def test_a_step_that_is_not_taken_leaves_no_trace(reductions):
     assert torch.equal(residual.add(torch.zeros(8), 1.0), before)
 
 
-def test_several_reductions_of_a_step_add_up():
-    residual, wanted = nothing(4), 0.0
-    for step, rounds in itertools.product(range(3), [1, 2, 3]):
-        for number in range(rounds):
-            value = float(step + number + 1)
-            wanted += value
-            assert residual.add(torch.full((4,), value), 1.0)[0] == wanted
-            residual.reduced(1.0)
-        residual.settle(taken=True)
-    assert residual.settled.residual.tolist() == [wanted] * 4
-
-
 def test_a_residual_is_restored_but_nothing_in_it_that_is_not_finite():
     residual = nothing(3)
     residual.add(torch.tensor([1.0, math.nan, math.inf]), 2.0)
@@ -99,26 +86,43 @@ def test_a_hook_between_nodes_needs_levels_no_schedule_and_an_optimizer_of_its_o
         hook.bind(2, levels, scheduled=False)
 
 
-def test_a_state_is_not_loaded_where_ranks_lie_on_other_nodes():
-    def state_of(hook, *nodes):
-        levels = NodeLevels(None, None, nodes, (0, 2, 4))
-        return HookState(hook, SimpleNamespace(rank=0, size=4), [], levels, orders={}, used=set())
+class Counting(CommHook):
+    """Keeps a number."""
 
-    class Counting(CommHook):
-        value = 0
+    def __init__(self, value=0):
+        self.value = value
 
-        def state_dict(self):
-            return {"value": 7}
+    def state_dict(self):
+        return {"value": self.value}
 
-        def load_state_dict(self, state):
-            self.value = state.get("value", 0)
+    def load_state_dict(self, state):
+        self.value = state.get("value", 0)
 
-    saved = state_of(Counting(), (0, 1), (2, 3)).state_dict()
-    same, other = Counting(), Counting()
-    state_of(same, (0, 1), (2, 3)).load_state_dict(saved)
-    with pytest.warns(UserWarning, match="anew"):
-        state_of(other, (0, 2), (1, 3)).load_state_dict(saved)
-    assert (same.value, other.value) == (7, 0)
+
+def state_of(hook, nodes=((0, 1), (2, 3)), size=4, bounds=(0, 3, 6), turned=()):
+    levels = NodeLevels(None, None, nodes, (0, 2, 4)) if nodes else None
+    plan, group = [SimpleNamespace(numel=6, bounds=bounds)], SimpleNamespace(rank=0, size=size)
+    return HookState(hook, group, plan, levels, {"p": (0, 1), **dict(turned)}, set())
+
+
+OTHERS = [
+    {"nodes": ((0, 2), (1, 3))},
+    {"nodes": None},
+    {"size": 5},
+    {"bounds": (0, 2, 6)},
+    {"turned": [("p", (1, 0))]},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_state_is_loaded_only_where_ranks_nodes_and_buckets_are_the_same(other):
+    saved = state_of(Counting(7)).state_dict()
+    same, anew, without = Counting(), Counting(5), Counting(5)
+    state_of(same).load_state_dict(saved)
+    with pytest.warns(UserWarning, match="the hook starts anew"):
+        state_of(anew, **other).load_state_dict(saved)
+    state_of(without).load_state_dict(None)
+    assert (same.value, anew.value, without.value) == (7, 0, 0)
 
 
 @pytest.mark.parametrize(
