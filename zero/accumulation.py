@@ -192,11 +192,7 @@ class Accumulation:
             self.finish()
 
     def expect(
-        self,
-        own: float,
-        total: float | None,
-        digest: int | None = None,
-        source: BatchSource | None = None,
+        self, own: float, total: float | None, digest: int | None, source: BatchSource
     ) -> None:
         """Note a batch that was drawn, of which this rank has `own` of `total` samples. Local.
 

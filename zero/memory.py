@@ -14,11 +14,7 @@ where a rank owns no more than half of a bucket. A `gather_dtype` of 16 bits add
 weights of fp32 parameters, and 2 for the copies that travel.
 """
 
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,9 +32,3 @@ class Memory:
     def total(self) -> int:
         """The sum of all roles."""
         return sum(astuple(self))
-
-
-def state_bytes(states: Iterable[dict[str, Any]]) -> int:
-    """Return the bytes of all tensors in the states of a torch optimizer."""
-    values = [value for state in states for value in state.values()]
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))

@@ -21,7 +21,7 @@ from zero.comm_hooks.names import make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
-from zero.memory import Memory, state_bytes
+from zero.memory import Memory
 from zero.norms import (
     NonFiniteGradientError,
     NonFiniteReplicaError,
@@ -103,8 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
     - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16. Then
       `scale(loss).backward()`, or `backward(loss, weight)`, takes the place of `loss.backward()`.
-    - `wire_dtype`: bf16 or fp16, in which sums of wider gradients travel between nodes.
-    - `comm_hook`: a name, such as "int8", or a `CommHook`, instead of `wire_dtype`.
+    - `comm_hook`: a name, such as "int8" or "bf16", or a `CommHook`; by default the plain sum.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
@@ -113,8 +112,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `buffers`: tensors that are overwritten with rank 0's after every step: with the first's of
       the ranks that the step was averaged over, and after an exchange with rank 0's everywhere.
       Iterated over anew each time.
-    - `order`: names of parameters in the order of forward; by default that of `parameters`.
-    - `model`: `start` also broadcasts its buffers, and its parameters that do not train.
+    - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
+      broadcasts its buffers, and its parameters that do not train.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read. Code that reads
       parameters from a list made before has to call `wait_for_parameters`.
@@ -144,14 +143,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
         loss_scale: float | Literal["dynamic"] | None = None,
-        wire_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
         comm_hook: str | CommHook | None = None,
         levels: NodeLevels | None = None,
         schedule: SyncSchedule | None = None,
         bucket_bytes: int = 25 * MIB,
         buffers: Collection[Tensor] = (),
-        order: Iterable[str] | None = None,
         model: nn.Module | None = None,
         overlap_forward: bool = False,
         **kwargs: Any,
@@ -168,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._buffers, self._model = buffers, model
-        self._hook = make_hook(comm_hook, wire_dtype)
+        self._hook = make_hook(comm_hook)
         self.schedule = schedule or SyncSchedule(collectives)
         check_replicas(self.schedule, collectives)
         sharding = self.schedule.sharding
@@ -200,8 +197,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names = GroupNames()
         groups = self._check(parameters)
         named = by_name(groups)
-        if order is not None:
-            named = {name: named[name] for name in order if name in named}
+        if model is not None:
+            order = [name for name, _ in model.named_parameters() if name in named]
+            named = {name: named[name] for name in order} | named
         self._add_parameters(named)
         plain_groups = [unnamed(group) for group in groups]
         try:
@@ -617,13 +615,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         gradients, inner = self._shard.gradients, self._inner.state
-        states = (inner[tensor] for tensor in self._shard.tensors if tensor in inner)
+        kept = (value for tensor in self._shard.tensors for value in inner.get(tensor, {}).values())
+        state = sum(value.nbytes for value in kept if isinstance(value, Tensor))
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._named.values()),
             gradients=gradients.peak_bytes,
             buckets=gradients.working_bytes + self._shard.parameters.gather_bytes,
             master=self._shard.master_bytes,
-            state=state_bytes(states) + self.schedule.nbytes(),
+            state=state + self.schedule.nbytes(),
             hook=self._hook.nbytes(),
         )
 

@@ -95,7 +95,6 @@ def make_optimizer(
             stream,
             bucket_bytes=world.settings.bucket_bytes,
             buffers=PersistentBuffers(model),
-            order=[name for name, _ in model.named_parameters()],
             model=model,
             gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
             schedule=schedule,

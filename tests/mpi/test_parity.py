@@ -6,7 +6,7 @@ gradient summed twice, is far above the tolerance; the order of sums is far belo
 
 import pytest
 import torch
-from models import Fickle, WithEmpty, loss_at, net
+from models import Fickle, loss_at, net
 from oracle import ALGORITHMS, MAX_NORM, SGD, SMALL, loss_of, rows, samples
 from sharding import sharded
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,12 +82,4 @@ def test_parameters_that_some_ranks_leave_out_of_some_steps(worlds, pair, algori
             both.optimizer.synchronize()
             assert world.gather(world.rank) == list(range(RANKS))
         both.update()
-    both.check()
-
-
-@pytest.mark.parametrize("bucket_mb", [1e-6, 25])
-@algorithms
-def test_empty_and_scalar_parameters(worlds, pair, algorithm, bucket_mb):
-    both = pair(double(WithEmpty), SGD, world=worlds(algorithm, 2, bucket_mb))
-    both.train(0, 1)
     both.check()

@@ -309,9 +309,9 @@ LAYER = WIDTH * WIDTH * 4  # bytes
 BUCKET_MB = LAYER / 2**20
 
 
-def deep(dtype=torch.float32):
+def deep():
     torch.manual_seed(3)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(dtype)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
 
 
 def live(model):
@@ -343,35 +343,6 @@ def test_at_stage_2_no_rank_ever_holds_all_gradients():
     assert max(held) <= 2 * LAYER
     assert memory.buckets <= 3 * LAYER
     assert memory.gradients <= LAYERS * (LAYER // RANKS + 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@modes
-def test_memory_is_what_the_stage_keeps(mode, dtype):
-    model = deep(dtype)
-    total = LAYERS * LAYER * dtype.itemsize // 4
-    with init(bucket_mb=BUCKET_MB) as world:
-        optimizer = world.optimizer(model, ADAMW, **mode, overlap_forward=True)
-        for _ in range(2):
-            model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        everyone = world.gather(optimizer.memory())
-    memory = everyone[world.rank]
-    assert memory.parameters == total
-    # Moments in fp32, and a step count for each parameter, in shards that may be uneven by layers.
-    parts = 1 if mode["stage"] == 0 else RANKS
-    exact = 2 * LAYERS * LAYER
-    assert sum(each.state for each in everyone) >= exact * RANKS // parts
-    assert memory.state <= exact // parts + 4 * LAYERS + 2 * LAYER
-    masters = 0 if dtype == torch.float32 else LAYERS * LAYER // parts
-    assert abs(memory.master - masters) <= LAYER
-    if mode["stage"] == 2:
-        assert memory.gradients <= LAYERS * LAYER // RANKS + LAYER
-        assert memory.buckets <= 3 * LAYER
-    else:
-        assert memory.gradients >= total
-        assert memory.buckets == 0
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

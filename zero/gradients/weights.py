@@ -82,7 +82,6 @@ class BatchWeight:
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
-        self._source = BatchSource()  # of batches whose source is not stated
         self._begun = False  # a backward of this mean has begun
         self._weighted = False  # the loss of the coming backward was multiplied by its weight
         self.digest = 0  # of this mean's batches
@@ -206,15 +205,12 @@ class BatchWeight:
         return weight / self.unit
 
     def expect(
-        self, own: float, total: float | None, digest: int | None, source: BatchSource | None
+        self, own: float, total: float | None, digest: int | None, source: BatchSource
     ) -> None:
         """Note the latest batch of a source, which was drawn for a coming backward.
 
         Batches of other sources that another optimizer has used are not for this backward.
         """
-        if source is None:
-            source = self._source
-            source.drawn += 1
         self._over = False
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
         self._drawn.append(source.latest(own, total, digest))

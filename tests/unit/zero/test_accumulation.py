@@ -1,6 +1,7 @@
 """What the gradients of an accumulation add up to, what they weigh, and what is refused."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.gradients.weights import BatchSource
 
 WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+SOURCES = weakref.WeakKeyDictionary()  # of batches, by optimizer
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
@@ -24,6 +27,12 @@ def one_weight(stage=0, world=SingleProcessCollectives, **options):
 
 def mean(model, *inputs):
     return model(torch.tensor(inputs, dtype=torch.float32).view(-1, 1)).mean()
+
+
+def expect(optimizer, own, total):
+    """State the next batch of the only loader."""
+    SOURCES.setdefault(optimizer, BatchSource()).drawn += 1
+    optimizer.accumulation.expect(own, total, None, SOURCES[optimizer])
 
 
 def play(model, optimizer, steps):
@@ -48,7 +57,7 @@ def play(model, optimizer, steps):
                 with optimizer.no_sync():
                     optimizer.backward(mean(model, *inputs), weight=weight)
             case "expect":
-                optimizer.accumulation.expect(*given)
+                expect(optimizer, *given)
             case "model.zero_grad":
                 model.zero_grad()
             case _:
@@ -141,7 +150,7 @@ def test_a_dropped_accumulation_is_no_part_of_the_step(stage, world):
 def test_one_batch_weighs_every_backward_until_the_next(stage, world):
     model, optimizer = one_weight(stage, world)
     for batch in (5, 2):
-        optimizer.accumulation.expect(batch, 2 * batch)
+        expect(optimizer, batch, 2 * batch)
         for _ in range(2):
             mean(model, 3).backward()
             assert optimizer.step().weight == batch

@@ -8,6 +8,8 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
+from zero.comm_hooks import CommHook
+from zero.comm_hooks.names import make_hook
 
 WIDTH = 4
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket
@@ -230,7 +232,7 @@ def test_gradients_travel_in_the_wires_dtype_where_it_is_narrower(stage, own, wi
 
     model = nn.Linear(2, 2).to(own)
     optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, Wired(), stage=stage, wire_dtype=wire
+        model.named_parameters(), torch.optim.SGD, Wired(), stage=stage, comm_hook=CommHook(wire)
     )
     model(torch.ones(1, 2, dtype=own)).mean().backward()
     optimizer.step()
@@ -239,9 +241,4 @@ def test_gradients_travel_in_the_wires_dtype_where_it_is_narrower(stage, own, wi
 
 def test_a_wire_of_whole_numbers_is_refused():
     with pytest.raises(ValueError, match=r"torch\.int8.*torch\.bfloat16"):
-        ZeroOptimizer(
-            nn.Linear(1, 1).named_parameters(),
-            torch.optim.SGD,
-            SingleProcessCollectives(),
-            wire_dtype=torch.int8,
-        )
+        make_hook(None, torch.int8)
