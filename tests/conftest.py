@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import rank_reports
 import torch
 from launch import FOLDER
 
@@ -31,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; launched jobs choose anew
         torch.set_num_threads(1)
+    if config.getoption("--with-mpi"):
+        config.pluginmanager.register(rank_reports)
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
 
 
@@ -83,8 +86,9 @@ def parameter_values(case: pytest.Item) -> set[tuple[str, str]]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     serial = not config.getoption("--with-mpi")
+    for_ranks = collection_path.is_relative_to(MPI_TESTS) or collection_path.name == "ranks"
     # None leaves the decision to pytest's other rules.
-    return True if serial and collection_path.is_relative_to(MPI_TESTS) else None
+    return True if serial and for_ranks else None
 
 
 @pytest.fixture(scope="session", autouse=True)

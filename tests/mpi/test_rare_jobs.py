@@ -70,19 +70,8 @@ def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run
         assert len(models) == 1
 
 
-@pytest.mark.parametrize("settles", ["evaluation", "save"])
-def test_an_exchange_in_flight_that_is_not_finite_stops_the_run(folder, monkeypatch, settles):
-    monkeypatch.setattr(exchange, "is_finite", lambda tensor: False)
-    config = replace(
-        small(folder, eval_every=2 if settles == "evaluation" else 0),
-        sync=SyncConfig(mode="streaming", every=2, fragments=1),
-        checkpoint=CheckpointConfig(every="2" if settles == "save" else "0"),
-    )
-    stops(config, 2)
-    assert summary_of(folder)["status"] == "failed"
-
-
 STALE = SyncConfig(mode="diloco", every=2, warmup=1, max_staleness=2)
+IN_FLIGHT = SyncConfig(mode="streaming", every=4, fragments=1)
 
 
 class Holds(LanguageModel):
@@ -169,17 +158,22 @@ def test_a_signal_ends_nodes_that_do_not_wait_after_the_same_step(folder, monkey
         assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
 
 
-@pytest.mark.parametrize("settles", ["bound", "evaluation", "save"])
-def test_a_round_that_is_not_finite_stops_the_run_with_all_steps_before(
-    folder, monkeypatch, settles
+@pytest.mark.parametrize(
+    ("sync", "settles", "step"),
+    [
+        (STALE, "bound", 7),
+        *((sync, how, 4) for sync in (STALE, IN_FLIGHT) for how in ("evaluation", "save")),
+    ],
+)
+def test_an_exchange_that_is_not_finite_stops_the_run_with_all_steps_before(
+    folder, monkeypatch, sync, settles, step
 ):
     monkeypatch.setattr(exchange, "is_finite", lambda tensor: False)
     config = replace(
         small(folder, steps=20, eval_every=4 if settles == "evaluation" else 0),
-        sync=STALE,
+        sync=sync,
         checkpoint=CheckpointConfig(every="4" if settles == "save" else "0"),
     )
-    step = 7 if settles == "bound" else 4
     stops(config, step)
     assert summary_of(folder)["status"] == "failed"
     lines = lines_of(config.run.dir)

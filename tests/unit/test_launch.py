@@ -36,11 +36,11 @@ def living(mark: str) -> list[str]:
 
 @pytest.fixture
 def suite(tmp_path):
-    """A function that writes a test file beside a copy of the suite's conftest and runs it."""
+    """A function that writes a test file and runs it, with reports as the suites have them."""
 
     def run(ranks, source, **limits):
-        conftest = (MPI_TESTS / "conftest.py").read_text()
-        (tmp_path / "conftest.py").write_text(conftest)
+        reports = (TESTS / "helpers" / "rank_reports.py").read_text()
+        (tmp_path / "conftest.py").write_text(reports)
         header = "import pytest\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
         (tmp_path / "test_sample.py").write_text(header + textwrap.dedent(source))
         return run_suite(ranks, [tmp_path], **{"timeout": 60, "everything": False, **limits})

@@ -1,15 +1,4 @@
-"""Ranks end together as those of tests/mpi do."""
-
-import importlib.util
-
 import pytest
-from launch import MPI_TESTS
-
-_spec = importlib.util.spec_from_file_location("conftest_of_ranks", MPI_TESTS / "conftest.py")
-_ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_ranks)
-pytest_configure = _ranks.pytest_configure
-pytest_timeout_set_timer = _ranks.pytest_timeout_set_timer
 
 
 @pytest.fixture(scope="session", autouse=True)
