@@ -1,10 +1,12 @@
-"""Checks of the file system of a run directory. Local; the ranks that call them differ."""
+"""Checks of the file system of a run directory."""
 
 import os
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mntrain.checks.finding import Finding, passed
 
@@ -13,69 +15,78 @@ _SEEN_S = 5.0  # in which a file must be visible on all hosts: network file syst
 _NAME = ".mntrain-doctor-"
 
 
-class Probe:
-    """A small file in an existing folder, made by one rank and read by others. `close` removes it.
-
-    Raises OSError if it cannot be written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / f"{_NAME}{secrets.token_hex(8)}"
-        self.token = secrets.token_hex(16)
-        start = time.perf_counter()
-        try:
-            with self.path.open("x") as file:
-                file.write(self.token)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            self.close()
-            raise
-        self.sync_s = time.perf_counter() - start
-
-    def close(self) -> None:
-        """Remove the file."""
-        with suppress(OSError):
-            self.path.unlink()
-
-
 def existing_folder(path: Path) -> Path:
     """Return the path, or its nearest parent that exists and may be looked at."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
 
 
-def writing(folder: Path, probe: Probe | None, error: str) -> Finding:
-    """Judge what the rank that made the probe has seen; `error` if it could not be made."""
-    fix = "give a --run.dir on a file system of the cluster that you may write to"
-    if probe is None:
-        return Finding("fail", f"{folder} cannot be written ({error})", fix)
-    text = f"{folder}: a file is written and synced in {probe.sync_s * 1e3:.1f} ms"
-    if probe.sync_s > _SLOW_SYNC_S:
-        return Finding("warn", f"{text}, so checkpoints take long", fix)
-    return passed(text)
+def write_and_look(
+    gather: Callable[[Any], list[Any]], rank: int, folder: Path
+) -> tuple[float, list[int]]:
+    """Write a small file in rank 0's folder, which exists, and look for it on all ranks.
+
+    Collective, by `gather`, which returns the objects of all ranks; the file is removed. Returns
+    the seconds that writing took, and the ranks that do not see the file within some seconds.
+    Raises the OSError of rank 0 on all ranks if it cannot be written.
+    """
+    own, error, start = folder / f"{_NAME}{secrets.token_hex(8)}", None, time.perf_counter()
+    try:
+        if rank == 0:
+            try:
+                with own.open("x") as file:
+                    file.write("mntrain")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as raised:
+                error = raised
+        path, error, seconds = gather((own, error, time.perf_counter() - start))[0]
+        if error is not None:
+            raise error
+        seen = gather(is_visible(path))
+    finally:
+        if rank == 0:
+            with suppress(OSError):
+                own.unlink()
+    return seconds, [other for other, sees in enumerate(seen) if not sees]
 
 
-def is_visible(path: Path, token: str) -> bool:
-    """Return whether this host sees the file with this text, within a few seconds."""
+def is_visible(path: Path) -> bool:
+    """Return whether this host sees a new file within a few seconds. Local."""
     deadline = time.monotonic() + _SEEN_S
     while True:
         with suppress(OSError):
-            os.listdir(path.parent)  # lets network file systems look again
-            if path.read_text() == token:
+            if path.name in os.listdir(path.parent):  # lets network file systems look again
                 return True
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
 
 
-def sharing(folder: Path, blind_hosts: list[str], hosts: int) -> Finding:
-    """Judge which hosts do not see a file that rank 0's host has written."""
-    if blind_hosts:
-        return Finding(
+def examine(
+    gather: Callable[[Any], list[Any]], rank: int, folder: Path, hosts: Sequence[str]
+) -> dict[str, Finding]:
+    """Check that rank 0 can write in its folder, and all hosts see it; `hosts` is by rank.
+
+    Collective, as `write_and_look`.
+    """
+    fix = "give a --run.dir on a file system of the cluster that you may write to"
+    try:
+        seconds, blind = write_and_look(gather, rank, folder)
+    except OSError as error:
+        text = f"{folder} cannot be written ({error.strerror or error})"
+        return {"run directory": Finding("fail", text, fix)}
+    text = f"{folder}: a file is written and synced in {seconds * 1e3:.1f} ms"
+    written, count = passed(text), len(set(hosts))
+    if seconds > _SLOW_SYNC_S:
+        written = Finding("warn", f"{text}, so checkpoints take long", fix)
+    shared = passed(f"{folder} is the same on {count} host{'s' * (count > 1)}")
+    if blind:
+        names = list(dict.fromkeys(hosts[other] for other in blind))
+        shared = Finding(
             "fail",
-            f"{', '.join(blind_hosts)} do{'es' * (len(blind_hosts) == 1)} not see the files that "
-            f"rank 0 writes in {folder}: checkpoints would be incomplete",
+            f"{', '.join(names)} do{'es' * (len(names) == 1)} not see the files that rank 0 writes "
+            f"in {folder}: checkpoints would be incomplete",
             "give a --run.dir on a file system that all hosts share",
         )
-    return passed(f"{folder} is the same on {hosts} host{'s' * (hosts > 1)}")
+    return {"run directory": written, "shared files": shared}

@@ -63,7 +63,7 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
         "MPI library": _library(world),
         **world.findings,
         "clocks": all_ranks.clocks(exact),
-        **_storage(comm, folder, leaders, hosts),
+        **storage.examine(comm.gather_objects, comm.rank, folder, hosts),
     }
     links = measure(comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
     expected = (options.expect, mb_per_s(options.expect)) if options.expect else None
@@ -84,31 +84,6 @@ def _library(world: World) -> Finding:
     )
     parts += sorted(chosen)
     return passed("; ".join(parts))
-
-
-def _storage(
-    comm: mpi.Communicator, folder: Path, leaders: Sequence[int], hosts: Sequence[str]
-) -> dict[str, Finding]:
-    """Check the file system of a folder of rank 0 from all hosts. Collective."""
-    probe, error = None, ""
-    folder = comm.gather_objects(folder)[0]
-    if comm.rank == 0:
-        try:
-            probe = storage.Probe(folder)
-        except OSError as refused:
-            error = refused.strerror or str(refused)
-    try:
-        written = comm.gather_objects((probe.path, probe.token) if probe else None)[0]
-        sees = comm.rank not in leaders or not written or storage.is_visible(*written)
-        blind = [hosts[rank] for rank, seen in enumerate(comm.gather_objects(sees)) if not seen]
-        findings = {"run directory": storage.writing(folder, probe, error)}
-        if written:
-            findings["shared files"] = storage.sharing(folder, blind, len(leaders))
-    finally:
-        if probe is not None:
-            probe.close()
-    gathered: list[dict[str, Finding]] = comm.gather_objects(findings)
-    return gathered[0]
 
 
 def _print(

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Self
 
 from mntrain.checkpoint import list_checkpoints, set_aside
-from mntrain.checks.storage import Probe, is_visible
+from mntrain.checks.storage import write_and_look
 from mntrain.errors import combined_refusals
 from mntrain.metrics.files import (
     CONFIG_FILE,
@@ -94,23 +94,16 @@ class RunDirectory:
 
         Makes nothing that stays. Takes some seconds where a rank does not see it.
         """
-        world, probe = self._world, None
+        world = self._world
         if world.size == 1:
             return
-        try:
-            with world.agreement(), _writing(self.path):
-                probe = Probe(self.path) if world.master else None
-            path, token = world.gather((probe.path, probe.token) if probe else (self.path, ""))[0]
-            with world.agreement():
-                if not is_visible(path, token):
-                    raise ValueError(
-                        f"{path.parent} is not the folder that rank 0 sees, and a checkpoint is "
-                        "written by all ranks: give a run directory on a file system that all "
-                        "nodes share"
-                    )
-        finally:
-            if probe is not None:
-                probe.close()
+        with world.agreement(), _writing(self.path):
+            _, blind = write_and_look(world.gather, world.rank, self.path)
+            if world.rank in blind:
+                raise ValueError(
+                    f"{self.path} is not the folder that rank 0 sees, and a checkpoint is written "
+                    "by all ranks: give a run directory on a file system that all nodes share"
+                )
 
     def rewind(
         self,

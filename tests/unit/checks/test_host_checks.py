@@ -69,24 +69,30 @@ def test_the_worst_finding_of_all_hosts_counts_and_names_them():
     assert merge(many).text == "n0, n1, n2, n3 and 2 others: slow"
 
 
-def test_a_folder_that_works_passes_and_is_left_as_it_was(tmp_path):
-    probe = storage.Probe(tmp_path)
-    assert storage.writing(tmp_path, probe, "").status == "pass"
-    assert storage.is_visible(probe.path, probe.token)
-    probe.close()
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(OSError, match=r"Permission|permitted|No such"):
-        storage.Probe(storage.Path("/proc/self"))
-    assert storage.writing(storage.Path("/proc/self"), None, "not permitted").status == "fail"
-    assert storage.existing_folder(tmp_path / "a" / "b") == tmp_path
+def examine(folder, hosts=("n1",), seen=None):
+    """The findings of rank 0; `seen` says which ranks see the file, if not all as this process."""
+
+    def gather(own):
+        return seen if seen and isinstance(own, bool) else [own] * len(hosts)
+
+    return storage.examine(gather, 0, folder, hosts)
 
 
-def test_a_file_with_another_text_is_not_the_one_that_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_SEEN_S", 0.0)
-    (tmp_path / "file").write_text("stale")
-    assert not storage.is_visible(tmp_path / "file", "new")
-    assert not storage.is_visible(tmp_path / "none", "new")
-    found = storage.sharing(tmp_path, ["n2"], 2)
+def test_a_folder_is_written_seen_and_left_as_it_was(tmp_path):
+    found = examine(tmp_path, ("n1", "n1", "n2"))
+    assert {one.status for one in found.values()} == {"pass"}
+    assert found["shared files"].text == f"{tmp_path} is the same on 2 hosts"
+    found = examine(tmp_path, ("n1", "n2", "n2"), [True, False, False])["shared files"]
     assert found.status == "fail"
     assert found.text.startswith("n2 does not see the files that rank 0 writes")
-    assert storage.sharing(tmp_path, [], 2).status == "pass"
+    assert list(tmp_path.iterdir()) == []
+    assert storage.existing_folder(tmp_path / "a" / "b") == tmp_path
+    (found,) = examine(storage.Path("/proc/self")).values()
+    assert found.status == "fail"
+    assert "/proc/self cannot be written (" in found.text
+
+
+def test_a_file_that_is_not_there_is_not_waited_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_SEEN_S", 0.1)
+    for folder in (tmp_path, tmp_path / "none"):
+        assert not storage.is_visible(folder / "file")
