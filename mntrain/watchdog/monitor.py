@@ -1,6 +1,5 @@
 """The part of the watchdog on ranks 0 and 1: finds out who waits for whom, and who was lost."""
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ from mntrain.watchdog.side_channel import Message, SideChannel
 
 MONITORS = (0, 1)
 ANSWER_S = 3.0  # for the ranks to answer
-UNCONNECTED = "there is no connection to it"
+UNCONNECTED = "there is no TCP connection to it"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
-CONNECT_S = 60.0  # until ranks without a connection are named, which try several times
 EXIT_S = 5.0  # at the exit, for ranks without a connection
 
 
@@ -183,7 +181,6 @@ class Monitor:
         """The message to ranks at the exit once no more are waited for."""
         self._inquiry: Inquiry | None = None
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
-        self._name_unconnected_at = time.monotonic() + CONNECT_S
 
     def look(self, now: float) -> None:
         """Act on what is due by the clock."""
@@ -196,9 +193,6 @@ class Monitor:
             if inquiry.over(now):
                 self._inquiry = None
                 self._conclude(inquiry)
-        if now > self._name_unconnected_at:
-            self._name_unconnected_at = math.inf
-            self._name_unconnected()
         if self._rank in self._at_exit and self.all_at_exit is None:
             self._look_at_exit(now)
 
@@ -325,12 +319,3 @@ class Monitor:
         if len(self.left) == len(self._facts):
             for failed in self._failed:
                 self._channel.send(failed, {"kind": "others left"})
-
-    def _name_unconnected(self) -> None:
-        missing = set(range(1, len(self._facts))) - self._connected - self.left
-        if self._rank == 0 and missing:
-            hosts = sorted({self._facts[rank].host for rank in missing})
-            self._warn(
-                f"{len(missing)} ranks on {', '.join(hosts)} have no TCP connection to rank 0: a "
-                "hang or a loss there will not be explained; allow TCP between the hosts of the job"
-            )

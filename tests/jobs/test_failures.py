@@ -72,12 +72,6 @@ class Points(Task):
     def bug(self, gradient):
         raise KeyError("a bug")
 
-    @staticmethod
-    def collate(samples):
-        if Points.phase == "collating" and 3 in samples:
-            raise KeyError("a bug")
-        return torch.stack(samples)
-
     def optimizer(self, model):
         return functools.partial(Broken, model.parameters(), lr=0.1)
 
@@ -234,7 +228,6 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
     ("phase", "said"),
     [
         pytest.param("loading", "rank 1: loading sample 3 of the t", marks=pytest.mark.thorough),
-        pytest.param("collating", "rank 1: collating sample 3 of t", marks=pytest.mark.exhaustive),
         pytest.param(
             "forward", "rank 1: forward in step 1 of sample 3 of t", marks=pytest.mark.exhaustive
         ),

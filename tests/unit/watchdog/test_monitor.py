@@ -8,7 +8,7 @@ import pytest
 
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
-from mntrain.watchdog.monitor import ANSWER_S, CONNECT_S, EXIT_S, TAKE_OVER_S, Monitor
+from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, Monitor
 from mntrain.watchdog.rank_status import EXIT, RankStatus
 
 
@@ -253,16 +253,6 @@ def test_a_monitor_listens_until_the_ranks_above_it_are_connected(make):
             world.channel.peers.append(peer)
         world.pass_time(0.1)
         assert not world.channel.listens
-
-
-def test_ranks_that_never_connect_are_named_once(make):
-    world = make(0)
-    world.channel.peers = [1]
-    world.monitor._connected = {1}
-    world.pass_time(CONNECT_S + 1)
-    world.pass_time(CONNECT_S + 1)
-    ((warning,),) = [world.warnings]
-    assert warning.startswith("1 ranks on b have no TCP connection to rank 0")
 
 
 def come(world, *ranks, kind="at exit"):
