@@ -43,15 +43,20 @@ def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, floa
 
 
 class BestMetric:
-    """The metric of an evaluation that says which one is best, by --checkpoint.best.
+    """The metric of an evaluation that says which one is best, and when a run ends for it.
 
-    `text` is "eval_loss", or the name of a metric of the task, such as "accuracy:max".
+    `text` is --checkpoint.best: "eval_loss", or the name of a metric of the task, such as
+    "accuracy:max". A run ends after `patience` evaluations without a better score; never if that is
+    0. The same on all ranks, as the metrics are. Checkpoints hold its state: it begins anew after
+    one with another metric.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str = EVAL_LOSS, patience: int = 0) -> None:
+        self.text, self.patience = text, patience
         self._name, _, mode = text.partition(":")
         self._sign = -1.0 if mode == "max" else 1.0
+        self._best = math.inf
+        self._evaluations = 0  # since the best one
 
     def score(self, record: StepRecord) -> float | None:
         """Return the score of a step's evaluation, of which the lowest is the best.
@@ -74,19 +79,6 @@ class BestMetric:
                 f"they have {', '.join(names)}"
             )
 
-
-class EarlyStopping:
-    """Ends a run after `patience` evaluations without a better score; never if that is 0.
-
-    `metric` names what the scores are of: it begins anew after a checkpoint with another. The same
-    on all ranks, as the scores are. Checkpoints hold its state.
-    """
-
-    def __init__(self, patience: int, metric: str = EVAL_LOSS) -> None:
-        self.patience, self._metric = patience, metric
-        self._best = math.inf
-        self._evaluations = 0  # since the best one
-
     def after_evaluation(self, score: float | None) -> str | None:
         """Count an evaluation, and return why the run ends, if it does."""
         if score is not None and score < self._best:
@@ -99,11 +91,11 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"best": self._best, "evaluations": self._evaluations, "metric": self._metric}
+        return {"best": self._best, "evaluations": self._evaluations, "metric": self.text}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, unless it is of another metric."""
-        if state["metric"] == self._metric:
+        if state["metric"] == self.text:
             self._best, self._evaluations = state["best"], state["evaluations"]
 
 

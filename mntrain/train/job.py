@@ -23,7 +23,7 @@ from mntrain.sync import LocalSGD
 from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
-from mntrain.train.evaluation import BestMetric, EarlyStopping, try_evaluation
+from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
@@ -129,7 +129,7 @@ class TrainingJob:
             **self.choice.options,
         )
         self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
-        self.best = BestMetric(config.checkpoint.best)
+        self.best = BestMetric(config.checkpoint.best, config.train.patience)
         with world.agreement():
             try_evaluation(self.task, self.model, self.data, self.precision, self.best)
 
@@ -139,15 +139,14 @@ class TrainingJob:
         self.balancing = Balancing(world, self.data, self.reporter, self.last_step)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
-        self.early_stopping = EarlyStopping(config.train.patience, self.best.text)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
         """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""
         objects: dict[str, Stateful] = {**self.schedule.objects}
         if self.data.stream:
             objects["data"] = self.data.stream
-        if self.early_stopping.patience:
-            objects["early stopping"] = self.early_stopping
+        if self.best.patience:
+            objects["early stopping"] = self.best
         keep = config.checkpoint.keep
         saver = checkpoint.Saver(
             world, self.model, self.optimizer, self.run_dir, keep, objects=objects

@@ -226,7 +226,11 @@ class Trainer:
         self._agreement.end_if_failed(step)
         lr = self._job.schedule.lr
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
-            update = self._update(step)
+            update = self._optimizer.step()
+            if step == self._config.train.steps:
+                self._optimizer.exchange()
+            self._optimizer.zero_grad()
+            self._job.schedule.after_step()
         self._agreement.after_update()
         if self._all_meet(step):
             self._agreement.meet()
@@ -244,13 +248,13 @@ class Trainer:
         self._result.add(items, times["step_s"], skipped=update.skipped)
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = job.task.derive(means.loss, means.metrics)
-        return StepRecord(
+        record = StepRecord(
             step=step,
             loss=means.loss,
             lr=lr,
-            grad_norm=None if update.skipped else update.grad_norm,
-            clip_coef=None if update.skipped else update.clip_coef,
-            clipped_norm=None if update.skipped else update.clipped_norm,
+            grad_norm=update.grad_norm,
+            clip_coef=update.clip_coef,
+            clipped_norm=update.clipped_norm,
             samples=job.data.batch_size(step),
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
@@ -258,6 +262,9 @@ class Trainer:
             slow_ranks=job.balancing.slow_ranks(step) or None,
             **times,
         )
+        if update.skipped:
+            record = replace(record, grad_norm=None, clip_coef=None, clipped_norm=None)
+        return record
 
     def _report(self, record: StepRecord) -> None:
         self._result.last = record
@@ -295,14 +302,6 @@ class Trainer:
         longest_s = self._longest_step_s * self._agreement.delay
         return self._job.deadline.near(longest_s, self._job.checkpointing.longest_s)
 
-    def _update(self, step: int) -> StepResult:
-        update = self._optimizer.step()
-        if step == self._config.train.steps:
-            self._optimizer.exchange()
-        self._optimizer.zero_grad()
-        self._job.schedule.after_step()
-        return update
-
     def _all_meet(self, step: int) -> bool:
         """Return whether all ranks need each other after a step, alike on all of them."""
         flags = self._agreement.flags
@@ -335,7 +334,7 @@ class Trainer:
             score = self._job.best.score(record)
         except ValueError as error:
             raise TrainingStoppedError(str(error), self._world.rank) from None
-        self._result.reason = self._job.early_stopping.after_evaluation(score)
+        self._result.reason = self._job.best.after_evaluation(score)
         self._asked_to_stop = self._job.task.on_evaluation(record) or self._asked_to_stop
         return record
 

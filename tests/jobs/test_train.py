@@ -87,13 +87,6 @@ def test_a_compiled_model_follows_the_plain_one(tmp_path):
     assert losses(tmp_path) == pytest.approx(losses_alone(*options), rel=1e-4)
 
 
-def test_a_compiler_that_is_missing_is_named_before_any_work(tmp_path):
-    result = train(1, tmp_path, "--train.compile", env={"CXX": "no-such-compiler"})
-    assert result.returncode == 2
-    assert "no-such-compiler" in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.thorough
 def test_a_task_of_ones_own_with_metrics(tmp_path):
     options = ["--task", "digits:Digits", "--train.steps", "60", "--train.batch-size", "64"]

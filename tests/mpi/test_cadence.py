@@ -13,8 +13,8 @@ from mpi4py import MPI
 from oracle import Alone, assert_parity
 from small_jobs import lines_of
 from torch import nn
-from torch.utils.data import ChainDataset, TensorDataset
-from worlds import RANKS, first_ranks, refusal
+from torch.utils.data import TensorDataset
+from worlds import RANKS, first_ranks
 
 import mntrain
 from mntrain.balance.own_pace import OwnPace
@@ -211,32 +211,6 @@ def test_a_job_clips_the_gradient_of_each_rank(folder):
         train(replace(config, balance=balance), world)
     norms = [record["grad_norm"] for record in lines_of(config.run.dir)]
     assert all(0.005 < norm < 0.01 for norm in norms)  # of the mean over ranks
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"task": f"{__name__}:Stream"}, "the training data is an IterableDataset"),
-        pytest.param(
-            {"train": TrainConfig(micro_batch_size=500)},
-            f"the dataset has {SAMPLES} samples, and the first step takes",
-            marks=pytest.mark.thorough,
-        ),
-    ],
-)
-def test_what_has_no_cadence_is_refused_before_any_work(folder, changes, message):
-    config = replace(config_of(folder), **changes)
-    with mntrain.init(device="cpu") as world:
-        refused = refusal(Trainer, world, config)
-    assert message in refused
-    assert not config.run.dir.exists()
-
-
-class Stream(Regression):
-    """Data without a length."""
-
-    def dataset(self, split):
-        return ChainDataset([]) if split == "train" else None
 
 
 def test_a_cadence_is_of_jobs_alone():

@@ -412,12 +412,14 @@ def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder, capsys):
         (["--task", "test_jobs:shutil"], "module 'test_jobs' has no class 'shutil'"),
         (["--optim.name", "AdamX"], "--optim.name AdamX: is no torch.optim.Optimizer"),
         (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
+        (["--train.compile"], "there is no no-such-compiler"),
         (["--checkpoint.best", "acc:max"], "no such metric; they have eval_loss"),
         (["--run.dir", "short.txt/run"], "short.txt'): give a folder in which they can"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(folder, options, said, monkeypatch):
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("CXX", "no-such-compiler")
     if RANK == 0:
         (folder / "empty.txt").touch()
         (folder / "short.txt").write_text("too short")

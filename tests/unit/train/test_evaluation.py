@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from mntrain.checkpoint.objects import encode_objects, merge, select
 from mntrain.config import Config, TrainConfig
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task
-from mntrain.train.evaluation import BestMetric, EarlyStopping, try_evaluation
+from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.job_data import JobData
 from mntrain.train.precision import Precision
 
@@ -43,15 +43,15 @@ def evaluations_until_end(stopping, scores):
 
 
 def test_a_run_ends_after_so_many_evaluations_without_a_better_one():
-    found = evaluations_until_end(EarlyStopping(3), [5, 4, 4, 6, 3, 3, None, 3.5, 1])
+    found = evaluations_until_end(BestMetric(patience=3), [5, 4, 4, 6, 3, 3, None, 3.5, 1])
     assert found == (8, "no better evaluation in the last 3")
-    assert evaluations_until_end(EarlyStopping(0), [1.0] * 50) is None
+    assert evaluations_until_end(BestMetric(patience=0), [1.0] * 50) is None
 
 
 @pytest.mark.parametrize("before", range(5))
 def test_a_resumed_run_ends_after_the_same_evaluation(before):
     scores = [5, 4, 4, 6, 7, 3, 1]
-    first, second = EarlyStopping(3), EarlyStopping(3)
+    first, second = BestMetric(patience=3), BestMetric(patience=3)
     assert evaluations_until_end(first, scores[:before]) is None
     saved = merge([encode_objects({"stopping": first})])
     second.load_state_dict(select(saved, "stopping", 0, 1))
@@ -60,7 +60,7 @@ def test_a_resumed_run_ends_after_the_same_evaluation(before):
 
 
 def test_after_a_checkpoint_with_another_metric_the_best_evaluation_is_sought_anew():
-    first, second = EarlyStopping(2, "accuracy:max"), EarlyStopping(2, "eval_loss")
+    first, second = BestMetric("accuracy:max", 2), BestMetric("eval_loss", 2)
     assert evaluations_until_end(first, [-0.9]) is None
     second.load_state_dict(first.state_dict())
     assert evaluations_until_end(second, [2.3, 2.0, 1.7, 1.8, 1.9]) == (
