@@ -242,3 +242,17 @@ def test_kernels_compile_without_flushing_or_spilling(architecture):
     assert ".ftz" not in ptx  # subnormal numbers are not flushed
     assert "fma.rn.f32" not in ptx  # each sum is rounded by itself
     assert ".local" not in ptx  # nothing spills, nor is copied to be indexed
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e18, 3e19, 1e-12, 1e-22])
+def test_norms_of_fp32_are_those_of_fp64_also_where_squares_leave_its_range(scale):
+    for numel in (255, 20_000, 300_001):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * scale
+        expected = float(values.double().square().sum().sqrt())
+        found = norms.global_norm(SingleProcessCollectives(), [values], 2.0)
+        assert found == pytest.approx(expected, rel=1e-7, abs=0)
+    values[7] = 2e19  # its square is beyond fp32
+    assert norms.global_norm(SingleProcessCollectives(), [values], 2.0) >= 1.9e19
+    for odd in (math.inf, math.nan):
+        values[-1] = odd
+        assert not math.isfinite(norms.global_norm(SingleProcessCollectives(), [values], 2.0))
