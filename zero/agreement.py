@@ -31,13 +31,15 @@ RARELY = 64  # steps between comparisons of parameters that were rounded differe
 
 ABSENT = "no value"
 # What to do where ranks differ in the steps, the groups, the parameters or the gradients.
-LOAD = "call optimizer.load_state_dict on all ranks"
-REGROUP = (
+LOAD_ALIKE = "call optimizer.load_state_dict on all ranks"
+GROUPS_ALIKE = (
     "change parameter groups alike on all ranks, such as by a scheduler that gets the mean loss "
     "over all of them"
 )
-CHANGE = "change parameters alike on all ranks, such as by load_state_dict or requires_grad"
-REGRADE = "do the same to p.grad on all ranks"
+PARAMETERS_ALIKE = (
+    "change parameters alike on all ranks, such as by load_state_dict or requires_grad"
+)
+GRADIENTS_ALIKE = "do the same to p.grad on all ranks"
 
 Samples = tuple[dict[str, int], Tensor]  # how many are of each parameter, by name; one by one
 
@@ -46,7 +48,7 @@ class Fact(NamedTuple):
     """One value of a rank at the beginning of a step."""
 
     value: Any = ABSENT  # or a list of samples, if they may differ by a tolerance
-    fix: str = REGROUP  # what to do where ranks differ
+    fix: str = GROUPS_ALIKE  # what to do where ranks differ
     tolerance: float = 0.0  # of samples, relative to the larger one
     floor: float = 1.0  # a sample counts as no smaller than this part of the largest
     place: Place | None = None  # of a number, which also other replicas have
@@ -177,7 +179,7 @@ class StepAgreement:
         if difference := _difference(reports, self._own):
             raise RuntimeError(difference)
         alike = [report.facts for report in reports if report.replica == self._replica]
-        values = [[f.value for f in facts.values() if f.fix == CHANGE] for facts in alike]
+        values = [[f.value for f in facts.values() if f.fix == PARAMETERS_ALIKE] for facts in alike]
         self._rounding = self._rounding or any(each != values[0] for each in values)
 
     def _facts(
@@ -185,27 +187,27 @@ class StepAgreement:
     ) -> dict[str, Fact]:
         """Return what this rank has, in the order in which differences are told."""
         facts = {
-            "the optimizer's number of steps": Fact(step, LOAD),
-            "the number of loaded states": Fact(self._begun_anew, LOAD),
+            "the optimizer's number of steps": Fact(step, LOAD_ALIKE),
+            "the number of loaded states": Fact(self._begun_anew, LOAD_ALIKE),
         }
         for place, value in plain_numbers(groups):
             key = f"{place[1]} in group {place[0]}"
             facts[key] = Fact(value, place=place, own=place in self._own)
         sharded, names = self._owned.sharded, self._named
         for name, parameter in names.items():
-            facts[f"requires_grad of {name}"] = Fact(parameter.requires_grad, CHANGE)
+            facts[f"requires_grad of {name}"] = Fact(parameter.requires_grad, PARAMETERS_ALIKE)
         drift = TOLERANCE if sharded else DRIFT
         for name, found in _by_name(self._parameters(step)).items():
-            facts[f"parameter {name}"] = Fact(found, CHANGE, drift)
+            facts[f"parameter {name}"] = Fact(found, PARAMETERS_ALIKE, drift)
         for name in names:
-            facts[f"p.grad of {name}"] = Fact("none" if name in without else "one", REGRADE)
+            facts[f"p.grad of {name}"] = Fact("none" if name in without else "one", GRADIENTS_ALIKE)
         if not sharded:
             eps = {
                 e.spec.name: torch.finfo(b.dtype).eps for b in self._owned.plan for e in b.entries
             }
             for name, found in _by_name(self._gradients.take(step)).items():
                 limit = max(TOLERANCE, 1.5 * eps[name])
-                facts[f"the gradient of {name}"] = Fact(found, REGRADE, limit, 1e-3)
+                facts[f"the gradient of {name}"] = Fact(found, GRADIENTS_ALIKE, limit, 1e-3)
         return facts
 
     def after_update(self, groups: Iterable[ParamGroup], before: Mapping[Place, Any]) -> None:
@@ -281,14 +283,10 @@ def _difference(reports: Sequence[Report], own: Set[Place]) -> str:
             common = place is not None and place not in own
             first = reports[0] if common else firsts[report.replica]
             fact, other = (each.facts.get(what) or Fact() for each in (report, first))
-            numbers = isinstance(fact.value, Real) and isinstance(other.value, Real)
-            if (
-                place in own
-                and numbers
-                and math.isclose(fact.value, other.value, rel_tol=TOLERANCE)
-            ):
-                continue
-            if found := _differing_values(other.value, fact.value, fact):
+            here, there = other.value, fact.value
+            if place in own and isinstance(here, Real) and isinstance(there, Real):
+                fact, here, there = fact._replace(tolerance=TOLERANCE), [here], [there]
+            if found := _differing_values(here, there, fact):
                 here, there = found
                 return (
                     f"rank {report.rank} has {there} for {what}, rank {first.rank} has {here}: "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
@@ -252,7 +253,7 @@ class ArrivingParameter(Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        arriving = list(_among([args, kwargs or {}]))
+        arriving = [x for x in tree_leaves((args, kwargs)) if type(x) is ArrivingParameter]
         if not arriving:
             raise RuntimeError(
                 f"{func} reads parameters that are in flight (overlap_forward=True): call "
@@ -293,13 +294,3 @@ def compiles() -> bool:
     """Return whether torch.compile was called, whose code reads parameters without asking."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return any(map(callable, getattr(compiler, "cached_backends", {}).values()))
-
-
-def _among(value: Any) -> Iterator[ArrivingParameter]:
-    if type(value) is ArrivingParameter:
-        yield value
-    elif isinstance(value, dict):
-        yield from _among(list(value.values()))
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _among(item)

@@ -4,36 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from handmade import Decaying, Lamb, Lion
+from optimizers import BY_PARAMETER, ELEMENTWISE
 from torch import nn
 
 from mntrain.optim import Muon
 
 pytestmark = pytest.mark.mpi
 
-ELEMENTWISE = {
-    "Adam": partial(torch.optim.Adam, lr=0.01),
-    "Adam amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
-    "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "NAdam": partial(torch.optim.NAdam, lr=0.01),
-    "RAdam": partial(torch.optim.RAdam, lr=0.01),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
-    "Adadelta": partial(torch.optim.Adadelta, lr=1.0),
-    "Adamax": partial(torch.optim.Adamax, lr=0.01),
-    "ASGD": partial(torch.optim.ASGD, lr=0.1),
-    "Rprop": partial(torch.optim.Rprop, lr=0.01),
-    "SGD nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "Lion": partial(Lion, lr=0.01, weight_decay=0.1),
-    "Decaying": partial(Decaying, lr=0.3),
-}
-BY_PARAMETER = {
-    "Muon": partial(torch.optim.Muon, lr=0.02),
-    "Muon of mntrain": partial(Muon, lr=0.02),
-    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
-    "Lamb": partial(Lamb, lr=0.05),
-}
+WHOLE = BY_PARAMETER | {"Muon of mntrain": partial(Muon, lr=0.02)}
 # Muon computes in bf16 or fp32, whatever the dtype: the order of a sum may show there.
 TOLERANCES = {"Muon": 1e-2, "Muon of mntrain": 1e-5}
 
@@ -61,8 +39,8 @@ def matrices():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("name", BY_PARAMETER)
+@pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_work_by_parameter_equal_torch(pair, name, stage):
-    both = pair(matrices(), BY_PARAMETER[name], stage=stage, partition="parameter")
+    both = pair(matrices(), WHOLE[name], stage=stage, partition="parameter")
     both.train(*range(4))
     both.check(TOLERANCES.get(name, 1e-9))

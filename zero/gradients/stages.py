@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork, wait_all
@@ -79,7 +80,8 @@ class UnavailableGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Keep what autograd adds; raise RuntimeError for anything else."""
-        own: UnavailableGradient = _first([*args, *(kwargs or {}).values()])
+        leaves = tree_leaves((args, kwargs))
+        own: UnavailableGradient = next(x for x in leaves if isinstance(x, UnavailableGradient))
         accumulates = func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
         if accumulates and args[0] is own and torch._C._current_graph_task_id() != -1:
             arrived: Tensor = args[1].detach()  # it may have a graph of its own
@@ -96,17 +98,6 @@ class UnavailableGradient(Tensor):
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Return the sentence that other uses raise."""
         return f"<{self._message}>"
-
-
-def _first(args: Sequence[Any]) -> UnavailableGradient:
-    for arg in args:
-        if isinstance(arg, UnavailableGradient):
-            return arg
-        if isinstance(arg, list | tuple):
-            for item in arg:
-                if isinstance(item, UnavailableGradient):
-                    return item
-    raise AssertionError("a dispatch has an argument of the class")
 
 
 class Gradients:

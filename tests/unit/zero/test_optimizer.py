@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from first_of_two import FirstOfTwo
-from handmade import Decaying, Lamb, Lion
+from optimizers import BY_PARAMETER, ELEMENTWISE
 from torch import nn
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
@@ -22,29 +22,6 @@ MODES = [
 modes = pytest.mark.parametrize("mode", MODES, ids=str)
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-OPTIMIZERS = {
-    "AdamW": ADAMW,
-    "AdamW foreach": partial(ADAMW, foreach=True),
-    "AdamW fused": partial(ADAMW, fused=True),
-    "Adam amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True, maximize=True),
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
-    "Adadelta": torch.optim.Adadelta,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": partial(torch.optim.ASGD, lr=0.1, t0=1),
-    "Rprop": torch.optim.Rprop,
-    "SGD": SGD,
-    "SGD nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "Lion": partial(Lion, lr=0.01, weight_decay=0.1),
-    "Decaying": Decaying,
-}
-BY_PARAMETER = {
-    "Muon": torch.optim.Muon,
-    "Adafactor": torch.optim.Adafactor,
-    "Lamb": partial(Lamb, lr=0.05),
-}
 
 
 def mlp(*, bias=True):
@@ -75,35 +52,13 @@ def assert_same_weights(mine, torchs):
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [(name, mode) for name in OPTIMIZERS for mode in MODES]
-    + [(name, mode) for name in BY_PARAMETER for mode in MODES if mode["partition"] != "element"]
-    + [(name, MODES[0]) for name in BY_PARAMETER],
-    ids=str,
-)
-def test_weights_have_the_bits_of_plain_torch(name, mode):
-    optimizer_class = (OPTIMIZERS | BY_PARAMETER)[name]
+@pytest.mark.parametrize("name", ELEMENTWISE | BY_PARAMETER)
+def test_weights_have_the_bits_of_plain_torch(name):
+    optimizer_class = (ELEMENTWISE | BY_PARAMETER)[name]
     mine, theirs = (mlp(bias=name not in BY_PARAMETER) for _ in range(2))
-    train(mine, zero(mine, optimizer_class, bucket_bytes=100, **mode), inputs(5))
+    train(mine, zero(mine, optimizer_class, bucket_bytes=100), inputs(5))
     train(theirs, optimizer_class(theirs.parameters()), inputs(5))
     assert_same_weights(mine, theirs)
-
-
-@pytest.mark.parametrize("name", BY_PARAMETER)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_optimizers_of_whole_parameters_are_refused_by_name_where_they_are_cut(name, stage):
-    class Heir(Lamb):
-        pass
-
-    given = BY_PARAMETER[name]
-    for make, word in (
-        (given, name),
-        (partial(partial(given, lr=0.1), lr=0.2), name),
-        (Heir, "Heir"),
-    ):
-        with pytest.raises(ValueError, match=rf'{word} .*partition="parameter"'):
-            zero(mlp(bias=False), make, stage=stage)
 
 
 class Forked(nn.Module):

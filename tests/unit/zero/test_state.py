@@ -7,7 +7,7 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
-from handmade import Decaying, Lamb, Lion
+from optimizers import BY_PARAMETER, ELEMENTWISE
 from torch import nn
 
 from zero import SingleProcessCollectives, ZeroOptimizer
@@ -15,20 +15,8 @@ from zero.layout import split
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
-OPTIMIZERS = {
-    "AdamW": ADAMW,
-    "AMSGrad": partial(torch.optim.Adam, lr=0.05, amsgrad=True),
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "SGD": partial(torch.optim.SGD, lr=0.1),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
-    "ASGD": partial(torch.optim.ASGD, lr=0.1, t0=1),
-    "NAdam": partial(torch.optim.NAdam, lr=0.01),
-    "Rprop": partial(torch.optim.Rprop, lr=0.01),
-    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
-    "Lamb": partial(Lamb, lr=0.01),
-    "Lion": partial(Lion, lr=0.01),
-    "Decaying": partial(Decaying, lr=0.3),
-}
+WHOLE = {name: BY_PARAMETER[name] for name in ("Adafactor", "Lamb")}
+OPTIMIZERS = ELEMENTWISE | WHOLE
 
 
 class Zoo(nn.Module):
@@ -124,16 +112,12 @@ def assert_same(mine, theirs):
         assert mine == theirs
 
 
-def partition_of(name, stage):
-    return "parameter" if name in ("Adafactor", "Lamb") and stage else "element"
-
-
 # Round trips.
 
 
 @pytest.mark.parametrize(("name", "stage"), [*zip(OPTIMIZERS, cycle(range(3)), strict=False)])
 def test_a_resumed_run_has_the_bits_of_plain_torch(name, stage):
-    options = {"stage": stage, "partition": partition_of(name, stage)}
+    options = {"stage": stage, "partition": "parameter" if name in WHOLE else "element"}
     data, kind, theirs = images(6), OPTIMIZERS[name], Zoo()
     first, optimizer = trained(copy.deepcopy(theirs), data[:3], kind, **options)
     second = copy.deepcopy(first)

@@ -6,35 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from handmade import DAdapting, Decaying, Lamb, Lion, Normalized
+from handmade import DAdapting, Lamb, Normalized
+from optimizers import BY_PARAMETER, ELEMENTWISE
 from torch import nn, optim
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.trials import check_partition
 
-ELEMENTWISE = {
-    **{
-        kind.__name__: kind
-        for kind in [
-            *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
-            *(optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
-            *(Lion, Decaying),
-        ]
-    },
-    "Adam amsgrad": partial(optim.Adam, amsgrad=True, maximize=True),
-    "AdamW foreach": partial(optim.AdamW, foreach=True),
-    "AdamW fused": partial(optim.AdamW, fused=True),
+LITTLE = {
     "AdamW lr=0": partial(optim.AdamW, lr=0.0),
     "AdamW lr=1e-9": partial(optim.AdamW, lr=1e-9),
     "AdamW tensor lr": partial(optim.AdamW, lr=torch.tensor(0.01)),
-    "SGD nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
-    "RMSprop centered": partial(optim.RMSprop, momentum=0.5, centered=True),
 }
-BY_PARAMETER = {
-    "Adafactor": optim.Adafactor,
-    "Muon": optim.Muon,
-    "Lamb": Lamb,
+WHOLE = BY_PARAMETER | {
     "Lamb lr=0": partial(Lamb, lr=0.0),
     "Lamb tensor lr=0": partial(Lamb, lr=torch.tensor(0.0)),
 }
@@ -55,13 +39,13 @@ ALL_SHAPES = groups((), (3,), (2, 3), (2, 3, 4), (2, 2, 2, 2), (1, 2, 1, 2, 1))
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *BY_PARAMETER, *OVER_ALL])
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *LITTLE, *WHOLE, *OVER_ALL])
 def test_what_an_optimizer_keeps_decides_how_it_may_be_sharded(name, partition):
-    make = (ELEMENTWISE | BY_PARAMETER | OVER_ALL)[name]
-    given = groups((2, 3)) if name in BY_PARAMETER else ALL_SHAPES  # Muon takes matrices only
+    make = (ELEMENTWISE | LITTLE | WHOLE | OVER_ALL)[name]
+    given = groups((2, 3)) if name in WHOLE else ALL_SHAPES  # Muon takes matrices only
     if name in OVER_ALL:
         words = r"parts get other .* than the whole; give stage=0"
-    elif name in BY_PARAMETER and partition == "element":
+    elif name in WHOLE and partition == "element":
         words = r'with partition "element": .*give partition="parameter"'
     else:
         check_partition(make, given, partition)
@@ -83,6 +67,7 @@ COMPLEX = groups((3,), dtype=torch.complex64)
         (optim.Adafactor, groups((), (3, 3), lr=0.1), "Adafactor"),
         (optim.Adam, COMPLEX, ""),
         (Lamb, COMPLEX, "Lamb"),
+        (partial(partial(Lamb, lr=0.1), lr=0.2), groups((3,)), '^Lamb .*partition="parameter"'),
     ],
 )
 def test_a_refusal_names_what_differs(make, given, words):
