@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -148,7 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         levels: NodeLevels | None = None,
         schedule: SyncSchedule | None = None,
         bucket_bytes: int = 25 * MIB,
-        buffers: Collection[Tensor] = (),
+        buffers: Iterable[Tensor] = (),
         model: nn.Module | None = None,
         overlap_forward: bool = False,
         **kwargs: Any,

@@ -1,6 +1,6 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,7 @@ class Replicas:
         schedule: SyncSchedule,
         shard: OptimizerShard,
         collectives: Collectives,
-        buffers: Collection[Tensor],
+        buffers: Iterable[Tensor],
     ) -> None:
         self._schedule, self._shard = schedule, shard
         self._collectives, self._buffers = collectives, buffers

@@ -1,12 +1,12 @@
 """The buffers of a model that are in its state dict."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 
-class PersistentBuffers(Collection[Tensor]):
+class PersistentBuffers(Iterable[Tensor]):
     """The buffers of a model that are in its state dict, each once, as they are when iterated over.
 
     A module may assign another tensor to a buffer, and `model.double()` does. Buffers outside of
@@ -25,9 +25,3 @@ class PersistentBuffers(Collection[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         held = (holder.get(key) for holder, key in self._places)
         return (buffer for buffer in held if buffer is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, item: object) -> bool:
-        return any(buffer is item for buffer in self)

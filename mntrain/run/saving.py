@@ -297,15 +297,12 @@ class Checkpoints:
         elif not again:
             self._save_if_due(progress)
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written, and warn if it failed."""
-        self._settle(warns=True)
-
     def close(self) -> None:
         """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
-        self._settle(warns=False)
+        self.settle(warns=False)
 
-    def _settle(self, *, warns: bool) -> None:
+    def settle(self, *, warns: bool = True) -> None:
+        """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
         self._flags.take()
         self._run_saver.wait(self._step or 0, warns=warns)
 
@@ -313,10 +310,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        elif raised_by_all(error):
-            self.settle()
+        if raised_by_all(error):
+            self.settle(warns=error is not None)
 
     @property
     def longest_save_s(self) -> float:
@@ -333,13 +328,11 @@ class Checkpoints:
         problem = ""
         if self._step is None:
             problem = "call restore() before: it returns 0 in a new run"
-        elif step <= self._restored:
+        elif step < max(self._step, self._restored + 1):
             problem = (
-                f"the run began after {self._restored} steps: give the number of steps taken, "
-                f"{self._restored + 1} after the first"
+                f"the run began after {self._restored} steps, and step {self._step} came before: "
+                f"give the number of steps taken, which only increases"
             )
-        elif step < self._step:
-            problem = f"step {self._step} came before: steps only increase"
         elif self._optimizer.closed:
             problem = (
                 "its optimizer was closed, by close() or since another one trains its parameters: "

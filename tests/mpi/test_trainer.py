@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from mpi4py import MPI
-from small_jobs import Signalling, lines_of, small, steps_taken, summary_of
-from torch import nn
+from small_jobs import Signalling, small, steps_taken, summary_of
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint import Saver
@@ -89,33 +88,6 @@ def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sum
     announced = micro_batches if stage == 2 and RANKS > 1 else 0
     assert sums.count(torch.float64) == 1 + (RANKS > 1) + announced  # alone, there is no message
     trainer._job.directory.close()
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_sums_of_an_own_loop_travel_with_the_gradients_of_an_only_optimizer(
-    world, tmp_path, sums, several
-):
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
-    spare = world.optimizer(other, torch.optim.SGD, lr=0.1) if several else None
-    folder = tmp_path if world.master else None
-    run = world.gather(folder)[0] / "own"
-    with world.metrics(run) as log:
-        for step in range(1, 6):
-            model(torch.full((2, 3), float(RANK))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 3:
-                sums.clear()
-            log.log(step, loss=float(RANK))
-            assert not world.stop_requested()
-        messages = 2 + 3 * 2 if several else 2
-        assert sums.count(torch.float64) == 2 + (messages if RANKS > 1 else 0)
-    if spare:
-        spare.close()
-    if world.master:
-        found = [(line["step"], line["loss"]) for line in lines_of(run)]
-        assert found == [(step, sum(range(RANKS)) / RANKS) for step in range(1, 6)]
 
 
 def fit(world, config, **changes):

@@ -1,12 +1,13 @@
 """Deadlines of a job, and its signals."""
 
-import subprocess
-import sys
+import os
+import signal
 import time
+from unittest.mock import MagicMock
 
 import pytest
 
-from mntrain.run.signals import Deadline
+from mntrain.run.signals import Deadline, SignalRequests
 
 
 @pytest.fixture
@@ -45,21 +46,15 @@ def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock, monkeypatch):
 
 
 def test_a_forked_child_ends_by_a_signal_as_without_handlers():
-    program = """
-import os, signal, time
-from unittest.mock import MagicMock
-from mntrain.run.signals import SignalRequests
-ready, started = os.pipe()
-with SignalRequests(MagicMock(), 30.0, '') as requests:
-    child = os.fork()
-    if not child:
-        os.write(started, b"1")
-        time.sleep(60)
-        os._exit(3)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGTERM)
-    print(os.WTERMSIG(os.waitpid(child, 0)[1]), requests.first)
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == ("15 None\n", "")
+    ready, started = os.pipe()
+    with SignalRequests(MagicMock(), 30.0, "") as requests:
+        if not (child := os.fork()):
+            os.write(started, b"1")
+            time.sleep(60)
+            os._exit(3)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        assert requests.first is None
+    os.close(ready)
+    os.close(started)
