@@ -203,11 +203,3 @@ def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most
         assert least <= summary["checkpoints"]["saved"] <= most
         assert summary["checkpoints"]["waited_s"] > 0
         assert summary["checkpoint"].endswith("step-00000012")
-
-
-@pytest.mark.thorough
-def test_a_slow_disk_is_warned_about_once(world, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mntrain.run.saving._LONG_WAIT_S", 0.0)
-    assert fit(world, small(tmp_path, steps=6), checkpoint=CheckpointConfig(every="1")) == 0
-    warned = capsys.readouterr().err.count("since the checkpoint before was still being written")
-    assert warned == (1 if world.master else 0)
