@@ -3,7 +3,7 @@
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, init, loss_of, mine, samples, update
+from oracle import ADAMW, init, loss_of, make_optimizers, mine, samples, update
 from worlds import RANKS
 
 from mntrain.train.model_digest import model_digest
@@ -25,17 +25,15 @@ def keep_optimizers(world, kind=ADAMW, *, whole=False, **usual):
 
     With `whole`, stages 1 and 2 have whole parameters, whose codes are the same at all stages.
     """
-    made = []
+    kept = make_optimizers(world)
+    make = next(kept)
 
-    def make(model, kind=kind, *, stage=0, **options):
+    def make_at(model, kind=kind, *, stage=0, **options):
         partition = {"partition": "parameter"} if whole and stage else {}
-        given = {"stage": stage, "overlap_forward": True} | usual | partition | options
-        made.append(world.optimizer(model, kind, **given))
-        return made[-1]
+        return make(model, kind, **{"stage": stage, **usual, **partition, **options})
 
-    yield make
-    for optimizer in made:
-        optimizer.close()
+    yield make_at
+    next(kept, None)
 
 
 def take_step(world, model, optimizer, step):
