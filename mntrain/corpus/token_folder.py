@@ -260,10 +260,11 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
                 overwrite = output.exists()
                 write_token_folder(output, sources, text_field, tokenizer, overwrite=overwrite)
             except (OSError, ValueError) as error:
-                if (found := _find(output)) is None:  # else a process without the lock made it
+                if found := _find(output):  # a process without the lock made it
+                    return found
+                if isinstance(error, ValueError):
                     lock.write(str(error).encode(errors="replace"))
-                    raise
-                return found
+                raise
             return open_token_folder(output)
     except (OSError, RuntimeError) as error:
         raise ValueError(

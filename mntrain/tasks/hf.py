@@ -204,16 +204,21 @@ class Classification:
         with named_in_errors("--data.path") as label:
             sources = find_files(data.path, data.glob)
         self.length = folder.length()
+        texts, labels = read_labelled(sources, *fields)
+        names = [str(label) for label in sorted(set(labels))]
+        if len(names) < 2:
+            raise ValueError(f"{sources.root} has {len(names)} labels: give more records")
         named = {name: index for index, name in (folder.config.id2label or {}).items()}
-        texts, found, names = read_labelled(sources, *fields, sorted(named, key=named.__getitem__))
+        if named.keys() == set(names):
+            names.sort(key=named.__getitem__)
         folder.config.id2label = dict(enumerate(names))
-        folder.config.label2id = {name: index for index, name in enumerate(names)}
+        ids = folder.config.label2id = {name: index for index, name in enumerate(names)}
         if folder.config.pad_token_id is None:
             folder.config.pad_token_id = tokenizer.end_of_text
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
         self.files = sources.by_name(label)
         self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
-        samples = LabelledTokens(texts, found, names, tokenizer, self.length)
+        samples = LabelledTokens(texts, labels, ids, tokenizer, self.length)
         # Files are often sorted by label; both splits should have all labels.
         count, given = len(samples), data.validation_paths
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -229,8 +234,9 @@ class Classification:
             with named_in_errors("--data.valid-path", name) as label:
                 files = find_files(path, data.glob)
                 refuse_shared(sources, files)
-                texts, found, _ = read_labelled(files, *fields, names, only_known=True)
-            made = self._valid[name] = LabelledTokens(texts, found, names, tokenizer, self.length)
+                texts, labels = read_labelled(files, *fields)
+                made = LabelledTokens(texts, labels, ids, tokenizer, self.length)
+            self._valid[name] = made
             self.files |= named_files(files.by_name(label), label)
             self._lines.append(
                 f"{f'validation {name}'.strip()}: {len(texts):,} records with {made.describe()}"
@@ -255,22 +261,30 @@ class Classification:
 
 
 class LabelledTokens(Dataset[Any]):
-    """Token ids with labels, in two tensors that worker processes share."""
+    """Token ids with the indices of labels, in two tensors that worker processes share.
+
+    `ids` are the indices by the labels' names. Raises ValueError for another label.
+    """
 
     def __init__(
         self,
         texts: list[str],
-        labels: list[int],
-        names: list[str],
+        labels: list[Any],
+        ids: dict[str, int],
         tokenizer: FileTokenizer,
         length: int,
     ) -> None:
+        if not labels:
+            raise ValueError("there are no records: give at least one")
+        if unknown := sorted({str(label) for label in labels} - ids.keys()):
+            raise ValueError(f"no record of --data.path has the label {unknown[0]!r}")
         end = torch.tensor([tokenizer.end_of_text])
         encoded = map(torch.from_numpy, tokenizer.encode_samples(texts, length))
         samples = [one if len(one) else end for one in encoded]
         self._ids = torch.cat(samples).to(torch.int32)
         self._ends = torch.tensor([0, *map(len, samples)]).cumsum(0)
-        self._labels, self._names, self._length = torch.tensor(labels), names, length
+        self._labels = torch.tensor([ids[str(label)] for label in labels])
+        self._names, self._length = list(ids), length
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -293,21 +307,14 @@ class LabelledTokens(Dataset[Any]):
 
 
 def read_labelled(
-    sources: CorpusFiles,
-    text_field: str,
-    label_field: str,
-    known: Sequence[str] = (),
-    *,
-    only_known: bool = False,
-) -> tuple[list[str], list[int], list[str]]:
-    """Return the texts of all records, the indices of their labels, and the labels' names.
+    sources: CorpusFiles, text_field: str, label_field: str
+) -> tuple[list[str], list[Any]]:
+    """Return the texts of all records and their labels, which are all integers or all text.
 
-    Labels are integers or text. They are numbered in the order of `known` names if these are the
-    names of all labels, else in sorted order. `only_known`: they are numbered in the order of
-    `known`, of which some may be missing, and others are refused. Raises ValueError.
+    Raises ValueError.
     """
     texts: list[str] = []
-    found: list[Any] = []
+    labels: list[Any] = []
     for file in sources.files:
         if not holds_records(file) or text_field == label_field:
             raise ValueError(
@@ -316,23 +323,13 @@ def read_labelled(
             )
         for place, (text, label) in read_fields(file, [text_field, label_field]):
             texts.append(checked_text(text, place, text_field))
-            if type(label) not in (int, str) or type(label) is not type((found or [label])[0]):
+            if type(label) not in (int, str) or type(label) is not type((labels or [label])[0]):
                 raise ValueError(
                     f"{place}: {label_field!r} is a {type(label).__name__}: labels must all be "
                     "integers, or all be text"
                 )
-            if only_known and str(label) not in known:
-                raise ValueError(
-                    f"{place}: {label_field!r} is {label!r}, which no record of --data.path has"
-                )
-            found.append(label)
-    names = [str(label) for label in sorted(set(found))]
-    if len(names) < (1 if only_known else 2):
-        raise ValueError(f"{sources.root} has {len(names)} labels: give more records")
-    if only_known or set(known) == set(names):
-        names = list(known)
-    indices = {name: index for index, name in enumerate(names)}
-    return texts, [indices[str(label)] for label in found], names
+            labels.append(label)
+    return texts, labels
 
 
 def pad_batch(samples: list[tuple[Tensor, int]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
