@@ -133,12 +133,7 @@ def open_token_folder(path: Path) -> TokenFolder:
 
 
 def write_token_folder(
-    output: Path,
-    sources: CorpusFiles,
-    text_field: str,
-    tokenizer: Tokenizer,
-    *,
-    overwrite: bool,
+    output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer, *, overwrite: bool
 ) -> TokenManifest:
     """Tokenize files into a new folder, which appears when it is complete.
 

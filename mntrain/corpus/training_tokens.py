@@ -14,12 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mntrain.corpus.records import holds_records
-from mntrain.corpus.text_files import (
-    ID_SUFFIXES,
-    CorpusFiles,
-    find_files,
-    is_token_ids,
-)
+from mntrain.corpus.text_files import ID_SUFFIXES, CorpusFiles, find_files, is_token_ids
 from mntrain.corpus.token_folder import (
     MANIFEST_FILE,
     TokenFolder,

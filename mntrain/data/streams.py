@@ -18,13 +18,7 @@ from itertools import chain, count, islice, pairwise, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.phase_notes import noted

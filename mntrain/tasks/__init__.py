@@ -25,10 +25,7 @@ __all__ = ["Loss", "Losses", "Max", "Mean", "Metric", "Split", "Sum", "Task", "l
 
 Split = Literal["train", "valid"]
 
-_SHORT_NAMES = {
-    "lm": "mntrain.tasks.lm:LanguageModel",
-    "hf": "mntrain.tasks.hf:HuggingFaceTask",
-}
+_SHORT_NAMES = {"lm": "mntrain.tasks.lm:LanguageModel", "hf": "mntrain.tasks.hf:HuggingFaceTask"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
 from mntrain.corpus.records import holds_records, read_fields
-from mntrain.corpus.text_files import (
-    CorpusFiles,
-    checked_text,
-    find_files,
-    is_token_ids,
-)
+from mntrain.corpus.text_files import CorpusFiles, checked_text, find_files, is_token_ids
 from mntrain.corpus.token_folder import is_token_folder
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import (

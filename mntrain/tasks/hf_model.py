@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from mntrain.corpus.tokenizer import FileTokenizer, Tokenizer
-from mntrain.huggingface import (
-    CONFIG_FILE,
-    RUN_FOLDER,
-    HuggingFaceConfig,
-    transformers_library,
-)
+from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, HuggingFaceConfig, transformers_library
 
 _AUTO = {
     "causal-lm": "AutoModelForCausalLM",
