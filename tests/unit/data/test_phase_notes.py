@@ -127,6 +127,17 @@ def test_a_stream_that_fails_is_noted_with_the_step(stream, collate, notes):
     assert raised.value.__notes__ == [f"mntrain: rank 1: {note}" for note in notes]
 
 
+def test_a_stream_without_a_sample_is_refused():
+    class Nothing(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    peers = SimpleNamespace(rank=0, size=1, gather=lambda value: [value])
+    found = StreamBatches(Nothing(), options(), 4, seed=1, drop_last=False, peers=peers)
+    with pytest.raises(ValueError, match="the training stream has no samples"):
+        list(found.batches(range(1, 3)))
+
+
 def test_many_samples_are_not_all_listed():
     assert name_samples([5], "training data") == "sample 5 of the training data"
     assert name_samples([9, 3, 4, 5], "data") == "samples 3 to 5, 9 of the data"

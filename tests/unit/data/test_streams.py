@@ -366,9 +366,3 @@ def test_passes_over_one_stream_do_not_mix():
     with pytest.raises(RuntimeError, match="another pass over this stream has begun"):
         next(first)
     assert [batch.tolist() for batch in second] == [[4, 5, 6, 7]]
-
-
-@pytest.mark.thorough
-def test_spawned_workers_read_streams():
-    parts = sharded(loader(Whole(6), 1, multiprocessing_context="spawn"), 1, 2)
-    assert [batch.tolist() for batch in parts] == [[2, 3], [5]]
