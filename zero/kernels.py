@@ -77,23 +77,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_many(addends: Sequence[Tensor], total: Tensor) -> None:
-    wide = sum_dtype(total.dtype)
-    at = total.data_ptr()
-    shared_at = next((i for i, addend in enumerate(addends) if addend.data_ptr() == at), -1)
-    if total.dtype != wide or shared_at > 1:
-        # Addends before the one in total's memory, or all if total is too narrow for their sum.
-        separate = shared_at if total.dtype == wide else len(addends)
-        run = addends[0].to(wide, copy=True)
-        for addend in addends[1:separate]:
-            run.add_(addend)
-        addends = [run, *addends[separate:]]
-        shared_at = 1 if len(addends) > 1 else -1
-    if shared_at == 1:
-        torch.add(addends[0], total, out=total)
-    elif shared_at < 0:
-        total.copy_(addends[0])
-    for addend in addends[max(shared_at, 0) + 1 :]:
-        total.add_(addend)
+    shared = any(addend.data_ptr() == total.data_ptr() for addend in addends[1:])
+    beside = shared or total.dtype != sum_dtype(total.dtype)
+    run = addends[0].to(sum_dtype(total.dtype), copy=True) if beside else total.copy_(addends[0])
+    for addend in addends[1:]:
+        run.add_(addend)
+    if beside:
+        total.copy_(run)
 
 
 @torch.no_grad()

@@ -118,14 +118,22 @@ def test_each_rank_clips_its_own_mean(world, make, stage, norm_type, limit):
     assert len(set(world.gather(model_digest(model)))) == 1
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_one_backward_without_a_stated_weight_is_clipped(world, make, stage):
+@pytest.mark.parametrize(("stage", "absent"), [(0, 0), (1, 0), (1, 1)])
+def test_one_backward_is_clipped_and_a_rank_without_samples_counts_nothing(
+    world, make, stage, absent
+):
+    ranks = world.size - absent
+    if not ranks:
+        pytest.skip("some rank needs a sample")
     model, reference = make_model(), make_model()
     optimizer = make(model, torch.optim.SGD, lr=LR, stage=stage)
     optimizer.clip_each_rank(0.05)
-    batch = *samples(4 * world.size, seed=9), torch.ones(4 * world.size)
-    parts = [[rows(batch, 4 * rank, 4 * rank + 4)] for rank in range(world.size)]
-    scaled_loss(model, parts[world.rank][0]).backward()
+    batch = *samples(4 * ranks, seed=9), torch.ones(4 * ranks)
+    parts = [[rows(batch, 4 * rank, 4 * rank + 4)] for rank in range(ranks)]
+    if absent:
+        optimizer.share(4 if world.rank < ranks else 0)
+    if world.rank < ranks:
+        scaled_loss(model, parts[world.rank][0]).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert all(norm > 0.05 for norm in clipped_mean(reference, losses_of(parts), 0.05))
@@ -153,23 +161,6 @@ def test_a_layer_that_is_used_in_several_checkpoints_is_clipped_once(worlds, sta
     clipped_mean(reference, [(partial(loss, rank=rank), 1) for rank in range(world.size)], 0.05)
     check(model, reference)
     optimizer.close()
-
-
-def test_a_rank_without_samples_counts_nothing(world, make):
-    if world.size == 1:
-        pytest.skip("some rank needs a sample")
-    model, reference = make_model(), make_model()
-    optimizer = make(model, torch.optim.SGD, lr=LR, stage=1)
-    optimizer.clip_each_rank(0.05)
-    parts = parts_of(world.size, 0)[:-1]
-    if world.rank == world.size - 1:
-        optimizer.share(0)
-    else:
-        accumulate(optimizer, model, parts[world.rank])
-    optimizer.step()
-    optimizer.zero_grad()
-    clipped_mean(reference, losses_of(parts), 0.05)
-    check(model, reference)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

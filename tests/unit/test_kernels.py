@@ -1,18 +1,13 @@
-"""Sums, casts and squares by torch; the kernels of a device; that the CUDA kernels compile."""
+"""Sums, casts and squares by torch; which kernels a device gets."""
 
-import ctypes
-import functools
-import importlib.util
 import math
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 
-from mntrain.kernels import MAX_ADDENDS, TYPES, DeviceKernels, can_add, source
+from mntrain.kernels import MAX_ADDENDS, DeviceKernels, can_add
 from zero import norms
 from zero.collectives import SingleProcessCollectives
 from zero.kernels import Kernels, pack, square_sums
@@ -180,7 +175,7 @@ def test_without_a_cupy_that_works_kernels_are_torchs_and_the_reason_is_one_line
         assert kernels.why == f"torch's kernels: {why}"
 
 
-# The arguments and the source of the CUDA kernel.
+# The arguments of the CUDA kernel.
 
 
 def test_the_kernel_adds_only_floats_that_the_total_widens():
@@ -192,56 +187,6 @@ def test_the_kernel_adds_only_floats_that_the_total_widens():
     assert not can_add([half, half], half)
     assert can_add([half] * MAX_ADDENDS, half)
     assert not can_add([half] * (MAX_ADDENDS + 1), half)
-
-
-@functools.cache
-def nvrtc():
-    """Return NVIDIA's compiler, of the system or a wheel; None where there is none."""
-    found = ["libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so"]
-    if spec := importlib.util.find_spec("nvidia"):
-        folders = map(Path, spec.submodule_search_locations)
-        found += [str(path) for folder in folders for path in folder.glob("*/lib/libnvrtc.so.*")]
-    for name in found:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
-
-
-def compiled(text, *options):
-    """Return the PTX of CUDA source."""
-    library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    made = library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"", 0, None, None)
-    assert made == 0
-    try:
-        given = [option.encode() for option in options]
-        done = library.nvrtcCompileProgram(
-            program, len(given), (ctypes.c_char_p * len(given))(*given)
-        )
-        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetProgramLog(program, log)
-        assert done == 0, log.value.decode()
-        assert "warning" not in log.value.decode()
-        library.nvrtcGetPTXSize(program, ctypes.byref(size))
-        ptx = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetPTX(program, ptx)
-        return ptx.value.decode()
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-@pytest.mark.skipif(nvrtc() is None, reason="no NVRTC here: pip install nvidia-cuda-nvrtc-cu12")
-@pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
-def test_kernels_compile_without_flushing_or_spilling(architecture):
-    # The options of CuPy, which flush subnormal numbers where the source does not forbid it.
-    options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space"]
-    ptx = compiled(source(), *options, f"-arch={architecture}")
-    assert set(re.findall(r"\.entry (\w+)", ptx)) == {f"add_{t}" for t in TYPES.values()}
-    assert ".ftz" not in ptx  # subnormal numbers are not flushed
-    assert "fma.rn.f32" not in ptx  # each sum is rounded by itself
-    assert ".local" not in ptx  # nothing spills, nor is copied to be indexed
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e18, 3e19, 1e-12, 1e-22])
