@@ -7,7 +7,7 @@ gather what is behind them, and all raise one error that names the rank and both
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -63,28 +63,6 @@ class Report(NamedTuple):
     facts: dict[str, Fact]
 
 
-class FlatSamples:
-    """A few elements of every parameter, or gradient, of which all ranks hold the same. Local.
-
-    `flat` returns the memory of the bucket of an index.
-    """
-
-    def __init__(self, owned: OptimizerShard, flat: Callable[[int], Tensor]) -> None:
-        self._owned, self._flat = owned, flat
-        self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
-
-    def take(self, step: int) -> Iterator[Samples]:
-        """Yield the samples of each bucket, of which a step takes others than the one before."""
-        for index, bucket in enumerate(self._owned.plan):
-            flat, key = self._flat(index), (step % CYCLE, index)
-            if key not in self._places:
-                start, offset, size = _places(bucket, flat.device)
-                for turn in range(CYCLE):
-                    self._places[turn, index] = start + (offset + turn * STRIDE) % size
-            counts = {e.spec.name: min(e.numel, SAMPLED) for e in bucket.entries}
-            yield counts, flat.index_select(0, self._places[key])
-
-
 def _samples_of_some(parameters: Sequence[tuple[str, Parameter]], step: int) -> Iterator[Samples]:
     """Yield a few elements of some parameters, in each step of others."""
     count = len(parameters)
@@ -121,9 +99,7 @@ class StepAgreement:
 
     def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
         self._owned, self._rank, self._replica = owned, rank, replica
-        self._gradients = FlatSamples(owned, owned.gradients.kept)
-        # Code of the user's may write them on one rank alone; a step at stages 1 and 2 hides that.
-        self._flat = FlatSamples(owned, owned.parameters.flat)
+        self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
         self._whole: list[tuple[str, Parameter]] = []  # parameters that are not flat
         self._rounding = False  # whether processors have rounded parameters differently
         self._named: dict[str, Parameter] = {}
@@ -155,7 +131,7 @@ class StepAgreement:
         updated = zlib.crc32(",".join(words).encode())
         updated += _digest_of_samples(self._parameters(step))
         if not self._owned.sharded:
-            updated += _digest_of_samples(self._gradients.take(step))
+            updated += _digest_of_samples(self._flat_samples(step))
         return _addends((_digest(groups), updated), step)
 
     def figures_of_replica(self, groups: Iterable[ParamGroup], step: int) -> Tensor:
@@ -205,7 +181,7 @@ class StepAgreement:
             eps = {
                 e.spec.name: torch.finfo(b.dtype).eps for b in self._owned.plan for e in b.entries
             }
-            for name, found in _by_name(self._gradients.take(step)).items():
+            for name, found in _by_name(self._flat_samples(step)).items():
                 limit = max(TOLERANCE, 1.5 * eps[name])
                 facts[f"the gradient of {name}"] = Fact(found, GRADIENTS_ALIKE, limit, 1e-3)
         return facts
@@ -218,8 +194,25 @@ class StepAgreement:
     def _parameters(self, step: int) -> Iterator[Samples]:
         """Yield the samples of parameters that a step compares."""
         if not self._rounding or step % RARELY == 0:
-            yield from self._flat.take(step) if self._owned.sharded else ()
+            yield from self._flat_samples(step) if self._owned.sharded else ()
             yield from _samples_of_some(self._whole, step)
+
+    def _flat_samples(self, step: int) -> Iterator[Samples]:
+        """Yield a few elements of every parameter, or at stage 0 of every gradient.
+
+        A step takes others than the one before. Parameters may be written on one rank alone by code
+        of the user's, which a step at stages 1 and 2 hides.
+        """
+        owned = self._owned
+        memory = owned.parameters.flat if owned.sharded else owned.gradients.kept
+        for index, bucket in enumerate(owned.plan):
+            flat, key = memory(index), (step % CYCLE, index)
+            if key not in self._places:
+                start, offset, size = _places(bucket, flat.device)
+                for turn in range(CYCLE):
+                    self._places[turn, index] = start + (offset + turn * STRIDE) % size
+            counts = {e.spec.name: min(e.numel, SAMPLED) for e in bucket.entries}
+            yield counts, flat.index_select(0, self._places[key])
 
     def _frozen(self) -> frozenset[str]:
         return frozenset(name for name, p in self._named.items() if not p.requires_grad)

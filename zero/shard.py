@@ -213,7 +213,7 @@ class OptimizerShard:
         """Return a context in which the `grad` of every tensor is its sum, if of fp32 or wider.
 
         Slices of parameters in `unused` have None, so that the torch optimizer skips them. Yields
-        the sums. Launches nothing on a device, which may still compute them.
+        the sums. Does not wait for a device, which may still compute them.
         """
         before = [owned.tensor.grad for owned in self.pieces]
         sums = []
