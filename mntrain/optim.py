@@ -65,31 +65,26 @@ class Muon(Optimizer):
             update = self._orthogonal if group["muon"] else self._adam
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    direction = update(parameter, group)
+                    direction = update(parameter.grad, self.state[parameter], group)
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(direction, alpha=-group["lr"])
         return loss
 
-    def _orthogonal(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _orthogonal(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return the direction of a matrix, and update its momentum."""
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
         if not state:
-            state["momentum"] = torch.zeros_like(parameter)
+            state["momentum"] = torch.zeros_like(gradient)
         state["momentum"].lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(state["momentum"], group["momentum"])  # Nesterov's
-        scale = _ADAM_RMS * max(parameter.shape) ** 0.5
-        update: Tensor = orthogonalized(ahead, group["iterations"])
-        return update.mul_(scale)
+        scale = _ADAM_RMS * max(gradient.shape) ** 0.5
+        return orthogonalized(ahead, group["iterations"]).mul_(scale)
 
-    def _adam(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    def _adam(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return Adam's direction of a parameter, and update its moments."""
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(gradient)
+            state["exp_avg_sq"] = torch.zeros_like(gradient)
         first, second = group["betas"]
         state["step"] += 1
         steps = state["step"].item()

@@ -146,7 +146,9 @@ class Trainer:
             try:
                 with non_finite_stops(self._world, step):
                     record = self._check_and_evaluate(self.train_step(step))
-                self._report(record)
+                result.last = record
+                self._reporter.step(record)
+                self._asked_to_stop = self._job.task.on_step(record) or self._asked_to_stop
                 result.status = self._status(step)
                 if result.status != "running":
                     self._signals.agreed()
@@ -265,11 +267,6 @@ class Trainer:
         if update.skipped:
             record = replace(record, grad_norm=None, clip_coef=None, clipped_norm=None)
         return record
-
-    def _report(self, record: StepRecord) -> None:
-        self._result.last = record
-        self._reporter.step(record)
-        self._asked_to_stop = self._job.task.on_step(record) or self._asked_to_stop
 
     def _forward_backward(self, step: int, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Collective.
