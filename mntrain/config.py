@@ -217,6 +217,7 @@ class WorldConfig(CommConfig):
     """The arguments of `mntrain.init` besides the communicator."""
 
     device: Device = "auto"
+    tune: Literal[False] = False  # of older scripts: nothing is timed at the start
 
 
 @dataclass(frozen=True, config=STRICT)

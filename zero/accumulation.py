@@ -383,7 +383,7 @@ class Accumulation:
         self._used.add(name)
         if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
-        elif name not in self._missing[index]:
+        elif self._gradients.hides and name not in self._missing[index]:
             # Its layer lies in several reentrant checkpoints.
             gradient = self._gradients.pop(name)
             assert gradient is not None, "backward has just made it"

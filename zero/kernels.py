@@ -148,6 +148,17 @@ def own_view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return own.set_(storage, 0, viewed.shape, viewed.stride())
 
 
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a dense tensor whose elements lie in memory as in a `view` like `like`.
+
+    The tensor itself if its elements do, otherwise a copy.
+    """
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if like.is_contiguous() or not _is_dense(like):
+        return tensor.contiguous()
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
+
+
 def order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions longer than 1 in the order of `view`, the outermost first."""
     long = [place for place, length in enumerate(tensor.shape) if length > 1]

@@ -179,6 +179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             model,
             gather_dtype if stage else None,
             overlap_forward=overlap_forward,
+            alone=collectives.size == 1,
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, buffers)
         self._agreement = StepAgreement(self._shard, collectives.rank, self.schedule.replica)

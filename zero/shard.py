@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.stages import Gradients, ShardedGradients
+from zero.gradients.stages import Gradients, LocalGradients, ShardedGradients
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.parameter_watch import ParameterWatch
@@ -83,12 +83,18 @@ class OptimizerShard:
         gather_dtype: torch.dtype | None,
         *,
         overlap_forward: bool,
+        alone: bool,
     ) -> None:
         self.stage, self.sharding = stage, sharding
         self.gather_dtype = gather_dtype
         self.slot = sharding.slot(sharding.rank)
-        sharded = stage == 2
-        self.gradients = ShardedGradients(sharding) if sharded else Gradients(sharding, stage)
+        self.gradients: Gradients
+        if alone:
+            self.gradients = LocalGradients(sharding)
+        elif stage == 2:
+            self.gradients = ShardedGradients(sharding)
+        else:
+            self.gradients = Gradients(sharding, stage)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
