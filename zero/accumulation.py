@@ -53,7 +53,7 @@ COMPILED = (
 
 
 class Phase(Enum):
-    """How far the gradients of a step are."""
+    """Progress of the gradients of a step."""
 
     EMPTY = "empty"
     FILLING = "filling"

@@ -56,7 +56,7 @@ class Fact(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank has, by words that say what it is."""
+    """Facts of a rank, by the words for each."""
 
     rank: int
     replica: int

@@ -61,7 +61,7 @@ def share_bounds(
 
 
 class Plans:
-    """How batches are divided, from each batch on. Every rank holds an equal one.
+    """Divisions of batches, from each batch on. Every rank holds an equal one.
 
     Each of `plans` has the `first` batch that it holds for, which no rank had drawn before.
     """

@@ -18,7 +18,7 @@ _SHOWN = 4  # names in a list
 
 
 class LoadedWeights(NamedTuple):
-    """What a model has taken from a file, in words, and what did not match."""
+    """Words for the tensors that a model has taken from a file, and for those that do not fit."""
 
     text: str
     problems: list[str]
