@@ -188,5 +188,7 @@ def test_a_world_gives_the_hooks_back(monkeypatch):
 def test_init_takes_the_options_of_communication():
     names = list(inspect.signature(mntrain.init).parameters)
     assert names == ["comm", *(field.name for field in dataclasses.fields(WorldConfig))]
-    with pytest.raises(TypeError, match="unexpected argument 'tune'"):
-        mntrain.init(tune=True)
+    with pytest.raises(TypeError, match="unexpected argument 'algorithms'"):
+        mntrain.init(algorithms="lanes")
+    with make_world(tune=False) as world:  # as older scripts say
+        assert world.size == RANKS
