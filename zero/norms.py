@@ -37,7 +37,8 @@ def global_norm(
     tensors on the CPU, squares of ROW elements in fp32, and their sums in fp64. `beside`, a flat
     fp64 tensor, travels with them, and becomes its sum over ranks. Waits for the device.
     """
-    shards = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
+    shards = [shard.reshape(-1) for shard in shards if shard.numel()]
+    shards = [shard.abs() if shard.is_complex() else shard for shard in shards]
     if p == 2 and any(shard.device.type != "cpu" for shard in shards):
         parts = [square_sums(shards).sum()]
     elif p == 2:

@@ -121,10 +121,10 @@ class Replicas:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for exchanges in flight. Collective, if there are any."""
-        if self._schedule.replicas > 1:
+        if self._schedule.unsettled:
             self._complete()
-            if self._schedule.settle():
-                self._shard.publish()
+        if self._schedule.settle():
+            self._shard.publish()
 
     def _complete(self) -> None:
         self._shard.wait()

@@ -137,7 +137,10 @@ def load_slices(
         params = [numbers.setdefault(id(tensor), len(numbers)) for tensor in group["params"]]
         groups.append({**group, **given, "params": params})
     numbered = {numbers[tensor]: state for tensor, state in states.items()}
+    own = {id(piece.tensor) for piece in owned.pieces}
+    stand_ins = {t: state for t, state in optimizer.state.items() if id(t) not in own}
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    optimizer.state.update(stand_ins)  # some optimizers make states in their constructor alone
 
 
 class _SliceAssembler:

@@ -247,7 +247,8 @@ class _Normalize(torch.autograd.Function):
             of_x = (wide * _by_channel(factor, x)).to(x.dtype)
         if weight is None:
             return of_x, None, None, None
-        return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None
+        bias = of_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return of_x, of_weight.to(weight.dtype), bias, None
 
 
 def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

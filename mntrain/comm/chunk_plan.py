@@ -114,10 +114,10 @@ class HierarchyPlan:
 
     @cached_property
     def gathers_on_ring(self) -> bool:
-        """True if an all-gather goes around a ring of nodes instead of directly.
+        """True if an all-gather goes around a ring of nodes instead of level by level.
 
-        That is so if there are more than two nodes and their numbers of shards differ: a direct
-        exchange would make the largest node send more than every node must receive.
+        That is so if there are more than two nodes and their numbers of shards differ: the largest
+        node would send more than every node must receive.
         """
         return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
 

@@ -331,6 +331,8 @@ def group():
 
 
 def test_a_ddp_hook_without_a_process_group_is_refused(world):
+    with pytest.raises(TypeError, match=r"give DDPHook\(state, hook\), in this order"):
+        DDPHook(default_hooks.allreduce_hook, None)
     hook = DDPHook(None, default_hooks.allreduce_hook)
     said = refusal(train, world, hook)
     assert "has not been initialized, please make sure to call init_process_group" in said

@@ -13,9 +13,30 @@ from torch import nn
 pytestmark = pytest.mark.mpi
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+class Eager(torch.optim.Optimizer):
+    """Momentum whose buffers are made in the constructor, and nowhere else."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["buffer"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    buffer = self.state[parameter]["buffer"].mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(buffer, alpha=group["lr"])
+
+
 OPTIMIZERS = {
     "Adam": partial(torch.optim.AdamW, lr=0.01),
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "eager": Eager,
 }
 
 

@@ -28,12 +28,14 @@ BATCHES = [7, 5, 3, 2, 8]
 class Net(nn.Module):
     """Layers of every kind; one is called twice in a forward."""
 
-    def __init__(self, **options):
+    def __init__(self, *, bias=True, **options):
         super().__init__()
         torch.manual_seed(3)
         self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6, **options)
         self.conv, self.image_norm = nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2, **options)
         self.volume_norm, self.last = nn.BatchNorm3d(2, **options), nn.Linear(4, 3)
+        if not bias:
+            self.norm.bias = self.image_norm.bias = self.volume_norm.bias = None
         self.save = False  # recompute in backward
 
     def forward(self, x):
@@ -63,6 +65,7 @@ def loss_of(model, batch):
 OPTIONS = {
     "affine": {},
     "not affine": {"affine": False},
+    "no bias": {"bias": False},
     "cumulative": {"momentum": None},
     "no running statistics": {"track_running_stats": False},
 }

@@ -79,18 +79,21 @@ class DDPHook(CommHook):
         *,
         overlap: bool = False,
     ) -> None:
+        if not callable(hook):
+            raise TypeError(
+                f"the hook of DDPHook is {hook!r}: give DDPHook(state, hook), in this order"
+            )
         self._state, self._hook, self.overlap = state, hook, overlap
 
     def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
         """Raise ValueError if the process group of the state has another number of ranks, too."""
         import torch.distributed as dist  # noqa: PLC0415 - takes a tenth of a second
 
-        super().bind(size, levels, scheduled=scheduled)
         group = getattr(self._state, "process_group", self._state)
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            return  # the hook knows its group
-        if (ranks := dist.get_world_size(group)) != size:
+        known = group is None or isinstance(group, dist.ProcessGroup)  # else the hook knows it
+        if known and (ranks := dist.get_world_size(group)) != size:
             raise ValueError(f"the process group of DDPHook has {ranks} ranks, and this one {size}")
+        super().bind(size, levels, scheduled=scheduled)
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Call the hook, and turn its mean into a sum when it has arrived."""

@@ -308,9 +308,14 @@ class Exchange(SyncSchedule):
         for tensor in tensors if parameters and self._outer else ():
             self._state[tensor][EXCHANGED].copy_(tensor)
 
+    @property
+    def unsettled(self) -> bool:
+        """True if `settle` will apply what is in flight."""
+        return bool(self._max_staleness and self._flying)
+
     def settle(self) -> bool:
         """Wait for exchanges in flight; with a staleness, also apply them. Collective."""
-        if not self._max_staleness or not self._flying:
+        if not self.unsettled:
             self._arrived.update(self._receive(self._flying))
             self._note_peak()
             return False
@@ -443,8 +448,11 @@ class Exchange(SyncSchedule):
 
         Raises NonFiniteGradientError on all ranks before anything is applied.
         """
-        self._flying = [sent for sent in self._flying if sent not in flying]
+        rest = [sent for sent in self._flying if sent not in flying]
+        if not self._max_staleness:  # else nodes have received unequal numbers of rounds
+            self._flying = rest
         scales = [sent.check() for sent in flying]
+        self._flying = rest
         for sent, scale in zip(flying, scales, strict=True):
             for message in sent.messages:
                 yield from message.means(scale)

@@ -104,6 +104,11 @@ class SyncSchedule:
         self.exchange(tensors)
         return "all"
 
+    @property
+    def unsettled(self) -> bool:
+        """True if `settle` will change parameters. Local, the same on all ranks of the replica."""
+        return False
+
     def settle(self) -> bool:
         """Wait for exchanges in flight, so that `state` contains them. Collective.
 
