@@ -98,7 +98,6 @@ class ExceptionWatch:
             threading: self._handle_in_thread,
         }
         self._previous: dict[Any, Callable[..., object]] = {}
-        self._in_chain: set[Any] = set()  # modules whose hook is this one, or calls it
         self._process = 0  # the process that installed the hooks; 0: they are not installed
         # Is told of an exception that ends the world, before anything else is done about it.
         self.on_error: Callable[[BaseException], None] = lambda error: None
@@ -108,8 +107,7 @@ class ExceptionWatch:
         """Replace the interpreter's hooks for uncaught exceptions of all threads."""
         self._process = os.getpid()
         for module, hook in self._hooks.items():
-            if module not in self._in_chain:
-                self._in_chain.add(module)
+            if not self._is_below(module.excepthook, module):
                 self._previous[module] = module.excepthook
                 module.excepthook = hook
 
@@ -121,11 +119,17 @@ class ExceptionWatch:
         self._process = 0
         for module, hook in self._hooks.items():
             if module.excepthook == hook:
-                self._in_chain.remove(module)
                 module.excepthook = self._previous[module]
                 below = getattr(self._previous[module], "__self__", None)
                 if isinstance(below, ExceptionWatch) and not below._process:
                     below.uninstall()
+
+    def _is_below(self, hook: Any, module: Any) -> bool:
+        """Return whether a hook is this watch's, or that of another one which calls it."""
+        watch = getattr(hook, "__self__", None)
+        if not isinstance(watch, ExceptionWatch):
+            return False
+        return watch is self or self._is_below(watch._previous[module], module)
 
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""

@@ -77,6 +77,7 @@ Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
 _POLL_S = 0.001
+_EXIT_S = 30.0  # for a checkpoint that all ranks have written, at the end of the script
 _LOOK_S = 0.1  # between two looks for a new folder
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
@@ -110,8 +111,12 @@ class Save:
     process: int = field(default_factory=os.getpid)
 
     def warn_at_exit(self) -> None:
-        """Say that the process ends before the checkpoint is complete."""
+        """Wait for a checkpoint that is being published, or say that it will not be complete."""
         if os.getpid() == self.process:
+            if self.published is not None:
+                with suppress(Exception):  # it took too long, or failed
+                    self.published.result(_EXIT_S)
+                    return
             print(
                 f"mntrain: warning: {self.path} was not saved, since the script has ended before "
                 "it was complete: close the world at the end, as `with mntrain.init() as world:` "
@@ -406,9 +411,9 @@ def _write(save: Save, world: Ranks, model: Shapes, ranges: Iterable[TensorRange
         for name, layout in layouts.items():
             files[name] = file = _open(save.folder / name)
             stack.callback(os.close, file)
+            # No posix_fallocate: where the file system lacks it, glibc writes zeros over the parts
+            # of ranks that are ahead.
             if world.master:
-                if hasattr(os, "posix_fallocate"):  # a full disk is an error at once
-                    os.posix_fallocate(file, 0, layout.nbytes)
                 written[name] += layout.write_header(file)
         for name, tensor, flat, low in ranges:
             written[name] += layouts[name].write(files[name], tensor, flat.cpu(), low)
@@ -478,8 +483,9 @@ def remove_old(run_dir: Path, keep: int, metric: str) -> None:
 
     A folder that cannot be removed is left to the next call. Files of others stay.
     """
-    for leftover in (run_dir / "checkpoints").glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    with suppress(OSError):
+        for leftover in (run_dir / "checkpoints").glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     paths = list_checkpoints(run_dir)
     best = next(iter(scores(paths, metric)), None)
     for path in paths[keep:]:

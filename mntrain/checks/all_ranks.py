@@ -70,9 +70,9 @@ def collect(
         versions={
             "mntrain": f"{__version__} (sources {_source_digest()})",
             "torch": torch.__version__,
-            "numpy": metadata.version("numpy"),
+            "numpy": _version("numpy"),
             "MPI": f"{' '.join(library.split()[:3])} (build {_digest(library.encode())})",
-            "mpi4py": metadata.version("mpi4py"),
+            "mpi4py": _version("mpi4py"),
             "Python": platform.python_version(),
         },
         clock=clock,
@@ -84,6 +84,13 @@ def collect(
         pid=os.getpid(),
         pid_namespace=pid_namespace(),
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # built into a folder on the path
+        return "unknown"
 
 
 def _chosen_threads(defaults: set[int | None]) -> int:

@@ -25,7 +25,13 @@ from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+)
 
 from mntrain.balance.loader_balance import LoaderBalance
 from mntrain.balance.own_pace import BatchNumber, OwnClock
@@ -453,6 +459,8 @@ def _cut_parts(loader: Iterable[Any], sharing: _Sharing, this: Pass) -> Iterator
         return next(islice(_seeded(loader, this.seed), this.done, None), None)
 
     batches = _seeded(loader, this.seed)
+    if getattr(loader, "collate_fn", None) is default_collate:  # which makes lists of columns
+        batches = (tuple(batch) if type(batch) is list else batch for batch in batches)
     for batch, rows, part in sharing.shares(this, batches, length_of, describe):
         yield part._replace(batch=cut(batch, rows))
 

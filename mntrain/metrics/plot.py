@@ -158,6 +158,8 @@ def draw_at_end(run_dir: Path) -> str:
             text=True,
             timeout=JOB_LIMIT_S,
         )
+    except OSError as error:
+        return f"{error}; python -m mntrain plot {run_dir} draws it"
     except subprocess.TimeoutExpired:
         return f"it took more than {JOB_LIMIT_S:g} s; python -m mntrain plot {run_dir} draws it"
     lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]

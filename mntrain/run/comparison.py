@@ -180,6 +180,8 @@ def module_files(module: ModuleType) -> dict[str, Path]:
         if path.suffix != ".py" or not path.is_relative_to(root) or not _is_compared(name):
             continue
         inside = path.relative_to(root)
+        if not path.is_file():  # in an archive, or removed since
+            continue
         if package == name.partition(".")[0] or not (package or _INSTALLED & {*inside.parts}):
             found[inside.as_posix()] = path
     return found

@@ -26,6 +26,7 @@ from mntrain.recorder.events import boot_id, pid_namespace, process_start
 FILE = ".lock"
 BEAT_S = 5.0  # between two numbers of the holder
 SILENT_S = 30.0  # without a new number, until a holder on another host counts as dead
+EMPTY_S = 2.0  # in which a process that has made the file writes its name
 SETTLE_S = 0.5  # in which of several jobs that replace a dead holder the last one is known
 CLOSE_S = 2.0  # for the removal of the file, of which a hung file system keeps no exit back
 _POLL_S = 0.2
@@ -47,9 +48,8 @@ class RunLock:
             found = read(self._path)
             if _is_alive(self._path, found):
                 raise _in_use(run_dir, found)
-            if read(self._path) == found:
-                self._path.unlink(missing_ok=True)
-                replaces = True
+            _remove(self._path, found)
+            replaces = True
         if replaces:
             time.sleep(SETTLE_S)  # others may have found the same holder dead
             if not self._is_own(found := read(self._path)):
@@ -130,17 +130,30 @@ def _make(path: Path, own: dict[str, Any]) -> bool:
     return True
 
 
+def _remove(path: Path, dead: dict[str, Any]) -> None:
+    """Remove the file of a dead holder, but not that of another job which has replaced it."""
+    aside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+        if read(aside) == dead:
+            aside.unlink()
+        else:
+            aside.rename(path)
+
+
 def _is_alive(path: Path, found: dict[str, Any]) -> bool:
     """Return whether the holder that the file names is alive. Takes up to SILENT_S."""
     if found.get("place") == describe_process()["place"] != "" and found["start"]:
         return process_start(found["pid"]) == str(found["start"])
-    print(
-        f"mntrain: {path} names a job {_words(found)}: waiting up to {SILENT_S:g} s for a sign "
-        "that it runs",
-        file=sys.stderr,
-        flush=True,
-    )
-    for _ in range(round(SILENT_S / _POLL_S)):  # by looks: a file system may hang in one of them
+    if found:
+        print(
+            f"mntrain: {path} names a job {_words(found)}: waiting up to {SILENT_S:g} s for a sign "
+            "that it runs",
+            file=sys.stderr,
+            flush=True,
+        )
+    seconds = SILENT_S if found else EMPTY_S
+    for _ in range(round(seconds / _POLL_S)):  # by looks: a file system may hang in one of them
         time.sleep(_POLL_S)
         if (now := read(path)) != found:
             return bool(now)  # else released

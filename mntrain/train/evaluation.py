@@ -17,7 +17,7 @@ from mntrain.tasks import Loss, Losses, Metric, Task, check_loss
 from mntrain.train.job_data import JobData
 from mntrain.train.precision import Precision
 from mntrain.train.step_means import GlobalMeans
-from mntrain.train.task_errors import errors_of_task
+from mntrain.train.task_errors import errors_of_task, name_of
 
 EVAL_LOSS = "eval_loss"
 
@@ -135,7 +135,7 @@ def try_evaluation(
                 with errors_of_task(task, f"loss() fails on samples of {label}"):
                     losses[which] = precision.loss(task, model, batch, on)
                 try:
-                    check_loss(losses[which], task.config.task)
+                    check_loss(losses[which], name_of(task))
                 except TypeError as error:
                     raise ValueError(str(error)) from error
     finally:

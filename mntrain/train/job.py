@@ -169,8 +169,9 @@ class TrainingJob:
                 saver.check()
         if self.resumed:
             self.checkpointing.continue_from(self.resumed)
+            known = {**objects}  # `objects` are those that are saved
             if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then
-                objects.pop("early stopping", None)
+                known.pop("early stopping", None)
             # This job's options count, even if the checkpoint was made with others. Only a learning
             # rate that a scheduler with a state has set is the checkpoint's.
             kept = ["weight_decay"] if self.schedule.objects else ["weight_decay", "lr"]
@@ -179,7 +180,7 @@ class TrainingJob:
                 self.model,
                 self.optimizer,
                 world,
-                objects=objects,
+                objects=known,
                 kept_options=kept,
             )
         self.schedule.start(self.done)

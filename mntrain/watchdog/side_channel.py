@@ -71,6 +71,7 @@ class SideChannel:
         self._lost_after = lost_after
         self._connections: dict[int, _Connection] = {}
         self._strangers: list[_Connection] = []  # the oldest first
+        self._early: list[_Connection] = []  # new ones to monitors
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._places = STRANGERS if soft < 0 else max(1, min(STRANGERS, soft // 16))
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -115,6 +116,7 @@ class SideChannel:
         own.setblocking(False)
         connection.rank, self._connections[monitor] = monitor, connection
         self._selector.register(own, selectors.EVENT_READ, connection)
+        self._early.append(connection)  # which may have sent more with its proof
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message to a connected rank; do nothing if it is not connected. Never blocks."""
@@ -139,6 +141,10 @@ class SideChannel:
         """
         for connection in self._connections.values():
             connection.flush()
+        while self._early:
+            connection = self._early.pop()
+            if connection.socket.fileno() >= 0:
+                yield from self._receive(connection)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()

@@ -243,7 +243,7 @@ class Watchdog:
             return
         self._attempts += 1
         for monitor in missing:
-            with suppress(OSError):  # rank 0 names those that it does not hear of
+            with suppress(OSError):  # tried again, and told with the report of a hang
                 self._channel.connect(monitor, self._monitors[monitor])
                 for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
                     if so_far:

@@ -100,6 +100,17 @@ def test_a_hook_that_was_installed_later_stays_and_reaches_the_one_before(told):
     assert told == [error]
 
 
+def test_a_hook_that_was_installed_later_and_reaches_none_before_comes_below(monkeypatch, capsys):
+    watch, told = installed(), []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: told.append(error))
+    watch.install()  # again, as the end of a world does
+    error = KeyError("a bug")
+    with pytest.raises(JobEndedError):
+        leave_uncaught(error)
+    assert told == [error]
+    assert "rank 1 of 4 on host failed" in capsys.readouterr().err
+
+
 def test_a_users_hook_that_fails_hides_nothing_and_the_job_ends(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", lambda *exception: 1 / 0)
     installed()

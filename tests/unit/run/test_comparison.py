@@ -86,7 +86,10 @@ def test_the_source_is_what_is_imported_from_its_folder_or_package(folder, tmp_p
         (root / name).write_text(text)
     monkeypatch.syspath_prepend(root)
     before = set(sys.modules)
+    archived = ModuleType("archived")
+    archived.__file__ = str(root / "own" / "deps.zip" / "archived.py")
     try:
+        sys.modules["archived"] = archived
         found = module_files(importlib.import_module("own.task"))
         package = module_files(sys.modules["own"])
     finally:
