@@ -318,7 +318,6 @@ def test_advance_does_not_wait_when_all_ranks_are_ready(sharded, folder):
 FAILURES = {
     "mntrain.checkpoint.saver.os.pwrite": RANKS - 1,
     "mntrain.checkpoint.format.os.fsync": RANKS // 2,
-    "mntrain.checkpoint.saver.os.posix_fallocate": 0,
     "mntrain.checkpoint.saver.Path.mkdir": 0,
     "mntrain.checkpoint.saver.os.fsync": 0,
     "mntrain.checkpoint.saver.Path.rename": 0,
