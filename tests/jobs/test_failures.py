@@ -498,7 +498,7 @@ def test_threads_and_forked_children_and_caught_errors_end_without_the_job(tmp_p
         "                raise ValueError('not here')\n"
         "    except mntrain.AgreedError as error:\n"
         "        told = world.gather(str(error))\n"
-        "    print(world.sum([1.0]), told)\n"
+        "    print(f'{world.sum([1.0])} {told}\\n', end='')\n"
     )
     result = completed(mpirun(2, [sys.executable, script], timeout=60))
     assert result.stdout.count("[2.0] ['rank 1: not here', 'rank 1: not here']") == 2

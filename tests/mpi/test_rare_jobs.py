@@ -14,6 +14,7 @@ from worlds import RANKS, make_world
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.config import CheckpointConfig, RunConfig, ZeroConfig
 from mntrain.errors import TrainingStoppedError
+from mntrain.metrics.report import Reporter
 from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.model_digest import model_digest
@@ -111,13 +112,13 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stag
 @pytest.mark.parametrize("mode", ["local-sgd", "diloco", "sparseloco"])
 def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(folder, monkeypatch, mode):
     by_bound, losses = [], []
-    report = Trainer._report
+    report = Reporter.step
 
-    def noted(trainer, record):
+    def noted(reporter, record):
         losses.append(record.loss)
-        report(trainer, record)
+        report(reporter, record)
 
-    monkeypatch.setattr(Trainer, "_report", noted)
+    monkeypatch.setattr(Reporter, "step", noted)
     for bound in (0, 2):
         config = replace(
             small(folder, steps=8, check_every=4),
