@@ -39,6 +39,7 @@ SUITES = {
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
     3: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_TWO)],
     4: [MPI_TESTS / f"test_{name}.py" for name in OF_NODES],
+    8: [MPI_TESTS / "test_levels.py"],
 }
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import RANK, UNIT, Ways, cases, cuts, in_order, run
+from cases import RANK, UNIT, Case, Ways, cases, cuts, in_order, run
 from worlds import RANKS, VIRTUAL, make_world
 
 from mntrain.comm import chunk_plan
@@ -36,6 +36,21 @@ def test_every_verb_by_levels(ways, algorithm, place):
 def test_every_dtype_by_levels(ways, dtype):
     way = ways("lanes", 1)
     run(way.world, cases(way, [2, 5003], dtype))
+
+
+@pytest.mark.skipif(RANKS != 8, reason="six nodes, of unequal numbers of ranks")
+@pytest.mark.parametrize("algorithm", ["leader", "lanes"])
+@pytest.mark.parametrize("place", ["plain", "mixed", "shared"])
+def test_every_verb_by_levels_of_unequal_nodes(ways, algorithm, place):
+    for layout in ("abbccdef", "aabcdeff"):
+        way = ways(algorithm, layout, 4096)
+        several = [
+            Case(way, verb, numel, bounds=bounds, place=place)
+            for numel in (17, 9001)
+            for bounds in cuts(numel)
+            for verb in ("reduce_scatter", "all_gather")
+        ]
+        run(way.world, [*cases(way, [0, 1, 5003], roots=[RANKS - 1], place=place), *several])
 
 
 def shuffled(numel, dtype):
