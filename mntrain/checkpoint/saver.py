@@ -110,13 +110,16 @@ class Save:
     published: Future[None] | None = None  # by the master; on others: all have written
     process: int = field(default_factory=os.getpid)
 
-    def warn_at_exit(self) -> None:
-        """Wait for a checkpoint that is being published, or say that it will not be complete."""
-        if os.getpid() == self.process:
+    def end(self, *, warns: bool) -> None:
+        """Let the threads end with the script; say if the checkpoint will then not be complete."""
+        if os.getpid() != self.process:
+            return
+        with suppress(Exception):  # it took too long, or failed
+            self.written.result(_EXIT_S)
             if self.published is not None:
-                with suppress(Exception):  # it took too long, or failed
-                    self.published.result(_EXIT_S)
-                    return
+                self.published.result(_EXIT_S)
+                return
+        if warns:
             print(
                 f"mntrain: warning: {self.path} was not saved, since the script has ended before "
                 "it was complete: close the world at the end, as `with mntrain.init() as world:` "
@@ -261,12 +264,11 @@ class Saver:
         save = Save(path, folder, progress, start, world.gather_later((error, outline)))
         save.written = _in_thread(partial(_write, save, world, _shapes_of(model), ranges))
         self._pending = save
-        if world.master:
-            atexit.register(save.warn_at_exit)
+        atexit.register(save.end, warns=world.master)
 
     def _end(self, save: Save) -> None:
         self._pending = None
-        atexit.unregister(save.warn_at_exit)
+        atexit.unregister(save.end)
 
     def _publish(
         self, save: Save, gathered: CommFuture[list[tuple[str | None, Checksums]]]
@@ -378,14 +380,24 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a thread, which keeps no process from its end."""
+    """Run a function in a thread, which keeps no process from its end.
+
+    When the future is done, the thread holds no tensor: freed in it while the interpreter ends, one
+    would abort the process.
+    """
     future: Future[T] = Future()
+    functions = [function]
+    del function
 
     def run() -> None:
         try:
-            future.set_result(function())
+            result = functions[0]()
         except BaseException as error:
+            functions.clear()
             future.set_exception(error)
+        else:
+            functions.clear()
+            future.set_result(result)
 
     threading.Thread(target=run, name="mntrain checkpoint", daemon=True).start()
     return future

@@ -39,6 +39,7 @@ from mntrain.recorder.recording import (
 )
 
 SIGN_S = 1.0  # between two signs of life
+CLOSE_S = 5.0  # for the thread that gives them, whose disk may not answer
 _MAX_PATH = 400  # of the counter of out-of-memory kills, so that the header fits
 _SHARED_ERRORS = {"AgreedError", "RemoteRankError"}  # raised by several ranks together
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -61,6 +62,7 @@ class Recorder:
         self._numbers, self._sign_numbers = count(1), count(1)  # next() is atomic
         self._recording = True
         self._closed = threading.Event()
+        self._signs: threading.Thread | None = None
         self._crashes = ExitStack()  # the file, in which faulthandler notes crashes of native code
 
     def open(self, folder: Path, job: str) -> str:
@@ -91,7 +93,8 @@ class Recorder:
                     left.unlink(missing_ok=True)
             return f"{folder}: {getattr(error, 'strerror', error)}"
         self._map = mapped
-        threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True).start()
+        self._signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
+        self._signs.start()
         end = WeakMethod(self.close)
         atexit.register(lambda: (method := end()) and method())
         return ""
@@ -157,6 +160,8 @@ class Recorder:
         self._write(Kind.END, (0, ALL_RANKS))
         self._recording = False
         self._closed.set()
+        if self._signs is not None and self._signs is not threading.current_thread():
+            self._signs.join(CLOSE_S)
         self._crashes.close()
         self._map = mmap.mmap(-1, FILE_BYTES)  # lets go of the file
 
@@ -184,14 +189,20 @@ class Recorder:
     def _give_signs(self) -> None:
         """Write the line at which the training thread is, once in a while."""
         while not self._closed.wait(SIGN_S):
-            if (frame := sys._current_frames().get(self._thread)) is not None:
-                stack = traceback.walk_stack(frame)
-                site = self._site((frame.f_code.co_filename, line) for frame, line in stack)
-            else:  # it has ended
-                site = ""
+            site = self._site_of_training()
             number = next(self._sign_numbers)
             slot = CAPACITY + number % SIGNS
             self._put(slot, number, Kind.SIGN_OF_LIFE, (0, ALL_RANKS), ("", "", site))
+
+    def _site_of_training(self) -> str:
+        """Return the line at which the training thread is; "" if it has ended.
+
+        Keeps no frame: freed here while the interpreter ends, its tensors would abort the process.
+        """
+        if (frame := sys._current_frames().get(self._thread)) is None:
+            return ""
+        stack = traceback.walk_stack(frame)
+        return self._site((frame.f_code.co_filename, line) for frame, line in stack)
 
     def _site(self, stack: Iterable[tuple[str, int | None]]) -> str:
         """Return file:line of the first frame outside of libraries, or of the first one at all."""

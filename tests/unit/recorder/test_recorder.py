@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from weakref import ref
 
 import pytest
 
@@ -65,6 +66,22 @@ def test_events_from_before_and_after_the_file_are_in_it(recorder, tmp_path):
     assert found.events[3].text == "SIGTERM"
     assert found.events[0].time < 0 <= begun.time <= found.events[2].time
     assert found.complete
+
+
+def test_the_thread_keeps_nothing_of_training_and_ends_at_once(opened, tmp_path):
+    class Held:
+        pass
+
+    def train():
+        held = Held()  # such as tensors, which only the training thread may free
+        while read(tmp_path / "rank-00003.bin").sign is None:
+            time.sleep(0.01)
+        return ref(held)
+
+    held = train()
+    assert held() is None
+    opened.close()
+    assert "mntrain recorder" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_newest_events_replace_the_oldest(recorder, tmp_path):
