@@ -11,6 +11,7 @@ about 7 minutes per MPI.
 
 import argparse
 import sys
+from collections.abc import Callable
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,12 @@ def report(page: dict[str, Any], name: str) -> str:
         f"The limit is {page['limit']}.",
     ]
     for verb in verbs:
-        lines += ["", f"## {verb}", "", *table(jobs, verb)]
+        lines += ["", f"## {verb}", "", *table(jobs, verb, cell)]
+        lines += limit_rows(jobs[0], verb)
+        if all("cpu_s" in row for row in jobs[0]["rows"]):
+            lines += ["", f"CPU of a rank for {verb}, in milliseconds: user and system seconds "]
+            lines[-1] += "of all its threads, the mean over ranks, the median over turns."
+            lines += ["", *table(jobs, verb, lambda row: ms(row["cpu_s"]))]
     if "all_reduce" in verbs:
         lines += ["", f"![all_reduce: % of the limit against size](../img/{name}.svg)"]
     absent = [(job, *peer) for job in jobs for peer in job["absent"].items()]
@@ -127,8 +133,10 @@ def report(page: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(jobs: list[dict[str, Any]], verb: str) -> list[str]:
-    """Return a Markdown table: candidates by sizes, and the limit in the last row."""
+def table(
+    jobs: list[dict[str, Any]], verb: str, cell: Callable[[dict[str, Any]], str]
+) -> list[str]:
+    """Return a Markdown table: candidates by sizes."""
     rows = [row for row in jobs[0]["rows"] if row["verb"] == verb]
     sizes = sorted({row["mib"] for row in rows})
     lines = ["| | " + " | ".join(size_label(size) for size in sizes) + " |"]
@@ -141,10 +149,15 @@ def table(jobs: list[dict[str, Any]], verb: str) -> list[str]:
         for what in dict.fromkeys(row["what"] for row in job_rows):
             row = (cells[what, size] for size in sizes)
             lines.append(f"| {what} | " + " | ".join(map(cell, row)) + " |")
-    limits = {row["mib"]: row["limit_s"] for row in rows}
-    lines.append("| *limit* | " + " | ".join(ms(limits[size]) for size in sizes) + " |")
-    if alone := {copy["mib"]: copy["alone_s"] for copy in jobs[0]["copies"]}:
-        cells = " | ".join(ms(alone[size]) for size in sizes)
+    return lines
+
+
+def limit_rows(job: dict[str, Any], verb: str) -> list[str]:
+    """Return the last rows of a table: the limit, and a copy by one rank within a node."""
+    limits = {row["mib"]: row["limit_s"] for row in job["rows"] if row["verb"] == verb}
+    lines = ["| *limit* | " + " | ".join(ms(limits[size]) for size in sorted(limits)) + " |"]
+    if alone := {copy["mib"]: copy["alone_s"] for copy in job["copies"]}:
+        cells = " | ".join(ms(alone[size]) for size in sorted(limits))
         lines.append(f"| *copy by one rank alone* | {cells} |")
     return lines
 

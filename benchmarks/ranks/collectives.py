@@ -159,7 +159,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time candidates in turns, and return a row for each. Collective.
 
-    A time is that of the slowest rank. A wrong result ends the job.
+    A time is that of the slowest rank, and CPU seconds are the mean over ranks. A wrong result ends
+    the job.
     """
     start = time.perf_counter()
     samples = take_turns(comm, candidates, 1, 0.0, warm_up=0)
@@ -173,9 +174,10 @@ def measure(
         samples = take_turns(comm, candidates, rounds, float("inf"), warm_up=0)
     rows = []
     for candidate, turns in zip(candidates, samples, strict=True):
-        assert all(correct for turn in turns for _, correct in turn), f"{candidate.name}: wrong"
-        times = [max(seconds for seconds, _ in turn) for turn in turns]
-        row = {"verb": verb, "mib": mib, "what": candidate.name}
+        assert all(it.correct for turn in turns for it in turn), f"{candidate.name}: wrong"
+        times = [max(it.seconds for it in turn) for turn in turns]
+        cpu = [statistics.fmean(it.cpu_s for it in turn) for turn in turns]
+        row = {"verb": verb, "mib": mib, "what": candidate.name, "cpu_s": statistics.median(cpu)}
         rows.append({**row, "median_s": statistics.median(times), "times_s": times})
     return rows
 

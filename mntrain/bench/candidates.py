@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,14 @@ _POISON = -9.0  # in no pattern: reveals elements that a collective has not writ
 _TILE = 55 << 12
 
 Part = tuple[Tensor, int]  # of the whole tensor: flat, and the index of its first element
-Sample = tuple[float, bool]  # seconds on this rank, and whether its result is correct
+
+
+class Sample(NamedTuple):
+    """One run of a candidate on one rank: seconds, those of the CPU in all threads, the verdict."""
+
+    seconds: float
+    cpu_s: float
+    correct: bool
 
 
 class Pattern:
@@ -164,12 +171,12 @@ def take_turns(
             candidate = candidates[index]
             candidate.prepare()
             rendezvous(comm)
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             candidate.run()
-            seconds = time.perf_counter() - began
+            times = time.perf_counter() - began, time.process_time() - began_cpu
             rendezvous(comm)  # verification takes CPU time, which other ranks may still need
             if number >= 0:
-                local[index].append((seconds, candidate.is_correct()))
+                local[index].append(Sample(*times, candidate.is_correct()))
     by_rank = comm.allgather(local)
     return [
         [list(turn) for turn in zip(*(ranks[index] for ranks in by_rank), strict=True)]

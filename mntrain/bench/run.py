@@ -131,9 +131,9 @@ def _timed(case: BenchCase, samples: Sequence[Sequence[candidates.Sample]]) -> B
     """Return a case with its times and wrong ranks, of samples by round and rank."""
     return replace(
         case,
-        times_s=tuple(max(seconds for seconds, _ in turn) for turn in samples),
+        times_s=tuple(max(sample.seconds for sample in turn) for turn in samples),
         wrong_ranks=tuple(
-            sorted({rank for turn in samples for rank, (_, ok) in enumerate(turn) if not ok})
+            sorted({rank for turn in samples for rank, it in enumerate(turn) if not it.correct})
         ),
     )
 

@@ -93,7 +93,9 @@ class Recorder:
                     left.unlink(missing_ok=True)
             return f"{folder}: {getattr(error, 'strerror', error)}"
         self._map = mapped
-        self._signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
+        self._signs = threading.Thread(
+            target=self._give_signs, name="mntrain recorder", daemon=True
+        )
         self._signs.start()
         end = WeakMethod(self.close)
         atexit.register(lambda: (method := end()) and method())
