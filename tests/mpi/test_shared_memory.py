@@ -37,7 +37,9 @@ def nothing_left():
     before = maps(), descriptors()
     yield
     gc.collect()
-    assert (maps(), descriptors()) == before
+    # MPI may close a connection of an earlier test meanwhile.
+    assert maps() <= before[0]
+    assert descriptors() <= before[1]
 
 
 def shared_bytes(world):
