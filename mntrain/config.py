@@ -4,6 +4,7 @@ An option is declared once. Its name in a file, its command-line flag, its help 
 (`mntrain.cli`) follow from the field. Constructors raise pydantic's ValidationError, a ValueError.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -12,8 +13,16 @@ from pydantic.dataclasses import dataclass
 from mntrain.balance_config import BalanceConfig
 from mntrain.comm import algorithms
 from mntrain.comm.compression import Compression
-from mntrain.config_types import STRICT, Interval, Names, OptionalPath, OrNone, Table, parse_names
-from mntrain.data_config import DataConfig
+from mntrain.config_types import (
+    STRICT,
+    Interval,
+    NamedPaths,
+    Names,
+    OptionalPath,
+    OrNone,
+    Table,
+    parse_names,
+)
 from mntrain.huggingface import HuggingFaceConfig
 from mntrain.sync import SyncConfig
 
@@ -37,6 +46,70 @@ RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostn
 
 Device = Literal["auto", "cpu", "cuda"]
 Change = Literal["batch-size", "drop-last", "seed", "data"]
+_VALID_FRACTION = 0.05
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """Data of the built-in tasks: text or token ids."""
+
+    path: OptionalPath = Field(
+        default=None,
+        description="text file, .jsonl or .parquet, folder of these, folder of the datasets "
+        "library's save_to_disk, .npy or .bin of uint16 tokens, or the output of `tokenize`. none: "
+        "Python's own library.",
+    )
+    valid_path: NamedPaths = Field(
+        default=None,
+        description="validation data, of the same kinds as --data.path: a path, or several sets as "
+        "NAME=PATH, evaluated each under its name; in a file, a table. none: a fraction of "
+        "--data.path.",
+    )
+    glob: str = Field(default="**/*", description="pattern of the files to read in a folder.")
+    tokenizer: str = Field(
+        default="auto",
+        description="tokenizer of text. bytes, bpe:FILE (a tokenizer.json), hf:PATH (of Hugging "
+        "Face), or auto: that of --hf.model for --task hf, else bytes.",
+    )
+    text_field: str = Field(
+        default="text", description="field of records: of .jsonl, .parquet and .arrow files."
+    )
+    valid_fraction: float = Field(
+        default=_VALID_FRACTION,
+        ge=0,
+        lt=1,
+        description="fraction of --data.path kept for validation, unless --data.valid-path is "
+        "given. 0: none.",
+    )
+    drop_last: bool = Field(
+        default=False,
+        description="leave out the last batch of an epoch, which may be smaller than the others.",
+    )
+    workers: int = Field(
+        default=0, ge=0, description="data-loader processes per rank. 0: load in the rank itself."
+    )
+    worker_start: Literal["spawn", "forkserver", "fork"] = Field(
+        default="spawn",
+        description="start method of data-loader processes. fork: unsafe with most MPI libraries "
+        "and with CUDA.",
+    )
+
+    @model_validator(mode="after")
+    def _check_fraction(self) -> "DataConfig":
+        # The default may also be given explicitly; a file that a run has saved gives it always.
+        if self.valid_path is not None and self.valid_fraction not in (0, _VALID_FRACTION):
+            raise ValueError(
+                f"--data.valid-fraction {self.valid_fraction}: --data.valid-path gives other "
+                "validation data, so that all of --data.path trains: leave one of both out"
+            )
+        return self
+
+    @property
+    def validation_paths(self) -> dict[str, Path]:
+        """The paths of --data.valid-path by the names of the sets; of an only one it is empty."""
+        if isinstance(self.valid_path, dict):
+            return self.valid_path
+        return {} if self.valid_path is None else {"": self.valid_path}
 
 
 @dataclass(frozen=True, config=STRICT)

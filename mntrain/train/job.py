@@ -22,12 +22,16 @@ from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
 from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
-from mntrain.train.compiling import check_compiler, compile_regions, recompute_regions
+from mntrain.train.compiling import (
+    PRECISIONS,
+    check_compiler,
+    compile_regions,
+    recompute_regions,
+)
 from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.initialization import LoadedWeights, freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
-from mntrain.train.precision import PRECISIONS
 from mntrain.world import World
 from zero.layout import split
 

@@ -32,11 +32,10 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, metavar="S", help="default: that of the run")
     options = parser.parse_args(words)
     try:
-        text = _sample(options)
+        from mntrain.metrics.report import plain
+
         # Control characters could change the terminal.
-        kept = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        encoding = sys.stdout.encoding or "utf-8"
-        print(kept.encode(encoding, "replace").decode(encoding))
+        print(plain(_sample(options), sys.stdout.encoding or "utf-8").plain)
     except (OSError, ValueError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
         return 2
@@ -50,7 +49,7 @@ def _sample(options: argparse.Namespace) -> str:
     from mntrain.checkpoint.format import MODEL, open_tensors
     from mntrain.checkpoint.reader import find_sound, load_model
     from mntrain.metrics.files import CONFIG_FILE
-    from mntrain.train.precision import PRECISIONS
+    from mntrain.train.compiling import PRECISIONS
 
     if options.tokens is not None and options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: must be at least 1")

@@ -21,6 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
@@ -51,8 +52,8 @@ class StepAgreement:
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order,
     and then `meet`, where they need each other.
 
-    Construction is collective. `ask` has the flags of this rank, under the same names on all;
-    `save` saves the last completed step.
+    Construction is collective. `own_flags` returns the flags of this rank, under the same names on
+    all; `save` saves the last completed step.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class StepAgreement:
         means: StepMeans,
         counts: PartCounts,
         *,
-        ask: Mapping[str, Callable[[], float]],
+        own_flags: Callable[[], Mapping[str, float]],
         save: Callable[[], None],
     ) -> None:
         self._world, self._job, self._accumulator, self._counts = world, job, means, counts
-        self._ask, self._save = ask, save
+        self._own_flags, self._save = own_flags, save
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step; alone, its node waits for no other
@@ -114,8 +115,8 @@ class StepAgreement:
             return
         self._group, self._ranks = world.collectives, ()
         self._message.put("failed", lambda: float(self._error is not None))
-        for name, ask in self._ask.items():
-            self._message.put(name, ask)
+        for name in self._own_flags():
+            self._message.put(name, partial(self._own_flag, name))
         self._accumulator.put(self._message)
         self._states = random_states(world.device)
         try:
@@ -127,6 +128,9 @@ class StepAgreement:
                 raise
             self._error = error
             self._finish_failed(error)
+
+    def _own_flag(self, name: str) -> float:
+        return self._own_flags()[name]
 
     def _finish_failed(self, error: Exception) -> None:
         """Take part in the rest of the step. Collective.
@@ -154,7 +158,7 @@ class StepAgreement:
         if not self._message.sent:  # under a sync schedule; all ranks end and save together
             self._message.send(world.collectives)
         sums = self._message.read()
-        self.flags = {name: sums.get(name, 0.0) for name in self._ask}
+        self.flags = {name: sums.get(name, 0.0) for name in self._own_flags()}
         self._failed = bool(sums.get("failed"))
         if self._failed:
             return
@@ -223,9 +227,6 @@ class StepAgreement:
                 sent.wait()
             self._rounds.clear()
             self.flags = _sums(self._world.gather(self._own_flags()))
-
-    def _own_flags(self) -> Mapping[str, float]:
-        return {name: float(ask()) for name, ask in self._ask.items()}
 
 
 def _sums(by_rank: list[Mapping[str, float]]) -> dict[str, float]:

@@ -1,19 +1,15 @@
 """The description of a run at its start, and its summary at the end."""
 
-import os
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
-from mntrain.config import Config
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import CONFIG_FILE, PLOT_FILE
+from mntrain.metrics.files import PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
@@ -191,18 +187,6 @@ def _describe_resumption(job: TrainingJob) -> None:
         )
 
 
-def resume_command(size: int, config: Config, run_dir: Path) -> str:
-    """Return the command line that continues the run to its end, with as many ranks. Local."""
-    launcher = "srun" if "SLURM_JOB_ID" in os.environ else "mpirun"
-    words = [launcher, "-n", str(size)] if size > 1 else []
-    words += ["python", "-m", "mntrain", "--config", str(run_dir / CONFIG_FILE)]
-    words += ["--run.dir", str(run_dir)]
-    words += ["--run.resume", "auto"] if config.run.resume != "auto" else []
-    words += ["--run.stop-after", "none"] if config.run.stop_after is not None else []
-    words += ["--run.max-minutes", "none"] if config.run.max_minutes is not None else []
-    return shlex.join(words)
-
-
 def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str]:
     """Draw the loss, print the final report, and write summary.json last. Collective.
 
@@ -210,16 +194,18 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str
     master could not write to the run's directory, a text for each file.
     """
     config, reporter = job.config, job.reporter
-    early = result.status in ("interrupted", "preempted")
-    if result.status == "stopped" and not result.reason:
-        early, result.reason = True, f"--run.stop-after {config.run.stop_after}"
+    by_option = result.status == "stopped" and not result.reason
+    if by_option:
+        result.reason = f"--run.stop-after {config.run.stop_after}"
     summary = summarize(world, job, result)
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
         reporter.note(f"no {PLOT_FILE}: {why}")
     missing = reporter.finish(summary)
+    early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpointing.has(result.last.step):
-        reporter.note(f"to continue: {resume_command(world.size, config, job.run_dir)}")
+        later = " and --run.stop-after none" if by_option else ""
+        reporter.note(f"to continue: the same command with --run.dir {job.run_dir}{later}")
     elif result.status == "interrupted" and not job.saves:
         reporter.note(
             "the steps of this job were not saved: with --checkpoint.every auto, for example, an "

@@ -7,7 +7,7 @@ the gradients and means -> update -> report.
 import gc
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -76,19 +76,16 @@ class Trainer:
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saved_config = to_json(config)
-        signals, saves = self._signals, job.checkpointing
-        flags: dict[str, Callable[[], float]] = {  # of this rank
-            "interrupted": lambda: signals.interrupted,
-            "preempted": lambda: signals.preempted or self._near_deadline(),
-            "asked_to_stop": lambda: self._asked_to_stop is not None,
-            "save_due": lambda: saves.local_flags()["save_due"],
-            "save_ready": lambda: saves.local_flags()["save_ready"],
-        }
-        self._agreement = StepAgreement(
-            world, job, self._means, self._counts, ask=flags, save=self._save_before_error
-        )
         self._asked_to_stop: str | None = None  # why, by this rank's task
         self._longest_step_s = 0.0
+        self._agreement = StepAgreement(
+            world,
+            job,
+            self._means,
+            self._counts,
+            own_flags=self._own_flags,
+            save=self._save_before_error,
+        )
 
     def fit(self) -> int:
         """Train to the last step, or until any rank asks to end; return the exit code. Collective.
@@ -295,9 +292,17 @@ class Trainer:
         self._means.add_loss(loss)
         return loss
 
-    def _near_deadline(self) -> bool:
+    def _own_flags(self) -> dict[str, float]:
+        """Return what this rank asks for; sums over all ranks count after the step. Local."""
+        signals, saves = self._signals, self._job.checkpointing
         longest_s = self._longest_step_s * self._agreement.delay
-        return self._job.deadline.near(longest_s, self._job.checkpointing.longest_s)
+        near_deadline = self._job.deadline.near(longest_s, saves.longest_s)
+        return {
+            "interrupted": float(signals.interrupted),
+            "preempted": float(signals.preempted or near_deadline),
+            "asked_to_stop": float(self._asked_to_stop is not None),
+            **saves.local_flags(),
+        }
 
     def _all_meet(self, step: int) -> bool:
         """Return whether all ranks need each other after a step, alike on all of them."""

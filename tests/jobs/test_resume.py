@@ -169,22 +169,6 @@ def test_a_full_disk_leaves_checkpoints_intact(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_command_that_is_printed_continues_a_run(whole, parts):
-    completed(train(2, whole))
-    stopped = completed(train(2, parts, *ONE_EACH, "--run.stop-after", "2"))
-    start, _, command = stopped.stdout.strip().rpartition("\nto continue: ")
-    assert start
-    launcher, words = command.split(" python ")
-    assert launcher == "mpirun -n 2"
-    elsewhere = parts / "elsewhere"
-    elsewhere.mkdir()
-    again = [sys.executable, *words.split()]
-    result = completed(mpirun(2, again, cwd=elsewhere, timeout=100))
-    assert "to continue: " not in result.stdout
-    assert losses(parts) == losses(whole)
-
-
-@pytest.mark.thorough
 def test_a_resumed_run_may_change_its_batch_size_and_sees_every_sample_once(parts):
     epoch = ["--train.batch-size", "8", "--data.valid-fraction", "0"]
     completed(train(2, parts, *ONE_EACH, *epoch, "--run.stop-after", "2"))

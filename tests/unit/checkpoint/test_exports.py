@@ -18,10 +18,9 @@ from transformers import (
 )
 
 from mntrain.checkpoint.exports import export_folder, missing_tokenizer
-from mntrain.config import Config, ModelConfig
+from mntrain.config import Config, DataConfig, ModelConfig
 from mntrain.config_types import as_mapping
 from mntrain.corpus.tokenizer import FileTokenizer
-from mntrain.data_config import DataConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.tasks.transformer import Transformer
 

@@ -32,7 +32,8 @@ def failing():
     job = SimpleNamespace(optimizer=optimizer, config=config, precision=precision, sync=None)
     counts = SimpleNamespace(finish_interrupted=lambda: None)
     with mntrain.init(device="cpu") as world:
-        yield StepAgreement(world, job, StepMeans(0), counts, ask={}, save=lambda: None), others
+        made = StepAgreement(world, job, StepMeans(0), counts, own_flags=dict, save=lambda: None)
+        yield made, others
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -14,7 +14,7 @@ from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import Shares
 from mntrain.balance_config import BalanceConfig
 from mntrain.comm.topology import Topology
-from mntrain.config import Config, RunConfig, TrainConfig, ZeroConfig
+from mntrain.config import Config, TrainConfig, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.job_resources import memory_by_role
 from mntrain.sync import SyncConfig
@@ -22,7 +22,6 @@ from mntrain.train.summary import (
     JobResult,
     describe_job,
     peak_flops,
-    resume_command,
     slow_links,
 )
 from zero.memory import Memory
@@ -152,21 +151,6 @@ def test_what_a_job_is_warned_of(given, words):
     warnings = described(**given).warnings
     assert len(warnings) == bool(words)
     assert all(re.search(words, said, re.DOTALL) for said in warnings)
-
-
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        ({}, ""),
-        ({"stop_after": 5}, " --run.stop-after none"),
-        ({"max_minutes": 9.0, "resume": "never"}, " --run.resume auto --run.max-minutes none"),
-    ],
-)
-def test_the_command_that_continues_a_run_leaves_out_what_has_ended_it(monkeypatch, options, more):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    command = resume_command(3, Config(run=RunConfig(**options)), Path("a"))
-    start = f"mpirun -n 3 python -m mntrain --config {Path('a/config.toml')} --run.dir a"
-    assert command == start + more
 
 
 def checkpoint_of(config):
