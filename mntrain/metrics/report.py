@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from mntrain.checks.finding import alike, naming
 from mntrain.config import LogConfig
 from mntrain.metrics.files import try_summary
 from mntrain.metrics.registry import (
@@ -34,22 +32,12 @@ from mntrain.metrics.registry import (
 )
 from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit
 from mntrain.metrics.writers import DECLARED, MetricsFiles
-from mntrain.rank_info import Place
 
 _STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"}
 _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master
 _LOG_LINES = 20  # of a whole run, or more if its steps are slow:
 _LOG_INTERVAL_S = 30.0
-_MAX_PLACES = 16  # lines about where ranks run
 _MIN_BAR = 10  # cells of a progress bar that is shown at all
-_MEMORY_LABELS = {
-    "buckets": "working buckets",
-    "master": "master weights",
-    "state": "optimizer state",
-    "hook": "communication hook",
-    "total": "total of these",
-    "pinned": "pinned host memory",
-}  # of the roles that are not called by their name
 
 
 def plain(text: str, encoding: str, style: str = "") -> Text:
@@ -127,25 +115,6 @@ class Reporter:
             warning = plain(f"warning: {message}", console.encoding, "yellow")
             console.print(warning, soft_wrap=True)
 
-    def places(self, places: Sequence[Place], links: Sequence[float]) -> None:
-        """Print where the ranks run, and on which devices: a line for those that are alike.
-
-        `places` is by rank; `links` has the bytes/s of each node's link, or nothing on one node.
-        """
-        texts = {}
-        for place in places:
-            device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
-            link = f", link {links[place.node] / 1e6:,.0f} MB/s" if links else ""
-            texts[place.rank] = (
-                f"node {place.node} on {place.host}: {device}, {place.memory / 2**30:.0f} GiB, "
-                f"{place.cpus} CPUs, threads {place.threads}{link}"
-            )
-        lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in alike(texts)]
-        if len(lines) > _MAX_PLACES:
-            lines[_MAX_PLACES:] = [f"... and {len(lines) - _MAX_PLACES} more lines"]
-        for line in lines:
-            self.note(line)
-
     def step(self, record: StepRecord) -> None:
         """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
 
@@ -178,8 +147,8 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write({"step": step, "error": reason})
 
-    def finish(self, summary: Mapping[str, Any]) -> list[str]:
-        """Print the result, memory and traffic; write summary.json last, atomically.
+    def finish(self, summary: Mapping[str, Any], lines: Sequence[str]) -> list[str]:
+        """Print the status and the lines of the final report; write summary.json last, atomically.
 
         Returns what could not be written to the run's directory, a text for each file.
         """
@@ -188,23 +157,8 @@ class Reporter:
         self.close(succeeded=summary["status"] != "failed")
         self.note("")
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
-        for name, text in self._results(summary):
-            self.note(f"{name:<14}  {text}")
-        if ranks := summary["ranks"]:
-            self.note("")
-            for name, *cells in _memory_rows(summary["memory"]):
-                self.note(f"{name:<20}" + "".join(f"{cell:>11}" for cell in cells))
-            self.note("")
-            for where, level in (("within nodes", "node"), ("between nodes", "cross")):
-                messages = count_text(sum(rank[f"{level}_messages"] for rank in ranks))
-                sent = decimal(sum(rank[f"{level}_bytes"] for rank in ranks))
-                self.note(f"sent {where:<15}{messages} messages, {sent}")
-            busy, waited = (
-                statistics.median(rank[name] for rank in ranks)
-                for name in ("communication_s", "exposed_s")
-            )
-            self.note(f"communication {busy:.1f} s, of which exposed {waited:.1f} s")
-        self.note(str(summary["run_dir"]))
+        for line in lines:
+            self.note(line)
         return [*self._missing, *try_summary(self._run_dir, summary, self._missing)]
 
     def _line(self) -> str:
@@ -258,33 +212,3 @@ class Reporter:
         if time.monotonic() - self._drawn_at >= _REDRAW_S:
             self._live.refresh()
             self._drawn_at = time.monotonic()
-
-    def _results(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the names and the texts of what the job has reached."""
-        skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
-        facts = [("steps", f"{summary['steps']} of {self._steps}{skipped}")]
-        for metric in METRICS.values():
-            value = summary[metric.summary] if metric.summary else None
-            if value is not None:
-                named = value if metric.named else {metric.summary.replace("_", " "): value}
-                facts += [(name, metric.format(item)) for name, item in named.items()]
-        facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
-        rate, in_step = (count_text(summary[n]) for n in ("tokens_per_s", "step_tokens_per_s"))
-        apart = f"{rate}; in a step, without evaluation and saves, {in_step}"
-        facts.append((f"{self.items}/s", apart))
-        if flops := summary["model_flops_per_s"]:
-            share, dtype = summary["utilisation"], summary["computes_in"]
-            of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
-            facts.append(("computing", f"{flops / 1e12:.3g} TFLOP/s of the model{of_peak}"))
-        return facts
-
-
-def _memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Return the cells of a table of memory, with its head."""
-    rows: list[tuple[str, ...]] = [("memory of a rank", "least", "median", "most", "on rank")]
-    for role, sizes in memory.items():
-        if sizes["most"]:
-            spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
-            label = _MEMORY_LABELS.get(role, role.replace("_", " "))
-            rows.append((label, *spread, str(sizes["peak_rank"])))
-    return rows

@@ -1,23 +1,36 @@
 """The description of a run at its start, and its summary at the end."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
+from rich.filesize import decimal
+
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
+from mntrain.checks.finding import alike, naming
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import PLOT_FILE
 from mntrain.metrics.plot import draw_at_end
-from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
+from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord, count_text
 from mntrain.rank_info import Place
 from mntrain.run.job_resources import resources
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
+_MAX_PLACES = 16  # lines about where ranks run
+_MEMORY_LABELS = {
+    "buckets": "working buckets",
+    "master": "master weights",
+    "state": "optimizer state",
+    "hook": "communication hook",
+    "total": "total of these",
+    "pinned": "pinned host memory",
+}  # of the roles that are not called by their name
 _SLOW_LINK = 0.5  # of the fastest node's, below which a link is named
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
@@ -91,7 +104,8 @@ def describe_job(world: World, job: TrainingJob) -> None:
             f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
             "with memory to spare"
         )
-    reporter.places(world.places, job.links)
+    for line in place_lines(world.places, job.links):
+        reporter.note(line)
     if slow := slow_links(job.links, world.places):
         reporter.warn(slow)
     _describe_balance(job)
@@ -102,6 +116,24 @@ def describe_job(world: World, job: TrainingJob) -> None:
         reporter.note(
             f"this job ends after step {job.last_step} of {config.train.steps} (--run.stop-after)"
         )
+
+
+def place_lines(places: Sequence[Place], links: Sequence[float]) -> list[str]:
+    """Return where the ranks run, and on which devices: a line for those that are alike. Pure.
+
+    `places` is by rank; `links` has the bytes/s of each node's link, or nothing on one node.
+    """
+    texts = {}
+    for place in places:
+        device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
+        link = f", link {links[place.node] / 1e6:,.0f} MB/s" if links else ""
+        texts[place.rank] = (
+            f"node {place.node} on {place.host}: {device}, {place.memory / 2**30:.0f} GiB, "
+            f"{place.cpus} CPUs, threads {place.threads}{link}"
+        )
+    lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in alike(texts)]
+    more = len(lines) - _MAX_PLACES
+    return [*lines[:_MAX_PLACES], *([f"... and {more} more lines"] if more > 0 else [])]
 
 
 def _describe_model_and_data(job: TrainingJob) -> None:
@@ -201,7 +233,8 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
         reporter.note(f"no {PLOT_FILE}: {why}")
-    missing = reporter.finish(summary)
+    lines = final_lines(summary, config.train.steps, job.task.items)
+    missing = reporter.finish(summary, lines)
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpointing.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""
@@ -251,6 +284,53 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }
+
+
+def final_lines(summary: Mapping[str, Any], steps: int, items: str) -> list[str]:
+    """Return the result, memory and traffic of a job for the final report, by its summary. Pure.
+
+    `steps` is the number of the run's last step, and `items` names what losses count.
+    """
+    skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
+    facts = [("steps", f"{summary['steps']} of {steps}{skipped}")]
+    for metric in METRICS.values():
+        value = summary[metric.summary] if metric.summary else None
+        if value is not None:
+            named = value if metric.named else {metric.summary.replace("_", " "): value}
+            facts += [(name, metric.format(item)) for name, item in named.items()]
+    facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
+    rate, in_step = (count_text(summary[n]) for n in ("tokens_per_s", "step_tokens_per_s"))
+    facts.append((f"{items}/s", f"{rate}; in a step, without evaluation and saves, {in_step}"))
+    if flops := summary["model_flops_per_s"]:
+        share, dtype = summary["utilisation"], summary["computes_in"]
+        of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
+        facts.append(("computing", f"{flops / 1e12:.3g} TFLOP/s of the model{of_peak}"))
+    lines = [f"{name:<14}  {text}" for name, text in facts]
+    if ranks := summary["ranks"]:
+        lines.append("")
+        for name, *cells in _memory_rows(summary["memory"]):
+            lines.append(f"{name:<20}" + "".join(f"{cell:>11}" for cell in cells))
+        lines.append("")
+        for where, level in (("within nodes", "node"), ("between nodes", "cross")):
+            messages = count_text(sum(rank[f"{level}_messages"] for rank in ranks))
+            sent = decimal(sum(rank[f"{level}_bytes"] for rank in ranks))
+            lines.append(f"sent {where:<15}{messages} messages, {sent}")
+        busy, waited = (
+            median(rank[name] for rank in ranks) for name in ("communication_s", "exposed_s")
+        )
+        lines.append(f"communication {busy:.1f} s, of which exposed {waited:.1f} s")
+    return [*lines, str(summary["run_dir"])]
+
+
+def _memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
+    """Return the cells of a table of memory, with its head."""
+    rows: list[tuple[str, ...]] = [("memory of a rank", "least", "median", "most", "on rank")]
+    for role, sizes in memory.items():
+        if sizes["most"]:
+            spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
+            label = _MEMORY_LABELS.get(role, role.replace("_", " "))
+            rows.append((label, *spread, str(sizes["peak_rank"])))
+    return rows
 
 
 def peak_flops(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:

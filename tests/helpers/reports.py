@@ -12,6 +12,7 @@ from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Place, Usage
 from mntrain.run.job_resources import memory_by_role
+from mntrain.train.summary import final_lines
 from zero.memory import Memory
 
 
@@ -96,6 +97,12 @@ def summary(**changes) -> dict:
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 
 
+def finish(reporter: Reporter, **changes) -> list[str]:
+    """End the report of a job of 4 steps; return what could not be written."""
+    whole = summary(**changes)
+    return reporter.finish(whole, final_lines(whole, 4, "items"))
+
+
 @contextlib.contextmanager
 def reporting(directory: Path, on: Console, steps: int = 4) -> Iterator[Reporter]:
     with Reporter(True, directory, steps, on) as reporter:
@@ -113,5 +120,5 @@ def finished(directory: Path, **changes) -> list[str]:
     on = console(False)
     with reporting(directory, on) as reporter:
         reporter.step(record(4))
-        reporter.finish(summary(**changes))
+        finish(reporter, **changes)
     return [line.strip() for line in on.file.getvalue().splitlines()[1:]]

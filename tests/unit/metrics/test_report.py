@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from reports import (
     console,
+    finish,
     finished,
     places,
     rank,
@@ -16,7 +17,6 @@ from reports import (
     reporting,
     run_steps,
     screen,
-    summary,
     used,
 )
 from rich.cells import cell_len
@@ -24,6 +24,7 @@ from rich.cells import cell_len
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
 from mntrain.run.job_resources import memory_by_role
+from mntrain.train.summary import place_lines
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines
@@ -41,10 +42,9 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
     for given in ((on,), ()):
         with Reporter(False, tmp_path / "run", 4, *given) as reporter:
             reporter.note("lm: 0.83 M parameters", "bold")
-            reporter.places(places(2, 2), ())
             reporter.step(record(1, eval_loss=1.0))
             reporter.warn("careful")
-            reporter.finish(summary())
+            assert finish(reporter) == []
     assert on.file.getvalue() == ""
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "run").exists()
@@ -53,11 +53,8 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
 # Where the ranks run
 
 
-def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown(tmp_path):
-    on = console(False)
-    with reporting(tmp_path, on) as reporter:
-        reporter.places(places(1000, 8), (117.4e6,) * 124 + (1.2e9,))
-    first, second, *_, last = lines = on.file.getvalue().splitlines()
+def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown():
+    first, second, *_, last = lines = place_lines(places(1000, 8), (117.4e6,) * 124 + (1.2e9,))
     of_rank = "cpu, 24 GiB, 4 CPUs, threads 2, link 117 MB/s"
     assert first == f"ranks 0 to 7: node 0 on n0: {of_rank}"
     assert second == f"ranks 8 to 15: node 1 on n1: {of_rank}"
@@ -65,16 +62,14 @@ def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown(tmp_
     assert last == "... and 109 more lines"
 
 
-def test_a_rank_with_a_gpu_shows_which_one_and_one_node_has_no_links(tmp_path):
-    on, model = console(False, width=120), "NVIDIA H100 80GB HBM3"
+def test_a_rank_with_a_gpu_shows_which_one_and_one_node_has_no_links():
+    model = "NVIDIA H100 80GB HBM3"
     where = places(2, 2, device="cuda:0")
     gpus = [replace(one, gpu=f"{one.rank}f6d1c2a-4000", model=model) for one in where]
-    with reporting(tmp_path, on) as reporter:
-        reporter.places(gpus, ())
-    for number in (0, 1):
-        line = f"rank {number}: node 0 on n0: cuda:0 {model} {number}f6d1c2a, 24 GiB"
-        assert line in on.file.getvalue()
-    assert "link" not in on.file.getvalue()
+    assert place_lines(gpus, ()) == [
+        f"rank {n}: node 0 on n0: cuda:0 {model} {n}f6d1c2a, 24 GiB, 4 CPUs, threads 2"
+        for n in (0, 1)
+    ]
 
 
 # Steps in a log
@@ -138,11 +133,10 @@ def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters(tmp_path
     latin = console(True, file=ascii_file)
     for on in (dumb, latin):
         with reporting(tmp_path, on) as reporter:
-            reporter.places(places(2, 2, host="nä"), ())
             for number in (1, 4):
                 reporter.step(record(number, eval_loss=1.0, metrics={"é": 1.0}))
             reporter.note("café")
-            reporter.finish(summary())
+            finish(reporter)
     output = ascii_file.buffer.getvalue().decode("ascii")
     assert "step 1/4  loss 2.4312" in dumb.file.getvalue()
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", output)
@@ -239,13 +233,12 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
     on = console(terminal, width=200)
     with reporting(tmp_path, on, 2) as reporter:
-        reporter.places(places(2, 2, host=NASTY), ())
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)
-        reporter.finish(summary(eval_metrics={NASTY: 1.0}, run_dir=NASTY))
-    # The place, the line, evaluation, warning, news, statistics, directory.
-    assert "\n".join(screen(on)).count(NASTY_SHOWN) == 7
+        finish(reporter, eval_metrics={NASTY: 1.0}, run_dir=NASTY)
+    # The line, evaluation, warning, news, statistics, directory.
+    assert "\n".join(screen(on)).count(NASTY_SHOWN) == 6
     assert "\x1b[2J" not in on.file.getvalue()
     assert "\x1b]0" not in on.file.getvalue()
 

@@ -6,7 +6,7 @@ import math
 import os
 
 import pytest
-from reports import console, finished, rank, record, reporting, skipped, summary
+from reports import console, finish, finished, rank, record, reporting, skipped, summary
 
 from mntrain.metrics.report import Reporter
 
@@ -32,7 +32,7 @@ def test_numbers_that_json_lacks_become_null_and_a_skipped_step_lacks_some(tmp_p
     with reporting(tmp_path, console(False)) as reporter:
         reporter.step(record(1, loss=nan, metrics={"a": -inf, "b": 1.0}))
         reporter.step(skipped(2, loss=inf))
-        reporter.finish(summary(final_loss=nan, ranks=[rank(0, share=nan)]))
+        finish(reporter, final_loss=nan, ranks=[rank(0, share=nan)])
     done, left_out = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert done["loss"] is done["metrics"]["a"] is left_out["loss"] is None
     assert done["metrics"]["b"] == 1.0
@@ -53,7 +53,7 @@ def test_summary_is_written_after_all_else(tmp_path):
     on = console(True, file=Watched())
     with Reporter(True, tmp_path, 4, on) as reporter:
         reporter.step(record(1))
-        reporter.finish(summary())
+        finish(reporter)
         assert strict(written.read_text()) == summary()
         reporter.close()
     with pytest.raises(RuntimeError, match="step 2 was reported outside"):
@@ -77,6 +77,6 @@ def test_failed_write_leaves_the_old_summary_and_nothing_else(tmp_path, monkeypa
     (tmp_path / "summary.json").write_text("old")
     monkeypatch.setattr(os, "fsync", full)
     with reporting(tmp_path, console(False)) as reporter:
-        assert reporter.finish(summary()) == ["summary.json (no space left)"]
+        assert finish(reporter) == ["summary.json (no space left)"]
     assert (tmp_path / "summary.json").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]

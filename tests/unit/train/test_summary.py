@@ -22,6 +22,7 @@ from mntrain.train.summary import (
     JobResult,
     describe_job,
     peak_flops,
+    place_lines,
     slow_links,
 )
 from zero.memory import Memory
@@ -31,16 +32,13 @@ class Recorder:
     """A reporter that writes down what it is told."""
 
     def __init__(self):
-        self.notes, self.warnings, self.shown = [], [], None
+        self.notes, self.warnings = [], []
 
     def note(self, text, style=""):
         self.notes.append(text)
 
     def warn(self, message):
         self.warnings.append(message)
-
-    def places(self, places, links):
-        self.shown = places, links
 
 
 def described(
@@ -115,10 +113,10 @@ def test_description_has_model_place_and_sharding(device, data):
         "zero: stage 2, by element; precision bf16-pure",
         "between nodes: LocalSGD(every=7, warmup=0, max_staleness=0, weighted=False)",
         "optimizer: AdamW, schedule cosine",
+        *place_lines(places(4, 2), (1e8, 9e7)),
         "compiling: the first step takes longer",
     ]
     assert reporter.warnings == []
-    assert reporter.shown == (places(4, 2), (1e8, 9e7))
 
 
 UNSHARED = r"messages.*\(node 1: no room\). Run all ranks of a node as one user, in one container"
