@@ -18,9 +18,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeAlias, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, RenderHook
@@ -39,25 +38,25 @@ _LINE_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Terminal:
-    """A terminal: a descriptor of this process, or the path of another process's, in /proc."""
+Terminal: TypeAlias = int | Path
+"""A terminal: a descriptor of this process, or the path of another process's, in /proc."""
 
-    file: int | Path
 
-    def size(self) -> os.terminal_size | None:
-        """Return the present columns and lines; None if there are none or they cannot be read."""
-        with suppress(OSError):
-            if isinstance(self.file, int):
-                size = os.get_terminal_size(self.file)
-            else:
-                descriptor = os.open(self.file, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-                try:
-                    size = os.get_terminal_size(descriptor)
-                finally:
-                    os.close(descriptor)
-            return size if size.columns and size.lines else None
-        return None
+def size_of(terminal: Terminal | None) -> os.terminal_size | None:
+    """Return the present columns and lines; None if there are none or they cannot be read."""
+    with suppress(OSError):
+        if isinstance(terminal, int):
+            size = os.get_terminal_size(terminal)
+        elif terminal is None:
+            return None
+        else:
+            descriptor = os.open(terminal, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            try:
+                size = os.get_terminal_size(descriptor)
+            finally:
+                os.close(descriptor)
+        return size if size.columns and size.lines else None
+    return None
 
 
 def find_terminal(stream: Any) -> Terminal | None:
@@ -70,7 +69,7 @@ def find_terminal(stream: Any) -> Terminal | None:
     pseudo-terminal without one if its own output is none.
     """
     try:
-        number = stream.fileno()
+        number: int = stream.fileno()
         passed_on = stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number)
     except (AttributeError, OSError, ValueError):  # absent, closed, or not a file
         return None
@@ -81,11 +80,10 @@ def find_terminal(stream: Any) -> Terminal | None:
             words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if _LINE_OPTIONS & {word.lstrip("-") for word in words if word.startswith("-")}:
                 return None
-            terminal = Terminal(process / "fd" / ("2" if number == 2 else "1"))
-            if terminal.size():
+            terminal = process / "fd" / ("2" if number == 2 else "1")
+            if size_of(terminal):
                 return terminal
-    own = Terminal(number)
-    return own if own.size() else None
+    return number if size_of(number) else None
 
 
 def _nearest_launchers(pid: int) -> list[int]:
@@ -118,7 +116,7 @@ def stdout() -> Console:
 
 def console_on(terminal: Terminal | None) -> Console:
     """Return a console on stdout, which is shown on `terminal`, with its present size."""
-    size = terminal.size() if terminal else None
+    size = size_of(terminal)
     if size is None:
         told = bool({"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys())
         return Console(force_terminal=None if told else False)
@@ -191,7 +189,7 @@ class LiveLines(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Return what the console prints, with the live lines below it. Called by rich."""
         start = [_LINE_START]
-        if self._terminal and (size := self._terminal.size()):
+        if size := size_of(self._terminal):
             self._console.size = size.columns, size.lines
             # These spaces end a line that another process has begun: only from the first column
             # do they fit into one.

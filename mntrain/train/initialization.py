@@ -5,7 +5,6 @@ import json
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +16,14 @@ _INDEX = "model.safetensors.index.json"  # of Hugging Face: files by name of the
 _SHOWN = 4  # names in a list
 
 
-class LoadedWeights(NamedTuple):
-    """Words for the tensors that a model has taken from a file, and for those that do not fit."""
-
-    text: str
-    problems: list[str]
-
-
 @torch.no_grad()
-def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
+def load_weights(model: nn.Module, path: Path) -> tuple[str, list[str]]:
     """Copy weights from a file into a model's parameters and buffers of the same names. Local.
 
     `path` is a checkpoint or a run of mntrain, a file as torch.save writes it of a state_dict, a
     safetensors file, or a folder of Hugging Face with `model.safetensors` or its parts. Tensors are
-    cast to the model's dtypes. Raises ValueError if there is no such file, or nothing matches.
+    cast to the model's dtypes. Returns words for those that the model has taken, and for others
+    that do not fit. Raises ValueError if there is no such file, or nothing matches.
     """
     targets = model.state_dict()
     found: set[str] = set()
@@ -62,7 +55,7 @@ def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
         "in the file, but not in the model": unused,
     }
     loaded = len(targets) - len(missing) - len(other_shape)
-    return LoadedWeights(
+    return (
         f"{loaded} of {len(targets)} tensors from {path}",
         [f"{_listed(names)}: {why}" for why, names in named.items() if names],
     )

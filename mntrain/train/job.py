@@ -29,7 +29,7 @@ from mntrain.train.compiling import (
     recompute_regions,
 )
 from mntrain.train.evaluation import BestMetric, try_evaluation
-from mntrain.train.initialization import LoadedWeights, freeze, load_weights
+from mntrain.train.initialization import freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import Schedule, choose_optimizer
 from mntrain.world import World
@@ -102,10 +102,12 @@ class TrainingJob:
         with world.agreement():
             self.sync = choose_sync(world, config, weighted=isinstance(self.data.plans, Shares))
             torch.manual_seed(config.run.seed)
-            self.initial_weights: LoadedWeights | None = None
+            self.initial_weights: tuple[str, list[str]] | None = None
             self.model = self.task.model().to(world.device, self.precision.parameters)
             freeze(self.model, config.init.freeze)
-            self.choice = choose_optimizer(self.task, self.model, config.optim, world.device)
+            self.optimizer_name, self._bound_optimizer = choose_optimizer(
+                self.task, self.model, config.optim, world.device
+            )
             if config.train.compile:
                 check_compiler(world.device)
         if self.resumed:
@@ -118,9 +120,10 @@ class TrainingJob:
                 self.initial_weights = load_weights(self.model, config.init.from_)
 
     def _make_optimizer(self, world: World, config: Config) -> None:
+        bound = self._bound_optimizer
         self.optimizer = world.optimizer(
             self.model,
-            self.choice.kind,
+            bound.func,
             stage=config.zero.stage,
             partition=config.zero.partition,
             shard_by=config.zero.shard_by,
@@ -128,9 +131,9 @@ class TrainingJob:
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,
             sync=self.sync,
-            groups=self.choice.groups,
+            groups=bound.args[0],
             overlap_forward=True,
-            **self.choice.options,
+            **bound.keywords,
         )
         self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
         self.best = BestMetric(config.checkpoint.best, config.train.patience)

@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,26 +22,13 @@ from zero.optimizer import ZeroOptimizer
 FUSED = {"Adam", "AdamW", "SGD"}
 
 
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """The class of an optimizer, its parameter groups, and its other arguments."""
-
-    kind: Callable[..., Optimizer]
-    groups: list[Any]
-    options: dict[str, Any]
-    by_task: bool = False  # rather than by --optim
-
-    def __str__(self) -> str:
-        name = getattr(self.kind, "__name__", str(self.kind))
-        return f"{name} of the task" if self.by_task else name
-
-
 def choose_optimizer(
     task: Task, model: nn.Module, config: OptimConfig, device: torch.device
-) -> OptimizerChoice:
-    """Return the optimizer that the task brings, or else the one of --optim. Local.
+) -> tuple[str, partial[Optimizer]]:
+    """Return the optimizer that the task brings, or else the one of --optim, and its name. Local.
 
-    Raises ValueError for one that cannot be used, and for an error of the task.
+    It is partial(class, parameter groups, **options). Raises ValueError for one that cannot be
+    used, and for an error of the task.
     """
     with errors_of_task(task, "optimizer() fails"):
         given: object = task.optimizer(model)
@@ -53,14 +39,15 @@ def choose_optimizer(
             groups = muon_groups(model, task.regions(model))
         else:
             groups = weight_decay_groups(model, config.weight_decay)
-        return OptimizerChoice(kind, groups, options)
+        return kind.__name__, partial(kind, groups, **options)
     if not isinstance(given, partial) or len(given.args) > 1:
         raise ValueError(
             f"optimizer() of the task returned a {type(given).__name__}: return functools.partial("
             "optimizer class, parameter groups, **options), or None for the one of --optim"
         )
     brought = given.args[0] if given.args else model.parameters()
-    return OptimizerChoice(given.func, list(brought), given.keywords, by_task=True)
+    name = getattr(given.func, "__name__", str(given.func))
+    return f"{name} of the task", partial(given.func, list(brought), **given.keywords)
 
 
 def resolve_optimizer(

@@ -95,7 +95,7 @@ def describe_job(world: World, job: TrainingJob) -> None:
         reporter.warn(
             f"--sync.mode {config.sync.mode}: there is one node, so every step is synchronous"
         )
-    reporter.note(f"optimizer: {job.choice}, schedule {job.schedule}")
+    reporter.note(f"optimizer: {job.optimizer_name}, schedule {job.schedule}")
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
     if nodes:
@@ -143,9 +143,10 @@ def _describe_model_and_data(job: TrainingJob) -> None:
     size, fixed = (f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}" for count in counts)
     frozen = f", of which {fixed} are frozen" if counts[1] else ""
     reporter.note(f"{job.config.task}: {size} parameters{frozen}", "bold")
-    if weights := job.initial_weights:
-        reporter.note(f"weights: {weights.text}")
-        for problem in weights.problems:
+    if job.initial_weights:
+        text, problems = job.initial_weights
+        reporter.note(f"weights: {text}")
+        for problem in problems:
             reporter.warn(problem)
     data = job.task.describe_data() or job.data.describe(job.config.train.steps)
     for line in data.splitlines():

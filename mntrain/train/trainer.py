@@ -247,13 +247,13 @@ class Trainer:
         self._result.add(items, times["step_s"], skipped=update.skipped)
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = job.task.derive(means.loss, means.metrics)
-        record = StepRecord(
+        return StepRecord(
             step=step,
             loss=means.loss,
             lr=lr,
-            grad_norm=update.grad_norm,
-            clip_coef=update.clip_coef,
-            clipped_norm=update.clipped_norm,
+            grad_norm=None if update.skipped else update.grad_norm,
+            clip_coef=None if update.skipped else update.clip_coef,
+            clipped_norm=None if update.skipped else update.clipped_norm,
             samples=job.data.batch_size(step),
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
@@ -261,9 +261,6 @@ class Trainer:
             slow_ranks=job.balancing.slow_ranks(step) or None,
             **times,
         )
-        if update.skipped:
-            record = replace(record, grad_norm=None, clip_coef=None, clipped_norm=None)
-        return record
 
     def _forward_backward(self, step: int, micro_batches: Sequence[Any], timer: StepTimer) -> None:
         """Accumulate gradients and means over micro-batches. Collective.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from terminals import pseudo_terminal
 
-from mntrain.metrics.terminal import Terminal, console_on, find_terminal
+from mntrain.metrics.terminal import Terminal, console_on, find_terminal, size_of
 
 # A program that gives its child a pipe or a pseudo-terminal, which is as wide as its own terminal,
 # and copies what the child prints.
@@ -32,12 +32,13 @@ sys.exit(child.wait())
 
 RANK = """
 import json, os, sys
-from mntrain.metrics.terminal import find_terminal
+from mntrain.metrics.terminal import find_terminal, size_of
 with open("result", "w") as file:
     if "nobody" in sys.argv:
         os.setuid(65534)
     terminal = find_terminal(sys.stdout)
-    json.dump(terminal and [*terminal.size(), bool(find_terminal(sys.stderr))], file)
+    shown = find_terminal(sys.stderr) is not None
+    json.dump(None if terminal is None else [*size_of(terminal), shown], file)
 """
 
 
@@ -108,13 +109,13 @@ def test_there_is_none_where_the_launcher_is_another_users(tmp_path):
 def test_a_size_is_that_of_the_moment_and_none_after_the_process(tmp_path):
     with pseudo_terminal(70, 20) as terminal:
         with subprocess.Popen(["sleep", "60"], stdout=terminal.file) as process:
-            of_process = Terminal(Path(f"/proc/{process.pid}/fd/1"))
-            assert of_process.size() == (70, 20)
+            of_process = Path(f"/proc/{process.pid}/fd/1")
+            assert size_of(of_process) == (70, 20)
             terminal.resize(50, 10)
-            assert of_process.size() == (50, 10)
+            assert size_of(of_process) == (50, 10)
             process.kill()
-        assert of_process.size() is None
-        assert Terminal(terminal.file).size() == (50, 10)
+        assert size_of(of_process) is None
+        assert size_of(terminal.file) == (50, 10)
     closed = io.TextIOWrapper(io.BytesIO())
     closed.close()
     assert [find_terminal(stream) for stream in (None, io.StringIO(), closed)] == [None] * 3
@@ -145,7 +146,7 @@ def test_the_environment_decides_against_a_live_display_and_colors(
     monkeypatch, environment, live, color
 ):
     with pseudo_terminal(70, 20) as terminal:
-        made = console_in(Terminal(terminal.file), monkeypatch, **environment)
+        made = console_in(terminal.file, monkeypatch, **environment)
     assert made == (live, 70, color)
 
 

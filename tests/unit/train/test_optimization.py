@@ -153,13 +153,13 @@ def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
 def test_muon_gets_the_matrices_of_the_layers_and_its_options():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)]), "head": nn.Linear(2, 3)})
     config = OptimConfig(name="Muon", lr=0.5, weight_decay=0.3, options={"momentum": 0.8})
-    choice = choose_optimizer(Plain(), model, config, CPU)
-    assert (choice.kind, str(choice)) == (Muon, "Muon")
-    assert choice.options == {"lr": 0.5, "weight_decay": 0.3, "momentum": 0.8}
+    name, choice = choose_optimizer(Plain(), model, config, CPU)
+    assert (choice.func, name) == (Muon, "Muon")
+    assert choice.keywords == {"lr": 0.5, "weight_decay": 0.3, "momentum": 0.8}
     weight, *_ = model["layers"].parameters()
-    assert [group["muon"] for group in choice.groups] == [True, False, False]
-    assert [id(p) for p in choice.groups[0]["params"]] == [id(weight)]
-    made = choice.kind(choice.groups, **choice.options)
+    assert [group["muon"] for group in choice.args[0]] == [True, False, False]
+    assert [id(p) for p in choice.args[0][0]["params"]] == [id(weight)]
+    made = choice()
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.3, 0.0]
 
 
@@ -236,12 +236,13 @@ def test_a_task_brings_an_optimizer_with_its_groups_or_one_of_all_parameters():
     model = Scaled()
     groups = [{"params": [model.gain], "lr": 3.0}, {"params": model.linear.parameters()}]
     brought = partial(torch.optim.SGD, groups, lr=0.5, momentum=0.9)
-    choice = choose_optimizer(Plain(brought), model, OptimConfig(lr=7.0), CPU)
-    assert str(choice) == "SGD of the task"
-    assert [group.get("lr") for group in choice.groups] == [3.0, None]
-    assert choice.options == {"lr": 0.5, "momentum": 0.9}
-    choice = choose_optimizer(Plain(partial(torch.optim.SGD, lr=0.5)), model, OptimConfig(), CPU)
-    assert [id(p) for p in choice.groups] == [id(p) for p in model.parameters()]
+    name, choice = choose_optimizer(Plain(brought), model, OptimConfig(lr=7.0), CPU)
+    assert name == "SGD of the task"
+    assert [group.get("lr") for group in choice.args[0]] == [3.0, None]
+    assert choice.keywords == {"lr": 0.5, "momentum": 0.9}
+    alone = Plain(partial(torch.optim.SGD, lr=0.5))
+    _, choice = choose_optimizer(alone, model, OptimConfig(), CPU)
+    assert [id(p) for p in choice.args[0]] == [id(p) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("wrong", [torch.optim.SGD, partial(torch.optim.SGD, [], 0.1), 3])
@@ -308,9 +309,9 @@ def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, opti
     model = Scaled()
     task = Plain()
     task.regions = lambda model: [model]
-    choice = choose_optimizer(task, model, OptimConfig(name=name, options=options), CPU)
+    _, choice = choose_optimizer(task, model, OptimConfig(name=name, options=options), CPU)
     with pytest.raises(ValueError, match=refused) as raised:  # as world.optimizer does
-        check_arguments(choice.kind, choice.options, choice.groups)
+        check_arguments(choice.func, choice.keywords, *choice.args)
     assert "\n" not in str(raised.value)
 
 

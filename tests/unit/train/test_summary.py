@@ -85,7 +85,7 @@ def described(
         run_dir=Path("run"),
         task=SimpleNamespace(describe_data=lambda: data),
         initial_weights=None,
-        choice="AdamW",
+        optimizer_name="AdamW",
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
         done=0,
