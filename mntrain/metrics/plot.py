@@ -27,7 +27,6 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 # One metric of one run, over an axis; a value is NaN where it was not finite.
 Curve = tuple[Array, Array]
 
-FORMATS = ("svg", "png", "pdf")
 JOB_LIMIT_S = 2.0  # of a drawing at the end of a job, while all its ranks wait
 
 _AXES = {
@@ -128,7 +127,7 @@ def run(words: Sequence[str]) -> int:
         "--output",
         metavar="FILE",
         type=Path,
-        help=f"file to write, whose ending is .{', .'.join(FORMATS)} (default: the metrics' names "
+        help="file to write, whose ending is .svg, .png or .pdf (default: the metrics' names "
         f"as in {PLOT_FILE}, in the folder of the run, or in this folder for several runs)",
     )
     add("--log", action="store_true", help="logarithmic vertical axis")
@@ -172,9 +171,6 @@ def _draw(
     if output is None:
         name = "-".join(metrics).replace("/", "-") + Path(PLOT_FILE).suffix
         output = paths[0] / name if len(paths) == 1 else Path(name)
-    kind = output.suffix.removeprefix(".").lower()
-    if kind not in FORMATS:
-        raise ValueError(f"--output {output}: its ending must be .{', .'.join(FORMATS)}")
     runs = read_runs(paths)
     panels = [curves_of(runs, metric, axis) for metric in dict.fromkeys(metrics)]
     if find_spec("matplotlib") is None:
@@ -187,7 +183,7 @@ def _draw(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
         figure = make_figure([run.label for run in runs], panels, axis, log=log)
-        figure.savefig(content, format=kind, dpi=160)
+        figure.savefig(content, format=output.suffix.removeprefix(".").lower(), dpi=160)
     write_whole(output, content.getvalue())
     return output
 

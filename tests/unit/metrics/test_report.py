@@ -17,6 +17,7 @@ from reports import (
     reporting,
     run_steps,
     screen,
+    summary,
     used,
 )
 from rich.cells import cell_len
@@ -24,7 +25,7 @@ from rich.cells import cell_len
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
 from mntrain.run.job_resources import memory_by_role
-from mntrain.train.summary import place_lines
+from mntrain.train.summary import final_lines, place_lines
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines
@@ -261,18 +262,17 @@ def facts_of(lines: list[str]) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory(tmp_path):
+def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory():
     changes = {"model_flops_per_s": 3.124e14, "utilisation": 0.4146, "computes_in": "bf16"}
     sent = {"node_messages": 600, "node_bytes": 5 * 10**8, "cross_messages": 7, "cross_bytes": 100}
     ranks = [rank(r, **sent) for r in range(3)]
     changes |= {"run_dir": "runs/" + "long/" * 30, "skipped_steps": 3, "ranks": ranks}
-    lines = finished(tmp_path, **changes)
+    lines = final_lines(summary(**changes), 4, "items")
     expected = {"steps": "4 of 4, 3 skipped", "final loss": "1.5000", "eval loss": "1.6000"}
     expected |= {"accuracy": "0.93", "wall time": "0:01:07"}
     expected["items/s"] = "12,345; in a step, without evaluation and saves, 13,456"
     expected["computing"] = "312 TFLOP/s of the model, 41% of the dense bf16 peak"
     facts = facts_of(lines)
-    assert lines[1] == "completed"
     assert expected.items() <= facts.items()
     assert "memory of a rank" in facts
     assert facts["sent within nodes"] == "1,800 messages, 1.5 GB"
@@ -281,24 +281,24 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory(tm
     assert lines[-1] == "runs/" + "long/" * 30
 
 
-def memory_rows(directory, measured: list[Memory], *usage: Usage) -> list[list[str]]:
+def memory_rows(measured: list[Memory], *usage: Usage) -> list[list[str]]:
     """The cells of the table of memory, without its head."""
-    lines = finished(directory, memory=memory_by_role(measured, usage))
+    lines = final_lines(summary(memory=memory_by_role(measured, usage)), 4, "items")
     start = next(i for i, line in enumerate(lines) if line.startswith("memory of a rank"))
     return [re.split(r"\s{2,}", row) for row in lines[start + 1 : lines.index("", start)]]
 
 
-def test_memory_has_least_median_most_and_the_rank_that_peaks(tmp_path):
+def test_memory_has_least_median_most_and_the_rank_that_peaks():
     measured = [Memory(0, 0, 0, 0, state=mb * 10**6) for mb in (300, 500, 400, 2048)]
     usage = [used(mb * 10**6) for mb in (310, 510, 410, 400)]
     total = ["300.0 MB", "450.0 MB", "2.0 GB", "3"]
-    assert memory_rows(tmp_path, measured, *usage) == [
+    assert memory_rows(measured, *usage) == [
         ["optimizer state", *total],
         ["total of these", *total],
         ["process peak", "310.0 MB", "405.0 MB", "510.0 MB", "1"],
     ]
     every = [Memory(*(10**6 * n for n in range(1, 6)))]
-    rows = memory_rows(tmp_path, every, used(10**9, 10**6, pinned_memory=1))
+    rows = memory_rows(every, used(10**9, 10**6, pinned_memory=1))
     names = ["parameters", "gradients", "working buckets", "master weights", "optimizer state"]
     names += ["total of these", "process peak", "device peak", "pinned host memory"]
     assert [row[0] for row in rows] == names
