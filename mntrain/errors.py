@@ -5,6 +5,7 @@ differ between ranks are therefore gathered and raised as one `AgreedError` on a
 other uncaught exception prints its rank, host and traceback and aborts the job.
 """
 
+import io
 import os
 import sys
 import threading
@@ -146,6 +147,8 @@ class ExceptionWatch:
             print("mntrain:", line, file=sys.stderr)
         elif not isinstance(error, RemoteRankError):
             self._report_failure(error)
+        if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook prints it after this one
+            print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
         sys.stdout.flush()
         sys.stderr.flush()
         if self.others is not None:

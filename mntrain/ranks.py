@@ -31,7 +31,8 @@ from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.links import measure
-from mntrain.comm.ticket import INTERNAL
+from mntrain.comm.messages import Messages
+from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.config import WorldConfig
 from mntrain.config_types import construct
@@ -53,6 +54,7 @@ T = TypeVar("T")
 
 TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: their own
 
+MEETING_TAGS = 1 << 15  # that every MPI library has
 REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
 _LINK_ROUNDS = 3  # in each, a node is measured with one other
 _LINKS_S = 0.6
@@ -314,6 +316,39 @@ class Ranks:
             )
 
         return world.call_together(make, f"world.{level}_collectives").wait()
+
+    def subgroup(self, ranks: Sequence[int], name: str, messages: Messages) -> WorldCollectives:
+        """Make collectives over some ranks of the world, ascending. Collective over these alone.
+
+        `name` is new to the world; `messages` are between all of its ranks.
+        """
+        topology, world, rank = self.topology, self.collectives, self.rank
+        groups = [[r for r in node if r in ranks] for node in topology.nodes]
+        nodes = sorted(tuple(map(ranks.index, group)) for group in groups if group)
+        staged: Transport = "host" if world.transport == "nccl" else world.transport
+
+        def make() -> WorldCollectives:
+            comm = self._comm.of_members(ranks, tag, name)
+            node = comm.split(topology.node(rank), rank, f"{name}, node")
+            for made in (node, comm):
+                self._groups.callback(made.free)
+            return WorldCollectives(
+                comm,
+                node,
+                Topology(tuple(nodes)),
+                self._engine,
+                self._devices,
+                stream=self._engine.add_stream(name, ranks),
+                choice=world.choice,
+                transport=staged,
+            )
+
+        tag = digest_of(name) % MEETING_TAGS
+        return messages.meet([r for r in ranks if r != rank], tag, make).wait()
+
+    def messages(self, collectives: WorldCollectives, name: str) -> Messages:
+        """Make messages between two ranks of a group. Collective. `name` is new to the world."""
+        return Messages(collectives.duplicate(name), self._engine, name)
 
     def node_levels(self, user: str) -> NodeLevels:
         """Make the groups of a communication hook. Collective. `user` names the optimizer."""

@@ -46,6 +46,13 @@ class CollectiveWork:
     ) -> None:
         self._engine, self._futures, self._last_parts = engine, futures, last_parts
 
+    def call_when_done(self, function: Callable[[], object]) -> None:
+        """Call a function when the collectives have finished; see `Future.call_when_done`."""
+        if self._futures:
+            self._futures[-1].call_when_done(function)  # they end in their order
+        else:
+            function()
+
     def done(self) -> bool:
         """Return whether the collectives have finished, and let them progress; see `Work.done`."""
         self._engine.check_open()
@@ -79,6 +86,7 @@ class WorldCollectives:
                                by `node_first`, the collectives of transport nccl
         label                  what the calls are for, in messages about ranks that disagree
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
+        always_wakes           whether the engine's thread begins also what a caller waits for soon
     """
 
     def __init__(
@@ -98,7 +106,7 @@ class WorldCollectives:
         self.rank, self.size = comm.rank, comm.size
         self.choice, self.label = choice, ""
         self.transport, self.node_first = transport, node_first
-        self.small_message_bytes = SMALL_MESSAGE_BYTES
+        self.small_message_bytes, self.always_wakes = SMALL_MESSAGE_BYTES, False
         self._node = node
         self._memory: NodeSharedMemory = shares._memory if shares else NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
@@ -150,6 +158,10 @@ class WorldCollectives:
 
         return self.call_together(make, f"a new stream, {name}").wait()
 
+    def duplicate(self, name: str) -> Communicator:
+        """Make a communicator of the same ranks, freed with that of these. Collective."""
+        return self.call_together(lambda: self._host.comm.duplicate(name), name).wait()
+
     def call_together(self, function: Callable[[], T], what: str) -> Future[T]:
         """Queue a function, which may block in MPI, for when all ranks have come to it. Collective.
 
@@ -194,6 +206,11 @@ class WorldCollectives:
     def waited_s(self) -> float:
         """Seconds so far in which callers waited for collectives."""
         return self._engine.waits.collectives_s
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of every slot."""
+        return self._host.topology.owners
 
     def slot(self, rank: int) -> int:
         """Return the slot of a rank's shard; see `Topology.slots`."""
@@ -255,7 +272,8 @@ class WorldCollectives:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
-        wake = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
+        long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
+        wake = long or self.always_wakes
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site()), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
@@ -270,6 +288,17 @@ class WorldCollectives:
             for part in parts
         ]
         return CollectiveWork(engine, futures)
+
+    def exchange(
+        self, steps: Callable[[Communicator, Ticket], Steps[Work]], what: str
+    ) -> CollectiveWork:
+        """Start steps that exchange messages on the communicator. Collective.
+
+        `what` names the call, the same on all ranks.
+        """
+        comm = self._host.comm
+        future = self._submit(lambda ticket: steps(comm, ticket), what)
+        return CollectiveWork(self._engine, [future])
 
     def _submit(self, steps: Callable[[Ticket], Steps[T]], what: str) -> Future[T]:
         ticket = Ticket(Signature(what), call_site())

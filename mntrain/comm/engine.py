@@ -90,6 +90,22 @@ class Future(Generic[T]):
         self.done = False
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], object]] = []
+
+    def call_when_done(self, function: Callable[[], object]) -> None:
+        """Call a function once: in the thread that drives, when `wait` will not wait any more.
+
+        At once if that is so already. The function must not raise, and may not wait for others.
+        """
+        self._callbacks.append(function)
+        if self.done:
+            self.tell()
+
+    def tell(self) -> None:
+        """Call the functions of `call_when_done` that were not called yet."""
+        with suppress(IndexError):
+            while True:
+                self._callbacks.pop()()
 
     def wait(self) -> T:
         """Block until the steps have run; return their result or raise their error. Repeatable."""
@@ -119,6 +135,7 @@ class Future(Generic[T]):
                     self._test = self._chunks_ended
         except StopIteration as end:
             self._result, self.done = end.value, True
+            self.tell()
         return moved
 
     def start_chunks(self, others: int, oldest: int | None) -> bool:
@@ -164,6 +181,7 @@ class Future(Generic[T]):
         self.in_flight.clear()
         self._steps.close()
         self._error, self.done = error, True
+        self.tell()
 
     def _chunks_ended(self) -> bool:
         return self.all_started and not self.in_flight
@@ -290,6 +308,29 @@ class Stream:
             done = active.popleft()
             if self.observer is not None and done.ticket is not None:
                 self.observer.collective_ends(self.name, done.ticket.number)
+        return moved
+
+
+class UnorderedStream(Stream):
+    """Operations that do not wait for each other, such as messages between two ranks.
+
+    They have no tickets: ranks do not compare them.
+    """
+
+    def progress(self) -> bool:
+        """Progress everything once, as `Stream.progress`."""
+        moved = bool(self.queue)
+        while self.queue:
+            self.active.append(self.queue.popleft())
+        for task in tuple(self.active):
+            try:
+                moved = task.advance() or moved
+            except BaseException as error:
+                task.fail(error)
+                if _is_interrupt(error):
+                    raise
+        if moved:
+            self.active = deque(task for task in self.active if not task.done)
         return moved
 
 
@@ -516,6 +557,8 @@ class ProgressEngine:
         self._closed = self._closed or error
         self._abandoned = True
         atexit.register(lambda *kept: None, *self.streams)
+        for task in [task for s in self.streams for task in (*s.active, *s.queue)]:
+            task.tell()
         self._wake()
 
     def _refuse_in_child(self) -> None:

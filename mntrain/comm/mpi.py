@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mntrain.checks import launcher
 from mntrain.checks.host import check_before_mpi, expect, library_missing
@@ -69,7 +69,7 @@ class Communicator:
         self.traffic = Traffic()
         self.levels: Sequence[str] = ["cross"] * self.size
         self._chunks = 0  # numbered so far, the same on all ranks
-        self._tag_count = _tag_count()
+        self._tag_count = tag_count()
         self._duplicates: list[Communicator] = []
 
     @property
@@ -90,6 +90,10 @@ class Communicator:
     def receive(self, peer: int, data: Bytes, tag: int = 0) -> Requests:
         """Start to receive exactly data.nbytes bytes from a peer into `data`."""
         return Requests([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
+
+    def find(self, peer: int | None, tag: int) -> FoundMessage:
+        """Return a message to this rank that is looked for; a peer of None is any."""
+        return FoundMessage(self._comm, peer, tag)
 
     def gather_unequal(self, own: Bytes, lengths: Sequence[int]) -> tuple[Requests, bytearray]:
         """Start to gather buffers of these lengths, by rank, end to end. Collective. Not counted.
@@ -151,6 +155,17 @@ class Communicator:
         """Make `gather_objects` raise RuntimeError, here and in communicators split off. Local."""
         self._abandoned.set()
 
+    def of_members(self, members: Sequence[int], tag: int, name: str) -> Communicator:
+        """Make a communicator of some ranks, in this order. Collective over those alone; blocks."""
+        group = self._comm.Get_group()
+        part = group.Incl(members)
+        whole = cast("MPI.Intracomm", self._comm)
+        made = Communicator(whole.Create_group(part, tag), name, self._abandoned)
+        part.Free()
+        group.Free()
+        made.traffic, made.levels = self.traffic, [self.levels[rank] for rank in members]
+        return made
+
     def free(self) -> None:
         """Free the MPI communicator. Collective."""
         for copy in self._duplicates:
@@ -189,7 +204,44 @@ class Requests:
             pause(backoff.delay())
 
 
-def _tag_count() -> int:
+class FoundMessage:
+    """A message whose sender and size are known once it has arrived.
+
+    `source` and `nbytes` are valid then; a long message has several parts, and `nbytes` is of the
+    first.
+    """
+
+    def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
+        from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+
+        self._comm, self._peer, self._tag = comm, MPI.ANY_SOURCE if peer is None else peer, tag
+        self._status, self._byte = MPI.Status(), MPI.BYTE
+        self._message: MPI.Message | None = None
+        self.source, self.nbytes = -1, -1
+
+    def arrived(self) -> bool:
+        """Return whether the first part is here. Lets MPI progress."""
+        self._message = self._comm.Improbe(self._peer, self._tag, self._status)
+        if self._message is None:
+            return False
+        self.source = self._status.Get_source()
+        self.nbytes = self._status.Get_count(self._byte)
+        return True
+
+    def receive(self, data: Bytes) -> Requests:
+        """Start to receive the parts into `data`."""
+        assert self._message is not None
+        first, *others = _messages(data) or [data]
+        return Requests(
+            [
+                self._message.Irecv(first),
+                *[self._comm.Irecv(part, self.source, self._tag) for part in others],
+            ]
+        )
+
+
+def tag_count() -> int:
+    """Return the number of tags that MPI has, from 0 on. MPI runs."""
     from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
 
     highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # in Open MPI other communicators lack it

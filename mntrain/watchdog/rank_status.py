@@ -25,6 +25,7 @@ _MAX_FRAMES = 30
 READ_S = 1.0  # for the files of source code, whose file system may be what hangs
 _COMM = str(Path(engine.__file__).parent)
 START = "a call that all ranks make at the start of a world"
+MESSAGE = "a message between two ranks"
 EXIT = "the exit"  # in place of a stream: ranks wait there for each other
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """Lets a rank print its stack, also while the interpreter is held in C code."""
@@ -99,8 +100,9 @@ def _wait_of(progress: ProgressEngine, stalled_s: float) -> Wait | None:
     if (awaited := progress.awaited()) is None:
         return None
     stream = awaited[0]
-    if (ticket := stream.oldest) is None:  # of the start of the world, which the stack shows
-        return Wait(stream.name, stream.begun, START, "", stalled_s, None, stream.ranks)
+    if (ticket := stream.oldest) is None:  # the stack shows it
+        what = MESSAGE if isinstance(stream, engine.UnorderedStream) else START
+        return Wait(stream.name, stream.begun, what, "", stalled_s, None, stream.ranks)
     what, root = str(ticket.signature), stream.awaited_rank(ticket)
     return Wait(stream.name, ticket.number, what, ticket.site, stalled_s, root, stream.ranks)
 

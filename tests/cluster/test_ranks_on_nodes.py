@@ -1,8 +1,10 @@
 """The tests of tests/mpi, and whole jobs, on real emulated nodes."""
 
+import sys
+
 import pytest
 from job import completed, losses, losses_alone, summary, train
-from launch import MPI_TESTS, run_suite
+from launch import MPI_TESTS, mpirun, run_suite
 
 pytestmark = pytest.mark.cluster
 
@@ -45,3 +47,11 @@ def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, 
     # and with the measurement of the links, which sends 2 MiB each way and is not counted.
     counted = sum(rank["cross_bytes"] for rank in whole["ranks"])
     assert counted <= sum(crossed) <= 1.5 * counted + 5 * 2**20
+
+
+@pytest.mark.thorough
+def test_every_verb_of_the_torch_backend_has_its_result_between_unequal_nodes(make_cluster):
+    script = MPI_TESTS.parent / "backend" / "scripts" / "verbs.py"
+    with make_cluster(ranks=(2, 1), link="1gbit") as cluster:
+        result = completed(mpirun(3, [sys.executable, script], timeout=100, cluster=cluster))
+    assert result.stdout.count("8 tests passed") == 3

@@ -1,0 +1,102 @@
+"""Messages between two ranks of a group, with tags of the caller's, in no order with collectives.
+
+Messages of one tag from one rank to another arrive in the order in which they were sent. Ranks do
+not compare them: a receive without a send waits, until the watchdog ends the job.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from mntrain.comm.collectives import CollectiveWork
+from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
+from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, Requests, tag_count
+from mntrain.comm.resources import as_bytes
+from zero.collectives import CompletedWork, Work
+
+if TYPE_CHECKING:
+    from mntrain.comm.mpi import Bytes
+
+T = TypeVar("T")
+
+
+class MessageWork(CollectiveWork):
+    """The work of one message. `peer` is the other rank; of any, when it has arrived."""
+
+    peer = -1
+
+
+class Messages:
+    """The messages of one group, over a communicator of their own. Construction is local.
+
+    `name` is new to the engine. Tensors are flat and contiguous, in host memory.
+    """
+
+    def __init__(self, comm: Communicator, engine: ProgressEngine, name: str) -> None:
+        self._comm, self._engine = comm, engine
+        self._stream = UnorderedStream(name)
+        engine.streams.append(self._stream)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
+        """Start to send a tensor, which must not change before. Raises ValueError for a bad tag."""
+        _check_tag(tag)
+        data = _bytes_of(tensor)
+
+        def steps() -> Steps[Work]:
+            yield self._comm.send(peer, data, tag).test
+            return CompletedWork()
+
+        work = MessageWork(self._engine, [self._submit(steps())])
+        work.peer = peer
+        return work
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
+        """Start to receive into a tensor; with None, from any peer. Raises as `send`.
+
+        `wait` raises RuntimeError for a message of another size.
+        """
+        _check_tag(tag)
+        data = _bytes_of(tensor)
+
+        def steps() -> Steps[Work]:
+            found = self._comm.find(peer, tag)
+            yield found.arrived
+            if found.nbytes != min(data.nbytes, MESSAGE_BYTES):
+                raise RuntimeError(
+                    f"rank {found.source} of the group has sent {found.nbytes} bytes with tag "
+                    f"{tag}, and this rank receives {data.nbytes}: give tensors of one size"
+                )
+            yield found.receive(data).test
+            work.peer = found.source
+            return CompletedWork()
+
+        work = MessageWork(self._engine, [])
+        work._futures = [self._submit(steps())]
+        return work
+
+    def meet(self, others: Sequence[int], tag: int, then: Callable[[], T]) -> Future[T]:
+        """Call a function when these ranks have come to it, too, with the same tag."""
+
+        def steps() -> Steps[T]:
+            tokens = np.zeros((2, 1), np.uint8)
+            yield Requests.of(*[self._comm.send(peer, tokens[0], tag) for peer in others]).test
+            for peer in others:
+                yield self._comm.receive(peer, tokens[1], tag).test
+            return then()
+
+        return self._submit(steps())
+
+    def _submit(self, steps: Steps[T]) -> Future[T]:
+        return self._engine.submit(steps, stream=self._stream)
+
+
+def _bytes_of(tensor: Tensor) -> "Bytes":
+    """Return the memory of a tensor for MPI, and a byte in place of none: it is a message, too."""
+    return as_bytes(tensor) if tensor.numel() else np.zeros(1, np.uint8)
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag < (count := tag_count()):
+        raise ValueError(f"the tag of a message is {tag}: give one from 0 to {count - 1}")

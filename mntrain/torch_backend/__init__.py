@@ -1,0 +1,147 @@
+"""The backend "mntrain" of torch.distributed: its process groups over MPI.
+
+    mpirun -np 4 python script.py
+
+    import torch.distributed as dist
+    import mntrain.torch_backend
+
+    dist.init_process_group("mntrain")
+
+The import starts MPI, and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT where they are not set, for torch and for scripts that read them. Collective over all
+ranks of the job. Raises AgreedError if MPI cannot start, and for ranks of torchrun without MPI.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing import parent_process
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from mntrain.checks import launcher
+from mntrain.comm.messages import Messages
+from mntrain.comm.mpi import Communicator
+from mntrain.errors import AgreedError
+from mntrain.ranks import start_mpi
+from mntrain.torch_backend.process_group import NAME, MpiProcessGroup
+from mntrain.watchdog.side_channel import address_towards, own_addresses
+from mntrain.world import World, init
+
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for its processes
+
+
+class _Default:
+    """The default group's world, and the messages between its ranks that make other groups.
+
+    The world stays open when the group is destroyed, which ranks may do at any time, and ends with
+    the process, or when all ranks make another default group.
+    """
+
+    world: World | None = None
+    meetings: Messages | None = None
+
+
+def _create(opts: Any, _: object) -> MpiProcessGroup:
+    """Make a group: the default one on all ranks, any other on its members. Collective there."""
+    ranks: list[int] = opts.global_ranks_in_group
+    if not ranks:
+        return _make_default(opts.group_rank, opts.group_size, opts.timeout)
+    world, meetings = _Default.world, _Default.meetings
+    if world is None or meetings is None:
+        raise RuntimeError(f"a group of backend {NAME} needs a default group of backend {NAME}")
+    name = f"torch's group {opts.group_id}"
+    collectives = world.subgroup(ranks, name, meetings)
+    return MpiProcessGroup(collectives, world.messages(collectives, f"messages of {name}"))
+
+
+def _make_default(rank: int, size: int, timeout: timedelta) -> MpiProcessGroup:
+    if _Default.world is not None:  # of a group that was destroyed
+        _Default.world.close()
+    world = init(timeout=timeout.total_seconds())
+    with world.agreement():
+        if (rank, size) != (world.rank, world.size):
+            raise ValueError(
+                f"init_process_group is for rank {rank} of {size}, and MPI has rank {world.rank} "
+                f"of {world.size}: unset RANK and WORLD_SIZE, and leave rank and world_size out"
+            )
+    _Default.world = world
+    _Default.meetings = world.messages(world.collectives, "meetings of torch's groups")
+    messages = world.messages(world.collectives, "messages of torch's world")
+    return MpiProcessGroup(world.collectives, messages)
+
+
+def _start() -> None:
+    """Start MPI, and set what torch and scripts read of a job, where the user has not."""
+    launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
+    if _TORCHRUN in os.environ and not launched:
+        raise AgreedError(
+            f"torchrun has started this process, and backend {NAME} needs ranks of MPI: start the "
+            "script with mpirun or srun in place of torchrun, or take backend gloo or nccl",
+            int(os.environ.get("RANK", "0")),
+        )
+    comm, _ = start_mpi()
+    hosts, interfaces = comm.node_keys(), comm.gather_objects(own_addresses())
+    mates = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
+    others = [found for found, host in zip(interfaces, hosts, strict=True) if host]
+    values = {
+        "RANK": comm.rank,
+        "WORLD_SIZE": comm.size,
+        "LOCAL_RANK": mates.index(comm.rank),
+        "LOCAL_WORLD_SIZE": len(mates),
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+    if "MASTER_PORT" not in os.environ:
+        _Stores(comm, comm.gather_objects(address_towards(others))[0]).install()
+
+
+class _Stores:
+    """Torch's stores of a job whose user names no port: rank 0 takes a free one for each.
+
+    Each default group has a store of its own, so ranks may start the next group while others still
+    end the one before. `comm` is of all ranks, and `address` is rank 0's.
+    """
+
+    def __init__(self, comm: Communicator, address: str) -> None:
+        self._comm, self._address = comm, address
+        self._port = ""  # that the environment has from here
+
+    def install(self) -> None:
+        """Let `init_process_group` without a method make its store here. Collective."""
+        os.environ.setdefault("MASTER_ADDR", self._address)
+        port = 0
+        if self._comm.rank == 0:  # also for scripts that read it before the group starts
+            with socket.create_server((self._address, 0)) as probe:
+                port = probe.getsockname()[1]
+        self._set_port(port)
+        self._of_torch = _rendezvous_handlers["env"]
+        _rendezvous_handlers["env"] = self._meet
+
+    def _set_port(self, port: int) -> None:
+        self._port = os.environ["MASTER_PORT"] = str(self._comm.gather_objects(port)[0])
+
+    def _meet(self, url: str, timeout: timedelta, **more: Any) -> Iterator[tuple[Any, int, int]]:
+        """Yield a new store, this rank and the number of ranks. Collective."""
+        if os.environ.get("MASTER_PORT") != self._port:  # the user has set one since
+            yield from self._of_torch(url, timeout=timeout, **more)
+            return
+        given = dict(parse_qsl(urlparse(url).query))  # the arguments of init_process_group
+        rank, size, store = self._comm.rank, self._comm.size, None
+        host = os.environ["MASTER_ADDR"]
+        if rank == 0:
+            store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._set_port(store.port if store else 0)
+        if store is None:
+            store = TCPStore(host, int(self._port), size, is_master=False, timeout=timeout)
+        yield store, int(given.get("rank", rank)), int(given.get("world_size", size))
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+if parent_process() is None:  # not in a data-loader worker, which imports the script
+    _start()

@@ -1,0 +1,401 @@
+"""The process group: torch's verbs, on the collectives of a world or of some of its ranks."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.engine import Steps
+from mntrain.comm.messages import Messages
+from mntrain.comm.mpi import Communicator
+from mntrain.comm.ticket import Ticket
+from mntrain.torch_backend import verbs
+from mntrain.torch_backend.work import Call, Message
+from zero.collectives import CompletedWork, Work
+
+NAME = "mntrain"
+# Sums that the hierarchical collectives make; others go in messages between all ranks.
+SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SUMS = (ReduceOp.SUM, ReduceOp.AVG)
+
+Copies = list[tuple[Tensor, Tensor]]  # to, from
+
+Started = tuple[Work, Copies]
+VerbSteps = Callable[[Communicator, Sequence[int]], Steps[None]]
+
+
+# torch's methods have several signatures, of which the functions of torch.distributed use one.
+class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
+    """A process group of torch over MPI. Construction is local.
+
+    Calls of one group must come in one order on all of its ranks, messages between two ranks aside;
+    ranks that disagree about a call raise one error, which names both calls. Results are in the
+    caller's tensors when the returned work has been waited for. Tensors that are not contiguous are
+    copied, and so are those of a GPU for verbs that `zero.Collectives` lacks.
+
+    The methods have the names and arguments of torch's own, whose lists hold one tensor but for
+    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit.
+    """
+
+    def __init__(self, collectives: WorldCollectives, messages: Messages) -> None:
+        super().__init__(collectives.rank, collectives.size)
+        self._rank, self._size = collectives.rank, collectives.size
+        self._collectives, self._messages = collectives, messages
+        self._going_on = collectives.replace(always_wakes=True)  # for those who do not wait at once
+        self._shut = False
+        self._name = self._description = ""
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return NAME
+
+    def rank(self) -> int:
+        """Return this rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return self._size
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name that torch has given the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        """Return the description that torch has given the group."""
+        return self._description
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        """Keep the name that torch gives the group."""
+        self._name = name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802 - torch's name
+        """Keep the description that torch gives the group."""
+        self._description = text
+
+    getRank, getSize = rank, size  # noqa: N815 - torch's names
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def shutdown(self) -> None:
+        """Refuse later calls. Local: the communicators are freed with the world."""
+        self._shut = True
+
+    abort = shutdown
+
+    # Collectives.
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Call:
+        """Combine tensors over all ranks, in place."""
+        flat, copies = _joined(tensors)
+        return Call([self._combine(flat, opts)], list(tensors), copies)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Call:
+        """Combine tensors over all ranks, in place on the root; others keep theirs."""
+        (tensor,) = tensors
+        result = tensor.detach().reshape(-1).clone()
+        copies = [(tensor, result)] if self._rank == opts.rootRank else []
+        return Call([self._combine(result, opts)], [tensor], copies)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Call:
+        """Copy the root's tensors to all ranks, in place."""
+        flat, copies = _joined(tensors)
+        root = opts.rootRank
+        return Call([self._start(opts).broadcast(flat, root)], list(tensors), copies)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Call:
+        """Copy every rank's tensor to the output of its number; sizes of ranks may differ."""
+        calls = [self._gather(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return _call_of(calls, [row for rows in outputs for row in rows])
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Call:
+        """Copy every rank's tensor to its part of the output, in the order of ranks."""
+        return self.all_gather_single_coalesced([output], [own], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Call:
+        """Gather several tensors, each as `all_gather_single` does."""
+        pairs = zip(outputs, inputs, strict=True)
+        return _call_of([self._gather_whole(*pair, opts) for pair in pairs], list(outputs))
+
+    def _gather_whole(self, output: Tensor, own: Tensor, opts: Any) -> Started:
+        if output.numel() != own.numel() * self._size:
+            raise ValueError(
+                f"an output of {output.numel()} elements for {self._size} ranks with {own.numel()} "
+                "each: give one of their product"
+            )
+        if self._in_order and output.is_contiguous():
+            flat = output.detach().view(-1)
+            flat.view(self._size, -1)[self._rank].copy_(own.detach().reshape(-1))
+            return self._start(opts).all_gather(flat), []
+        whole = output if output.is_contiguous() else output.new_empty(output.shape)
+        rows = whole.detach().view(self._size, -1).unbind()
+        work, copies = self._gather(rows, own, opts)
+        return work, [*copies, (output, whole)]
+
+    def _gather(self, rows: Sequence[Tensor], own: Tensor, opts: Any) -> Started:
+        self._expect_number(rows, "outputs")
+        _expect_fit(own, rows[self._rank], "this rank's output")
+        bounds = [0, *accumulate(rows[rank].numel() for rank in self._owners)]
+        flat = own.new_empty(bounds[-1])
+        parts = [flat[low:high] for low, high in pairwise(bounds)]
+        parts[self._slot].copy_(own.detach().reshape(-1))
+        copies = [(rows[rank], part) for rank, part in zip(self._owners, parts, strict=True)]
+        return self._start(opts).all_gather(flat, bounds), copies
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> Call:
+        """Combine every rank's inputs; each rank gets those of its number. Sizes may differ."""
+        calls = [self._scatter_sum(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return _call_of(calls, list(outputs))
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Call:
+        """Combine every rank's input; each rank gets its part of it, in the order of ranks."""
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Call:
+        """Combine several tensors, each as `reduce_scatter_single` does."""
+        for output, whole in zip(outputs, inputs, strict=True):
+            if whole.numel() != output.numel() * self._size:
+                raise ValueError(
+                    f"an input of {whole.numel()} elements for {self._size} ranks that get "
+                    f"{output.numel()} each: give one of their product"
+                )
+        parts = [whole.detach().reshape(self._size, -1).unbind() for whole in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    def _scatter_sum(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Started:
+        self._expect_number(parts, "inputs")
+        _expect_fit(output, parts[self._rank], "this rank's input")
+        operation = _operation(opts)
+        flats = [part.detach().reshape(-1) for part in parts]
+        if operation in SUMS and output.dtype in SUMMED:
+            flat = torch.cat([flats[rank] for rank in self._owners])
+            if operation == ReduceOp.AVG:
+                flat.div_(self._size)
+            bounds = [0, *accumulate(len(flats[rank]) for rank in self._owners)]
+            work = self._start(opts).reduce_scatter(flat, bounds)
+            own = flat[bounds[self._slot] : bounds[self._slot + 1]]
+            return work, [(output, own)]
+        verbs.check(operation, output.dtype)
+        flats = [flat.to("cpu", copy=True) for flat in flats]
+        result = torch.empty_like(flats[self._rank])
+
+        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
+            result.copy_((yield from verbs.reduce_parts(comm, flats, operation, tags[0])))
+
+        work = self._exchange(f"reduce_scatter {operation}", output.dtype, steps, opts)
+        return work, [(output, result)]
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Call:
+        """Send each input to the rank of its number, and receive each output. Sizes may differ."""
+        return _call_of([self._swap(outputs, inputs, opts)], list(outputs))
+
+    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Started:
+        self._expect_number(outputs, "outputs")
+        self._expect_number(inputs, "inputs")
+        sent, received = [_on_host(it) for it in inputs], [_like_on_host(it) for it in outputs]
+
+        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
+            return verbs.exchange(comm, sent, received, tags[0])
+
+        work = self._exchange("all_to_all", inputs[0].dtype, steps, opts)
+        return work, list(zip(outputs, received, strict=True))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        whole: Tensor,
+        output_lengths: Sequence[int],
+        input_lengths: Sequence[int],
+        opts: Any = None,
+    ) -> Call:
+        """Send parts of the input, cut in its first dimension, and receive those of the output."""
+        target = output if output.is_contiguous() else output.new_empty(output.shape)
+        outputs = self._cut(target.detach(), output_lengths, "output")
+        work, copies = self._swap(outputs, self._cut(whole, input_lengths, "input"), opts)
+        return Call([work], [output], [*copies, (output, target)])
+
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Call:
+        """Copy every rank's tensor to the output of its number on the root."""
+        root, (own,) = opts.rootRank, inputs
+        rows: Sequence[Tensor] = ()
+        if self._rank == root:
+            (rows,) = outputs
+            self._expect_number(rows, "outputs")
+        sent, received = _on_host(own), [_like_on_host(row) for row in rows]
+
+        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
+            return verbs.gather(comm, sent, received, root, tags[0])
+
+        work = self._exchange(f"gather to rank {root}", own.dtype, steps, opts)
+        return Call([work], list(rows), list(zip(rows, received, strict=True)))
+
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Call:
+        """Copy each input of the root to the output of the rank of its number."""
+        root, (own,) = opts.rootRank, outputs
+        rows: Sequence[Tensor] = ()
+        if self._rank == root:
+            (rows,) = inputs
+            self._expect_number(rows, "inputs")
+        sent, received = [_on_host(row) for row in rows], _like_on_host(own)
+
+        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
+            return verbs.scatter(comm, sent, received, root, tags[0])
+
+        work = self._exchange(f"scatter from rank {root}", own.dtype, steps, opts)
+        return Call([work], [own], [(own, received)])
+
+    def barrier(self, opts: Any = None) -> Call:
+        """Wait for all ranks of the group."""
+        token = torch.zeros(1)
+        return Call([self._start(opts).named("barrier").all_reduce(token)], [token])
+
+    # Older torch's names of the same.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Messages between two ranks.
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Call:
+        """Send a tensor to a rank of the group."""
+        (tensor,) = tensors
+        self._check_open()
+        return Message(self._messages.send(_on_host(tensor), peer, tag), [tensor], [])
+
+    def recv(self, tensors: Sequence[Tensor], peer: int | None, tag: int = 0) -> Call:
+        """Receive a tensor, of the size that is sent, from a rank of the group."""
+        (tensor,) = tensors
+        self._check_open()
+        data = _like_on_host(tensor)
+        return Message(self._messages.receive(data, peer, tag), [tensor], [(tensor, data)])
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Call:
+        """Receive a tensor from any rank of the group, which `source_rank` of the work returns."""
+        return self.recv(tensors, None, tag)
+
+    # Within the group.
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
+        return self._collectives.owners
+
+    @property
+    def _slot(self) -> int:
+        return self._collectives.slot(self._rank)
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether shards lie in the order of ranks."""
+        return self._owners == tuple(range(self._size))
+
+    def _check_open(self) -> None:
+        if self._shut:
+            raise RuntimeError("this process group was destroyed: no communication after that")
+
+    def _start(self, opts: Any) -> WorldCollectives:
+        """Return the collectives for one call, whose caller may wait for it at once."""
+        self._check_open()
+        waits = opts is not None and not opts.asyncOp
+        return self._collectives if waits else self._going_on
+
+    def _combine(self, flat: Tensor, opts: Any) -> Work:
+        """Start to combine a flat tensor over all ranks, in place."""
+        operation = _operation(opts)
+        if operation in SUMS and flat.dtype in SUMMED:
+            if operation == ReduceOp.AVG:
+                flat.div_(self._size)
+            return self._start(opts).all_reduce(flat)
+        verbs.check(operation, flat.dtype)
+        host = flat.cpu()
+
+        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
+            yield from verbs.all_reduce(comm, host, operation, tags)
+            if host is not flat:
+                flat.copy_(host)
+
+        what = f"all_reduce {operation} of {flat.numel()}"
+        return self._exchange(what, flat.dtype, steps, opts)
+
+    def _exchange(self, what: str, dtype: torch.dtype, verb: VerbSteps, opts: Any) -> Work:
+        """Start a verb of messages, which gets two tags."""
+
+        def steps(comm: Communicator, ticket: Ticket) -> Steps[Work]:
+            yield from verb(comm, comm.tags(ticket.digest, 2)[1])
+            return CompletedWork()
+
+        return self._start(opts).exchange(steps, f"{what} {dtype}")
+
+    def _expect_number(self, tensors: Sequence[Tensor], what: str) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{len(tensors)} {what} for {self._size} ranks: give one for each")
+
+    def _cut(self, tensor: Tensor, lengths: Sequence[int], what: str) -> list[Tensor]:
+        """Return the parts of a tensor in its first dimension, equal ones by default."""
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not lengths and rows % self._size:
+            raise ValueError(f"the {what} has {rows} rows for {self._size} ranks: give their sizes")
+        cut = list(lengths) or [rows // self._size] * self._size
+        if len(cut) != self._size or sum(cut) != rows:
+            raise ValueError(f"{what} parts of {cut} rows for {rows} rows and {self._size} ranks")
+        return list(tensor.split(cut))
+
+
+def _call_of(calls: Sequence[Started], outputs: list[Tensor]) -> Call:
+    return Call([work for work, _ in calls], outputs, [pair for _, them in calls for pair in them])
+
+
+def _operation(opts: Any) -> ReduceOp.RedOpType:
+    return ReduceOp.SUM if opts is None else opts.reduceOp.op
+
+
+def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
+    """Return one flat tensor, and the copies back, of which there are none if it is in place."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0].detach().view(-1), []
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return flat, list(zip(tensors, parts, strict=True))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).cpu()
+
+
+def _like_on_host(tensor: Tensor) -> Tensor:
+    """Return flat host memory to receive into: the tensor's own if that is possible."""
+    if tensor.is_contiguous() and tensor.device.type == "cpu":
+        return tensor.detach().view(-1)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _expect_fit(own: Tensor, other: Tensor, what: str) -> None:
+    if own.numel() != other.numel() or own.dtype != other.dtype:
+        raise ValueError(
+            f"{what} has {other.numel()} elements of {other.dtype}, and the tensor {own.numel()} "
+            f"of {own.dtype}: they must be alike"
+        )

@@ -1,0 +1,116 @@
+"""Verbs of torch's process groups that `zero.Collectives` lacks, as steps of messages.
+
+All take flat contiguous tensors in host memory, and one tag of the communicator.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from mntrain.comm.engine import Steps
+from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.resources import as_bytes
+from zero.kernels import sum_dtype
+from zero.layout import split
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+OPERATIONS: dict[ReduceOp.RedOpType, Combine] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def check(operation: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
+    """Raise ValueError for an operation that tensors of a dtype do not have."""
+    if operation not in OPERATIONS:
+        raise ValueError(f"{operation} is no operation of this backend: give {_names()}")
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    if operation == ReduceOp.AVG and whole:
+        raise ValueError(f"AVG of {dtype} has no exact result: take SUM, and divide")
+    if operation in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and not whole:
+        raise ValueError(f"{operation} takes integers and bool, not {dtype}")
+
+
+def _names() -> str:
+    return ", ".join(str(it).rpartition(".")[2] for it in OPERATIONS)
+
+
+def exchange(
+    comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int
+) -> Steps[None]:
+    """Send one tensor to each rank, and receive one from each; sizes may differ, also be 0."""
+    own = comm.rank
+    peers = [(own + step) % comm.size for step in range(1, comm.size)]
+    requests = [comm.receive(p, as_bytes(received[p]), tag) for p in reversed(peers)]
+    requests += [comm.send(p, as_bytes(sent[p]), tag) for p in peers]
+    received[own].copy_(sent[own])
+    yield Requests.of(*requests).test
+
+
+def reduce_parts(
+    comm: Communicator, parts: Sequence[Tensor], operation: ReduceOp.RedOpType, tag: int
+) -> Steps[Tensor]:
+    """Return a new tensor: this rank's part of all ranks' tensors, combined in the order of ranks.
+
+    Results of 16-bit floats are rounded once.
+    """
+    own = parts[comm.rank]
+    rows = [torch.empty_like(own) for _ in range(comm.size)]
+    yield from exchange(comm, parts, rows, tag)
+    return combine(rows, operation)
+
+
+def combine(rows: Sequence[Tensor], operation: ReduceOp.RedOpType) -> Tensor:
+    """Return the tensors combined, in their order."""
+    function, dtype = OPERATIONS[operation], rows[0].dtype
+    total = rows[0].to(sum_dtype(dtype)) if dtype.is_floating_point else rows[0]
+    for row in rows[1:]:
+        total = function(total, row)
+    if operation == ReduceOp.AVG:
+        total = total / len(rows)
+    return total.to(dtype)
+
+
+def all_reduce(
+    comm: Communicator, tensor: Tensor, operation: ReduceOp.RedOpType, tags: Sequence[int]
+) -> Steps[None]:
+    """Combine a tensor over all ranks, in place, in the order of ranks. Takes two tags."""
+    bounds = split(tensor.numel(), comm.size)
+    parts = [tensor[low:high] for low, high in pairwise(bounds)]
+    own = yield from reduce_parts(comm, parts, operation, tags[0])
+    yield from exchange(comm, [own] * comm.size, parts, tags[1])
+
+
+def gather(
+    comm: Communicator, own: Tensor, rows: Sequence[Tensor], root: int, tag: int
+) -> Steps[None]:
+    """Copy every rank's tensor to the root's `rows`, which are empty on others."""
+    if comm.rank != root:
+        yield comm.send(root, as_bytes(own), tag).test
+        return
+    rows[root].copy_(own)
+    yield Requests.of(
+        *[comm.receive(p, as_bytes(row), tag) for p, row in enumerate(rows) if p != root]
+    ).test
+
+
+def scatter(
+    comm: Communicator, rows: Sequence[Tensor], own: Tensor, root: int, tag: int
+) -> Steps[None]:
+    """Copy the root's `rows`, which are empty on others, one to each rank's tensor."""
+    if comm.rank != root:
+        yield comm.receive(root, as_bytes(own), tag).test
+        return
+    own.copy_(rows[root])
+    yield Requests.of(
+        *[comm.send(p, as_bytes(row), tag) for p, row in enumerate(rows) if p != root]
+    ).test

@@ -1,0 +1,146 @@
+"""The handle of one call of a process group, as torch waits for it."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import Work as TorchWork
+from torch.futures import Future as TorchFuture
+
+from mntrain.comm.collectives import CollectiveWork
+from mntrain.comm.messages import MessageWork
+from mntrain.comm.waits import Backoff, pause
+from zero.collectives import Work
+
+# What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run
+# in the engine's thread, and each has a thread of its own.
+_FOLLOWERS = ThreadPoolExecutor(256, thread_name_prefix="mntrain torch future")
+
+Copies = Sequence[tuple[Tensor, Tensor]]
+
+
+class Call(TorchWork):
+    """One call: collectives or a message of the engine, and the copies that follow them.
+
+    `outputs` are the caller's tensors, and `copies` pairs of a tensor and what is copied to it,
+    once, by the thread that finds the collective done: on the CPU also if nobody waits. A pair of
+    the same memory is no copy.
+    """
+
+    def __init__(self, works: Sequence[Work], outputs: list[Tensor], copies: Copies = ()) -> None:
+        super().__init__()
+        self._works, self._outputs = works, outputs
+        self._copies = [pair for pair in copies if pair[0].data_ptr() != pair[1].data_ptr()]
+        self._lock = threading.Lock()
+        self._completed = False
+        self._error: Exception | None = None
+        self._future: TorchFuture[Any] | None = None
+        # Copies on a GPU are made in the caller's stream.
+        self._on_host = all(tensor.device.type == "cpu" for tensor in outputs)
+        if self._on_host and self._copies:
+            self._when_done(self._complete)
+
+    def _when_done(self, function: Callable[[], object]) -> None:
+        """Call a function when all works are done, which end in their order."""
+        last = self._works[-1] if self._works else None
+        if isinstance(last, CollectiveWork):
+            last.call_when_done(function)
+        else:
+            function()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the result; raise the error of the call. `timeout`: none if it is 0."""
+        if timeout:
+            backoff, deadline = Backoff(), time.monotonic() + timeout.total_seconds()
+            while not self.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the call has not ended within {timeout}")
+                pause(backoff.delay())
+        self._complete()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not wait."""
+        if not (self._completed or self._error):
+            with suppress(Exception):  # that has ended all communication: `wait` raises it
+                return all(work.done() for work in self._works)
+        return True
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of a call that has ended."""
+        if self.is_completed():
+            self._complete()
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """Wait, and return the caller's tensors."""
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Wait, as `wait`."""
+        self.wait()
+
+    def get_future(self) -> TorchFuture[Any]:
+        """Return a future of the caller's tensors. What follows it runs in another thread."""
+        if self._future is None:
+            self._future = TorchFuture()
+            if self._on_host:
+                self._when_done(partial(_FOLLOWERS.submit, self._complete_future))
+                self.is_completed()  # the engine's thread goes on with it
+            else:
+                self._complete_future()
+        return self._future
+
+    def _complete(self) -> None:
+        """Wait for the collective, and do once what follows it."""
+        error: Exception | None = None
+        try:
+            for work in self._works:
+                work.wait()  # it may call this method
+        except Exception as raised:
+            error = raised
+        with self._lock:
+            if self._completed or self._error is not None:
+                return
+            try:
+                for target, source in self._copies if error is None else ():
+                    target.detach().copy_(source.view(target.shape))
+            except Exception as raised:
+                error = raised
+            self._completed, self._error, self._copies = error is None, error, []
+
+    def _complete_future(self) -> None:
+        assert self._future is not None
+        self._complete()
+        if self._error is not None:
+            self._future.set_exception(self._error)
+        else:
+            self._future.set_result(self._outputs)
+
+
+class Message(Call):
+    """A message between two ranks; its sender is known when it has arrived."""
+
+    def __init__(self, work: MessageWork, outputs: list[Tensor], copies: Copies) -> None:
+        super().__init__([work], outputs, copies)
+        self._message = work
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that has sent it. Waits."""
+        self.wait()
+        return self._message.peer
+
+    _source_rank = source_rank

@@ -1,0 +1,86 @@
+"""A mistake or an accident, by its name: every rank must end with an error that names it."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import mntrain.torch_backend
+
+
+def sizes(rank):
+    dist.all_reduce(torch.ones(4 + rank))
+
+
+def verbs(rank):
+    tensor = torch.ones(4)
+    for _ in range(2):
+        if rank:
+            dist.all_reduce(tensor)
+        else:
+            dist.broadcast(tensor, 0)
+
+
+def message(rank):
+    if rank:
+        dist.send(torch.ones(4), 0)
+    else:
+        dist.recv(torch.ones(3), 1)
+
+
+def never_sent(rank):
+    if rank:
+        time.sleep(60)
+    else:
+        dist.recv(torch.ones(3), 1)
+
+
+def killed(rank):
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(100_000))
+
+
+def raises(rank):
+    if rank:
+        raise KeyError("a bug of rank one")
+    dist.all_reduce(torch.ones(100_000), async_op=True).get_future().wait()
+
+
+def integers(rank):
+    del rank
+    dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+
+
+def destroyed(rank):
+    """One rank alone ends its group, and starts no other: no error."""
+    dist.all_reduce(torch.ones(3))
+    if rank:
+        dist.destroy_process_group()
+    sys.exit()
+
+
+def again(rank):
+    """Groups that end and start, with a world beside them: no error."""
+    del rank
+    for _ in range(3):
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        with mntrain.init(device="cpu") as world:
+            assert world.sum(1.0) == tensor[0] == 2
+        dist.destroy_process_group()
+        dist.init_process_group("mntrain")
+
+
+def main(name):
+    dist.init_process_group("mntrain", timeout=timedelta(seconds=8))
+    globals()[name](dist.get_rank())
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,253 @@
+"""Every verb of torch's process groups over backend mntrain, beside a result computed here.
+
+Every rank makes the inputs of all ranks. What a result must be is computed in fp64 from these.
+"""
+
+import functools
+import itertools
+import operator
+import sys
+
+import torch
+import torch.distributed as dist
+
+import mntrain.torch_backend  # noqa: F401 - registers the backend
+
+OPERATIONS = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+BITWISE = {
+    dist.ReduceOp.BAND: operator.and_,
+    dist.ReduceOp.BOR: operator.or_,
+    dist.ReduceOp.BXOR: operator.xor,
+}
+DTYPES = [
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool),
+]
+
+
+def values(rank, shape, dtype=torch.float32):
+    """The input of a rank."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    drawn = torch.rand(shape, generator=generator) * 3
+    return drawn > 1 if dtype == torch.bool else drawn.to(dtype)
+
+
+def equal(found, expected):
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    dtype = found.dtype
+    if not dtype.is_floating_point:
+        assert torch.equal(found, expected.to(dtype)), (found, expected)
+        return
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected.double(), rtol=8 * eps, atol=eps)
+
+
+def combined(operation, ranks, shape, dtype):
+    inputs = [values(rank, shape, dtype) for rank in ranks]
+    wide = [it.double() if dtype.is_floating_point else it for it in inputs]
+    return functools.reduce(operation, wide)
+
+
+def test_sums(group, ranks, own):
+    for dtype, numel in itertools.product(DTYPES, (0, 1, 5, 1000, 300_001)):
+        for name, operation in OPERATIONS.items():
+            tensor = values(own, numel, dtype)
+            dist.all_reduce(tensor, name, group=group)
+            equal(tensor, combined(operation, ranks, numel, dtype))
+    for name, operation in BITWISE.items():
+        tensor = values(own, 77, torch.int32)
+        dist.all_reduce(tensor, name, group=group)
+        equal(tensor, combined(operation, ranks, 77, torch.int32))
+    for numel in (3, 100_000):
+        tensor = values(own, numel)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        equal(tensor, combined(torch.add, ranks, numel, tensor.dtype) / len(ranks))
+    tensor = values(own, (4, 3), torch.complex64)
+    dist.all_reduce(tensor, group=group)
+    assert torch.allclose(tensor, sum(values(rank, (4, 3), torch.complex64) for rank in ranks))
+
+
+def test_layouts(group, ranks, own):
+    """Tensors that are not contiguous, and views of others, which keep their neighbors."""
+    whole = values(own, (6, 8))
+    before = whole.clone()
+    dist.all_reduce(whole[:, 2:5], group=group)
+    dist.all_reduce(whole.t()[6], group=group)
+    total = combined(torch.add, ranks, (6, 8), torch.float32)
+    before[:, 2:5], before[:, 6] = total[:, 2:5], total[:, 6]
+    equal(whole, before)
+    leaf = torch.nn.Parameter(values(own, 9))
+    dist.all_reduce(leaf, group=group)
+    equal(leaf.detach(), combined(torch.add, ranks, 9, torch.float32))
+    transposed = torch.zeros(5, 2 * len(ranks)).t()
+    dist.all_gather_single(transposed, values(own, (2, 5)), group=group)
+    equal(transposed, torch.cat([values(rank, (2, 5)) for rank in ranks]))
+
+
+def test_roots(group, ranks, own):
+    for number, root in enumerate(ranks):
+        for dtype in DTYPES:
+            tensor = values(own, (3, 5), dtype)
+            dist.broadcast(tensor, root, group=group)
+            equal(tensor, values(root, (3, 5), dtype))
+        tensor = values(own, 1001)
+        dist.reduce(tensor, root, group=group)
+        is_root = own == root
+        equal(
+            tensor,
+            combined(torch.add, ranks, 1001, torch.float32) if is_root else values(own, 1001),
+        )
+        rows = [torch.zeros(7) for _ in ranks] if is_root else None
+        dist.gather(values(own, 7), rows, dst=root, group=group)
+        for rank, row in zip(ranks, rows or [], strict=False):
+            equal(row, values(rank, 7))
+        received = torch.zeros(2, 3).t()
+        inputs = [values(100 * number + place, (3, 2)) for place in range(len(ranks))]
+        dist.scatter(received, inputs if is_root else None, src=root, group=group)
+        equal(received, inputs[ranks.index(own)])
+
+
+def test_gathers(group, ranks, own):
+    for dtype, numel in itertools.product((torch.float32, torch.bool, torch.bfloat16), (1, 20_001)):
+        rows = [torch.zeros(numel, dtype=dtype) for _ in ranks]
+        dist.all_gather(rows, values(own, numel, dtype), group=group)
+        for rank, row in zip(ranks, rows, strict=True):
+            equal(row, values(rank, numel, dtype))
+        output = torch.zeros(numel * len(ranks), dtype=dtype)
+        dist.all_gather_single(output, values(own, numel, dtype), group=group)
+        equal(output, torch.cat(rows))
+    found = [None] * len(ranks)
+    dist.all_gather_object(found, {"rank": own, "text": "x" * own}, group=group)
+    assert found == [{"rank": rank, "text": "x" * rank} for rank in ranks]
+    objects = [own, "a"]
+    dist.broadcast_object_list(objects, ranks[-1], group=group)
+    assert objects == [ranks[-1], "a"]
+
+
+def test_scattered_sums(group, ranks, own):
+    place, size = ranks.index(own), len(ranks)
+    cases = itertools.product(OPERATIONS.items(), (torch.float32, torch.int64, torch.float16))
+    for (name, operation), dtype in cases:
+        for rows in (1, 4001):
+            whole = values(own, (rows * size, 2), dtype)
+            kept, output = whole.clone(), torch.zeros(rows, 2, dtype=dtype)
+            dist.reduce_scatter_single(output, whole, name, group=group)
+            total = combined(operation, ranks, (rows * size, 2), dtype)
+            equal(output, total[place * rows : (place + 1) * rows])
+            assert torch.equal(whole, kept)
+            output = torch.zeros(2, rows, dtype=dtype).t()
+            dist.reduce_scatter(output, list(whole.chunk(size)), name, group=group)
+            equal(output, total[place * rows : (place + 1) * rows])
+
+
+def test_exchanges(group, ranks, own):
+    place, size = ranks.index(own), len(ranks)
+    sent = values(own, (2 * size, 3))
+    received = torch.zeros(2 * size, 3)
+    dist.all_to_all_single(received, sent, group=group)
+    equal(received, torch.cat([values(r, (2 * size, 3))[2 * place : 2 * place + 2] for r in ranks]))
+    # Rank i sends i + j + 1 rows to rank j, none from 0 to 0.
+    lengths = [[i + j for j in range(size)] for i in range(size)]
+    inputs = [values(rank, (sum(lengths[i]), 2)) for i, rank in enumerate(ranks)]
+    received = torch.zeros(sum(lengths[place]), 2)
+    dist.all_to_all_single(received, inputs[place], lengths[place], lengths[place], group=group)
+    expected = torch.cat([inputs[i].split(lengths[i])[place] for i in range(size)])
+    equal(received, expected)
+    outputs = [torch.zeros(length, 2) for length in lengths[place]]
+    dist.all_to_all(outputs, list(inputs[place].split(lengths[place])), group=group)
+    equal(torch.cat(outputs), expected)
+
+
+def test_messages(group, ranks, own):
+    place, size = ranks.index(own), len(ranks)
+    if size == 1:
+        return
+    after, before = ranks[(place + 1) % size], ranks[place - 1]
+    for shape in ((0,), (3,), (5, 4), (400_000,)):
+        received = torch.zeros(shape[::-1]).permute(*reversed(range(len(shape))))
+        works = [
+            dist.irecv(received, before, group=group, tag=3),
+            dist.isend(values(own, shape), after, group=group, tag=3),
+        ]
+        for work in works:
+            work.wait()
+        equal(received, values(before, shape))
+    # Two tags cross: the later one is waited for first.
+    one, two = torch.zeros(2), torch.zeros(2)
+    works = [
+        dist.irecv(one, before, group=group, tag=1),
+        dist.irecv(two, before, group=group, tag=2),
+    ]
+    works += [dist.isend(torch.full((2,), t), after, group=group, tag=int(t)) for t in (2.0, 1.0)]
+    for work in reversed(works):
+        work.wait()
+    assert one[0] == 1
+    assert two[0] == 2
+    operations = [
+        dist.P2POp(dist.isend, values(own, 9), after, group),
+        dist.P2POp(dist.irecv, received := torch.zeros(9), before, group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    equal(received, values(before, 9))
+    if place:
+        dist.send(values(own, 5), ranks[0], group=group, tag=7)
+    else:
+        sources = []
+        for _ in ranks[1:]:
+            received = torch.zeros(5)
+            sources.append(dist.recv(received, None, group=group, tag=7))
+            equal(received, values(sources[-1], 5))
+        assert sorted(sources) == list(ranks[1:])
+
+
+def test_works(group, ranks, own):
+    """Works that are waited for late, twice, by a future, or not at all."""
+    tensors = [values(own, numel) for numel in (4, 200_000, 7)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    dropped = values(own, 50_000).view(1000, 50).t()
+    dist.all_reduce(dropped, group=group, async_op=True)
+    seen = []
+    future = works[1].get_future().then(lambda it: seen.append(it.value()[0].clone()))
+    for work in (works[2], works[0], works[0], works[1]):
+        work.wait()
+    future.wait()
+    for tensor in (*tensors, seen[0]):
+        equal(tensor, combined(torch.add, ranks, tensor.shape, tensor.dtype))
+    assert all(work.is_completed() and work.is_success() for work in works)
+    dist.barrier(group=group)
+    equal(dropped.t().reshape(-1), combined(torch.add, ranks, 50_000, torch.float32))
+    with dist.distributed_c10d._coalescing_manager(group=group):
+        for tensor in (coalesced := [values(own, numel) for numel in (3, 5)]):
+            dist.all_reduce(tensor, group=group)
+    for tensor in coalesced:
+        equal(tensor, combined(torch.add, ranks, tensor.shape, tensor.dtype))
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("mntrain")
+    own, size = dist.get_rank(), dist.get_world_size()
+    everything = list(range(size))
+    groups = [everything, [0, size - 1], everything[1:]] if size > 1 else [everything]
+    tests = [test for name, test in globals().items() if name.startswith("test_")]
+    for ranks in map(sorted, map(set, groups)):
+        if not ranks:
+            continue
+        group = None if ranks == everything else dist.new_group(ranks)
+        if own not in ranks:
+            continue
+        for test in tests:
+            test(group, ranks, own)
+    dist.barrier()
+    dist.destroy_process_group()
+    print(f"rank {own}: {len(tests)} tests passed", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

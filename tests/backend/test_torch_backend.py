@@ -1,0 +1,73 @@
+"""Backend mntrain of torch.distributed, as scripts use it under mpirun."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import completed
+from launch import mpirun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MORE = pytest.mark.thorough
+RANKS = [pytest.param(1, marks=MORE), 2, 3, pytest.param(4, marks=MORE)]
+
+
+def run(ranks, name, *words, **options):
+    return mpirun(ranks, [sys.executable, SCRIPTS / name, *words], timeout=110, **options)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
+    result = completed(run(ranks, "verbs.py"))
+    assert result.stdout.count("8 tests passed") == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=MORE)])
+def test_ddp_fsdp_and_checkpoints_work_as_over_gloo(ranks):
+    result = completed(run(ranks, "training.py"))
+    assert result.stdout.count("as over gloo") == 4 * ranks
+    assert result.stdout.count("checkpoint: as saved") == ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sizes", "rank 1: all_reduce of 5 float32, called at "),
+        pytest.param("verbs", "rank 0: broadcast of 4 float32, called at ", marks=MORE),
+        pytest.param(
+            "message", "has sent 16 bytes with tag 0, and this rank receives 12", marks=MORE
+        ),
+        pytest.param("never_sent", "in a message between two ranks", marks=MORE),
+        pytest.param("killed", "rank 1 on ", marks=MORE),
+        pytest.param("raises", "KeyError: 'a bug of rank one'", marks=MORE),
+        pytest.param("integers", "AVG of torch.int64 has no exact result", marks=MORE),
+    ],
+)
+def test_an_error_names_what_went_wrong(name, said):
+    result = run(2, "faults.py", name, outlived=True)
+    assert result.returncode not in (0, None), result.report()
+    assert not result.timed_out, result.report()
+    assert said in result.stderr, result.report()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["destroyed", "again"])
+def test_groups_end_and_start_again(name):
+    completed(run(2, "faults.py", name))
+
+
+def test_processes_of_torchrun_are_refused_in_one_sentence(monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        [*words, SCRIPTS / "faults.py", "sizes"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    said = "start the script with mpirun or srun in place of torchrun"
+    assert done.stderr.count(said) == 1, done.stderr
