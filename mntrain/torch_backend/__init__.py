@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import parent_process
+from multiprocessing import current_process, parent_process
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
@@ -143,5 +143,6 @@ class _Stores:
 
 
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-if parent_process() is None:  # not in a data-loader worker, which imports the script
+# A spawned data-loader worker imports the script, and is still inheriting from its parent then.
+if parent_process() is None and not getattr(current_process(), "_inheriting", False):
     _start()

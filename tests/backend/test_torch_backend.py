@@ -52,8 +52,8 @@ def test_an_error_names_what_went_wrong(name, said):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["destroyed", "again"])
-def test_groups_end_and_start_again(name):
+@pytest.mark.parametrize("name", ["destroyed", "again", "workers"])
+def test_groups_end_and_start_again_beside_worlds_and_workers(name):
     completed(run(2, "faults.py", name))
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 import mntrain.torch_backend
 
@@ -62,6 +63,17 @@ def destroyed(rank):
     if rank:
         dist.destroy_process_group()
     sys.exit()
+
+
+def workers(rank):
+    """Data-loader workers, which import this script: no error."""
+    del rank
+    for context in ("spawn", "fork"):
+        samples = TensorDataset(torch.arange(20.0))
+        loader = DataLoader(samples, 4, num_workers=2, multiprocessing_context=context)
+        total = sum(batch.sum() for (batch,) in loader)
+        dist.all_reduce(total)
+        assert total == 2 * 190
 
 
 def again(rank):
