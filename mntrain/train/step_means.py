@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,14 +44,6 @@ class GlobalMeans:
     addends: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-class Total(NamedTuple):
-    """A sum, with the number of items that it is over, or a maximum."""
-
-    kind: Kind
-    value: Tensor | float
-    items: float
-
-
 class StepMeans:
     """The loss and metrics of a job, added up over micro-batches, and reduced over a group.
 
@@ -63,7 +55,8 @@ class StepMeans:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._known: dict[Sequence[int], dict[str, Kind]] = {}  # of a group's ranks, sorted
-        self._own: dict[str, Total] = {}
+        # By name: a sum, with the number of items that it is over, or a maximum.
+        self._own: dict[str, tuple[Kind, Tensor, float]] = {}
 
     def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
         """Add a micro-batch of `count` items. Local; does not wait for a device."""
@@ -94,25 +87,25 @@ class StepMeans:
     def _add(self, name: str, kind: Kind, value: Tensor, items: float) -> None:
         if name in self._own:
             kind, before, count = self._own[name]
-            before = torch.as_tensor(before).to(value.device)
-            value = (torch.maximum if kind == "max" else torch.add)(before, value)
+            combine = torch.maximum if kind == "max" else torch.add
+            value = combine(before.to(value.device), value)
             items += count
-        self._own[name] = Total(kind, value, items)
+        self._own[name] = kind, value, items
 
     def put(self, message: StepMessage, ranks: Sequence[int] = ()) -> None:
         """Put what is added until the message is sent. Local."""
         kinds = self._known.setdefault(ranks, {})
         message.put("unknown names", partial(self._lacks, kinds))
         for name, kind in kinds.items():
-            nothing = Total(kind, -math.inf if kind == "max" else 0.0, float(kind == "sum"))
+            nothing = kind, -math.inf if kind == "max" else 0.0, float(kind == "sum")
             value, items = (partial(self._get, column, name, nothing) for column in (1, 2))
             message.put(f"value of {name}", value, "max" if kind == "max" else "sum")
             message.put(f"items of {name}", items)
 
     def _lacks(self, kinds: Mapping[str, Kind]) -> bool:
-        return any(kinds.get(name) != total.kind for name, total in self._own.items())
+        return any(kinds.get(name) != kind for name, (kind, *_) in self._own.items())
 
-    def _get(self, column: int, name: str, nothing: Total) -> Any:
+    def _get(self, column: int, name: str, nothing: tuple[Kind, float, float]) -> Any:
         return self._own.get(name, nothing)[column]
 
     def reduce(self, group: Collectives, where: str) -> GlobalMeans:
@@ -154,7 +147,7 @@ class StepMeans:
         loss = sum((value for value, _ in addends.values()), 0.0) if addends else math.nan
         nonfinite = ""
         if addends and not math.isfinite(loss):
-            losses = gather_objects(group, float(own_loss.value) if own_loss else 0.0)
+            losses = gather_objects(group, float(own_loss[1]) if own_loss else 0.0)
             by_rank = zip(ranks or range(group.size), losses, strict=True)
             culprits = [f"{x} on rank {r}" for r, x in by_rank if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
@@ -164,7 +157,7 @@ class StepMeans:
     def _learn(self, group: Collectives, where: str, ranks: Sequence[int]) -> None:
         """Gather the names of the ranks of a group. Collective."""
         kinds = dict(self._known[ranks])
-        for own in gather_objects(group, {name: total.kind for name, total in self._own.items()}):
+        for own in gather_objects(group, {name: kind for name, (kind, *_) in self._own.items()}):
             for name, kind in own.items():
                 if kinds.setdefault(name, kind) != kind:
                     raise TrainingStoppedError(
