@@ -4,8 +4,10 @@ import importlib
 import inspect
 import math
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
@@ -264,6 +266,28 @@ def import_class(option: str, name: str) -> type[Any]:
     if not inspect.isclass(found):
         raise ValueError(f"{option} {name}: module {module_name!r} has no class {class_name!r}")
     return found
+
+
+def name_of(task: Task) -> str:
+    """Return what --task says; of a task that keeps no configuration, the name of its class."""
+    given: str | None = getattr(getattr(task, "config", None), "task", None)
+    return given or f"{type(task).__module__}:{type(task).__qualname__}"
+
+
+@contextmanager
+def errors_of_task(task: Task, work: str) -> Iterator[None]:
+    """Raise ValueError for an exception of the block: one line, with the line of the task."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = inspect.getsourcefile(type(task))
+        frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+        text = str(error).partition("\n")[0]
+        raise ValueError(
+            f"--task {name_of(task)}: {work}: {type(error).__name__}: {text} "
+            f"({Path(frame.filename).name}, line {frame.lineno})"
+        ) from error
 
 
 def check_loss(loss: object, task: str) -> None:

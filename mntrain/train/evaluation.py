@@ -13,11 +13,10 @@ from torch.utils.data import default_collate
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.metrics.registry import StepRecord
-from mntrain.tasks import Loss, Losses, Metric, Task, check_loss
+from mntrain.tasks import Loss, Losses, Metric, Task, check_loss, errors_of_task, name_of
 from mntrain.train.compiling import Precision
 from mntrain.train.job_data import JobData
 from mntrain.train.step_means import GlobalMeans
-from mntrain.train.task_errors import errors_of_task, name_of
 
 EVAL_LOSS = "eval_loss"
 

@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from mntrain.config import OptimConfig
 from mntrain.optim import Muon, muon_groups
-from mntrain.tasks import Task, import_class
-from mntrain.train.task_errors import errors_of_task
+from mntrain.tasks import Task, errors_of_task, import_class
 from zero.optimizer import ZeroOptimizer
 
 # Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
