@@ -31,7 +31,7 @@ from mntrain.metrics.registry import (
     short_time,
 )
 from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit
-from mntrain.metrics.writers import DECLARED, MetricsFiles
+from mntrain.metrics.writers import MetricsFiles
 
 _STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"}
 _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master
@@ -79,7 +79,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self._master:
-            self._metrics = MetricsFiles(self._run_dir, self._log, DECLARED, self.warn)
+            self._metrics = MetricsFiles(self._run_dir, self._log, self.warn)
         return self
 
     def __exit__(self, *exception: object) -> None:

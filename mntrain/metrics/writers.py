@@ -31,12 +31,8 @@ from mntrain.metrics.files import (
     read_metrics,
     write_whole,
 )
-from mntrain.metrics.registry import METRICS
 
 CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", ".wandb-id"
-DECLARED = tuple(name for name, metric in METRICS.items() if not metric.named)
-"""Columns that a training job's metrics.csv has from its first row on."""
-
 WAITING = 10_000  # lines that wait in memory at most
 WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while a file cannot be written
 _WANDB_S = 40  # to connect, and at the end: an unreachable server must not hold the ranks for long
@@ -64,14 +60,12 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
 class MetricsFiles:
     """metrics.jsonl of a run and its copies, in one process.
 
-    `columns` are those of metrics.csv from the first row on; `warn` prints a warning. Makes the
-    run's directory if there is none. Continues the files that are there, which must have been
-    rewound to the step that the job continues from (`mntrain.run.directory.rewind`).
+    `warn` prints a warning. Makes the run's directory if there is none. Continues the files that
+    are there, which must have been rewound to the step that the job continues from
+    (`mntrain.run.directory.rewind`).
     """
 
-    def __init__(
-        self, run_dir: Path, log: LogConfig, columns: Sequence[str], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, run_dir: Path, log: LogConfig, warn: Callable[[str], None]) -> None:
         self.missing: list[str] = []
         """What was not written, a text for each file; complete after `close`."""
         self._warn, self._open = warn, True
@@ -80,7 +74,7 @@ class MetricsFiles:
             append_whole(self._path, b"")
         self._waiting: deque[Line] = deque()  # lines that the record lacks
         self._lost = 0  # the oldest lines, for which there was no place in memory
-        self._table = _Table(run_dir, columns) if log.csv else None
+        self._table = _Table(run_dir) if log.csv else None
         self._failed, self._error = "", ""  # the file that cannot be written, and why
         self._retry_at = self._warned_at = -math.inf
         self._copies: dict[str, _Events | _WandbRun] = {}
@@ -161,13 +155,14 @@ class MetricsFiles:
 class _Table:
     """metrics.csv: one row for each line of metrics.jsonl, with the same text for each number.
 
-    A value that a line lacks, and one that is not finite, is an empty cell. A new name, such as a
-    metric of the task, adds a column at the end: the file is then written anew, as it is at the
-    start, and after an error.
+    A value that a line lacks, and one that is not finite, is an empty cell. A new name, such as
+    that of the first evaluation, adds a column at the end: the file is then written anew, as it is
+    at the start, and after an error.
     """
 
-    def __init__(self, run_dir: Path, columns: Iterable[str]) -> None:
-        self._run_dir, self._path, self._columns = run_dir, run_dir / CSV_FILE, list(columns)
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._path = run_dir, run_dir / CSV_FILE
+        self._columns: list[str] = []
         self.complete = False  # the file has all lines of metrics.jsonl
 
     def append(self, lines: Sequence[Line]) -> None:
@@ -177,7 +172,7 @@ class _Table:
         if self.complete and known and self._path.exists():
             append_whole(self._path, _csv_text(self._columns, rows))
         else:
-            self._columns = _write_table(self._path, self._columns, read_metrics(self._run_dir))
+            self._columns = _write_table(self._path, read_metrics(self._run_dir))
             self.complete = True
 
 
@@ -185,15 +180,13 @@ def rewind_csv(run_dir: Path, lines: Sequence[Line]) -> None:
     """Write a run's metrics.csv anew with these lines of metrics.jsonl, if the run has one."""
     path = run_dir / CSV_FILE
     if path.exists():
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            columns = next(csv.reader(file), ["step"])
-        _write_table(path, columns, lines)
+        _write_table(path, lines)
 
 
-def _write_table(path: Path, first: Iterable[str], lines: Sequence[Line]) -> list[str]:
-    """Write a table, and return its columns: the first ones, and others in the lines' order."""
+def _write_table(path: Path, lines: Sequence[Line]) -> list[str]:
+    """Write a table, and return its columns, in the order in which the lines first have them."""
     rows = [flatten(line) for line in lines]
-    columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
+    columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
     header = dict(zip(columns, columns, strict=True))
     write_whole(path, _csv_text(columns, [header, *rows]))
     return columns

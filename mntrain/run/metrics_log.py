@@ -180,7 +180,7 @@ class MetricsLog:
         if self._files is None or self._rewinds != self._directory.rewinds:
             self._close_files()
             self._rewinds = self._directory.rewinds
-            self._files = MetricsFiles(self._directory.path, self._log, ["step"], warn)
+            self._files = MetricsFiles(self._directory.path, self._log, warn)
         return self._files
 
     def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:

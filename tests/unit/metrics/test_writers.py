@@ -19,17 +19,16 @@ from reports import record
 from mntrain.config import LogConfig
 from mntrain.metrics import writers
 from mntrain.metrics.files import append_whole, flatten, read_metrics, write_summary
-from mntrain.metrics.registry import METRICS
-from mntrain.metrics.writers import DECLARED, MetricsFiles, expect_installed
+from mntrain.metrics.writers import MetricsFiles, expect_installed
 from mntrain.run.directory import rewind
 
 CSV, BOARD = LogConfig(csv=True), LogConfig(tensorboard=True)
 
 
-def write(folder: Path, log: LogConfig, *lines: dict, columns: tuple = DECLARED) -> list[str]:
+def write(folder: Path, log: LogConfig, *lines: dict) -> list[str]:
     """One job's lines; returns its warnings."""
     warnings: list[str] = []
-    files = MetricsFiles(folder, log, columns, warnings.append)
+    files = MetricsFiles(folder, log, warnings.append)
     for line in lines:
         files.write(line)
     files.close(succeeded=True)
@@ -54,7 +53,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_numbers_that_are_not_finite_are_empty_cells_and_errors_are_text(tmp_path):
     write(tmp_path, CSV, line(1, loss=math.nan, grad_norm=math.inf), {"step": 2, "error": 'a, "b"'})
     first, second = rows(tmp_path)
-    assert list(first)[: len(DECLARED)] == [n for n, metric in METRICS.items() if not metric.named]
+    assert list(first) == [*flatten(line(1)), "error"]
     assert (first["loss"], first["grad_norm"], first["lr"]) == ("", "", "0.0029")
     assert (second["step"], second["error"], second["loss"]) == ("2", 'a, "b"', "")
 
@@ -101,7 +100,7 @@ def disk(monkeypatch):
 
 def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_path, disk):
     warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, DECLARED, warnings.append)
+    files = MetricsFiles(tmp_path, CSV, warnings.append)
     lines = [line(step, metrics={f"m{step // 100}": float(step)}) for step in range(1, 200)]
     for step, written in enumerate(lines, 1):  # a step a second; a new column on the full disk
         disk.full = 20 <= step < 190
@@ -120,7 +119,7 @@ def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_pa
 def test_what_is_lost_is_told(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(writers, "WAITING", 5)
     warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, DECLARED, warnings.append)
+    files = MetricsFiles(tmp_path, CSV, warnings.append)
     for step in range(1, 21):
         disk.full, disk.now = 3 <= step < 15, disk.now + 10
         files.write(line(step))
@@ -153,7 +152,7 @@ def test_what_the_disk_has_no_room_for_is_not_there_in_part(tmp_path):
 
 def test_a_table_that_cannot_be_written_is_written_anew(tmp_path, disk):
     warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, ["step"], warnings.append)
+    files = MetricsFiles(tmp_path, CSV, warnings.append)
     table = tmp_path / "metrics.csv"
     for step in (1, 2, 3):
         if step == 2:
@@ -187,7 +186,7 @@ def test_an_error_of_one_copy_is_one_warning_and_ends_that_copy_alone(tmp_path, 
     if when == "at the start":
         folder.write_text("in the way")
     warnings: list[str] = []
-    files = MetricsFiles(tmp_path, LogConfig(csv=True, tensorboard=True), DECLARED, warnings.append)
+    files = MetricsFiles(tmp_path, LogConfig(csv=True, tensorboard=True), warnings.append)
     for step in (1, 2, 3, 4):
         if step == 2 and when == "later":
             encode = "tensorboard.summary.writer.record_writer.masked_crc32c"
@@ -247,7 +246,7 @@ def test_wandb_gets_flat_values_the_configuration_and_the_end(tmp_path, wandb):
     assert expected.items() <= run.options.items()
     assert run.options["settings"].finish_timeout <= 60
     assert run.exit_code == 0
-    MetricsFiles(run_dir, WANDB, DECLARED, pytest.fail).close()
+    MetricsFiles(run_dir, WANDB, pytest.fail).close()
     assert wandb.runs[1].exit_code == 1  # it did not end well
 
 
@@ -265,7 +264,7 @@ def test_a_resumed_run_is_the_same_one_at_wandb_and_one_that_starts_over_is_not(
 def test_training_continues_without_wandb(tmp_path, wandb, when):
     warnings: list[str] = []
     wandb.down = when == "at the start"
-    files = MetricsFiles(tmp_path, WANDB, DECLARED, warnings.append)
+    files = MetricsFiles(tmp_path, WANDB, warnings.append)
     files.write(line(1))
     wandb.down = True
     files.write(line(2))
@@ -293,7 +292,7 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypa
 def test_a_directory_that_is_deleted_is_made_anew(tmp_path):
     folder = tmp_path / "run"
     log = LogConfig(csv=True, tensorboard=bool(find_spec("tensorboard")))
-    files = MetricsFiles(folder, log, ["step"], pytest.fail)
+    files = MetricsFiles(folder, log, pytest.fail)
     for step in (1, 2, 3):
         if step == 2:
             shutil.rmtree(folder)
