@@ -47,7 +47,7 @@ class _Default:
     meetings: Messages | None = None
 
 
-def _create(opts: Any, _: object) -> MpiProcessGroup:
+def create(opts: Any, _: object) -> MpiProcessGroup:
     """Make a group: the default one on all ranks, any other on its members. Collective there."""
     ranks: list[int] = opts.global_ranks_in_group
     if not ranks:
@@ -142,7 +142,7 @@ class _Stores:
         yield store, int(given.get("rank", rank)), int(given.get("world_size", size))
 
 
-dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 # A spawned data-loader worker imports the script, and is still inheriting from its parent then.
 if parent_process() is None and not getattr(current_process(), "_inheriting", False):
     _start()

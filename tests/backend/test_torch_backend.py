@@ -23,6 +23,21 @@ def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
     assert result.stdout.count("8 tests passed") == ranks
 
 
+@pytest.mark.thorough
+def test_torch_finds_the_backend_without_an_import(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "assert 'RANK' not in os.environ\n"
+        "dist.init_process_group('mntrain')\n"
+        "dist.all_reduce(tensor := torch.ones(3))\n"
+        "assert tensor[0] == int(os.environ['WORLD_SIZE']) == 2\n"
+        "print(dist.get_backend(), os.environ['RANK'] == str(dist.get_rank()))\n"
+    )
+    result = completed(mpirun(2, [sys.executable, script], timeout=100))
+    assert result.stdout.count("mntrain True") == 2
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=MORE)])
 def test_ddp_fsdp_and_checkpoints_work_as_over_gloo(ranks):
     result = completed(run(ranks, "training.py"))

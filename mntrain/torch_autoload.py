@@ -1,0 +1,51 @@
+"""Backend "mntrain" of torch.distributed without an import: torch loads this module with itself.
+
+Torch calls `register` when it is imported, by the entry point "torch.backends" of this package,
+unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. MPI starts when a process group does.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.html#third-party-backends, and
+https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+# ruff: noqa: PLC0415 - imports inside of functions: every import of torch would wait for them
+
+
+def register() -> None:
+    """Let torch.distributed find the backend. Local; starts nothing."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+        dist.Backend.register_backend(
+            "mntrain", _create, extended_api=True, devices=["cpu", "cuda"]
+        )
+        handlers["env"] = partial(_meet, handlers["env"])
+
+
+def _create(opts: Any, more: object) -> Any:
+    from mntrain.torch_backend import create
+
+    return create(opts, more)
+
+
+def _meet(of_torch: Callable[..., Iterator[Any]], url: str, **more: Any) -> Iterator[Any]:
+    """Meet as torch does, by variables of the environment; under MPI, set them first.
+
+    Without RANK torch would raise an error, for any backend.
+    """
+    from mntrain.checks import launcher
+
+    started = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
+    if "RANK" in os.environ or not started:
+        return of_torch(url, **more)
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+    import mntrain.torch_backend  # noqa: F401 - it sets them
+
+    return handlers["env"](url, **more)
