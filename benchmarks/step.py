@@ -46,6 +46,10 @@ SLOW = (
     "mntrain stage 0, SparseLoCo (1/16) every 5",
 )
 SLOW_PEERS = ("DDP, bf16 hook", "DDP, PowerSGD hook", "PostLocalSGD every 20")
+BACKEND = (  # torch's own over the backend of mntrain.torch_backend, only on request
+    *("DDP over mntrain", "DDP over mntrain, 4 MB buckets"),
+    *("FSDP2 over mntrain, ZeRO-2", "FSDP2 over mntrain, ZeRO-3"),
+)
 PEERS = (
     *("DDP", "DDP, 4 MB buckets", "DDP, ZeroRedundancyOptimizer"),
     *("FSDP2, ZeRO-2", "FSDP2, ZeRO-3"),
@@ -75,7 +79,7 @@ def main() -> int:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=[*VARIANTS, *SLOW, *SLOW_PEERS],
+        choices=[*VARIANTS, *SLOW, *SLOW_PEERS, *BACKEND],
         metavar="VARIANT",
     )
     parser.add_argument(

@@ -199,6 +199,15 @@ def gloo() -> Iterator[None]:
 
 
 @contextmanager
+def backend() -> Iterator[None]:
+    """Use a group of backend mntrain of all ranks."""
+    import_module("mntrain.torch_backend")
+    dist.init_process_group("mntrain")
+    yield
+    dist.destroy_process_group()
+
+
+@contextmanager
 def gloo_and_deepspeed() -> Iterator[Any]:
     """Yield DeepSpeed, on a gloo group. Raises AbsentError if it cannot be imported."""
     comm = MPI.COMM_WORLD
@@ -267,6 +276,10 @@ VARIANTS: dict[str, tuple[Group, Make]] = {
     "FSDP2, ZeRO-3": (gloo, fsdp(reshard=True)),
     **{f"DeepSpeed stage {stage}": (gloo_and_deepspeed, deepspeed(stage)) for stage in STAGES},
     "Horovod": (started_horovod, horovod),
+    "DDP over mntrain": (backend, ddp(25)),
+    "DDP over mntrain, 4 MB buckets": (backend, ddp(4)),
+    "FSDP2 over mntrain, ZeRO-2": (backend, fsdp(reshard=False)),
+    "FSDP2 over mntrain, ZeRO-3": (backend, fsdp(reshard=True)),
     BF16: (gloo, ddp_peer(BF16)),
     POWERSGD: (gloo, ddp_peer(POWERSGD)),
     f"{POST_LOCAL} every {EVERY}": (gloo, ddp_peer(POST_LOCAL)),

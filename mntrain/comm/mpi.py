@@ -204,6 +204,41 @@ class Requests:
             pause(backoff.delay())
 
 
+class CheckedRequests(Requests):
+    """Receives whose messages must have the lengths of their buffers, and sends.
+
+    MPI itself takes a shorter message without a word.
+    """
+
+    def __init__(
+        self, receives: Sequence[Requests], nbytes: Sequence[int], sends: Requests
+    ) -> None:
+        """`nbytes` are the lengths of the buffers of `receives`."""
+        from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+
+        self._byte, self._nbytes = MPI.BYTE, nbytes
+        self._counts = [len(one._requests) for one in receives]
+        super().__init__(Requests.of(*receives, sends)._requests)
+        self._statuses = [MPI.Status() for _ in self._requests]
+
+    def test(self) -> bool:
+        """Return whether all are complete. Raises RuntimeError for a message of another length."""
+        requests = self._requests
+        if requests and not type(requests[0]).Testall(requests, self._statuses):
+            return False
+        requests.clear()
+        arrived = iter(self._statuses)
+        for count, nbytes in zip(self._counts, self._nbytes, strict=True):
+            statuses = [next(arrived) for _ in range(count)]
+            found = sum(status.Get_count(self._byte) for status in statuses)
+            if found != nbytes:
+                raise RuntimeError(
+                    f"rank {statuses[0].Get_source()} of the group has sent {found} bytes, and "
+                    f"this rank receives {nbytes}: their lists of sizes must agree"
+                )
+        return True
+
+
 class FoundMessage:
     """A message whose sender and size are known once it has arrived.
 

@@ -28,6 +28,10 @@ Started = tuple[Work, Copies]
 VerbSteps = Callable[[Communicator, Sequence[int]], Steps[None]]
 
 
+# The engine's thread is outside of the caller's inference mode: what it writes must be normal.
+_normal_tensors = torch.inference_mode(mode=False)
+
+
 # torch's methods have several signatures, of which the functions of torch.distributed use one.
 class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     """A process group of torch over MPI. Construction is local.
@@ -91,26 +95,33 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     # Collectives.
 
+    @_normal_tensors
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Call:
         """Combine tensors over all ranks, in place."""
         flat, copies = _joined(tensors)
-        return Call([self._combine(flat, opts)], list(tensors), copies)
+        work, before = self._combine(flat, opts)
+        return Call([work], list(tensors), [*before, *copies])
 
     allreduce_coalesced = allreduce
 
+    @_normal_tensors
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Combine tensors over all ranks, in place on the root; others keep theirs."""
         (tensor,) = tensors
         result = tensor.detach().reshape(-1).clone()
-        copies = [(tensor, result)] if self._rank == opts.rootRank else []
-        return Call([self._combine(result, opts)], [tensor], copies)
+        work, copies = self._combine(result, opts)
+        if self._rank == opts.rootRank:
+            copies.append((tensor, result))
+        return Call([work], [tensor], copies)
 
+    @_normal_tensors
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Copy the root's tensors to all ranks, in place."""
         flat, copies = _joined(tensors)
         root = opts.rootRank
         return Call([self._start(opts).broadcast(flat, root)], list(tensors), copies)
 
+    @_normal_tensors
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -124,6 +135,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Copy every rank's tensor to its part of the output, in the order of ranks."""
         return self.all_gather_single_coalesced([output], [own], opts)
 
+    @_normal_tensors
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -137,11 +149,11 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
                 f"an output of {output.numel()} elements for {self._size} ranks with {own.numel()} "
                 "each: give one of their product"
             )
-        if self._in_order and output.is_contiguous():
+        if self._in_order and _in_place(output):
             flat = output.detach().view(-1)
             flat.view(self._size, -1)[self._rank].copy_(own.detach().reshape(-1))
             return self._start(opts).all_gather(flat), []
-        whole = output if output.is_contiguous() else output.new_empty(output.shape)
+        whole = output if _in_place(output) else output.new_empty(output.shape)
         rows = whole.detach().view(self._size, -1).unbind()
         work, copies = self._gather(rows, own, opts)
         return work, [*copies, (output, whole)]
@@ -156,6 +168,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         copies = [(rows[rank], part) for rank, part in zip(self._owners, parts, strict=True)]
         return self._start(opts).all_gather(flat, bounds), copies
 
+    @_normal_tensors
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Call:
@@ -167,6 +180,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Combine every rank's input; each rank gets its part of it, in the order of ranks."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
+    @_normal_tensors
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -200,9 +214,11 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             result.copy_((yield from verbs.reduce_parts(comm, flats, operation, tags[0])))
 
-        work = self._exchange(f"reduce_scatter {operation}", output.dtype, steps, opts)
+        sizes = [len(flat) for flat in flats]
+        work = self._exchange(f"reduce_scatter {operation} of {sizes}", output.dtype, steps, opts)
         return work, [(output, result)]
 
+    @_normal_tensors
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -220,6 +236,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange("all_to_all", inputs[0].dtype, steps, opts)
         return work, list(zip(outputs, received, strict=True))
 
+    @_normal_tensors
     def all_to_all_single(
         self,
         output: Tensor,
@@ -229,11 +246,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         opts: Any = None,
     ) -> Call:
         """Send parts of the input, cut in its first dimension, and receive those of the output."""
-        target = output if output.is_contiguous() else output.new_empty(output.shape)
+        target = output if _in_place(output) else output.new_empty(output.shape)
         outputs = self._cut(target.detach(), output_lengths, "output")
         work, copies = self._swap(outputs, self._cut(whole, input_lengths, "input"), opts)
         return Call([work], [output], [*copies, (output, target)])
 
+    @_normal_tensors
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Call:
@@ -243,14 +261,17 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._rank == root:
             (rows,) = outputs
             self._expect_number(rows, "outputs")
+            for row in rows:
+                _expect_fit(own, row, "an output")
         sent, received = _on_host(own), [_like_on_host(row) for row in rows]
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.gather(comm, sent, received, root, tags[0])
 
-        work = self._exchange(f"gather to rank {root}", own.dtype, steps, opts)
+        work = self._exchange(f"gather of {own.numel()} to rank {root}", own.dtype, steps, opts)
         return Call([work], list(rows), list(zip(rows, received, strict=True)))
 
+    @_normal_tensors
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Call:
@@ -260,12 +281,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._rank == root:
             (rows,) = inputs
             self._expect_number(rows, "inputs")
+            for row in rows:
+                _expect_fit(own, row, "an input")
         sent, received = [_on_host(row) for row in rows], _like_on_host(own)
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.scatter(comm, sent, received, root, tags[0])
 
-        work = self._exchange(f"scatter from rank {root}", own.dtype, steps, opts)
+        work = self._exchange(f"scatter of {own.numel()} from rank {root}", own.dtype, steps, opts)
         return Call([work], [own], [(own, received)])
 
     def barrier(self, opts: Any = None) -> Call:
@@ -287,6 +310,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self._check_open()
         return Message(self._messages.send(_on_host(tensor), peer, tag), [tensor], [])
 
+    @_normal_tensors
     def recv(self, tensors: Sequence[Tensor], peer: int | None, tag: int = 0) -> Call:
         """Receive a tensor, of the size that is sent, from a rank of the group."""
         (tensor,) = tensors
@@ -323,23 +347,21 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         waits = opts is not None and not opts.asyncOp
         return self._collectives if waits else self._going_on
 
-    def _combine(self, flat: Tensor, opts: Any) -> Work:
+    def _combine(self, flat: Tensor, opts: Any) -> Started:
         """Start to combine a flat tensor over all ranks, in place."""
         operation = _operation(opts)
         if operation in SUMS and flat.dtype in SUMMED:
             if operation == ReduceOp.AVG:
                 flat.div_(self._size)
-            return self._start(opts).all_reduce(flat)
+            return self._start(opts).all_reduce(flat), []
         verbs.check(operation, flat.dtype)
         host = flat.cpu()
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
-            yield from verbs.all_reduce(comm, host, operation, tags)
-            if host is not flat:
-                flat.copy_(host)
+            return verbs.all_reduce(comm, host, operation, tags)
 
         what = f"all_reduce {operation} of {flat.numel()}"
-        return self._exchange(what, flat.dtype, steps, opts)
+        return self._exchange(what, flat.dtype, steps, opts), [(flat, host)]
 
     def _exchange(self, what: str, dtype: torch.dtype, verb: VerbSteps, opts: Any) -> Work:
         """Start a verb of messages, which gets two tags."""
@@ -373,9 +395,20 @@ def _operation(opts: Any) -> ReduceOp.RedOpType:
     return ReduceOp.SUM if opts is None else opts.reduceOp.op
 
 
+def _in_place(tensor: Tensor) -> bool:
+    """Return whether the engine can write to a tensor itself."""
+    return tensor.is_contiguous() and not tensor.is_inference()
+
+
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
     """Return one flat tensor, and the copies back, of which there are none if it is in place."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"tensors of {tensors[0].dtype}, and one of {tensor.dtype} and {tensor.layout}: "
+                "give dense ones of one dtype"
+            )
+    if len(tensors) == 1 and _in_place(tensors[0]):
         return tensors[0].detach().view(-1), []
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])
@@ -388,7 +421,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _like_on_host(tensor: Tensor) -> Tensor:
     """Return flat host memory to receive into: the tensor's own if that is possible."""
-    if tensor.is_contiguous() and tensor.device.type == "cpu":
+    if _in_place(tensor) and tensor.device.type == "cpu":
         return tensor.detach().view(-1)
     return torch.empty(tensor.numel(), dtype=tensor.dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from mntrain.comm.engine import Steps
-from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.mpi import CheckedRequests, Communicator, Requests
 from mntrain.comm.resources import as_bytes
 from zero.kernels import sum_dtype
 from zero.layout import split
@@ -47,13 +47,22 @@ def _names() -> str:
 def exchange(
     comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int
 ) -> Steps[None]:
-    """Send one tensor to each rank, and receive one from each; sizes may differ, also be 0."""
+    """Send one tensor to each rank, and receive one from each; sizes may differ, also be 0.
+
+    Raises RuntimeError if a rank sends more or less than this one receives from it.
+    """
     own = comm.rank
+    if sent[own].numel() != received[own].numel():
+        raise RuntimeError(
+            f"this rank sends itself {sent[own].numel()} elements, and receives "
+            f"{received[own].numel()}: the lists of sizes must agree"
+        )
     peers = [(own + step) % comm.size for step in range(1, comm.size)]
-    requests = [comm.receive(p, as_bytes(received[p]), tag) for p in reversed(peers)]
-    requests += [comm.send(p, as_bytes(sent[p]), tag) for p in peers]
+    receives = [comm.receive(p, as_bytes(received[p]), tag) for p in reversed(peers)]
+    sends = Requests.of(*[comm.send(p, as_bytes(sent[p]), tag) for p in peers])
     received[own].copy_(sent[own])
-    yield Requests.of(*requests).test
+    nbytes = [received[p].nbytes for p in reversed(peers)]
+    yield CheckedRequests(receives, nbytes, sends).test
 
 
 def reduce_parts(

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
@@ -116,8 +117,9 @@ class Call(TorchWork):
             if self._completed or self._error is not None:
                 return
             try:
-                for target, source in self._copies if error is None else ():
-                    target.detach().copy_(source.view(target.shape))
+                with torch.inference_mode():  # tensors of the caller's inference mode, too
+                    for target, source in self._copies if error is None else ():
+                        target.detach().copy_(source.view(target.shape))
             except Exception as raised:
                 error = raised
             self._completed, self._error, self._copies = error is None, error, []

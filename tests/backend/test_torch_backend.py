@@ -20,7 +20,7 @@ def run(ranks, name, *words, **options):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
     result = completed(run(ranks, "verbs.py"))
-    assert result.stdout.count("8 tests passed") == ranks
+    assert result.stdout.count("10 tests passed") == ranks
 
 
 @pytest.mark.thorough
@@ -53,6 +53,7 @@ def test_ddp_fsdp_and_checkpoints_work_as_over_gloo(ranks):
         pytest.param(
             "message", "has sent 16 bytes with tag 0, and this rank receives 12", marks=MORE
         ),
+        pytest.param("lists", "has sent 16 bytes, and this rank receives 24", marks=MORE),
         pytest.param("never_sent", "in a message between two ranks", marks=MORE),
         pytest.param("killed", "rank 1 on ", marks=MORE),
         pytest.param("raises", "KeyError: 'a bug of rank one'", marks=MORE),

@@ -52,6 +52,14 @@ def raises(rank):
     dist.all_reduce(torch.ones(100_000), async_op=True).get_future().wait()
 
 
+def lists(rank):
+    """Rank 0 sends rank 1 one row less than that receives."""
+    sent = [1, 2] if rank == 0 else [1, 1]
+    received = [1, 1] if rank == 0 else [3, 1]
+    output, whole = torch.zeros(sum(received), 2), torch.ones(sum(sent), 2)
+    dist.all_to_all_single(output, whole, received, sent)
+
+
 def integers(rank):
     del rank
     dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)

@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import mntrain.torch_backend  # noqa: F401 - registers the backend
 
@@ -227,6 +228,35 @@ def test_works(group, ranks, own):
             dist.all_reduce(tensor, group=group)
     for tensor in coalesced:
         equal(tensor, combined(torch.add, ranks, tensor.shape, tensor.dtype))
+
+
+def test_functional_collectives(group, ranks, own):
+    """Those of DTensor and compiled code, which call the group from C++."""
+    place, size, over = ranks.index(own), len(ranks), group or dist.group.WORLD
+    total = combined(torch.add, ranks, (2 * size, 3), torch.float32)
+    mine = values(own, (2 * size, 3))
+    equal(functional.all_reduce(mine, "sum", over), total)
+    equal(functional.reduce_scatter_single(mine, "sum", 0, over), total[2 * place : 2 * place + 2])
+    rows = functional.all_gather_single(mine, 0, over)
+    equal(rows, torch.cat([values(rank, (2 * size, 3)) for rank in ranks]))
+    swapped = functional.all_to_all_single(mine, None, None, over)
+    expected = [values(rank, (2 * size, 3))[2 * place : 2 * place + 2] for rank in ranks]
+    equal(swapped, torch.cat(expected))
+    equal(functional.broadcast(mine, size - 1, over), values(ranks[-1], (2 * size, 3)))
+
+
+def test_inference(group, ranks, own):
+    """Tensors of inference mode, contiguous and not, of which an evaluation has some."""
+    with torch.inference_mode():
+        tensor, strided = values(own, 40_000), values(own, (3, 4)).t()
+        rows = [torch.zeros(2, 3).t() for _ in ranks]
+        works = [dist.all_reduce(it, group=group, async_op=True) for it in (tensor, strided)]
+        dist.all_gather(rows, values(own, (3, 2)), group=group)
+        for work in works:
+            work.wait()
+        equal(tensor, combined(torch.add, ranks, 40_000, torch.float32))
+        equal(strided, combined(torch.add, ranks, (3, 4), torch.float32).t())
+        equal(rows[-1], values(ranks[-1], (3, 2)))
 
 
 def main():
