@@ -1,5 +1,6 @@
 """Backend mntrain of torch.distributed, as scripts use it under mpirun."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from job import completed
 from launch import mpirun
 
 SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "torch_backend"
 MORE = pytest.mark.thorough
 RANKS = [pytest.param(1, marks=MORE), 2, 3, pytest.param(4, marks=MORE)]
 
@@ -43,6 +45,21 @@ def test_ddp_fsdp_and_checkpoints_work_as_over_gloo(ranks):
     result = completed(run(ranks, "training.py"))
     assert result.stdout.count("as over gloo") == 4 * ranks
     assert result.stdout.count("checkpoint: as saved") == ranks
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ddp", r"accuracy 0\.9\d* on 2 ranks"),
+        ("fsdp", r"loss (0\.\d+), and \1 from the checkpoint"),
+        ("accelerate_loop", r"loss 0\.000\d on 2 ranks"),
+        ("hf_trainer", r"loss 0\.\d+ on 2 ranks"),
+    ],
+)
+def test_an_example_learns_on_two_ranks(name, said):
+    result = completed(mpirun(2, [sys.executable, EXAMPLES / f"{name}.py"], timeout=100))
+    assert re.search(said, result.stdout), result.report()
 
 
 @pytest.mark.parametrize(
