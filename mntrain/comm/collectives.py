@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
@@ -46,13 +47,6 @@ class CollectiveWork:
     ) -> None:
         self._engine, self._futures, self._last_parts = engine, futures, last_parts
 
-    def call_when_done(self, function: Callable[[], object]) -> None:
-        """Call a function when the collectives have finished; see `Future.call_when_done`."""
-        if self._futures:
-            self._futures[-1].call_when_done(function)  # they end in their order
-        else:
-            function()
-
     def done(self) -> bool:
         """Return whether the collectives have finished, and let them progress; see `Work.done`."""
         self._engine.check_open()
@@ -69,6 +63,28 @@ class CollectiveWork:
                 self._futures = ()  # they hold the tensor
             for work in self._last_parts:
                 work.wait()
+
+
+def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
+    """Call a function once, when all collectives of these works have finished, in any order.
+
+    See `Future.call_when_done`. For a work that is complete already, at once.
+    """
+    futures = [it for work in works if isinstance(work, CollectiveWork) for it in work._futures]
+    left, lock = len(futures), threading.Lock()
+
+    def ended() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            function()
+
+    for future in futures:
+        future.call_when_done(ended)
+    if not futures:
+        function()
 
 
 class WorldCollectives:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
-from mntrain.comm.collectives import CollectiveWork
+from mntrain.comm.collectives import when_done
 from mntrain.comm.messages import MessageWork
 from mntrain.comm.waits import Backoff, pause
 from zero.collectives import Work
@@ -45,15 +45,7 @@ class Call(TorchWork):
         # Copies on a GPU are made in the caller's stream.
         self._on_host = all(tensor.device.type == "cpu" for tensor in outputs)
         if self._on_host and self._copies:
-            self._when_done(self._complete)
-
-    def _when_done(self, function: Callable[[], object]) -> None:
-        """Call a function when all works are done, which end in their order."""
-        last = self._works[-1] if self._works else None
-        if isinstance(last, CollectiveWork):
-            last.call_when_done(function)
-        else:
-            function()
+            when_done(works, self._complete)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result; raise the error of the call. `timeout`: none if it is 0."""
@@ -99,7 +91,7 @@ class Call(TorchWork):
         if self._future is None:
             self._future = TorchFuture()
             if self._on_host:
-                self._when_done(partial(_FOLLOWERS.submit, self._complete_future))
+                when_done(self._works, partial(_FOLLOWERS.submit, self._complete_future))
                 self.is_completed()  # the engine's thread goes on with it
             else:
                 self._complete_future()
