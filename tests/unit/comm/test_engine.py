@@ -8,10 +8,11 @@ from itertools import cycle
 
 import pytest
 
-from mntrain.comm.collectives import CollectiveWork
+from mntrain.comm.collectives import CollectiveWork, when_done
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
+from zero.collectives import CompletedWork
 
 WINDOW = 5
 
@@ -561,3 +562,24 @@ def test_begin_and_end_of_a_collective_are_told_with_number_call_and_line(engine
     ticketed(engine, Signature("gather"), stream=group)
     ticketed(engine, Signature("broadcast", root=1), stream=group)
     assert [event[-1] for event in log if event[0] == "begins"] == [-2, 6]
+
+
+def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
+    gates, called, again = [False, False], threading.Event(), threading.Event()
+
+    def steps(number):
+        yield lambda: gates[number]
+        return CompletedWork()
+
+    streams = [engine.add_stream(f"stream {number}") for number in range(2)]
+    works = [
+        CollectiveWork(engine, [engine.submit(steps(number), stream=stream)])
+        for number, stream in enumerate(streams)
+    ]
+    when_done([CompletedWork(), *works], called.set)
+    gates[1] = True
+    assert not called.wait(0.2)
+    gates[0] = True
+    assert called.wait(20)
+    when_done(works, again.set)  # they have finished
+    assert again.is_set()
