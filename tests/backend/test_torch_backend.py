@@ -34,7 +34,7 @@ def test_torch_finds_the_backend_without_an_import(tmp_path):
         "dist.init_process_group('mntrain')\n"
         "dist.all_reduce(tensor := torch.ones(3))\n"
         "assert tensor[0] == int(os.environ['WORLD_SIZE']) == 2\n"
-        "print(dist.get_backend(), os.environ['RANK'] == str(dist.get_rank()))\n"
+        "print(f\"{dist.get_backend()} {os.environ['RANK'] == str(dist.get_rank())}\\n\", end='')\n"
     )
     result = completed(mpirun(2, [sys.executable, script], timeout=100))
     assert result.stdout.count("mntrain True") == 2
