@@ -2,7 +2,8 @@
 
     mpirun -np 4 python examples/torch_backend/ddp.py
 
-Classifies scikit-learn's digits. Gradients travel in 16 bits, by a hook of torch's.
+Classifies scikit-learn's digits (the extra `examples`). Gradients travel in 16 bits, by a hook of
+torch's.
 """
 
 import torch
