@@ -9,6 +9,7 @@ https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,13 @@ from typing import Any
 
 
 def register() -> None:
-    """Let torch.distributed find the backend. Local; starts nothing."""
+    """Let torch.distributed find the backend. Local; starts nothing.
+
+    Does nothing in a torch without what it needs: an error here would end every import of torch.
+    """
     import torch.distributed as dist
 
-    if dist.is_available():
+    with suppress(ImportError):
         from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
         dist.Backend.register_backend(
