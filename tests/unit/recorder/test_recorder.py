@@ -80,8 +80,10 @@ def test_the_thread_keeps_nothing_of_training_and_ends_at_once(opened, tmp_path)
 
     held = train()
     assert held() is None
+    thread = opened._signs
+    assert thread.is_alive()
     opened.close()
-    assert "mntrain recorder" not in [thread.name for thread in threading.enumerate()]
+    assert not thread.is_alive()
 
 
 def test_the_newest_events_replace_the_oldest(recorder, tmp_path):
