@@ -103,9 +103,12 @@ class Future(Generic[T]):
 
     def tell(self) -> None:
         """Call the functions of `call_when_done` that were not called yet."""
-        with suppress(IndexError):
-            while True:
-                self._callbacks.pop()()
+        while True:
+            try:
+                function = self._callbacks.pop()  # atomic: several threads may be here
+            except IndexError:
+                return
+            function()
 
     def wait(self) -> T:
         """Block until the steps have run; return their result or raise their error. Repeatable."""

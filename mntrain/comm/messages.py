@@ -42,7 +42,7 @@ class Messages:
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
         """Start to send a tensor, which must not change before. Raises ValueError for a bad tag."""
         _check_tag(tag)
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor)
 
         def steps() -> Steps[Work]:
             yield self._comm.send(peer, data, tag).test
@@ -58,7 +58,7 @@ class Messages:
         `wait` raises RuntimeError for a message of another size.
         """
         _check_tag(tag)
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor)
 
         def steps() -> Steps[Work]:
             found = self._comm.find(peer, tag)
@@ -92,7 +92,7 @@ class Messages:
         return self._engine.submit(steps, stream=self._stream)
 
 
-def _bytes_of(tensor: Tensor) -> "Bytes":
+def bytes_of(tensor: Tensor) -> "Bytes":
     """Return the memory of a tensor for MPI, and a byte in place of none: it is a message, too."""
     return as_bytes(tensor) if tensor.numel() else np.zeros(1, np.uint8)
 

@@ -207,16 +207,16 @@ class Requests:
 class CheckedRequests(Requests):
     """Receives whose messages must have the lengths of their buffers, and sends.
 
-    MPI itself takes a shorter message without a word.
+    MPI itself takes a shorter message without a word. `nbytes` are the lengths of the buffers of
+    `receives`.
     """
 
     def __init__(
         self, receives: Sequence[Requests], nbytes: Sequence[int], sends: Requests
     ) -> None:
-        """`nbytes` are the lengths of the buffers of `receives`."""
         from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
 
-        self._byte, self._nbytes = MPI.BYTE, nbytes
+        self._byte, self._too_long, self._nbytes = MPI.BYTE, MPI.Exception, nbytes
         self._counts = [len(one._requests) for one in receives]
         super().__init__(Requests.of(*receives, sends)._requests)
         self._statuses = [MPI.Status() for _ in self._requests]
@@ -224,8 +224,14 @@ class CheckedRequests(Requests):
     def test(self) -> bool:
         """Return whether all are complete. Raises RuntimeError for a message of another length."""
         requests = self._requests
-        if requests and not type(requests[0]).Testall(requests, self._statuses):
-            return False
+        try:
+            if requests and not type(requests[0]).Testall(requests, self._statuses):
+                return False
+        except self._too_long as error:
+            raise RuntimeError(
+                "a rank of the group has sent more bytes than this rank receives: their lists of "
+                f"sizes must agree ({error})"
+            ) from None
         requests.clear()
         arrived = iter(self._statuses)
         for count, nbytes in zip(self._counts, self._nbytes, strict=True):

@@ -14,10 +14,11 @@ ranks of the job. Raises AgreedError if MPI cannot start, and for ranks of torch
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import current_process, parent_process
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class _Default:
 
     world: World | None = None
     meetings: Messages | None = None
+    made: ClassVar[Counter[str]] = Counter()  # groups so far, by torch's name: as on the others
 
 
 def create(opts: Any, _: object) -> MpiProcessGroup:
@@ -55,7 +57,8 @@ def create(opts: Any, _: object) -> MpiProcessGroup:
     world, meetings = _Default.world, _Default.meetings
     if world is None or meetings is None:
         raise RuntimeError(f"a group of backend {NAME} needs a default group of backend {NAME}")
-    name = f"torch's group {opts.group_id}"
+    _Default.made[opts.group_id] += 1  # torch gives the name of a destroyed group again
+    name = f"torch's group {opts.group_id}, number {_Default.made[opts.group_id]}"
     collectives = world.subgroup(ranks, name, meetings)
     return MpiProcessGroup(collectives, world.messages(collectives, f"messages of {name}"))
 

@@ -228,7 +228,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Started:
         self._expect_number(outputs, "outputs")
         self._expect_number(inputs, "inputs")
-        sent, received = [_on_host(it) for it in inputs], [_like_on_host(it) for it in outputs]
+        sent = [_apart(_on_host(it), outputs) for it in inputs]
+        received = [_like_on_host(it) for it in outputs]
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.exchange(comm, sent, received, tags[0])
@@ -283,7 +284,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             self._expect_number(rows, "inputs")
             for row in rows:
                 _expect_fit(own, row, "an input")
-        sent, received = [_on_host(row) for row in rows], _like_on_host(own)
+        sent, received = [_apart(_on_host(row), [own]) for row in rows], _like_on_host(own)
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.scatter(comm, sent, received, root, tags[0])
@@ -417,6 +418,13 @@ def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).cpu()
+
+
+def _apart(sent: Tensor, received: Sequence[Tensor]) -> Tensor:
+    """Return a copy of what is sent if it shares memory with what is received, or else itself."""
+    start = sent.untyped_storage().data_ptr()
+    shared = any(it.untyped_storage().data_ptr() == start for it in received)
+    return sent.clone() if shared else sent
 
 
 def _like_on_host(tensor: Tensor) -> Tensor:

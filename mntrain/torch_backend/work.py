@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from mntrain.comm.waits import Backoff, pause
 from zero.collectives import Work
 
 # What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run
-# in the engine's thread, and each has a thread of its own.
+# in the engine's thread, and up to so many may wait.
 _FOLLOWERS = ThreadPoolExecutor(256, thread_name_prefix="mntrain torch future")
 
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -91,11 +90,15 @@ class Call(TorchWork):
         if self._future is None:
             self._future = TorchFuture()
             if self._on_host:
-                when_done(self._works, partial(_FOLLOWERS.submit, self._complete_future))
+                when_done(self._works, self._follow)
                 self.is_completed()  # the engine's thread goes on with it
             else:
                 self._complete_future()
         return self._future
+
+    def _follow(self) -> None:
+        with suppress(RuntimeError):  # the interpreter ends
+            _FOLLOWERS.submit(self._complete_future)
 
     def _complete(self) -> None:
         """Wait for the collective, and do once what follows it."""

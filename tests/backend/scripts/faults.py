@@ -52,12 +52,28 @@ def raises(rank):
     dist.all_reduce(torch.ones(100_000), async_op=True).get_future().wait()
 
 
-def lists(rank):
-    """Rank 0 sends rank 1 one row less than that receives."""
-    sent = [1, 2] if rank == 0 else [1, 1]
-    received = [1, 1] if rank == 0 else [3, 1]
-    output, whole = torch.zeros(sum(received), 2), torch.ones(sum(sent), 2)
-    dist.all_to_all_single(output, whole, received, sent)
+def send_rows(rank, sent, received):
+    """Rank 0 sends rank 1 so many rows, and that receives so many."""
+    rows = {0: ([1, sent], [1, 1]), 1: ([1, 1], [received, 1])}
+    sends, receives = rows[rank]
+    output, whole = torch.zeros(sum(receives), 2), torch.ones(sum(sends), 2)
+    dist.all_to_all_single(output, whole, receives, sends)
+
+
+def fewer_rows(rank):
+    send_rows(rank, 2, 3)
+
+
+def no_rows(rank):
+    send_rows(rank, 0, 3)
+
+
+def more_rows(rank):
+    send_rows(rank, 3, 2)
+
+
+def rows_for_none(rank):
+    send_rows(rank, 3, 0)
 
 
 def integers(rank):
@@ -90,6 +106,10 @@ def again(rank):
     for _ in range(3):
         tensor = torch.ones(4)
         dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        for _ in range(2):  # torch gives both one name
+            group = dist.new_group([0, 1], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(4), group=group)
+            dist.destroy_process_group(group)
         with mntrain.init(device="cpu") as world:
             assert world.sum(1.0) == tensor[0] == 2
         dist.destroy_process_group()

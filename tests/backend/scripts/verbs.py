@@ -164,6 +164,29 @@ def test_exchanges(group, ranks, own):
     equal(torch.cat(outputs), expected)
 
 
+def test_outputs_that_are_inputs(group, ranks, own):
+    """What is sent is what was there at the call."""
+    place, size = ranks.index(own), len(ranks)
+    tensor = values(own, (2 * size, 30_000))
+    dist.all_to_all_single(tensor, tensor, group=group)
+    inputs = [values(r, (2 * size, 30_000))[2 * place : 2 * place + 2] for r in ranks]
+    equal(tensor, torch.cat(inputs))
+    whole = values(own, (size, 4))
+    dist.all_gather(list(whole), whole[place], group=group)
+    equal(whole, torch.stack([values(r, (size, 4))[i] for i, r in enumerate(ranks)]))
+    whole = values(own, (size, 4))
+    dist.reduce_scatter_single(whole[:1], whole, group=group)
+    equal(whole[0], combined(torch.add, ranks, (size, 4), torch.float32)[place])
+    rows = list(values(ranks[0], (size, 4)))
+    mine, expected = (rows[-1] if place == 0 else torch.zeros(4)), rows[place].clone()
+    dist.scatter(mine, rows if place == 0 else None, src=ranks[0], group=group)
+    equal(mine, expected)
+    rows = list(values(own, (size, 4)))
+    dist.gather(rows[-1], rows if place == 0 else None, dst=ranks[0], group=group)
+    for rank, row in zip(ranks, rows if place == 0 else [], strict=False):
+        equal(row, values(rank, (size, 4))[-1])
+
+
 def test_messages(group, ranks, own):
     place, size = ranks.index(own), len(ranks)
     if size == 1:
