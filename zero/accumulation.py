@@ -15,11 +15,12 @@ round is what launches every bucket once: a whole accumulation, or at stage 2 a 
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -42,9 +43,7 @@ from zero.step_message import StepMessage
 
 INTERRUPTED = (
     "the last backward through this optimizer's parameters did not end: it raised an exception, "
-    "after which optimizer.zero_grad() is needed, and a new job if gradients were sent; or all of "
-    "the model lies in reentrant checkpoints: then call torch.utils.checkpoint with "
-    "use_reentrant=False"
+    "after which optimizer.zero_grad() is needed, and a new job if gradients were sent"
 )
 COMPILED = (
     "torch._dynamo.config.compiled_autograd is on: compiled autograd does not tell when a backward "
@@ -109,7 +108,10 @@ class Accumulation:
         self.waited_s = 0.0  # seconds so far in `finish`
         self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
         # Of the running backward.
-        self._tasks = set[int]()  # autograd's numbers of it, and of those nested in it
+        # Autograd's numbers of it and of those nested in it. Each has a function that returns None
+        # if the backward has raised.
+        self._tasks: dict[int, Callable[[], object]] = {}
+        self._joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
         self._syncing = True  # outside of `no_sync`
         # Of the reduction.
         self.phase = Phase.EMPTY
@@ -228,14 +230,14 @@ class Accumulation:
 
     def interrupt(self) -> None:
         """Note that a backward has raised."""
-        self._tasks.add(-1)
+        self._tasks = {-1: lambda: None}
 
     def finish_interrupted(self) -> None:
         """Take part in the rest of a backward that has raised on this rank. Collective.
 
         Outside of `no_sync`. All ranks must discard the gradients afterwards.
         """
-        self._tasks.clear()
+        self._forget_tasks()
         if self.phase is not Phase.HELD:
             self.weight.discard()
             self.weight.state(1.0)  # the sum over ranks must not be 0
@@ -254,7 +256,7 @@ class Accumulation:
         self._gradients.clear(set_to_none)
         self._discard()
         if not self._launched:
-            self._tasks.clear()
+            self._forget_tasks()
             self._start_round()
         self.reduced_weight = 0.0
         self._hook.end_step(taken=False)
@@ -365,17 +367,18 @@ class Accumulation:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
             raise RuntimeError(COMPILED)
-        if self._tasks and task > max(self._tasks) and not _is_nested():
-            raise RuntimeError(INTERRUPTED)
         first = not self._tasks
+        if not first and not any(running() for running in self._tasks.values()):
+            raise RuntimeError(INTERRUPTED)
         if first:
             self._shard.watch.check_kinds()
             self._scale.check_applied()
-        self._tasks.add(task)
+        at_end = partial(self._on_end_of_backward, task)
+        self._tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
             self.weight.begin_backward()
-        Variable._execution_engine.queue_callback(self._on_end_of_backward)
+        Variable._execution_engine.queue_callback(at_end)
 
     def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
         self._begin()
@@ -396,18 +399,36 @@ class Accumulation:
                 self._launch_next()
 
     @_disable_dynamo
-    def _on_end_of_backward(self) -> None:
+    def _on_end_of_backward(self, task: int) -> None:
         """Finish what a backward leaves, when the outermost one ends."""
-        if not self._tasks:
-            return  # a second call for the same backward
-        complete = self._syncing and self._launched == len(self._missing)
-        if _is_nested() and not complete:
+        if task not in self._tasks:
+            return  # the gradients were discarded within it
+        if (outer := torch._C._current_autograd_node()) is not None:
+            # A node of another backward has started this one, as in reentrant checkpointing. The
+            # other may have no gradient for this optimizer, so it is joined where it goes on.
+            self._tasks[task] = lambda: self
+            following = (node for node, _ in outer.next_functions if node is not None)
+            self._joining += [node.register_prehook(self._join) for node in following]
             return
-        self._tasks.clear()
+        if min(self._tasks) < task:  # nested ones have larger numbers
+            raise RuntimeError(INTERRUPTED)
+        self._forget_tasks()
         if self._syncing:
             self.finish()
         elif self.announces:
             self._launch_remaining()
+
+    @_disable_dynamo
+    def _join(self, *_: object) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._begin_backward(task)
+
+    def _forget_tasks(self) -> None:
+        self._tasks.clear()
+        for hook in self._joining:
+            hook.remove()
+        self._joining.clear()
 
     # The reduction.
 
@@ -574,19 +595,3 @@ class Accumulation:
             self.group.all_reduce(flags).wait()
         by_name = zip(self._parameters, flags.tolist(), strict=True)
         return frozenset(name for name, ranks in by_name if not ranks)
-
-
-def _is_nested() -> bool:
-    """Return whether the running backward was started by a node of another one.
-
-    So does reentrant checkpointing: backward of torch.autograd.Function calls backward.
-    """
-    frame, engines = sys._getframe(1), 0
-    while frame is not None:
-        code = frame.f_code
-        engines += code.co_name == "_engine_run_backward"
-        within = code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__
-        if engines > 1 or (engines and within):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -214,6 +214,25 @@ def checkpointed_reentrant_layer_shared(kit):
     return train(kit, Blocks(use_reentrant=True), Adam, lr=0.01)
 
 
+@script(reference="alone")
+def checkpointed_reentrant_as_a_whole(kit):
+    """No parameter lies outside of the checkpoints, so only their backward passes reach any."""
+    model, optimizer = make(kit)
+
+    def loss(x, y):
+        x.requires_grad_()
+        outputs = [checkpoint(model, sign * x, use_reentrant=True) for sign in (1, -1)]
+        return functional.cross_entropy(outputs[0] - outputs[1], y) / 2
+
+    data = batches(6)
+    for first, second in zip(kit.shard(data[::2]), kit.shard(data[1::2]), strict=True):
+        with kit.no_sync(model, optimizer):
+            loss(*first).backward()
+        loss(*second).backward()
+        step(optimizer)
+    return {"model": model}
+
+
 def train_with_closure(kit, *choice, **options):
     model, optimizer = make(kit, None, *choice, **options)
     for x, y in kit.shard(batches()):

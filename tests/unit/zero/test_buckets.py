@@ -6,6 +6,7 @@ import pytest
 import torch
 from first_of_two import FirstOfTwo
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.comm_hooks import CommHook
@@ -185,6 +186,37 @@ def test_after_a_backward_that_failed_nothing_goes_on_by_itself(stage, launched)
         return
     model(torch.ones(1, 2)).sum().backward()
     assert optimizer.step().grad_norm > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_backward_that_raises_after_a_nested_one_has_ended_is_not_continued(stage, nested):
+    def fail(gradient):
+        raise KeyError("in backward")
+
+    model, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    optimizer = ZeroOptimizer(
+        [*model.named_parameters(), ("other", nn.Parameter(torch.ones(1)))],
+        torch.optim.SGD,
+        FirstOfTwo(),
+        stage=stage,
+        partition="parameter",
+    )
+
+    def forward(x):
+        return checkpoint(model, x, use_reentrant=True).sum()
+
+    failing = x * 1
+    failing.register_hook(fail)
+    with pytest.raises(KeyError):
+        forward(failing).backward()
+    with pytest.raises(RuntimeError, match="did not end"):
+        (forward(x) if nested else model(x).sum()).backward()
+    with pytest.raises(RuntimeError, match="did not end"):
+        optimizer.step()
+    optimizer.zero_grad()
+    forward(x).backward()
+    assert optimizer.step().grad_norm == 2.0  # of the weight, which is this rank's
 
 
 def test_in_fp16_addends_are_of_the_size_of_means():
