@@ -2,8 +2,10 @@
 
     mpirun -np 2 python benchmarks/backend.py
     sudo python tests/cluster/nodes.py --ranks 2,2 --link 1gbit -- python benchmarks/backend.py
+    mpirun -np 2 python benchmarks/backend.py cuda
 
 Prints a table: the median milliseconds of a call on rank 0, and those of the CPU in all threads.
+With `cuda`, tensors lie on this rank's GPU, which is waited for.
 """
 
 import statistics
@@ -23,18 +25,22 @@ def main() -> None:
     """Measure every size, and print a row for each."""
     torch.set_num_threads(1)
     dist.init_process_group("mntrain")
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     groups = {"mntrain": None, "gloo": dist.new_group(backend="gloo")}
     show("bytes", *[f"{name}, ms (CPU)" for name in groups], "gloo / mntrain")
     for nbytes in SIZES:
-        tensor = torch.ones(nbytes // 4)
+        tensor = torch.ones(nbytes // 4, device=device)
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for _ in range(TURNS):
             for name, group in groups.items():
                 dist.all_reduce(tensor.fill_(1), group=group)
                 for _ in range(max(1, min(MOST_CALLS, BYTES // nbytes))):
                     tensor.fill_(1)
+                    synchronize()
                     start, start_cpu = time.perf_counter(), time.process_time()
                     dist.all_reduce(tensor, group=group)
+                    synchronize()
                     took = time.perf_counter() - start, time.process_time() - start_cpu
                     samples[name].append(took)
         medians = {

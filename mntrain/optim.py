@@ -82,7 +82,7 @@ class Muon(Optimizer):
     def _adam(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return Adam's direction of a parameter, and update its moments."""
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["exp_avg"] = torch.zeros_like(gradient)
             state["exp_avg_sq"] = torch.zeros_like(gradient)
         first, second = group["betas"]

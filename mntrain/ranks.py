@@ -479,7 +479,7 @@ class Ranks:
         if isinstance(values, Tensor):
             totals = values.detach().to(torch.float64, copy=True).contiguous()
         else:
-            totals = torch.tensor(values, dtype=torch.float64)
+            totals = torch.tensor(values, dtype=torch.float64, device="cpu")
         self.collectives.named("world.sum").all_reduce(totals.view(-1)).wait()
         if isinstance(values, Tensor):
             return totals

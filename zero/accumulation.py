@@ -590,7 +590,9 @@ class Accumulation:
         return totals
 
     def _unused(self) -> frozenset[str]:
-        flags = torch.tensor([n in self._used for n in self._parameters], dtype=torch.float64)
+        flags = torch.tensor(
+            [n in self._used for n in self._parameters], dtype=torch.float64, device="cpu"
+        )
         if self.group.size > 1:
             self.group.all_reduce(flags).wait()
         by_name = zip(self._parameters, flags.tolist(), strict=True)

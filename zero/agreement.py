@@ -249,7 +249,7 @@ def _addends(digests: Iterable[int], step: int) -> Tensor:
     for digest in digests:
         bits = float((digest * (2 * step + 1) & 0xFFFFFFFF) >> (32 - DIGEST_BITS))
         addends += [bits, bits * bits]
-    return torch.tensor(addends, dtype=torch.float64)
+    return torch.tensor(addends, dtype=torch.float64, device="cpu")
 
 
 def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +259,7 @@ def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tenso
         for entry in bucket.entries
         for sample in range(min(entry.numel, SAMPLED))
     ]
-    start, offset, size = torch.tensor(rows, dtype=torch.int64).view(-1, 3).unbind(1)
+    start, offset, size = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).unbind(1)
     return start.to(device), offset.to(device), size.to(device)
 
 

@@ -160,12 +160,12 @@ def gather_objects(collectives: Collectives, local_object: T) -> list[T]:
     """
     packed = torch.frombuffer(bytearray(pickle.dumps(local_object)), dtype=torch.uint8)
     slots = [collectives.slot(rank) for rank in range(collectives.size)]
-    lengths = torch.zeros(collectives.size, dtype=torch.int64)
+    lengths = torch.zeros(collectives.size, dtype=torch.int64, device="cpu")
     lengths[slots[collectives.rank]] = len(packed)
     collectives.all_reduce(lengths).wait()
     bounds = [0, *torch.cumsum(lengths, 0).tolist()]
     parts = [slice(bounds[slot], bounds[slot + 1]) for slot in slots]
-    gathered = torch.empty(bounds[-1], dtype=torch.uint8)
+    gathered = torch.empty(bounds[-1], dtype=torch.uint8, device="cpu")
     gathered[parts[collectives.rank]] = packed
     collectives.all_gather(gathered, bounds).wait()
     return [pickle.loads(gathered[part].numpy().tobytes()) for part in parts]

@@ -57,7 +57,7 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     Equal elements give equal bits at any address. An empty tensor gives 0.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     # One pass over each, which adds in fp64. On CUDA, the address of a tensor that does not begin
     # with a whole vector changes the order in which torch adds, and so do others' dtypes.
     placed = [tensor if tensor.data_ptr() % VECTOR == 0 else tensor.clone() for tensor in tensors]

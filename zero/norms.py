@@ -46,7 +46,7 @@ def global_norm(
     else:
         parts = [_power_sum(run, p) for shard in shards for run in runs(shard)]
     # Collectives sum, so for a maximum every rank writes into an element of its own.
-    total = torch.zeros(collectives.size if math.isinf(p) else 1, dtype=torch.float64)
+    total = torch.zeros(collectives.size if math.isinf(p) else 1, dtype=torch.float64, device="cpu")
     if parts and math.isinf(p):
         total[collectives.rank] = torch.stack(parts).max()
     elif parts:

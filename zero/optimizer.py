@@ -365,7 +365,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm = self._agreed_norm(norm_type)
         if max_norm < norm < math.inf:  # otherwise `step` stops or skips
             self._shard.gradients.scale_(max_norm / (norm + 1e-6))
-        return torch.tensor(norm, dtype=torch.float64)
+        return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @_disable_dynamo
     @torch.no_grad()
@@ -736,7 +736,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if alone:
             return norm
         totals = torch.tensor(
-            [norm, self.accumulation.reduced_weight, float(differ)], dtype=torch.float64
+            [norm, self.accumulation.reduced_weight, float(differ)],
+            dtype=torch.float64,
+            device="cpu",
         )
         if without is not None:
             totals = torch.cat([totals, self._agreement.figures_of_replica(groups, step)])

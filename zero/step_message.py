@@ -23,7 +23,7 @@ class StepMessage:
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[Value, bool]] = {}  # with True for a maximum
-        self._numbers = torch.zeros(0, dtype=torch.float64)  # on their way
+        self._numbers = torch.zeros(0, dtype=torch.float64, device="cpu")  # on their way
         self._work: Work = CompletedWork()
         self._size = 0  # ranks that it was sent to; 0: not sent yet
 
@@ -70,7 +70,7 @@ class StepMessage:
             places = [0.0] * (group.size if maximum else 1)
             places[group.rank if maximum else 0] = number
             packed += places
-        return torch.tensor(packed, dtype=torch.float64)
+        return torch.tensor(packed, dtype=torch.float64, device="cpu")
 
 
 def _read(tensors: list[Tensor]) -> list[float]:

@@ -273,7 +273,7 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def decode_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `encode_values`."""
     return {
-        key: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]])
+        key: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device="cpu")
         if "dtype" in value
         else value["value"]
         for key, value in values.items()

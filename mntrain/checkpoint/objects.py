@@ -184,5 +184,9 @@ def _decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
     if kind == "array":
         array = np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"])
         return array if value["shape"] else array[()]
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return flat.view(DTYPES[value["dtype"]]).reshape(value["shape"])

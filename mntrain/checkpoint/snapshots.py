@@ -34,14 +34,14 @@ class SnapshotBuffer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._unpin: Callable[[], object] = lambda: None
 
     def _reserve(self, nbytes: int) -> None:
         """Allocate this much memory, pinned for copies from a GPU."""
         self._unpin()
-        self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._device.type == "cuda":
             unpin, _ = pin(self._memory, self._device)  # unpinned copies are slower, but correct
             # The finalizer's reference keeps the memory alive until it is unpinned.

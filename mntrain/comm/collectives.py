@@ -299,6 +299,11 @@ class WorldCollectives:
                 if work is not None:
                     return CollectiveWork(engine, (), [work])
             parts = self._device_parts(ticket, tensor, self._devices, host_only=host_only)
+        elif not tensor.is_cpu:
+            own = self._devices.device if self._devices is not None else "cpu"
+            raise ValueError(
+                f"a tensor on {tensor.device}, and this rank communicates on {own}: move it there"
+            )
         futures = [
             engine.submit(algorithm(*part), wake=wake, stream=self._stream, ticket=part[0])
             for part in parts

@@ -78,7 +78,7 @@ class NodeSharedMemory:
         If it fails on any of them, all ranks use private memory, and `why_not` is set.
         """
         if self._node.size == 1 or self.why_not or not nbytes:
-            return torch.zeros(nbytes, dtype=torch.uint8)
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         dead = [index for index, segment in self._segments.items() if segment.dead]
         token = secrets.token_bytes(TOKEN_BYTES)
         file, own, problem = _create(nbytes, token)
@@ -92,7 +92,7 @@ class NodeSharedMemory:
                 os.close(file)
         if problems or own is None:
             self.why_not = problems[0]
-            return torch.zeros(nbytes, dtype=torch.uint8)
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         weak = StorageWeakRef(own.untyped_storage())
         self._segments[self._count] = SharedSegment(own.data_ptr(), nbytes, weak, parts)
         self._count += 1

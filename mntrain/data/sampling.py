@@ -126,7 +126,7 @@ class SamplingPlan:
     def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the samples at [start, stop) of an epoch's order."""
         if self.order is not None:
-            return torch.tensor(self.order[start:stop], dtype=torch.int64)
+            return torch.tensor(self.order[start:stop], dtype=torch.int64, device="cpu")
         return torch.from_numpy(permuted(start, stop, self.samples, self.seed, epoch))
 
     def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:

@@ -21,9 +21,9 @@ def weighted_mean(
     if number is None:
         problem = f"the value is {value!r}: give a number or a tensor"
     if not isinstance(number, Tensor):  # of a float, torch would make fp32
-        number = torch.tensor(0.0 if number is None else number, dtype=torch.float64)
+        number = torch.tensor(0.0 if number is None else number, dtype=torch.float64, device="cpu")
     own = number.detach().to("cpu", torch.float64)
-    sums = torch.zeros(own.numel() + 1, dtype=torch.float64)
+    sums = torch.zeros(own.numel() + 1, dtype=torch.float64, device="cpu")
     if problem:
         sums[-1] = math.nan  # which all ranks see in the sum
     elif weight:

@@ -294,7 +294,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Call:
         """Wait for all ranks of the group."""
-        token = torch.zeros(1)
+        token = torch.zeros(1, device="cpu")
         return Call([self._start(opts).named("barrier").all_reduce(token)], [token])
 
     # Older torch's names of the same.
@@ -431,7 +431,7 @@ def _like_on_host(tensor: Tensor) -> Tensor:
     """Return flat host memory to receive into: the tensor's own if that is possible."""
     if _in_place(tensor) and tensor.device.type == "cpu":
         return tensor.detach().view(-1)
-    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
 
 def _expect_fit(own: Tensor, other: Tensor, what: str) -> None:

@@ -29,8 +29,9 @@ class Call(TorchWork):
     """One call: collectives or a message of the engine, and the copies that follow them.
 
     `outputs` are the caller's tensors, and `copies` pairs of a tensor and what is copied to it,
-    once, by the thread that finds the collective done: on the CPU also if nobody waits. A pair of
-    the same memory is no copy.
+    once, by the thread that finds the collective done, also if nobody waits. A pair of the same
+    memory is no copy. On a GPU, other threads than the caller's copy in a stream of their own, and
+    `wait` lets the current stream wait for them; the host waits for the collective alone.
     """
 
     def __init__(self, works: Sequence[Work], outputs: list[Tensor], copies: Copies = ()) -> None:
@@ -41,10 +42,13 @@ class Call(TorchWork):
         self._completed = False
         self._error: Exception | None = None
         self._future: TorchFuture[Any] | None = None
-        # Copies on a GPU are made in the caller's stream.
-        self._on_host = all(tensor.device.type == "cpu" for tensor in outputs)
-        if self._on_host and self._copies:
-            when_done(works, self._complete)
+        device = next((tensor.device for tensor in outputs if tensor.is_cuda), None)
+        self._stream = self._end = None
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        if self._copies:
+            when_done(works, self._complete_aside)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result; raise the error of the call. `timeout`: none if it is 0."""
@@ -57,6 +61,8 @@ class Call(TorchWork):
         self._complete()
         if self._error is not None:
             raise self._error
+        if self._end is not None:
+            torch.cuda.current_stream(self._end.device).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -88,17 +94,19 @@ class Call(TorchWork):
     def get_future(self) -> TorchFuture[Any]:
         """Return a future of the caller's tensors. What follows it runs in another thread."""
         if self._future is None:
-            self._future = TorchFuture()
-            if self._on_host:
-                when_done(self._works, self._follow)
-                self.is_completed()  # the engine's thread goes on with it
-            else:
-                self._complete_future()
+            stream = self._stream
+            self._future = TorchFuture(devices=None if stream is None else [stream.device])
+            when_done(self._works, self._follow)
+            self.is_completed()  # the engine's thread goes on with it
         return self._future
 
     def _follow(self) -> None:
         with suppress(RuntimeError):  # the interpreter ends
             _FOLLOWERS.submit(self._complete_future)
+
+    def _complete_aside(self) -> None:
+        with torch.cuda.stream(self._stream):  # with None, it does nothing
+            self._complete()
 
     def _complete(self) -> None:
         """Wait for the collective, and do once what follows it."""
@@ -115,17 +123,24 @@ class Call(TorchWork):
                 with torch.inference_mode():  # tensors of the caller's inference mode, too
                     for target, source in self._copies if error is None else ():
                         target.detach().copy_(source.view(target.shape))
+                        for tensor in (target, source):
+                            if tensor.is_cuda:
+                                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if self._stream is not None:
+                    self._end = torch.cuda.current_stream(self._stream.device).record_event()
             except Exception as raised:
                 error = raised
             self._completed, self._error, self._copies = error is None, error, []
 
     def _complete_future(self) -> None:
         assert self._future is not None
-        self._complete()
-        if self._error is not None:
-            self._future.set_exception(self._error)
-        else:
-            self._future.set_result(self._outputs)
+        with torch.cuda.stream(self._stream):  # what follows the future comes after it
+            try:
+                self.wait()
+            except Exception as error:
+                self._future.set_exception(error)
+            else:
+                self._future.set_result(self._outputs)
 
 
 class Message(Call):

@@ -90,7 +90,7 @@ class Sent:
         self.messages, self.fragment, self.own = messages, fragment, own or {}
         self._what, self._ranks = what, world.size
         # The weight, and by rank 1 + its node if that is not finite, else 0.
-        self._answers = torch.zeros(1 + world.size, dtype=torch.float64)
+        self._answers = torch.zeros(1 + world.size, dtype=torch.float64, device="cpu")
         self._answers[0] = weight
         if not finite:
             self._answers[1 + world.rank] = 1 + node
@@ -434,7 +434,7 @@ class Exchange(SyncSchedule):
         """
         self._send(tensors, 0, {tensor: self._drift(tensor) for tensor in tensors})
         arrived = [float(sent.arrived()) for sent in self._flying]
-        ranks = torch.tensor(arrived, dtype=torch.float64)
+        ranks = torch.tensor(arrived, dtype=torch.float64, device="cpu")
         self.sharding.all_reduce(ranks).wait()
         ready = [*takewhile(lambda count: count == self.sharding.size, ranks.tolist())]
         count = max(len(ready), len(self._flying) - self._max_staleness)

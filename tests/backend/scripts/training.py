@@ -1,4 +1,10 @@
-"""DDP with hooks, FSDP2, HSDP and distributed checkpoints over backend mntrain, beside gloo's."""
+"""DDP with hooks, FSDP2, HSDP and distributed checkpoints over backend mntrain, beside gloo's.
+
+    mpirun -n 2 python training.py
+    mpirun -n 2 python training.py cuda     (all ranks may share one GPU)
+
+Training over gloo is on the CPU.
+"""
 
 import sys
 import tempfile
@@ -18,6 +24,7 @@ import mntrain.torch_backend  # noqa: F401 - registers the backend
 
 warnings.filterwarnings("ignore", message=".*(frozen|overlap).*")
 STEPS = 4
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 
 
 def make_model():
@@ -29,9 +36,10 @@ def make_model():
 def train(model):
     """The losses of some steps, on this rank's samples."""
     torch.manual_seed(100 + dist.get_rank())
+    device = next(model.parameters()).device
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
     for _ in range(STEPS):
-        loss = model(torch.randn(4, 8)).pow(2).mean()
+        loss = model(torch.randn(4, 8).to(device)).pow(2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -40,20 +48,21 @@ def train(model):
 
 
 def replicated(group, hook=None):
-    model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.2)
+    model = make_model().to(DEVICE if group == dist.group.WORLD else "cpu")
+    model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.2)
     if hook is not None:
         model.register_comm_hook(group, hook)
     return model
 
 
 def sharded(mesh):
-    model = make_model()
+    model = make_model().to(mesh.device_type)
     fully_shard(model[3], mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def compare(what, ours, theirs, rtol=1e-5):
+def compare(what, ours, theirs, rtol=1e-5 if DEVICE == "cpu" else 1e-4):
     losses, expected = train(ours), train(theirs)
     torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
     print(f"rank {dist.get_rank()} {what}: as over gloo", flush=True)
@@ -85,16 +94,16 @@ def main():
     dist.init_process_group("mntrain")
     gloo, size = dist.new_group(backend="gloo"), dist.get_world_size()
     world = dist.group.WORLD
-    compare("DDP", replicated(None), replicated(gloo))
-    check_repeats(lambda: replicated(None))
+    compare("DDP", replicated(world), replicated(gloo))
+    check_repeats(lambda: replicated(world))
     hook = default_hooks.fp16_compress_hook
     compare("DDP, fp16 hook", replicated(world, hook), replicated(gloo, hook), rtol=1e-2)
-    ours = sharded(init_device_mesh("cpu", (size,)))
+    ours = sharded(init_device_mesh(DEVICE, (size,)))
     compare("FSDP2", ours, sharded(DeviceMesh.from_group(gloo, "cpu")))
     check_checkpoint(ours)
     if size % 2 == 0:
         names = ("replicas", "shards")
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names)
+        mesh = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=names)
         compare("HSDP", sharded(mesh), sharded(DeviceMesh.from_group(gloo, "cpu")), rtol=1e-4)
     dist.destroy_process_group()
 

@@ -1,6 +1,9 @@
 """Every verb of torch's process groups over backend mntrain, beside a result computed here.
 
 Every rank makes the inputs of all ranks. What a result must be is computed in fp64 from these.
+
+    mpirun -n 3 python verbs.py
+    mpirun -n 3 python verbs.py cuda        (all ranks may share one GPU)
 """
 
 import functools
@@ -13,6 +16,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import mntrain.torch_backend  # noqa: F401 - registers the backend
+
+# Older torch's names.
+if not hasattr(dist, "all_gather_single"):
+    dist.all_gather_single = dist.all_gather_into_tensor
+    dist.reduce_scatter_single = dist.reduce_scatter_tensor
+    functional.all_gather_single = functional.all_gather_tensor
+    functional.reduce_scatter_single = functional.reduce_scatter_tensor
 
 OPERATIONS = {
     dist.ReduceOp.SUM: torch.add,
@@ -34,8 +44,9 @@ DTYPES = [
 def values(rank, shape, dtype=torch.float32):
     """The input of a rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    drawn = torch.rand(shape, generator=generator) * 3
-    return drawn > 1 if dtype == torch.bool else drawn.to(dtype)
+    drawn = torch.rand(shape, generator=generator, device="cpu") * 3
+    values = drawn > 1 if dtype == torch.bool else drawn.to(dtype)
+    return values.to(torch.get_default_device())
 
 
 def equal(found, expected):
@@ -285,6 +296,7 @@ def test_inference(group, ranks, own):
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("mntrain")
+    torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     own, size = dist.get_rank(), dist.get_world_size()
     everything = list(range(size))
     groups = [everything, [0, size - 1], everything[1:]] if size > 1 else [everything]

@@ -19,7 +19,7 @@ pytestmark = [
     *gpu,
 ]
 
-BATCH, BATCHES = 12, 30
+BATCH, BATCHES = 48, 30
 
 
 def make_loader():
@@ -54,13 +54,14 @@ def test_a_rank_with_more_work_gets_fewer_samples_and_the_weights_stay(worlds, t
     model = make_model(world.device)
     optimizer = world.optimizer(model, torch.optim.SGD, lr=0.05, stage=stage)
     batches = world.shard(make_loader(), balance=True)
-    sizes = train(batches, model, optimizer, world.device, 8e-3 if RANK == RANKS - 1 else 1e-3)
+    sizes = train(batches, model, optimizer, world.device, 2e-3 if RANK == RANKS - 1 else 2.5e-4)
     optimizer.wait_for_parameters()
     by_rank = world.gather(sizes)
     assert [sum(row) for row in zip(*by_rank, strict=True)] == [BATCH] * BATCHES
     # Equal at first, or by the speeds of an earlier pass of this world.
     assert by_rank[-1][0] <= BATCH // RANKS
-    assert by_rank[-1][-1] < min(own[-1] for own in by_rank[:-1])
+    *others, slow = [sum(own[-10:]) for own in by_rank]
+    assert slow < min(others)
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parameter.cpu(), expected, rtol=1e-9, atol=1e-9)
     optimizer.close()
@@ -73,7 +74,7 @@ def test_equal_ranks_keep_parts_that_are_about_equal(worlds, transport):
         model = make_model(world.device)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.05)
         batches = world.shard(make_loader(), balance=True)
-        sizes = train(batches, model, optimizer, world.device, 4e-3)
+        sizes = train(batches, model, optimizer, world.device, 1e-3)
         parts = [size for own in world.gather(sizes) for size in own]
-        assert max(parts) - min(parts) <= 2  # they take turns on the device
+        assert max(parts) - min(parts) <= BATCH // 6  # they take turns on the device
         optimizer.close()
