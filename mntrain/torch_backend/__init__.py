@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mntrain.checks import launcher
@@ -46,24 +46,25 @@ class _Default:
 
     world: World | None = None
     meetings: Messages | None = None
-    made: ClassVar[Counter[str]] = Counter()  # groups so far, by torch's name: as on the others
+    made: ClassVar[Counter[str]] = Counter()  # other groups so far, by torch's name
 
 
 def create(opts: Any, _: object) -> MpiProcessGroup:
     """Make a group: the default one on all ranks, any other on its members. Collective there."""
     ranks: list[int] = opts.global_ranks_in_group
     if not ranks:
-        return _make_default(opts.group_rank, opts.group_size, opts.timeout)
+        return _make_default(opts.group_rank, opts.group_size, opts.timeout, opts.store)
     world, meetings = _Default.world, _Default.meetings
     if world is None or meetings is None:
         raise RuntimeError(f"a group of backend {NAME} needs a default group of backend {NAME}")
     _Default.made[opts.group_id] += 1  # torch gives the name of a destroyed group again
     name = f"torch's group {opts.group_id}, number {_Default.made[opts.group_id]}"
     collectives = world.subgroup(ranks, name, meetings)
-    return MpiProcessGroup(collectives, world.messages(collectives, f"messages of {name}"))
+    messages = world.messages(collectives, f"messages of {name}")
+    return MpiProcessGroup(collectives, messages, opts.store)
 
 
-def _make_default(rank: int, size: int, timeout: timedelta) -> MpiProcessGroup:
+def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> MpiProcessGroup:
     if _Default.world is not None:  # of a group that was destroyed
         _Default.world.close()
     world = init(timeout=timeout.total_seconds())
@@ -74,9 +75,10 @@ def _make_default(rank: int, size: int, timeout: timedelta) -> MpiProcessGroup:
                 f"of {world.size}: unset RANK and WORLD_SIZE, and leave rank and world_size out"
             )
     _Default.world = world
+    _Default.made.clear()  # torch numbers the groups of each default group from 0
     _Default.meetings = world.messages(world.collectives, "meetings of torch's groups")
     messages = world.messages(world.collectives, "messages of torch's world")
-    return MpiProcessGroup(world.collectives, messages)
+    return MpiProcessGroup(world.collectives, messages, store)
 
 
 def _start() -> None:

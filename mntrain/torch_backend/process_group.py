@@ -1,13 +1,17 @@
 """The process group: torch's verbs, on the collectives of a world or of some of its ranks."""
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
 
+from mntrain.comm import small_messages
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import Steps
 from mntrain.comm.messages import Messages
@@ -36,17 +40,23 @@ _normal_tensors = torch.inference_mode(mode=False)
 class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     """A process group of torch over MPI. Construction is local.
 
+    `store` is of this group alone.
+
     Calls of one group must come in one order on all of its ranks, messages between two ranks aside;
     ranks that disagree about a call raise one error, which names both calls. Results are in the
     caller's tensors when the returned work has been waited for. Tensors that are not contiguous are
-    copied, and so are those of a GPU for verbs that `zero.Collectives` lacks.
+    copied, and so are those of a GPU for verbs that `zero.Collectives` lacks. The timeout of the
+    default group counts for all groups, and each takes tensors of the CPU and of this rank's GPU.
 
     The methods have the names and arguments of torch's own, whose lists hold one tensor but for
     `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit.
     """
 
-    def __init__(self, collectives: WorldCollectives, messages: Messages) -> None:
+    supports_coalescing = supports_splitting = False  # as torch asks the backend of a device
+
+    def __init__(self, collectives: WorldCollectives, messages: Messages, store: Store) -> None:
         super().__init__(collectives.rank, collectives.size)
+        self._store = store
         self._rank, self._size = collectives.rank, collectives.size
         self._collectives, self._messages = collectives, messages
         self._going_on = collectives.replace(always_wakes=True)  # for those who do not wait at once
@@ -87,6 +97,9 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
+    def _get_backend(self, _: torch.device) -> "MpiProcessGroup":
+        return self
+
     def shutdown(self) -> None:
         """Refuse later calls. Local: the communicators are freed with the world."""
         self._shut = True
@@ -97,7 +110,9 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     @_normal_tensors
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Call:
-        """Combine tensors over all ranks, in place."""
+        """Combine tensors over all ranks, in place; a sparse one by SUM, which coalesces it."""
+        if tensors[0].is_sparse:
+            return self._sparse_sum(tensors, opts)
         flat, copies = _joined(tensors)
         work, before = self._combine(flat, opts)
         return Call([work], list(tensors), [*before, *copies])
@@ -129,7 +144,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         calls = [self._gather(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return _call_of(calls, [row for rows in outputs for row in rows])
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Call:
+        """Copy every rank's tensors to the list of outputs of its number."""
+        self._expect_number(outputs, "lists of outputs")
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Call:
         """Copy every rank's tensor to its part of the output, in the order of ranks."""
@@ -297,6 +317,43 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         token = torch.zeros(1, device="cpu")
         return Call([self._start(opts).named("barrier").all_reduce(token)], [token])
 
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks of the group; raise RuntimeError if one has not come in time.
+
+        It names the first rank that is late, or with `wait_all_ranks` all of them, on every rank
+        that has come. No message of MPI is used, and training can go on after an error. After
+        torch's `ProcessGroupGloo`.
+        """
+        self._check_open()
+        key = f"monitored barrier {self._store.add('monitored barriers', 0)}"
+        deadline = time.monotonic() + timeout.total_seconds()
+
+        def has_come(event: str) -> bool:
+            while not self._store.check([event]):  # `wait` would print that it was in vain
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+            return True
+
+        if self._rank:
+            self._store.set(f"{key}, rank {self._rank}", "")
+            said = "rank 0 failed to pass monitoredBarrier"
+            if has_come(key):
+                said = self._store.get(key).decode()
+        else:
+            late: list[str] = []
+            for rank in range(1, self._size):
+                if not has_come(f"{key}, rank {rank}"):
+                    late.append(str(rank))
+                    if not wait_all_ranks:
+                        break
+            who = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(late)}"
+            said = f"{who} failed to pass monitoredBarrier" if late else ""
+            self._store.add("monitored barriers", 1)  # a late rank joins the next one
+            self._store.set(key, said)
+        if said:
+            raise RuntimeError(f"{said} in {timeout.total_seconds() * 1e3:.0f} ms")
+
     # Older torch's names of the same.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -345,7 +402,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def _start(self, opts: Any) -> WorldCollectives:
         """Return the collectives for one call, whose caller may wait for it at once."""
         self._check_open()
-        waits = opts is not None and not opts.asyncOp
+        waits = opts is not None and not getattr(opts, "asyncOp", True)  # torch 2.4 does not say
         return self._collectives if waits else self._going_on
 
     def _combine(self, flat: Tensor, opts: Any) -> Started:
@@ -364,6 +421,38 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         what = f"all_reduce {operation} of {flat.numel()}"
         return self._exchange(what, flat.dtype, steps, opts), [(flat, host)]
 
+    def _sparse_sum(self, tensors: Sequence[Tensor], opts: Any) -> Call:
+        """Start to sum a sparse tensor over all ranks, in place: each sends its elements to all."""
+        (tensor,) = tensors
+        operation = _operation(opts)
+        if operation != ReduceOp.SUM:
+            raise ValueError(f"{operation} of a sparse tensor: take SUM, or dense tensors")
+        own, size = tensor.detach().cpu().coalesce(), self._size
+        parts = [own.indices(), own.values()]
+
+        def make(indices: Tensor, values: Tensor) -> Tensor:
+            options: Any = {"size": tensor.shape, "check_invariants": False}
+            return torch.sparse_coo_tensor(indices, values, **options, device="cpu")
+
+        total = make(parts[0][:, :0], parts[1][:0])
+
+        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
+            counts = yield from small_messages.gather_objects(comm, own._nnz(), tags[0])
+            found = []
+            for part in parts:
+                axis = part.ndim - 1 if part is parts[0] else 0  # that of the elements
+                shapes = [(*part.shape[:axis], count, *part.shape[axis + 1 :]) for count in counts]
+                found.append([part.new_empty(shape) for shape in shapes])
+                flat = [part.reshape(-1)] * size
+                yield from verbs.exchange(comm, flat, [it.view(-1) for it in found[-1]], tags[1])
+            for indices, values in zip(*found, strict=True):
+                total.add_(make(indices, values))
+            total.copy_(total.coalesce())  # in place
+
+        what = f"all_reduce of {list(tensor.shape)}, sparse in {own.sparse_dim()} dimensions,"
+        work = self._exchange(what, tensor.dtype, steps, opts)
+        return Call([work], list(tensors), [(tensor, total)])
+
     def _exchange(self, what: str, dtype: torch.dtype, verb: VerbSteps, opts: Any) -> Work:
         """Start a verb of messages, which gets two tags."""
 
@@ -373,7 +462,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
         return self._start(opts).exchange(steps, f"{what} {dtype}")
 
-    def _expect_number(self, tensors: Sequence[Tensor], what: str) -> None:
+    def _expect_number(self, tensors: Sequence[object], what: str) -> None:
         if len(tensors) != self._size:
             raise ValueError(f"{len(tensors)} {what} for {self._size} ranks: give one for each")
 

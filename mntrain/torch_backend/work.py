@@ -37,7 +37,9 @@ class Call(TorchWork):
     def __init__(self, works: Sequence[Work], outputs: list[Tensor], copies: Copies = ()) -> None:
         super().__init__()
         self._works, self._outputs = works, outputs
-        self._copies = [pair for pair in copies if pair[0].data_ptr() != pair[1].data_ptr()]
+        self._copies = [
+            (to, it) for to, it in copies if to.is_sparse or to.data_ptr() != it.data_ptr()
+        ]
         self._lock = threading.Lock()
         self._completed = False
         self._error: Exception | None = None
@@ -122,9 +124,10 @@ class Call(TorchWork):
             try:
                 with torch.inference_mode():  # tensors of the caller's inference mode, too
                     for target, source in self._copies if error is None else ():
-                        target.detach().copy_(source.view(target.shape))
+                        whole = source if source.is_sparse else source.view(target.shape)
+                        target.copy_(whole)
                         for tensor in (target, source):
-                            if tensor.is_cuda:
+                            if tensor.is_cuda and not tensor.is_sparse:
                                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
                 if self._stream is not None:
                     self._end = torch.cuda.current_stream(self._stream.device).record_event()

@@ -10,6 +10,8 @@ import functools
 import itertools
 import operator
 import sys
+import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -101,6 +103,43 @@ def test_layouts(group, ranks, own):
     equal(transposed, torch.cat([values(rank, (2, 5)) for rank in ranks]))
 
 
+def sparse(rank, shape, dense_dimensions, dtype):
+    """A tensor with elements of its own on each rank, and none on rank 0."""
+    generator = torch.Generator().manual_seed(rank)
+    drawn = [torch.randint(n, (2 * rank,), generator=generator, device="cpu") for n in shape]
+    indices = torch.stack(drawn[: len(shape) - dense_dimensions])
+    numbers = values(rank, (2 * rank, *shape[len(shape) - dense_dimensions :]), dtype)
+    options = {"check_invariants": True, "device": numbers.device}
+    return torch.sparse_coo_tensor(indices, numbers, shape, **options)
+
+
+def test_sparse_sums(group, ranks, own):
+    for dtype, dense in itertools.product((torch.float64, torch.bfloat16, torch.int64), (0, 1)):
+        tensor = sparse(own, (5, 7), dense, dtype)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.wait()
+        assert tensor.is_sparse
+        inputs = [sparse(rank, (5, 7), dense, dtype).to_dense() for rank in ranks]
+        equal(tensor.to_dense(), functools.reduce(torch.add, [it.double() for it in inputs]))
+
+
+def test_a_monitored_barrier_names_who_is_late(group, ranks, own):
+    whole, place, last = group or dist.group.WORLD, ranks.index(own), len(ranks) - 1
+    soon, long = timedelta(seconds=0.3), timedelta(seconds=60)
+    cases = (False, [0], [1][:last]), (True, [0, last], [*range(1, last)])
+    for all_of_them, come, late in cases:
+        whole.monitored_barrier(long)
+        said = ""
+        if place in come:
+            try:
+                whole.monitored_barrier(long if place else soon, wait_all_ranks=all_of_them)
+            except RuntimeError as error:
+                said = str(error)
+            names = f"Rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} failed to pass"
+            assert (names in said) if late else not said, (said, late)
+        dist.barrier(group=group)
+
+
 def test_roots(group, ranks, own):
     for number, root in enumerate(ranks):
         for dtype in DTYPES:
@@ -133,6 +172,12 @@ def test_gathers(group, ranks, own):
         output = torch.zeros(numel * len(ranks), dtype=dtype)
         dist.all_gather_single(output, values(own, numel, dtype), group=group)
         equal(output, torch.cat(rows))
+    outputs = [[torch.zeros(3), torch.zeros(2, 2)] for _ in ranks]
+    with warnings.catch_warnings(action="ignore"):  # torch may remove it
+        dist.all_gather_coalesced(outputs, [values(own, 3), values(own, (2, 2))], group=group)
+    for rank, (three, four) in zip(ranks, outputs, strict=True):
+        equal(three, values(rank, 3))
+        equal(four, values(rank, (2, 2)))
     found = [None] * len(ranks)
     dist.all_gather_object(found, {"rank": own, "text": "x" * own}, group=group)
     assert found == [{"rank": rank, "text": "x" * rank} for rank in ranks]
