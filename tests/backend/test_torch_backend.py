@@ -26,6 +26,16 @@ def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
 
 
 @pytest.mark.thorough
+def test_torchs_own_tests_pass_as_over_gloo():
+    """Some of them; docs/results/torch-suite.md has all."""
+    some = ["all_gather_coalesced", "get_rank_size", "sparse_all_reduce", "test_gather"]
+    command = [sys.executable, SCRIPTS.parent / "torch_suite.py", "-k", *some]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"mntrain \| (\d+) \|", done.stdout)[1]) > 8, done.stdout
+
+
+@pytest.mark.thorough
 def test_torch_finds_the_backend_without_an_import(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
