@@ -98,5 +98,6 @@ def bytes_of(tensor: Tensor) -> "Bytes":
 
 
 def _check_tag(tag: int) -> None:
-    if not 0 <= tag < (count := tag_count()):
+    count = tag_count()
+    if not 0 <= tag < count:
         raise ValueError(f"the tag of a message is {tag}: give one from 0 to {count - 1}")

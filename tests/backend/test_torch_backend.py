@@ -84,6 +84,7 @@ def test_an_example_learns_on_two_ranks(name, said):
         pytest.param("no_rows", "and this rank receives 24: their lists", marks=MORE),
         pytest.param("more_rows", "has sent more bytes than this rank receives", marks=MORE),
         pytest.param("rows_for_none", "has sent more bytes than this rank receives", marks=MORE),
+        pytest.param("tag", "the tag of a message is -1: give one from 0 to", marks=MORE),
         pytest.param("never_sent", "in a message between two ranks", marks=MORE),
         pytest.param("killed", "is lost: its process has ended", marks=MORE),
         pytest.param("raises", "KeyError: 'a bug of rank one'", marks=MORE),
