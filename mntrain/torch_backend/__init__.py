@@ -21,6 +21,7 @@ from multiprocessing import current_process, parent_process
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlparse
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers
@@ -34,6 +35,7 @@ from mntrain.torch_backend.process_group import NAME, MpiProcessGroup
 from mntrain.watchdog.side_channel import address_towards, own_addresses
 from mntrain.world import World, init
 
+_OLDEST_TORCH = (2, 9)
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for its processes
 
 
@@ -84,6 +86,13 @@ def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> Mpi
 def _start() -> None:
     """Start MPI, and set what torch and scripts read of a job, where the user has not."""
     launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        # Its C++ code waits forever for works of Python that Python has let go.
+        raise AgreedError(
+            f"backend {NAME} needs torch 2.9 or newer, and this is {torch.__version__}: update it, "
+            "or take world.optimizer, which has no use for torch.distributed",
+            int(os.environ.get("RANK", "0")),
+        )
     if _TORCHRUN in os.environ and not launched:
         raise AgreedError(
             f"torchrun has started this process, and backend {NAME} needs ranks of MPI: start the "
