@@ -36,7 +36,7 @@ def _peer(name: str, variant: str, more: str = "", warmup: int = 0) -> Mode:
 _WARM = f"--warmup {WARM_UP}"
 MODES = {
     SYNCHRONOUS: Mode("", "mntrain stage 0"),
-    "bf16": Mode("--comm.compress bf16", _timed("bf16 wire")),
+    "bf16": Mode("--comm.wire-dtype bf16", _timed("bf16 wire")),
     "int8": Mode("--comm.compress int8", _timed("int8")),
     "local SGD, every 20": _rare("local-sgd", 20, timed="local SGD"),
     "DiLoCo, every 20": _rare("diloco", 20, timed="DiLoCo"),

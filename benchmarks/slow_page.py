@@ -149,8 +149,9 @@ def report(page: dict[str, Any], name: str) -> str:
 
 
 def command_of(made: dict[str, Any]) -> str:
-    """Return the command of a mode's first run, without an option that no longer exists."""
+    """Return the command of a mode's first run, in options that still exist."""
     command: str = next(iter(made.values()))["command"]
+    command = command.replace("--comm.compress bf16", "--comm.wire-dtype bf16")
     return command.replace(" --comm.no-tune", "")  # it kept the default algorithm
 
 

@@ -7,11 +7,13 @@ from numbers import Real
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from mntrain.checks.finding import naming
 from mntrain.errors import AgreedError
 
+_PLAIN = str | Real | torch.dtype  # attributes of an option that ranks share
 _SHOWN = 5  # names, and values of a name, that the error about a difference lists
 
 
@@ -86,5 +88,5 @@ def _describe_option(option: object) -> object:
     if option is None or isinstance(option, str | Real):
         return option
     attributes = {n: v for n, v in getattr(option, "__dict__", {}).items() if n != "replica"}
-    plain = [(n, v) for n, v in attributes.items() if isinstance(v, str | Real) and n[0] != "_"]
+    plain = [(n, v) for n, v in attributes.items() if isinstance(v, _PLAIN) and n[0] != "_"]
     return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"

@@ -96,7 +96,7 @@ class World(Ranks):
         non_finite: Literal["stop", "skip"] = "stop",
         loss_scale: float | Literal["dynamic"] | None = None,
         groups: Iterable[Any] | None = None,
-        comm_hook: str | CommHook | None = None,
+        comm_hook: CommHook | None = None,
         sync: LocalSGD | SyncSchedule | None = None,
         overlap_forward: bool = False,
         **kwargs: Any,
@@ -119,7 +119,7 @@ class World(Ranks):
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a
-        public number, string or bool of `comm_hook` or `sync`, or in the class, options and
+        public number, string, bool or dtype of `comm_hook` or `sync`, or in the class, options and
         parameters of the torch optimizer; or if any rank cannot accept one.
         """
         options: dict[str, Any] = {

@@ -16,8 +16,7 @@ from torch.nn import Parameter
 from zero.accumulation import Accumulation
 from zero.agreement import StepAgreement, agree
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.comm_hooks import CommHook, HookState, NodeLevels
-from zero.comm_hooks.names import make_hook
+from zero.comm_hooks import CommHook, HookState, NodeLevels, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
@@ -103,7 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
     - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16. Then
       `scale(loss).backward()`, or `backward(loss, weight)`, takes the place of `loss.backward()`.
-    - `comm_hook`: a name, such as "int8" or "bf16", or a `CommHook`; by default the plain sum.
+    - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
@@ -144,7 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         non_finite: Literal["stop", "skip"] = "stop",
         loss_scale: float | Literal["dynamic"] | None = None,
         gather_dtype: torch.dtype | None = None,
-        comm_hook: str | CommHook | None = None,
+        comm_hook: CommHook | None = None,
         levels: NodeLevels | None = None,
         schedule: SyncSchedule | None = None,
         bucket_bytes: int = 25 * MIB,

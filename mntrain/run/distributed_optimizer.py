@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mntrain import equal_values
-from mntrain.comm import compression
+from mntrain import compression, equal_values
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
-from zero.comm_hooks.names import make_hook
+from zero.comm_hooks import make_hook
 from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
@@ -69,9 +68,8 @@ def make_optimizer(
     gathered = world.collectives.gather_objects(description, "world.optimizer")
     equal_values.expect_same(gathered.wait(), world.rank)
     with world.agreement():
-        settings, given = world.settings, options["comm_hook"]
-        given, wire = compression.select_hook(settings.compress, settings.wire_dtype, given)
-        hook = make_hook(given, TRAVEL_DTYPES[wire])
+        given = compression.select_hook(world.settings.compress, options["comm_hook"])
+        hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
         trainable = _check_parameters(world, named, make, options)
     described = {"the optimizer": describe_optimizer(make, trainable)}

@@ -204,11 +204,10 @@ def choose_sync(world: World, config: Config, *, weighted: bool = False) -> Loca
     nodes, description = len(world.topology.nodes), config.sync.description
     if description is None or nodes == 1:
         return None
-    compress = config.comm.compress
-    if compress not in ("none", "bf16"):
+    if config.comm.compress != "none":
         raise ValueError(
-            f"--comm.compress {compress} compresses what crosses nodes in every step, and "
-            f"--sync.mode {config.sync.mode} exchanges rarely: give one of the two"
+            f"--comm.compress {config.comm.compress} compresses what crosses nodes in every step, "
+            f"and --sync.mode {config.sync.mode} exchanges rarely: give one of the two"
         )
     bounds = split(config.train.batch_size, world.size)
     if any(all(bounds[r] == bounds[r + 1] for r in node) for node in world.topology.nodes):

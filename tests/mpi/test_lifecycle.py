@@ -190,5 +190,3 @@ def test_init_takes_the_options_of_communication():
     assert names == ["comm", *(field.name for field in dataclasses.fields(WorldConfig))]
     with pytest.raises(TypeError, match="unexpected argument 'algorithms'"):
         mntrain.init(algorithms="lanes")
-    with make_world(tune=False) as world:  # as older scripts say
-        assert world.size == RANKS

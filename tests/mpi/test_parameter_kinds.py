@@ -11,6 +11,8 @@ from oracle import ADAMW, MAX_NORM, SGD, modes
 from torch import nn
 from worlds import BUT_LAST, EVERY_WORLD, RANKS, refusal
 
+from zero.comm_hooks import CommHook
+
 pytestmark = pytest.mark.mpi
 
 
@@ -68,10 +70,10 @@ def test_complex_parameters_travel_by_every_algorithm(worlds, pair, algorithm, l
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_complex_gradients_are_not_rounded_to_a_wire_dtype(pair, stage):
-    check(pair, Waves(), SGD, stage=stage, comm_hook="uncompressed")
+    check(pair, Waves(), SGD, stage=stage, comm_hook=CommHook())
     model = Waves()
     model.shift.requires_grad_(False)  # it would be rounded
-    check(pair, model, SGD, stage=stage, comm_hook="bf16")
+    check(pair, model, SGD, stage=stage, comm_hook=CommHook(torch.bfloat16))
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])

@@ -28,9 +28,11 @@ from worlds import DEALT, RANKS, refusal
 
 from mntrain import checkpoint
 from mntrain.checkpoint import Manifest, Saver
+from mntrain.compression.int8 import Int8Hook
 from mntrain.run import shard_sizes
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
 from mntrain.train.model_digest import model_digest
+from zero.comm_hooks import CommHook
 from zero.layout import split_by_weight
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -104,9 +106,9 @@ def bits(world, stage, free=None, *, limit=math.inf, **options):
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "flat"])
-@pytest.mark.parametrize("hook", [None, "bf16"])
-def test_the_cut_changes_no_bit_of_an_unclipped_step(worlds, algorithm, hook):
-    train_bits = partial(bits, worlds(algorithm), comm_hook=hook)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_the_cut_changes_no_bit_of_an_unclipped_step(worlds, algorithm, wire):
+    train_bits = partial(bits, worlds(algorithm), comm_hook=CommHook(wire))
     first = train_bits(0)
     for stage in (1, 2):
         for free in (*FREE, [5] * RANKS):
@@ -145,8 +147,8 @@ def test_the_rank_with_the_most_memory_holds_the_most(mode, gather_dtype):
 def test_compressed_gradients_follow_exact_ones(worlds):
     world = worlds("lanes", 2)
     exact = bits(world, 1)
-    found = bits(world, 1, FREE[0], comm_hook="int8")
-    assert_same_weights(bits(world, 2, FREE[0], comm_hook="int8"), found)
+    found = bits(world, 1, FREE[0], comm_hook=Int8Hook())
+    assert_same_weights(bits(world, 2, FREE[0], comm_hook=Int8Hook()), found)
     for name, tensor in found[1][-1].items():
         torch.testing.assert_close(tensor, exact[1][-1][name], rtol=0, atol=0.05)
 

@@ -308,7 +308,7 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
         ("norm_type", 2.0, 1.0),
         ("non_finite", "stop", "skip"),
         ("loss_scale", None, "dynamic"),
-        ("comm_hook", "uncompressed", "bf16"),
+        ("comm_hook", CommHook(), CommHook(torch.bfloat16)),
         ("sync", None, LocalSGD(2)),
         ("sync", LocalSGD(2), DiLoCo(2)),
         ("sync", Every(2), Every(3)),
@@ -317,6 +317,8 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
 def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
     given = {name: other if world.rank == LAST else usual}
     said = refusal(world.optimizer, two_layers(), **given, **SGD)
+    if isinstance(other, CommHook):
+        usual, other = "CommHook()", "CommHook(wire_dtype=torch.bfloat16)"
     if isinstance(other, LocalSGD):  # with all fields, also those that are not shown elsewhere
         usual, other = (
             value

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from mntrain import compression
 from mntrain.config import (
     CommConfig,
     Config,
@@ -15,6 +16,7 @@ from mntrain.config import (
     TrainConfig,
     ZeroConfig,
 )
+from zero.comm_hooks.between_nodes import BetweenNodesHook
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,19 @@ def test_bad_value_is_refused_on_construction(section, name, bad):
 def test_shards_by_memory_need_a_stage_with_shards():
     with pytest.raises(ValueError, match=r"no effect at --zero.stage 0; give --zero.stage 1 or 2"):
         ZeroConfig(shard_by="memory")
+
+
+def test_a_file_in_the_package_is_a_compression(monkeypatch, tmp_path):
+    assert "int8" in compression.names()
+    for name in compression.names():
+        assert CommConfig(compress=name).compress == name
+        assert isinstance(compression.select_hook(name, None), BetweenNodesHook)
+    (tmp_path / "zz5.py").write_text("make = lambda: 'a hook'")
+    monkeypatch.setattr(compression, "__path__", [str(tmp_path), *compression.__path__])
+    assert {*compression.names.__wrapped__()} == {*compression.names(), "zz5"}
+    assert compression.select_hook("zz5", None) == "a hook"
+    with pytest.raises(ValueError, match="compress zz5 and a comm_hook both say"):
+        compression.select_hook("zz5", BetweenNodesHook())
 
 
 def test_configuration_is_frozen():

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.layout import Bucket
-from zero.precision import narrower
+from zero.precision import check_travel_dtype, narrower
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,23 @@ class CommHook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank; an empty one starts anew. Local."""
+
+
+def make_hook(hook: CommHook | None, wire_dtype: torch.dtype | None = None) -> CommHook:
+    """Return a hook as it is; by default the one that casts to a wire dtype.
+
+    Raises ValueError for another object or wire dtype, and for a wire dtype beside a hook.
+    """
+    check_travel_dtype("wire_dtype", wire_dtype)
+    if hook is None:
+        return CommHook(wire_dtype)
+    if not isinstance(hook, CommHook):
+        raise ValueError(
+            f"comm_hook is {hook!r}: give an object of a subclass of zero.comm_hooks.CommHook"
+        )
+    if wire_dtype not in (None, torch.float32):
+        raise ValueError("a communication hook decides the wire dtype: give one of the two")
+    return hook
 
 
 class ChainedWork:

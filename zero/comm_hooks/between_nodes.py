@@ -12,8 +12,7 @@ depends on lanes alone, so the stages agree.
 A NaN or an infinity makes the gradients of at least its own parameter not finite, on every node.
 
 Sources: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-ICML 2019, arXiv 1901.09847; Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR
-2022, arXiv 2110.02861; Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+ICML 2019, arXiv 1901.09847; Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
 Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import ChainedWork, CommHook, NodeLevels, ReducibleBucket
-from zero.comm_hooks.codes import BlockCode, Code, aligned
+from zero.comm_hooks.codes import Code, aligned
 from zero.kernels import sum_dtype
 
 
@@ -180,12 +179,3 @@ class BetweenNodesHook(CommHook):
             self.code.decode(code, total)
         if total is not lane:
             lane.copy_(total)
-
-
-class Int8Hook(BetweenNodesHook):
-    """Exchanges node sums as integers of 8 bits with a scale for each block: 1.016 bytes each.
-
-    A block with a NaN or an infinity is decoded to NaN. So are fp64 sums beyond the range of fp32.
-    """
-
-    code = BlockCode(8)

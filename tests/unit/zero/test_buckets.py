@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero import SingleProcessCollectives, ZeroOptimizer
-from zero.comm_hooks import CommHook
-from zero.comm_hooks.names import make_hook
+from zero.comm_hooks import CommHook, make_hook
 
 WIDTH = 4
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket

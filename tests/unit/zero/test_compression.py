@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mntrain.compression.int8 import Int8Hook
 from zero.comm_hooks import CommHook, HookState, NodeLevels
-from zero.comm_hooks.between_nodes import Int8Hook, Residual, Unsent
+from zero.comm_hooks.between_nodes import Residual, Unsent
 
 # Residuals.
 
