@@ -1,14 +1,17 @@
 """Descriptions of how nodes exchange parameters, if not the gradients of every step.
 
 A node is one replica: its ranks average gradients in every step. `world.optimizer(sync=...)` binds
-a description to the ranks of a job. Importing this module needs neither torch nor MPI.
+a description to the ranks of a job. Importing this module needs neither torch nor MPI. Fields with
+a `description` are options of a mode; what modes say of one field makes up its help.
 """
 
 from dataclasses import field, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from mntrain.config_types import STRICT, OrNone
 
@@ -40,12 +43,23 @@ class LocalSGD:
     arXiv 1805.09767). Raises pydantic's ValidationError, a ValueError, for numbers that cannot be.
     """
 
-    every: Positive
-    warmup: Whole = 0
-    max_staleness: Whole = field(default=0, kw_only=True)
+    every: Positive = Field(
+        description="steps between exchanges, if not after every step. none: not given"
+    )
+    warmup: Whole = Field(
+        default=0, description="synchronous steps at the start of the run, if exchanges are rarer"
+    )
+    max_staleness: Whole = Field(
+        default=0,
+        kw_only=True,
+        description="rounds (of --sync.every steps) by which a node of local-sgd, diloco and "
+        "sparseloco may be ahead of what the others have sent, before it waits for them. 0: every "
+        "node waits in each exchange",
+    )
     weighted: bool = field(default=False, kw_only=True)
 
     mode: ClassVar[str] = "local-sgd"
+    summary: ClassVar[str] = "by their mean"  # of the parameters at an exchange
 
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
@@ -53,8 +67,7 @@ class LocalSGD:
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
         from zero.exchange.exchange import Exchange
 
-        names = ("every", "warmup", "weighted", "max_staleness")
-        options = {name: getattr(self, name) for name in names}
+        options = {n: getattr(self, n) for n in ("every", "warmup", "weighted", "max_staleness")}
         return Exchange(world, node, cross, sharded=stage > 0, **options, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
@@ -68,14 +81,20 @@ class LocalSGD:
 class DiLoCo(LocalSGD):
     """Every `every` steps, Nesterov momentum moves the parameters towards the mean of the nodes'.
 
-    Source: DiLoCo (Douillard et al., 2023, arXiv 2311.08105), whose outer optimizer these defaults
-    are. Raises ValidationError for arguments that cannot be.
+    Source: DiLoCo (Douillard et al., 2023, arXiv 2311.08105), with its outer optimizer's defaults.
     """
 
-    outer_lr: Rate = 0.7
-    outer_momentum: Part = 0.9
+    outer_lr: Rate = Field(
+        default=0.7,
+        description="learning rate of the outer optimizer of diloco and streaming (none: 0.7)",
+    )
+    outer_momentum: Part = Field(
+        default=0.9,
+        description="Nesterov momentum of the outer optimizer of diloco and streaming. none: 0.9",
+    )
 
     mode: ClassVar[str] = "diloco"
+    summary: ClassVar[str] = "by a step of an outer optimizer"
 
     def _parts(self) -> dict[str, Any]:
         from zero.exchange.exchange import OuterSGD
@@ -88,21 +107,33 @@ class StreamingDiLoCo(DiLoCo):
     """DiLoCo in `fragments` parts, each exchanged every `every` steps while others compute.
 
     What is sent after a step is applied `overlap` steps later; the node's parameters then become
-    `mix` times their own and 1 - mix times the outer optimizer's. `bits` 4 or 32 of each element
-    travel. Fewer fragments are used than given if there are fewer steps. There is no
-    `max_staleness`: exchanges are hidden behind the next `overlap` steps instead.
+    `mix` times their own and 1 - mix times the outer optimizer's. Fewer fragments are used than
+    given if there are fewer steps. There is no `max_staleness`: exchanges are hidden behind the
+    next `overlap` steps instead.
 
-    Source: Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Raises ValidationError for
-    arguments that cannot be.
+    Source: Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512).
     """
 
     max_staleness: Literal[0] = field(default=0, kw_only=True)
-    fragments: Positive = 4
-    overlap: Whole = 1
-    mix: Part = 0.5
-    bits: Literal[4, 32] = 4
+    fragments: Positive = Field(
+        default=4, description="parts of the parameters that streaming exchanges in turn. none: 4"
+    )
+    overlap: Whole = Field(
+        default=1,
+        description="steps during which an exchange of streaming travels, below --sync.every. "
+        "none: 1",
+    )
+    mix: Part = Field(
+        default=0.5,
+        description="part of a node's own parameters that streaming keeps in an exchange. "
+        "none: 0.5",
+    )
+    bits: Literal[4, 32] = Field(
+        default=4, description="bits of each element that streaming sends, 4 or 32. none: 4"
+    )
 
     mode: ClassVar[str] = "streaming"
+    summary: ClassVar[str] = "by diloco in 4 bits, in parts and while later steps compute"
 
     @model_validator(mode="after")
     def _check_overlap(self) -> "StreamingDiLoCo":
@@ -127,14 +158,17 @@ class SparseLoCo(LocalSGD):
     `density` is the part that is sent of each 4,096 elements of a parameter, in 2 bits. A node adds
     its changes to 0.95 times what it has not sent yet.
 
-    Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706). Raises ValidationError for arguments
-    that cannot be.
+    Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706).
     """
 
-    outer_lr: Rate = 1.0
-    density: Annotated[float, Field(gt=0, le=1)] = 64 / 4096
+    outer_lr: Rate = Field(default=1.0, description="of sparseloco (none: 1)")
+    density: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=64 / 4096,
+        description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096",
+    )
 
     mode: ClassVar[str] = "sparseloco"
+    summary: ClassVar[str] = "by the largest changes in 2 bits"
 
     def _parts(self) -> dict[str, Any]:
         from zero.comm_hooks.codes import ChunkCode
@@ -148,77 +182,50 @@ class SparseLoCo(LocalSGD):
 _DESCRIPTIONS = {kind.mode: kind for kind in (LocalSGD, DiLoCo, StreamingDiLoCo, SparseLoCo)}
 
 
+def _options(mode: str) -> dict[str, FieldInfo]:
+    """Return the options that have an effect in a mode, by name."""
+    declared = vars(_DESCRIPTIONS[mode])["__pydantic_fields__"]
+    return {name: info for name, info in declared.items() if info.description}
+
+
+def _with_options(section: Any) -> Any:
+    """Add the options of all modes to a section: None if unset, or 0 if all have this default."""
+    by_mode = [_options(mode) for mode in _DESCRIPTIONS]
+    declared = {name: [o[name] for o in by_mode if name in o] for name in chain(*by_mode)}
+    for name, infos in sorted(declared.items(), key=lambda item: bool(item[1][0].kw_only)):
+        kind: Any = int if infos[0].is_required() else type(infos[0].default)
+        unset = 0 if all(info.default == 0 for info in infos) else None
+        about = ", and ".join(dict.fromkeys(str(info.description) for info in infos)) + "."
+        section.__annotations__[name] = kind if unset == 0 else OrNone[kind]  # type: ignore[misc]
+        setattr(section, name, Field(default=unset, description=about))
+    return section
+
+
 @dataclass(frozen=True, config=STRICT)
+@_with_options
 class SyncConfig:
     """Exchanges between nodes: the gradients of every step, or parameters every few steps."""
 
-    mode: Literal["every-step", "local-sgd", "diloco", "streaming", "sparseloco"] = Field(
+    mode: Literal["every-step", *_DESCRIPTIONS] = Field(  # type: ignore[valid-type]
         default="every-step",
         description="every-step: average gradients over all ranks. The others average them within "
-        "each node, and every --sync.every steps exchange parameters between nodes: local-sgd by "
-        "their mean, diloco by a step of an outer optimizer, streaming by diloco in 4 bits, in "
-        "parts and while later steps compute, sparseloco by the largest changes in 2 bits.",
-    )
-    every: OrNone[int] = Field(
-        default=None,
-        description="steps between exchanges, if not after every step. none: not given.",
-    )
-    warmup: int = Field(
-        default=0,
-        description="synchronous steps at the start of the run, if exchanges are rarer.",
-    )
-    outer_lr: OrNone[float] = Field(
-        default=None,
-        description="learning rate of the outer optimizer of diloco and streaming (none: 0.7), and "
-        "of sparseloco (none: 1).",
-    )
-    outer_momentum: OrNone[float] = Field(
-        default=None,
-        description="Nesterov momentum of the outer optimizer of diloco and streaming. none: 0.9.",
-    )
-    fragments: OrNone[int] = Field(
-        default=None,
-        description="parts of the parameters that streaming exchanges in turn. none: 4.",
-    )
-    overlap: OrNone[int] = Field(
-        default=None,
-        description="steps during which an exchange of streaming travels, below --sync.every. "
-        "none: 1.",
-    )
-    mix: OrNone[float] = Field(
-        default=None,
-        description="part of a node's own parameters that streaming keeps in an exchange. "
-        "none: 0.5.",
-    )
-    bits: OrNone[int] = Field(
-        default=None,
-        description="bits of each element that streaming sends, 4 or 32. none: 4.",
-    )
-    density: OrNone[float] = Field(
-        default=None,
-        description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096.",
-    )
-    max_staleness: int = Field(
-        default=0,
-        description="rounds (of --sync.every steps) by which a node of local-sgd, diloco and "
-        "sparseloco may be ahead of what the others have sent, before it waits for them. 0: every "
-        "node waits in each exchange.",
+        "each node, and every --sync.every steps exchange parameters between nodes: "
+        f"{', '.join(f'{mode} {kind.summary}' for mode, kind in _DESCRIPTIONS.items())}.",
     )
 
     @model_validator(mode="after")
     def _check_mode(self) -> "SyncConfig":
-        for one in fields(self):
-            value = getattr(self, one.name)
-            modes = [mode for mode in _DESCRIPTIONS if one.name in _options(mode)]
-            unset = 0 if one.name in ("warmup", "max_staleness") else None
-            if one.name == "mode" or value == unset or self.mode in modes:
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            modes = [mode for mode in _DESCRIPTIONS if name in _options(mode)]
+            if name == "mode" or value == getattr(SyncConfig, name) or self.mode in modes:
                 continue
             others = " or ".join(filter(None, [", ".join(modes[:-1]), modes[-1]]))
             raise ValueError(
-                f"--sync.{one.name.replace('_', '-')} {value}: has no effect in --sync.mode "
+                f"--sync.{name.replace('_', '-')} {value}: has no effect in --sync.mode "
                 f"{self.mode}; give --sync.mode {others}, or leave it out"
             )
-        if self.mode != "every-step" and self.every is None:
+        if self.mode != "every-step" and vars(self)["every"] is None:
             raise ValueError(
                 f"--sync.mode {self.mode}: needs the steps between exchanges; give --sync.every, "
                 "such as 50"
@@ -240,10 +247,3 @@ class SyncConfig:
             return None
         options = {name: getattr(self, name) for name in _options(self.mode)}
         return _DESCRIPTIONS[self.mode](**{n: v for n, v in options.items() if v is not None})
-
-
-def _options(mode: str) -> set[str]:
-    """Return the names of the options that have an effect in a mode."""
-    shared = {one.name for one in fields(SyncConfig)}
-    names = shared.intersection(one.name for one in fields(_DESCRIPTIONS[mode]))
-    return names - ({"max_staleness"} if mode == StreamingDiLoCo.mode else set())
