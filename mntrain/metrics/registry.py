@@ -2,7 +2,6 @@
 
 Each metric is declared once, as a field of `StepRecord`: its unit, how it is reduced over ranks,
 and where it is shown. metrics.jsonl, the display, the summary and any exporter take it from there.
-A new metric needs two edits: a field here, and its value in `Trainer._complete`.
 """
 
 import time
