@@ -1,7 +1,8 @@
 """Sharded optimizer states and gradients for data-parallel training (ZeRO), on PyTorch alone.
 
 `ZeroOptimizer` wraps any torch optimizer. It communicates through any object that satisfies
-`zero.collectives.Collectives`; `SingleProcessCollectives` is a group of one rank.
+`zero.collectives.Collectives`: `TorchCollectives` are those of a process group of torch, and
+`SingleProcessCollectives` of one rank.
 """
 
 from zero.collectives import Collectives, SingleProcessCollectives, Work
@@ -9,6 +10,7 @@ from zero.memory import Memory
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult, ZeroOptimizer
 from zero.state import StateSlice
+from zero.torch_collectives import TorchCollectives
 
 __all__ = [
     "Collectives",
@@ -17,6 +19,7 @@ __all__ = [
     "SingleProcessCollectives",
     "StateSlice",
     "StepResult",
+    "TorchCollectives",
     "Work",
     "ZeroOptimizer",
 ]

@@ -63,6 +63,17 @@ class Report(NamedTuple):
     facts: dict[str, Fact]
 
 
+def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> None:
+    """Compare small picklable values, by the words for each. Collective.
+
+    Raises ValueError on all ranks for the first that differs, which ends with what to do.
+    """
+    facts = {what: Fact(value, fix) for what, value in values.items()}
+    reports = gather_objects(ranks, Report(ranks.rank, 0, facts))
+    if difference := _difference(reports, frozenset()):
+        raise ValueError(difference)
+
+
 def _samples_of_some(parameters: Sequence[tuple[str, Parameter]], step: int) -> Iterator[Samples]:
     """Yield a few elements of some parameters, in each step of others."""
     count = len(parameters)

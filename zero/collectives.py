@@ -2,12 +2,14 @@
 
 import pickle
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from zero.kernels import without_repeats
+from zero.layout import split
 
 T = TypeVar("T")
 Bounds: TypeAlias = Sequence[int] | None
@@ -49,8 +51,8 @@ class Collectives(Protocol):
     16-bit wire dtype each node rounds its sum, the rounded sums are added in fp32 in the order of
     nodes, and the result is rounded again, to the same bits on every rank.
 
-    Equal data give equal bits in `all_reduce` and in `reduce_scatter`, for any bounds and any
-    position of an element in the tensor.
+    Over MPI, equal data give equal bits in `all_reduce` and in `reduce_scatter`, for any bounds and
+    any position of an element in the tensor.
     """
 
     @property
@@ -95,6 +97,36 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Replace the tensor by root's."""
+
+
+def expect_flat(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that no collective takes. Local."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a collective takes a flat contiguous tensor, not one of shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
+            "contiguous one"
+        )
+
+
+def shard_bounds(bounds: Bounds, numel: int, size: int) -> tuple[int, ...]:
+    """Return a copy of a caller's bounds, or those of equal shards. Local.
+
+    Raises ValueError for bounds that do not cut `numel` elements into `size` shards.
+    """
+    if bounds is None:
+        return split(numel, size)
+    cut = tuple(bounds)
+    if (
+        len(cut) != size + 1
+        or (cut[0], cut[-1]) != (0, numel)
+        or any(low > high for low, high in pairwise(cut))
+    ):
+        raise ValueError(
+            f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
+            f"indices that never decrease, from 0 to {numel}"
+        )
+    return cut
 
 
 class CompletedWork:

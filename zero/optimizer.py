@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from zero.accumulation import Accumulation
-from zero.agreement import StepAgreement, agree
+from zero.agreement import StepAgreement, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, NodeLevels, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
@@ -40,6 +40,7 @@ from zero.param_groups import (
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, take_over
+from zero.persistent_buffers import PersistentBuffers
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
@@ -71,8 +72,10 @@ class StepResult(NamedTuple):
 class ZeroOptimizer(torch.optim.Optimizer):
     """Any torch optimizer over gradients that are reduced across ranks, at a ZeRO stage.
 
-    `parameters` are pairs (name, parameter), as `model.named_parameters()` yields, or parameter
-    groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the update.
+    `parameters` are a model, or pairs (name, parameter), as `model.named_parameters()` yields, or
+    parameter groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the
+    update. Given a model, construction compares it over ranks, and ends with `start`; `model` and
+    `buffers` are those of the model then.
     Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
     ranks, for optimizers that need matrices. `shard_weights` make shards unequal, in proportion to
@@ -131,7 +134,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[Named] | Iterable[dict[str, Any]],
+        parameters: nn.Module | Iterable[Named] | Iterable[dict[str, Any]],
         optimizer_class: Callable[..., torch.optim.Optimizer],
         collectives: Collectives,
         *,
@@ -152,14 +155,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap_forward: bool = False,
         **kwargs: Any,
     ) -> None:
+        pairs, model, buffers, starts = _parts_of(parameters, model, buffers)
         check_sharding(stage, partition)
         check_travel_dtype("gather_dtype", gather_dtype)
-        if non_finite not in ("stop", "skip"):
-            raise ValueError(f"non_finite is {non_finite!r}: choose stop or skip")
-        if not is_positive(norm_type):
-            raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
-        if max_grad_norm is not None and not is_positive(max_grad_norm):
-            raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
+        _check_limits(max_grad_norm, norm_type, non_finite)
         self._collectives, self._norm_type = collectives, float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
@@ -195,7 +194,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._bucket_bytes = bucket_bytes
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._names = GroupNames()
-        groups = self._check(parameters)
+        groups = self._check(pairs)
         named = by_name(groups)
         if model is not None:
             order = [name for name, _ in model.named_parameters() if name in named]
@@ -212,6 +211,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         self._take_groups()
         self._constructed = True
+        if starts:
+            self._expect_alike()
+            self.start()
 
     def start(self) -> None:
         """Overwrite parameters, frozen ones too, and buffers with rank 0's. Collective."""
@@ -791,6 +793,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.give(given)
         return groups
 
+    def _expect_alike(self) -> None:
+        """Raise ValueError on all ranks if they have made different optimizers. Collective."""
+        model, collectives = self._model, self._collectives
+        if model is None or collectives.size == 1:
+            return
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        alike = {
+            "the stage": self._shard.stage,
+            "the class": type(self._inner).__name__,
+            "comm_hook": type(self._hook).__name__,
+            "max_grad_norm": self._max_norm,
+            "norm_type": self._norm_type,
+            "skipping of steps": self._skips,
+            "loss_scale": self._scale.value,
+            "the number of tensors": len(tensors),
+            **{
+                f"tensor {number}": f"{name}, {t.dtype} {tuple(t.shape)}, {t.requires_grad}"
+                for number, (name, t) in enumerate(tensors)
+            },
+            "the bounds of shards": [bucket.bounds for bucket in self._shard.plan],
+        }
+        expect_alike(collectives, alike, "make the optimizer alike on all ranks")
+
     def _add_parameters(self, named: dict[str, Parameter]) -> None:
         """Plan buckets of parameters, own this rank's part of them, and watch their gradients."""
         finish_gathers(named)
@@ -825,6 +850,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f'optimizer.add_param_group({{"params": [("{names[0]}", ...), ...]}})',
                 stacklevel=8,
             )
+
+
+def _check_limits(max_grad_norm: float | None, norm_type: float, non_finite: str) -> None:
+    """Raise ValueError for limits of gradients that do not exist."""
+    if non_finite not in ("stop", "skip"):
+        raise ValueError(f"non_finite is {non_finite!r}: choose stop or skip")
+    if not is_positive(norm_type):
+        raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
+    if max_grad_norm is not None and not is_positive(max_grad_norm):
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
+
+
+def _parts_of(
+    parameters: nn.Module | Iterable[Named] | Iterable[dict[str, Any]],
+    model: nn.Module | None,
+    buffers: Iterable[Tensor],
+) -> tuple[Iterable[Named] | Iterable[dict[str, Any]], nn.Module | None, Iterable[Tensor], bool]:
+    """Return parameters, the model and buffers, and whether a model was given as `parameters`.
+
+    Raises ValueError if one was given beside the others.
+    """
+    if not isinstance(parameters, nn.Module):
+        return parameters, model, buffers, False
+    if model is not None or buffers != ():
+        raise ValueError("the model is given as `parameters`: leave out model= and buffers=")
+    return parameters.named_parameters(), parameters, PersistentBuffers(parameters), True
 
 
 def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,9 +19,8 @@ from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
 from mntrain.comm.ticket import Signature, Ticket, Verb, call_site
 from mntrain.comm.topology import Topology
-from zero.collectives import Bounds, CompletedWork, Work
+from zero.collectives import Bounds, CompletedWork, Work, expect_flat, shard_bounds
 from zero.kernels import Kernels
-from zero.layout import split
 
 T = TypeVar("T")
 
@@ -251,14 +249,16 @@ class WorldCollectives:
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
-        return self._start("reduce_scatter", tensor, self._shard_bounds(bounds, tensor), wire=wire)
+        return self._start(
+            "reduce_scatter", tensor, shard_bounds(bounds, tensor.numel(), self.size), wire=wire
+        )
 
     def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Start to copy this rank's shard to all ranks, in place. Collective.
 
         Raises ValueError for bounds that do not cut the tensor into `size` shards.
         """
-        return self._start("all_gather", tensor, self._shard_bounds(bounds, tensor))
+        return self._start("all_gather", tensor, shard_bounds(bounds, tensor.numel(), self.size))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Start to copy the root's tensor to all ranks, in place. Collective."""
@@ -275,12 +275,7 @@ class WorldCollectives:
         root: int = 0,
         wire: torch.dtype | None = None,
     ) -> Work:
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"a collective takes a flat contiguous tensor, not one of shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
-                "contiguous one"
-            )
+        expect_flat(tensor)
         engine = self._engine
         engine.check_open()
         if self.size == 1:
@@ -357,20 +352,3 @@ class WorldCollectives:
         for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
             yield ticket.copy(), staged, self._host
-
-    def _shard_bounds(self, bounds: Bounds, tensor: Tensor) -> tuple[int, ...]:
-        """Return a copy of the caller's bounds, or those of equal shards. Raises ValueError."""
-        numel, size = tensor.numel(), self.size
-        if bounds is None:
-            return split(numel, size)
-        cut = tuple(bounds)
-        if (
-            len(cut) != size + 1
-            or (cut[0], cut[-1]) != (0, numel)
-            or any(low > high for low, high in pairwise(cut))
-        ):
-            raise ValueError(
-                f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
-                f"indices that never decrease, from 0 to {numel}"
-            )
-        return cut

@@ -14,7 +14,6 @@ from mntrain import compression, equal_values
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
-from mntrain.run.persistent_buffers import PersistentBuffers
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import make_hook
@@ -28,6 +27,7 @@ from zero.param_groups import (
     name_parameters,
 )
 from zero.parameter_watch import check_free
+from zero.persistent_buffers import PersistentBuffers
 from zero.sync_batchnorm import SyncBatchNorm
 from zero.trials import check_arguments, check_partition
 
