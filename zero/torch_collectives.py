@@ -12,7 +12,7 @@ broadcasts that they would replace, so it never takes them.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -49,12 +49,12 @@ class _Started:
 
 
 class TorchCollectives:
-    """`zero.Collectives` over the ranks of a process group, by default of the default group.
+    """`zero.Collectives` over the ranks of a process group, by default of a new one of all ranks.
 
-    Construction is collective over these ranks: it makes a new group of them, with the backends and
-    the timeout of the given one, and gloo for the CPU if that has no backend for it. So calls need
-    no order beside those of the given group; optimizers whose buckets one backward fills need
-    collectives of their own. The new group ends with `destroy_process_group`.
+    Construction without a group is collective over all ranks. The new group has the backends and
+    the timeout of the default group, and ends with `destroy_process_group`. Its calls need no order
+    beside those of other groups. A given group is used as it is: all calls of it, the caller's too,
+    come in one order on its ranks. Optimizers whose buckets one backward fills need a group each.
 
     Slots are ranks. Every rank counts as a node: a sum of 16 bits, or with `wire`, adds the rounded
     addends in fp32 in the order of ranks. Sums of wider numbers are those of the backend: the same
@@ -63,26 +63,25 @@ class TorchCollectives:
     Works on a GPU let the current stream wait, as torch's do. Errors of the backend, as after the
     end of another rank's process, are RuntimeErrors of `wait`, which name the call.
 
-    Raises ValueError if there is no default group, or if this process is no rank of the group.
+    Raises ValueError if there is no default group, if this process is no rank of the given one, and
+    if the group has no backend for tensors on the CPU, where small messages are.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if dist.get_rank(group) < 0:
             raise ValueError("this process is no rank of the group: call this on its ranks alone")
-        given = group or dist.group.WORLD
-        assert given is not None, "get_rank has refused it"
-        self._ranks = dist.get_process_group_ranks(given)  # of the default group
-        backends = _backends(given)
-        backends.setdefault("cpu", "gloo")
-        self._group = dist.new_group(
-            self._ranks,
-            _timeout(given),
-            ",".join(f"{device}:{backend}" for device, backend in backends.items()),
-            use_local_synchronization=True,
-        )
+        backends = _backends(group)
+        if "cpu" not in backends:
+            raise ValueError(
+                f"the process group communicates by {', '.join(backends.values())} on "
+                f"{', '.join(backends)} alone, and small messages are on the CPU: call "
+                "init_process_group() without a backend, or with cpu:gloo beside it"
+            )
+        self._group = group or dist.new_group(timeout=_timeout(backends))
+        self._ranks = dist.get_process_group_ranks(self._group)  # of the default group
         self._by_gloo = {device for device, backend in backends.items() if backend == "gloo"}
-        self._label = ""
         self.rank, self.size = dist.get_rank(self._group), len(self._ranks)
+        self._label = ""
 
     def slot(self, rank: int) -> int:
         """Return the rank."""
@@ -237,16 +236,18 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends of a group by device type."""
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backends of a group, by default of the default group, by device type."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group; None if its backend does not tell."""
+def _timeout(devices: Iterable[str]) -> timedelta | None:
+    """Return the timeout of the default group on one of some devices; None if it does not tell."""
+    default = dist.group.WORLD
+    assert default is not None, "get_rank has found it"
     with suppress(RuntimeError):  # a group may have no backend beside itself
-        backend = group._get_backend(torch.device(next(iter(_backends(group)))))
+        backend = default._get_backend(torch.device(next(iter(devices))))
         timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
         return timeout
     return None

@@ -140,3 +140,21 @@ def loss_at(model, batch, step, rank):
     inputs, targets = batch
     place = (step, rank) if isinstance(model, Fickle) else ()
     return functional.cross_entropy(model(inputs, *place), targets)
+
+
+def double(kind):
+    def build():
+        torch.manual_seed(4)
+        return kind().double()
+
+    return build
+
+
+MODELS = {
+    "tiny": double(Tiny),
+    "lopsided": double(Lopsided),
+    "mixed": lambda: Mixed(torch.float64, torch.float32),
+    "tied": double(Tied),
+    "fickle": double(Fickle),
+    "strided": double(Strided),
+}

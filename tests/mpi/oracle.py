@@ -1,4 +1,7 @@
-"""The oracle of training tests: plain torch in this process, over the whole of every batch."""
+"""The oracle of training tests: plain torch in this process, over the whole of every batch.
+
+Ranks without MPI, of tests/torchrun, have it too.
+"""
 
 import copy
 import math
@@ -10,7 +13,6 @@ import torch
 from models import net
 from torch import nn
 from torch.nn import functional
-from worlds import Worlds, make_world
 
 from mntrain.train.model_digest import model_digest
 
@@ -101,6 +103,8 @@ class Pair:
 
 
 def init(algorithm="lanes", ranks_per_node=2, bucket_mb=SMALL, **options):
+    from worlds import make_world
+
     return make_world(algorithm, ranks_per_node, bucket_mb=bucket_mb, **options)
 
 
@@ -121,6 +125,8 @@ modes = pytest.mark.parametrize(
 
 def keep_worlds():
     """What a fixture yields from: worlds, closed at the end."""
+    from worlds import Worlds
+
     worlds = Worlds(layout=2, bucket_mb=SHARED)
     yield worlds
     worlds.close()

@@ -9,8 +9,7 @@ from contextlib import nullcontext
 from itertools import combinations, cycle, product
 
 import pytest
-import torch
-from models import Fickle, Lopsided, Mixed, Strided, Tied, Tiny, loss_at
+from models import MODELS, loss_at
 from oracle import (
     ADAMW,
     ALGORITHMS,
@@ -32,22 +31,6 @@ pytestmark = pytest.mark.mpi
 STEPS = 3
 
 
-def double(kind):
-    def build():
-        torch.manual_seed(4)
-        return kind().double()
-
-    return build
-
-
-MODELS = {
-    "tiny": double(Tiny),
-    "lopsided": double(Lopsided),
-    "mixed": lambda: Mixed(torch.float64, torch.float32),
-    "tied": double(Tied),
-    "fickle": double(Fickle),
-    "strided": double(Strided),
-}
 OPTIMIZERS = {"AdamW": ADAMW, "SGD": SGD}
 FACTORS = {
     # The one-level algorithms do not look at nodes: one layout is enough for them.
