@@ -33,7 +33,7 @@ class TorchWorld:
         return optimizer
 
 
-def run_tests(names, timeout_s=20):
+def run_tests(names, timeout_s=60):
     """Call each test of a script with a `TorchWorld`; on ranks of mpirun, over our backend."""
     torch.set_num_threads(1)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ

@@ -1,0 +1,83 @@
+"""The ZeRO optimizer over process groups of torch, under torchrun: as over MPI, without MPI."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import completed
+from launch import mpirun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[2]
+MORE = pytest.mark.thorough
+HELPERS = os.pathsep.join([str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "mpi")])
+ENVIRONMENT = {"PYTHONPATH": HELPERS, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks, *words):
+    torch_run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*torch_run, "--nproc-per-node", str(ranks), *words],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, **ENVIRONMENT},
+    )
+
+
+def passed(done, ranks):
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert len(re.findall(r"^rank \d: \d+ tests passed$", done.stdout, re.MULTILINE)) == ranks, (
+        output
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=MORE) if n != 3 else n for n in (1, 2, 3, 4)]
+)
+def test_every_collective_has_its_result(ranks):
+    passed(torchrun(ranks, SCRIPTS / "collectives.py"), ranks)
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=MORE) if n != 2 else n for n in (1, 2, 3, 4)]
+)
+def test_training_equals_one_process_and_ddp(ranks):
+    passed(torchrun(ranks, SCRIPTS / "training.py"), ranks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["collectives", "training"])
+def test_both_hold_over_our_own_backend(name):
+    done = completed(
+        mpirun(3, [sys.executable, SCRIPTS / f"{name}.py"], timeout=110, env=ENVIRONMENT)
+    )
+    passed(done, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raises", "has failed: .*Connection closed by peer"),
+        pytest.param("killed", "has failed: .*Connection", marks=MORE),
+        pytest.param("hangs", "has failed: .*timeout", marks=MORE),
+    ],
+)
+def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):
+    done = torchrun(2, SCRIPTS / "faults.py", kind)
+    assert done.returncode != 0
+    assert re.search(rf"^rank 0 in step 2: rank 0: .*{words}", done.stdout, re.MULTILINE), done
+    if kind == "raises":
+        assert "KeyError: 'a bug of rank one'" in done.stderr
+
+
+@pytest.mark.thorough
+def test_the_example_learns():
+    done = torchrun(2, ROOT / "examples" / "torchrun.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"accuracy (0\.9|1\.0)\d* on 2 ranks", done.stdout), done.stdout
