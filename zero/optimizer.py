@@ -21,6 +21,7 @@ from zero.exchange.schedule import SyncSchedule, check_replicas
 from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
 from zero.memory import Memory
+from zero.model_checks import check_plain
 from zero.norms import (
     NonFiniteGradientError,
     NonFiniteReplicaError,
@@ -155,7 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap_forward: bool = False,
         **kwargs: Any,
     ) -> None:
-        pairs, model, buffers, starts = _parts_of(parameters, model, buffers)
+        pairs, model, buffers, starts = _parts_of(parameters, model, buffers, collectives.size)
         check_sharding(stage, partition)
         check_travel_dtype("gather_dtype", gather_dtype)
         _check_limits(max_grad_norm, norm_type, non_finite)
@@ -866,15 +867,17 @@ def _parts_of(
     parameters: nn.Module | Iterable[Named] | Iterable[dict[str, Any]],
     model: nn.Module | None,
     buffers: Iterable[Tensor],
+    size: int,
 ) -> tuple[Iterable[Named] | Iterable[dict[str, Any]], nn.Module | None, Iterable[Tensor], bool]:
     """Return parameters, the model and buffers, and whether a model was given as `parameters`.
 
-    Raises ValueError if one was given beside the others.
+    Raises ValueError if one was given beside the others, or is distributed by other code.
     """
     if not isinstance(parameters, nn.Module):
         return parameters, model, buffers, False
     if model is not None or buffers != ():
         raise ValueError("the model is given as `parameters`: leave out model= and buffers=")
+    check_plain(parameters, size)
     return parameters.named_parameters(), parameters, PersistentBuffers(parameters), True
 
 

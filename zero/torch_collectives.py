@@ -28,8 +28,8 @@ from zero.kernels import Kernels
 from zero.precision import is_16_bit, narrower
 
 
-class _Started:
-    """The works of torch that one collective consists of."""
+class TorchWork:
+    """A `Work` of one or several works of torch."""
 
     def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
@@ -107,7 +107,7 @@ class TorchCollectives:
             bounds = shard_bounds(None, tensor.numel(), self.size)
             return ChainedWork(self._sum_rounded(tensor, bounds, travels, what, everywhere=True))
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return _Started([dist.all_reduce(real, group=self._group, async_op=True)], what)
+        return TorchWork([dist.all_reduce(real, group=self._group, async_op=True)], what)
 
     def reduce_scatter(
         self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
@@ -130,7 +130,7 @@ class TorchCollectives:
             dist.reduce(real[low:high], rank, group=self._group, async_op=True)
             for rank, low, high in self._shards(cut)
         ]
-        return _Started(works, what)
+        return TorchWork(works, what)
 
     def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
         """Start to copy this rank's shard to all ranks, in place. Collective.
@@ -145,12 +145,12 @@ class TorchCollectives:
         cut = tuple(bound * tensor.element_size() for bound in cut)
         if self._as_one(tensor, cut):
             own = flat[cut[self.rank] : cut[self.rank + 1]]
-            return _Started([_all_gather_single(flat, own, self._group, async_op=True)], what)
+            return TorchWork([_all_gather_single(flat, own, self._group, async_op=True)], what)
         works = [
             dist.broadcast(flat[low:high], rank, group=self._group, async_op=True)
             for rank, low, high in self._shards(cut)
         ]
-        return _Started(works, what)
+        return TorchWork(works, what)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Start to copy the root's tensor to all ranks, in place. Collective."""
@@ -161,7 +161,7 @@ class TorchCollectives:
             return CompletedWork()
         flat, source = _bytes(tensor), self._ranks[root]
         work = dist.broadcast(flat, source, group=self._group, async_op=True)
-        return _Started([work], self._describe("broadcast", tensor))
+        return TorchWork([work], self._describe("broadcast", tensor))
 
     def _describe(self, verb: str, tensor: Tensor) -> str:
         """Return words for a call in errors."""
@@ -183,7 +183,7 @@ class TorchCollectives:
     def _scatter_sum(self, tensor: Tensor, bounds: Sequence[int], what: str) -> Iterator[Work]:
         own = tensor[bounds[self.rank] : bounds[self.rank + 1]]
         total = torch.empty_like(own)  # not every backend writes into its input
-        yield _Started([_reduce_scatter(total, tensor, group=self._group, async_op=True)], what)
+        yield TorchWork([_reduce_scatter(total, tensor, group=self._group, async_op=True)], what)
         own.copy_(total)
 
     def _sum_rounded(
@@ -211,7 +211,7 @@ class TorchCollectives:
             group=self._group,
             async_op=True,
         )
-        yield _Started([work], what)
+        yield TorchWork([work], what)
         Kernels().add(received.view(self.size, count).unbind(), sent[low:high])
         del received
         if everywhere:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from zero.model_checks import check_plain
 from zero.state import PartOfState
 from zero.sync_batchnorm import SyncBatchNorm
 
@@ -49,38 +49,16 @@ def check_model(model: object, size: int) -> None:
         raise ValueError(
             f"model is of type {type(model).__name__}: give the torch.nn.Module to train"
         )
-    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    shards = tuple(getattr(fsdp, n, ()) for n in ("FullyShardedDataParallel", "FSDPModule"))
-    dtensor = getattr(tensor, "DTensor", ())
+    check_plain(model, size)
     for path, module in model.named_modules():
-        which, kind = f"model.{path}" if path else "model", type(module).__name__
-        of_parts = (isinstance(p, dtensor) for p in module.parameters(recurse=False))
-        problem = ""
-        if isinstance(module, DistributedDataParallel | DataParallel):
-            problem = (
-                f"wrapped in {kind}: give the module inside, its .module; world.optimizer averages "
-                "the gradients"
-            )
-        elif isinstance(module, shards) or any(of_parts):
-            problem = (
-                "sharded by torch.distributed: leave fully_shard and the like out, and give the "
-                "plain module to world.optimizer with stage=1 or 2, which shards optimizer state "
-                "and gradients"
-            )
-        elif "process_group" in vars(module) and not isinstance(module, SyncBatchNorm):
+        if "process_group" in vars(module) and not isinstance(module, SyncBatchNorm):
+            which, kind = f"model.{path}" if path else "model", type(module).__name__
             batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             fix = "call world.sync_batchnorm(model) before" if batch_norm else "leave it out"
-            problem = (
-                f"a {kind}, which asks torch.distributed for other ranks and finds none: {fix}"
+            raise ValueError(
+                f"{which} is a {kind}, which asks torch.distributed for other ranks and finds "
+                f"none: {fix}"
             )
-        elif size > 1 and getattr(module, "max_norm", None) is not None:
-            problem = (
-                f"of type {kind} with max_norm, which changes its weight in forward by the samples "
-                "of each rank alone: leave it out, and limit the norms of all rows after "
-                "optimizer.step()"
-            )
-        if problem:
-            raise ValueError(f"{which} is {problem}")
 
 
 def lone_accelerator(size: int) -> str:

@@ -117,6 +117,14 @@ def test_ranks_have_any_number_of_samples_or_none(world):
         both.check()
 
 
+def test_shards_are_in_proportion_to_weights(world):
+    weights = [3, 0, 1, 2][: world.size]
+    for mode in modes()[1:]:
+        both = pair_of(world, shard_weights=weights, **mode)
+        both.train(0, 1)
+        both.check()
+
+
 def test_accumulation_and_gradients_of_whole_parameters(world):
     for mode in modes():
         both = pair_of(world, **mode)
@@ -226,13 +234,15 @@ def test_ranks_with_different_optimizers_are_told_so(world):
             assert set(world.gather(str(error.value))) == {str(error.value)}
 
 
-def test_what_needs_nodes_is_refused(world):
+def test_what_needs_nodes_or_is_distributed_is_refused(world):
     if world.size > 1:
         with pytest.raises(ValueError, match=r"needs `levels`: world\.optimizer gives them"):
             world.optimizer(net(), ADAMW, comm_hook="int8")
     model = net()
     with pytest.raises(ValueError, match="leave out model= and buffers="):
         zero.ZeroOptimizer(model, ADAMW, zero.TorchCollectives(), model=model)
+    with pytest.raises(ValueError, match="model is wrapped in DistributedDataParallel"):
+        world.optimizer(DistributedDataParallel(model), ADAMW)
 
 
 def test_hyperparameters_that_differ_are_told(world):
