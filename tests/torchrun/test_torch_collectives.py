@@ -10,6 +10,8 @@ import pytest
 from job import completed
 from launch import mpirun
 
+import zero
+
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
 MORE = pytest.mark.thorough
@@ -74,6 +76,11 @@ def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):
     assert re.search(rf"^rank 0 in step 2: rank 0: .*{words}", done.stdout, re.MULTILINE), done
     if kind == "raises":
         assert "KeyError: 'a bug of rank one'" in done.stderr
+
+
+def test_without_a_process_group_there_are_none():
+    with pytest.raises(ValueError, match="call init_process_group"):
+        zero.TorchCollectives()
 
 
 @pytest.mark.thorough

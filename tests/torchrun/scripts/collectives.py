@@ -205,6 +205,8 @@ def test_wrong_arguments_are_one_sentence(world):
         (lambda: collectives.broadcast(torch.ones(4), 9), "root 9 is no rank of this group"),
     ]:
         refused(call, words)
+    group = dist.new_group(backend="cuda:gloo")
+    refused(lambda: TorchCollectives(group), "by gloo on cuda alone, and small messages are on the")
 
 
 def refused(call, words):

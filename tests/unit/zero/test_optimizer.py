@@ -52,6 +52,13 @@ def assert_same_weights(mine, torchs):
         assert torch.equal(tensor, theirs[name]), name
 
 
+def test_a_model_in_place_of_its_parameters_is_trained_as_they_are():
+    mine, theirs = mlp(), mlp()
+    train(mine, ZeroOptimizer(mine, SGD, SingleProcessCollectives(), stage=2), inputs(3))
+    train(theirs, zero(theirs, SGD), inputs(3))
+    assert_same_weights(mine, theirs)
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE | BY_PARAMETER)
 def test_weights_have_the_bits_of_plain_torch(name):
     optimizer_class = (ELEMENTWISE | BY_PARAMETER)[name]
