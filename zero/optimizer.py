@@ -810,7 +810,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "loss_scale": self._scale.value,
             "the number of tensors": len(tensors),
             **{
-                f"tensor {number}": f"{name}, {t.dtype} {tuple(t.shape)}, {t.requires_grad}"
+                f"tensor {number}": f"{name} of {t.dtype}, shape {tuple(t.shape)}, "
+                + ("trained" if t.requires_grad else "not trained")
                 for number, (name, t) in enumerate(tensors)
             },
             "the bounds of shards": [bucket.bounds for bucket in self._shard.plan],
