@@ -101,7 +101,7 @@ class Ranks:
         topology: the node of every rank.
         places: the host, device and threads of every rank, by rank.
         collectives: a `zero.Collectives` over all ranks.
-        kernels: sums on the device (`zero.kernels.Kernels`).
+        kernels: sums on the device (`mntrain.kernels.DeviceKernels`).
         algorithm: name of the algorithm that reduces full buckets.
         settings: the options (`mntrain.config.WorldConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
@@ -236,7 +236,7 @@ class Ranks:
     def _make_collectives(self) -> None:
         """Choose how tensors on GPUs travel, and make the collectives over all ranks."""
         comm, node, engine = self._comm, self._node, self._engine
-        self._devices = transport.make_devices(self.device, self.kernels, engine)
+        self._devices = transport.make_devices(self.device, self.kernels.add, engine)
         self.waits.copier = self._devices.copier if self._devices else None
         context = transport.TransportContext(
             comm, node, self.topology, engine, self._devices, self._gpus

@@ -1,6 +1,6 @@
 """Flat tensors: views in a parameter's memory format, and sums, casts and squares."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -10,26 +10,21 @@ RUN = 1 << 16  # elements that the CPU handles at a time, so that they stay in i
 VECTOR = 32  # bytes that a CUDA thread of torch's norm reads at a time, at most
 
 
-class Kernels:
-    """Sums of flat contiguous tensors of one device, on its current stream, by torch. Local.
+Add = Callable[[Sequence[Tensor], Tensor], None]  # `add`, or what gives the same bits
 
-    All subclasses give the same bits.
+
+def add(addends: Sequence[Tensor], total: Tensor) -> None:
+    """Write the sum of addends, all flat, contiguous and of one length, to `total`. Local.
+
+    Adds in order, in `sum_dtype`, and rounds once, on the current stream of their device. Addends
+    have total's dtype or a narrower one; one of them may share total's memory.
     """
-
-    name = "torch"  # or "cupy"
-
-    def add(self, addends: Sequence[Tensor], total: Tensor) -> None:
-        """Write the sum of addends, all of one length, to `total`.
-
-        Adds in order, in `sum_dtype`, and rounds once. Addends have total's dtype or a narrower
-        one; one of them may share total's memory.
-        """
-        if len(addends) == 1:
-            total.copy_(addends[0])
-        elif len(addends) == 2 and addends[0].dtype == addends[1].dtype == total.dtype:
-            torch.add(addends[0], addends[1], out=total)  # 16 bits are widened on the way
-        else:
-            _add_many(addends, total)
+    if len(addends) == 1:
+        total.copy_(addends[0])
+    elif len(addends) == 2 and addends[0].dtype == addends[1].dtype == total.dtype:
+        torch.add(addends[0], addends[1], out=total)  # 16 bits are widened on the way
+    else:
+        _add_many(addends, total)
 
 
 def pack(source: Tensor, scale: float, target: Tensor) -> None:

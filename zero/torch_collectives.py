@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero.collectives import Bounds, CompletedWork, Work, expect_flat, shard_bounds
 from zero.comm_hooks import ChainedWork
-from zero.kernels import Kernels
+from zero.kernels import add
 from zero.precision import is_16_bit, narrower
 
 
@@ -212,7 +212,7 @@ class TorchCollectives:
             async_op=True,
         )
         yield TorchWork([work], what)
-        Kernels().add(received.view(self.size, count).unbind(), sent[low:high])
+        add(received.view(self.size, count).unbind(), sent[low:high])
         del received
         if everywhere:
             yield self.all_gather(sent, bounds)

@@ -12,7 +12,7 @@ from gpu_facts import facts
 from torch import Tensor
 
 from mntrain.kernels import DeviceKernels
-from zero.kernels import Kernels
+from zero.kernels import Add, add
 
 NUMELS = (1 << 16, 1 << 22)
 TURNS = 5  # of each kernel, in turn, so that noise falls on both alike
@@ -44,9 +44,9 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor]]]:
             yield f"{names} of {numel >> 10} Ki elements", addends
 
 
-def compare(what: str, addends: Sequence[Tensor], kernels: Kernels) -> dict[str, Any]:
+def compare(what: str, addends: Sequence[Tensor], kernels: DeviceKernels) -> dict[str, Any]:
     """Return the medians of both kernels' times and whether their bits agree."""
-    ways = (Kernels(), kernels)
+    ways = (add, kernels.add)
     totals = [torch.empty_like(addends[0]) for _ in ways]
     pairs = list(zip(ways, totals, strict=True))
     once = [seconds(way, addends, total, 1) for way, total in pairs]
@@ -64,12 +64,12 @@ def compare(what: str, addends: Sequence[Tensor], kernels: Kernels) -> dict[str,
     }
 
 
-def seconds(way: Kernels, addends: Sequence[Tensor], total: Tensor, repeats: int) -> float:
+def seconds(way: Add, addends: Sequence[Tensor], total: Tensor, repeats: int) -> float:
     """Return the seconds of one sum, of `repeats` in a row."""
     synchronize(total)
     start = time.perf_counter()
     for _ in range(repeats):
-        way.add(addends, total)
+        way(addends, total)
     synchronize(total)
     return (time.perf_counter() - start) / repeats
 

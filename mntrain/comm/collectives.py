@@ -20,7 +20,7 @@ from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, c
 from mntrain.comm.ticket import Signature, Ticket, Verb, call_site
 from mntrain.comm.topology import Topology
 from zero.collectives import Bounds, CompletedWork, Work, expect_flat, shard_bounds
-from zero.kernels import Kernels
+from zero.kernels import add
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class WorldCollectives:
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
         self._engine, self._devices, self._stream = engine, devices, stream or engine.main
         flags = SharedFlags(self._memory, node.rank, node.size)
-        self._host = CommContext(comm, topology, flags, BufferPool(), Kernels().add)
+        self._host = CommContext(comm, topology, flags, BufferPool(), add)
         self._stagings: list[Staging] = []  # of all streams
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
@@ -134,7 +134,7 @@ class WorldCollectives:
             self._device = dataclasses.replace(
                 self._host,
                 buffers=BufferPool(devices.device),
-                add=devices.kernels.add,
+                add=devices.add,
                 fence=devices.fence,
                 run=devices.run_on_side_stream,
             )

@@ -28,7 +28,7 @@ from torch import Tensor
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.staging import DeviceCopy, StreamOrderedWork
 from zero.collectives import Collectives, CompletedWork, Work
-from zero.kernels import Kernels
+from zero.kernels import Add
 from zero.layout import split
 
 # Ranks may wait for each other for as long as they like, for instance during a checkpoint.
@@ -43,11 +43,9 @@ class NodeFirstCollectives:
     local rank, ordered by node. Tensors are flat and contiguous, of any dtype; in place.
     """
 
-    def __init__(
-        self, group: Any, cross: Collectives, copier: DeviceCopy, kernels: Kernels
-    ) -> None:
+    def __init__(self, group: Any, cross: Collectives, copier: DeviceCopy, add: Add) -> None:
         self._group, self._cross = group, cross
-        self._copier, self._kernels = copier, kernels
+        self._copier, self._add = copier, add
         self._rank, self._size = group.rank(), group.size()
         self._one_node = cross.size == 1
 
@@ -122,7 +120,7 @@ class NodeFirstCollectives:
             own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)
         ]
         self._exchange(addends, lanes)
-        self._kernels.add(addends, own)
+        self._add(addends, own)
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Send `inputs[i]` to rank i of the node and receive `outputs[i]` from it."""

@@ -16,6 +16,7 @@ from mntrain.comm.shared_memory import SharedFlags
 from mntrain.comm.ticket import Ticket
 from mntrain.comm.topology import Topology
 from zero.collectives import CompletedWork, Work
+from zero.kernels import Add
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -147,8 +148,7 @@ class CommContext:
     topology: Topology
     flags: SharedFlags  # of this node
     buffers: BufferPool
-    add: Callable[[Sequence[Tensor], Tensor], None]
-    """Leave the sum of addends, in their order, in a tensor; see `zero.kernels.Kernels.add`."""
+    add: Add
     fence: Callable[[], Steps[None]] = no_fence
     """Wait until everything computed so far is in memory, so that MPI may send it."""
     run: Callable[[Steps[None]], Steps[None]] = lambda steps: steps

@@ -34,7 +34,7 @@ from mntrain.comm.engine import Steps
 from mntrain.comm.resources import TensorAccess
 from mntrain.comm.shared_memory import DEPTH, NodeSharedMemory
 from zero.collectives import Work
-from zero.kernels import Kernels
+from zero.kernels import Add
 from zero.layout import split
 
 SLOT_BYTES = 4 << 20  # large enough for a copy at full speed, small enough to overlap
@@ -139,11 +139,11 @@ def pin(memory: Tensor, device: torch.device) -> tuple[Callable[[], object], str
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPU of a rank, with its copies and kernels."""
+    """The GPU of a rank, with its copies and sums."""
 
     device: torch.device
     copier: DeviceCopy
-    kernels: Kernels
+    add: Add
     slot_bytes: int = SLOT_BYTES
 
     def fence(self) -> Steps[None]:

@@ -29,7 +29,7 @@ from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.topology import Topology
-from zero.kernels import Kernels
+from zero.kernels import Add
 
 T = TypeVar("T")
 
@@ -146,14 +146,12 @@ class SelectedTransport:
     resources: ExitStack = field(default_factory=ExitStack)
 
 
-def make_devices(
-    device: torch.device, kernels: Kernels, progress: ProgressEngine
-) -> Devices | None:
-    """Return this rank's GPU with its copies and kernels; None on the CPU."""
+def make_devices(device: torch.device, add: Add, progress: ProgressEngine) -> Devices | None:
+    """Return this rank's GPU with its copies and sums; None on the CPU."""
     if device.type == "cpu":
         return None
     progress.prepare(lambda: torch.cuda.set_device(device))
-    return Devices(device, DeviceCopy(device), kernels)
+    return Devices(device, DeviceCopy(device), add)
 
 
 def select_transport(requested: str, context: TransportContext) -> SelectedTransport:
@@ -241,7 +239,7 @@ def _connect_nccl(
             cross, alone, nodes, context.progress, devices, stream=stream, choice=choice
         )
 
-    return nccl.NodeFirstCollectives(group, context.run(make), devices.copier, devices.kernels)
+    return nccl.NodeFirstCollectives(group, context.run(make), devices.copier, devices.add)
 
 
 if __name__ == "__main__":

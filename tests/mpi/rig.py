@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from devices import GlooGroup, LateGlooGroup, LateKernels, PromptDevice
+from devices import GlooGroup, LateGlooGroup, PromptDevice, late_add
 
 import mntrain
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.staging import Devices
 from mntrain.comm.transport import TransportContext, TransportError, select_transport
-from zero.kernels import Kernels
+from zero.kernels import add
 
 SLOT_BYTES = 4096
 TRANSPORTS = ("host", "cuda-aware", "nccl")
@@ -22,8 +22,8 @@ class Rig:
         self.world = mntrain.init(ranks_per_node=ranks_per_node)
         self.device, self.progress = device, self.world._engine
         self.late = not isinstance(device, PromptDevice)
-        kernels = LateKernels(device) if self.late else Kernels()
-        self.devices = Devices(torch.device("cpu"), device, kernels, slot_bytes=SLOT_BYTES)
+        sums = late_add(device) if self.late else add
+        self.devices = Devices(torch.device("cpu"), device, sums, slot_bytes=SLOT_BYTES)
         self.comm = self.on_thread(lambda: self.world._comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(

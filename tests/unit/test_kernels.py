@@ -10,10 +10,9 @@ from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 from mntrain.kernels import MAX_ADDENDS, DeviceKernels, can_add
 from zero import norms
 from zero.collectives import SingleProcessCollectives
-from zero.kernels import Kernels, pack, square_sums
+from zero.kernels import add, pack, square_sums
 
 INTEGERS = [torch.uint8, torch.int32, torch.int64]
-TORCH = Kernels()
 
 
 # Sums.
@@ -26,7 +25,7 @@ def test_addends_are_added_in_their_order_and_rounded_once(dtype, numel, count):
     addends = far_apart([dtype] * count, numel)
     expected = summed(addends, dtype)
     total = torch.full((numel,), 77, dtype=dtype)
-    TORCH.add(addends, total)
+    add(addends, total)
     assert bits(total) == bits(expected)
 
 
@@ -45,7 +44,7 @@ def test_the_sum_may_replace_any_addend_and_others_of_a_wire_dtype_are_widened(d
         addends = far_apart(dtypes, 1000)
         before = [addend.clone() for addend in addends]
         total = torch.empty(1000, dtype=dtype) if place is None else addends[place]
-        TORCH.add(addends, total)
+        add(addends, total)
         assert bits(total) == bits(summed(before, dtype))
         for index, (addend, was) in enumerate(zip(addends, before, strict=True)):
             assert index == place or bits(addend) == bits(was)
@@ -54,9 +53,9 @@ def test_the_sum_may_replace_any_addend_and_others_of_a_wire_dtype_are_widened(d
 def test_a_16_bit_sum_overflows_only_when_it_is_rounded():
     big = torch.full((3,), 60000.0, dtype=torch.float16)
     total = torch.empty_like(big)
-    TORCH.add([big, big, -big], total)
+    add([big, big, -big], total)
     assert total.tolist() == big.tolist()
-    TORCH.add([big, big, big], total)
+    add([big, big, big], total)
     assert total.tolist() == [math.inf] * 3
 
 
@@ -66,7 +65,7 @@ def test_sums_keep_non_finite_numbers(dtype):
     other = torch.tensor([1, 1, -math.inf, 1], dtype=dtype)
     for addends in ([odd, other], [odd, other, torch.ones_like(odd)]):
         total = torch.empty_like(odd)
-        TORCH.add(addends, total)
+        add(addends, total)
         assert total.isnan().tolist() == [True, False, True, False]
         assert total[[1, 3]].tolist() == [math.inf, -math.inf]
 
