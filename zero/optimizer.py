@@ -41,7 +41,6 @@ from zero.param_groups import (
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, take_over
-from zero.persistent_buffers import PersistentBuffers
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
@@ -75,8 +74,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     `parameters` are a model, or pairs (name, parameter), as `model.named_parameters()` yields, or
     parameter groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the
-    update. Given a model, construction compares it over ranks, and ends with `start`; `model` and
-    `buffers` are those of the model then.
+    update. Given a model, construction compares it over ranks, and ends with `start`; it is
+    `model` then.
     Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
     ranks, for optimizers that need matrices. `shard_weights` make shards unequal, in proportion to
@@ -112,11 +111,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
     - `schedule`: over which ranks a step is averaged (`zero.exchange.schedule`); by default all.
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
-    - `buffers`: tensors that are overwritten with rank 0's after every step: with the first's of
-      the ranks that the step was averaged over, and after an exchange with rank 0's everywhere.
-      Iterated over anew each time.
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
-      broadcasts its buffers, and its parameters that do not train.
+      broadcasts its buffers, and its parameters that do not train. Buffers in its state dict are
+      overwritten with rank 0's after every step: with the first's of the ranks that the step was
+      averaged over, and after an exchange with rank 0's everywhere.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read. Code that reads
       parameters from a list made before has to call `wait_for_parameters`.
@@ -151,20 +149,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         levels: NodeLevels | None = None,
         schedule: SyncSchedule | None = None,
         bucket_bytes: int = 25 * MIB,
-        buffers: Iterable[Tensor] = (),
         model: nn.Module | None = None,
         overlap_forward: bool = False,
         **kwargs: Any,
     ) -> None:
-        pairs, model, buffers, starts = _parts_of(parameters, model, buffers, collectives.size)
+        pairs, model, starts = _parts_of(parameters, model, collectives.size)
         check_sharding(stage, partition)
         check_travel_dtype("gather_dtype", gather_dtype)
         _check_limits(max_grad_norm, norm_type, non_finite)
         self._collectives, self._norm_type = collectives, float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
-        self._buffers, self._model = buffers, model
-        self._hook = make_hook(comm_hook)
+        self._model, self._hook = model, make_hook(comm_hook)
         self.schedule = schedule or SyncSchedule(collectives)
         check_replicas(self.schedule, collectives)
         sharding = self.schedule.sharding
@@ -180,7 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap_forward=overlap_forward,
             alone=collectives.size == 1,
         )
-        self._replicas = Replicas(self.schedule, self._shard, collectives, buffers)
+        self._replicas = Replicas(self.schedule, self._shard, collectives, model)
         self._agreement = StepAgreement(self._shard, collectives.rank, self.schedule.replica)
         self.accumulation = Accumulation(
             self._shard,
@@ -218,7 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def start(self) -> None:
         """Overwrite parameters, frozen ones too, and buffers with rank 0's. Collective."""
-        others = list(self._buffers)
+        others: list[Tensor] = []
         if self._model is not None:
             frozen = {n: p for n, p in self._model.named_parameters() if not p.requires_grad}
             others = [*frozen.values(), *self._model.buffers()]
@@ -867,19 +863,18 @@ def _check_limits(max_grad_norm: float | None, norm_type: float, non_finite: str
 def _parts_of(
     parameters: nn.Module | Iterable[Named] | Iterable[dict[str, Any]],
     model: nn.Module | None,
-    buffers: Iterable[Tensor],
     size: int,
-) -> tuple[Iterable[Named] | Iterable[dict[str, Any]], nn.Module | None, Iterable[Tensor], bool]:
-    """Return parameters, the model and buffers, and whether a model was given as `parameters`.
+) -> tuple[Iterable[Named] | Iterable[dict[str, Any]], nn.Module | None, bool]:
+    """Return parameters, the model, and whether it was given as `parameters`.
 
     Raises ValueError if one was given beside the others, or is distributed by other code.
     """
     if not isinstance(parameters, nn.Module):
-        return parameters, model, buffers, False
-    if model is not None or buffers != ():
-        raise ValueError("the model is given as `parameters`: leave out model= and buffers=")
+        return parameters, model, False
+    if model is not None:
+        raise ValueError("the model is given as `parameters`: leave out model=")
     check_plain(parameters, size)
-    return parameters.named_parameters(), parameters, PersistentBuffers(parameters), True
+    return parameters.named_parameters(), parameters, True
 
 
 def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:

@@ -1,10 +1,10 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.exchange.schedule import SyncSchedule
@@ -16,7 +16,7 @@ from zero.state import LOCAL
 class Replicas:
     """The parameters of this rank beside those of other replicas of a sync schedule.
 
-    `collectives` are those of all replicas, and `buffers` those of the model.
+    `collectives` are those of all replicas. The buffers of `model` follow the parameters.
     """
 
     def __init__(
@@ -24,10 +24,11 @@ class Replicas:
         schedule: SyncSchedule,
         shard: OptimizerShard,
         collectives: Collectives,
-        buffers: Iterable[Tensor],
+        model: nn.Module | None,
     ) -> None:
         self._schedule, self._shard = schedule, shard
-        self._collectives, self._buffers = collectives, buffers
+        self._collectives = collectives
+        self._buffers = persistent_buffers(model) if model is not None else list[Tensor]
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
         self._averaging = False
@@ -65,7 +66,7 @@ class Replicas:
             raise
         nothing = exchanged == "nothing"
         of_replica = nothing or schedule.independent(step)
-        broadcast_from_rank_0(group if of_replica else self._collectives, self._buffers)
+        broadcast_from_rank_0(group if of_replica else self._collectives, self._buffers())
         self.equal = self.equal or exchanged == "all"
         if updated or not nothing:
             self._shard.publish()
@@ -82,7 +83,7 @@ class Replicas:
         else:
             self._schedule.before_update(step, tensors, equal=False)
             self._schedule.exchange(tensors)
-        broadcast_from_rank_0(self._collectives, self._buffers)
+        broadcast_from_rank_0(self._collectives, self._buffers())
         self.equal = True
         self._shard.publish()
 
@@ -100,9 +101,9 @@ class Replicas:
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
-            local_buffers = [buffer.clone() for buffer in self._buffers]
+            local_buffers = [buffer.clone() for buffer in self._buffers()]
             self._schedule.average(tensors)
-            broadcast_from_rank_0(self._collectives, self._buffers)
+            broadcast_from_rank_0(self._collectives, self._buffers())
             self._shard.publish()
             self._shard.wait()
         self._averaging = True
@@ -113,7 +114,7 @@ class Replicas:
             with torch.no_grad():
                 for tensor, own in self._local.items():
                     tensor.copy_(own)
-                for buffer, own in zip(self._buffers, local_buffers, strict=True):
+                for buffer, own in zip(self._buffers(), local_buffers, strict=True):
                     buffer.copy_(own)
                 self._local = {}
                 self._shard.publish()
@@ -129,3 +130,18 @@ class Replicas:
     def _complete(self) -> None:
         self._shard.wait()
         self._shard.take_changes()
+
+
+def persistent_buffers(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """Return a function of the buffers in a model's state dict, each once, as they are when called.
+
+    A module may assign another tensor to a buffer, and `model.double()` does. Buffers outside of
+    the state dict are taken for constants, which are equal on all ranks.
+    """
+    persistent, modules = model.state_dict().keys(), dict(model.named_modules())
+    places = []  # holders, and the keys in them
+    for path, _ in model.named_buffers():
+        if path in persistent:
+            module, _, key = path.rpartition(".")
+            places.append((modules[module]._buffers, key))
+    return lambda: [held for holder, key in places if (held := holder.get(key)) is not None]

@@ -92,7 +92,6 @@ def make_optimizer(
             optimizer_class,
             stream,
             bucket_bytes=world.settings.bucket_bytes,
-            buffers=PersistentBuffers(model),
             model=model,
             gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
             schedule=schedule,

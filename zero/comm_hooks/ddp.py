@@ -67,23 +67,19 @@ class DDPHook(CommHook):
 
     Backward waits for each bucket: a hook of several collectives, such as torch's PowerSGD, starts
     the later ones in a thread of the process group, so that those of two buckets may come in
-    another order on another rank. With `overlap`, for hooks of one collective, it goes on.
+    another order on another rank.
     """
 
     world_only = True
 
     def __init__(
-        self,
-        state: Any,
-        hook: Callable[[Any, Any], Future[Tensor] | Future[list[Tensor]]],
-        *,
-        overlap: bool = False,
+        self, state: Any, hook: Callable[[Any, Any], Future[Tensor] | Future[list[Tensor]]]
     ) -> None:
         if not callable(hook):
             raise TypeError(
                 f"the hook of DDPHook is {hook!r}: give DDPHook(state, hook), in this order"
             )
-        self._state, self._hook, self.overlap = state, hook, overlap
+        self._state, self._hook = state, hook
 
     def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
         """Raise ValueError if the process group of the state has another number of ranks, too."""
@@ -105,6 +101,5 @@ class DDPHook(CommHook):
 
         future: Any = self._hook(self._state, DDPBucket(bucket))
         work: Work = future.then(write_sum)
-        if not self.overlap:
-            work.wait()
+        work.wait()
         return work
