@@ -80,8 +80,6 @@ def chunked_collective(
     if flags:
         flags.leave()
     yield lambda: flags is None or flags.all_left(number)
-    if tensors is not None and tensors[plan.local_rank] is not tensor:  # an inline slot
-        tensor.copy_(tensors[plan.local_rank])
     return access.give_back()
 
 

@@ -30,13 +30,12 @@ from mntrain.comm.mpi import Communicator
 TOKEN_BYTES = 16  # at the end of a segment, to identify it
 
 DEPTH = 8  # collectives that a rank may have entered and not left
-INLINE_BYTES = 32 << 10
 _LINE = 8  # int64 in a cache line, so that ranks do not write to the same line
 _ENTERED, _LEFT, _LOCATIONS = 0, _LINE, 2 * _LINE
 _DIGESTS = _LOCATIONS + 2 * DEPTH
 _WORDS = _DIGESTS + DEPTH
-_HEAD_BYTES = 8 * (_WORDS + -_WORDS % _LINE)
-_UNREACHABLE, _INLINE = -1, -2  # in place of a segment's number
+_WORDS += -_WORDS % _LINE
+_UNREACHABLE = -1  # in place of a segment's number
 
 # Of a tensor in shared memory: the number of its segment, and its first byte there.
 SegmentOffset = tuple[int, int]
@@ -176,10 +175,9 @@ class SharedFlags:
     Every rank has a block in shared memory, to which only it writes:
 
         entered    the number of collectives that it has entered, and for each of the last DEPTH
-        location   where its tensor lies: in shared memory, in an inline slot, or out of reach
+        location   where its tensor lies in shared memory, or that it is out of reach
         digest     what it calls
         left       the number of collectives in which it has no work left
-        slots      DEPTH inline slots for small tensors outside of shared memory
 
     A rank accesses its peers' tensors after all have entered with the same digest, and owns its own
     tensor again after all have left. Collectives are numbered 0, 1, 2, ... on all ranks alike, and
@@ -189,34 +187,28 @@ class SharedFlags:
 
     def __init__(self, memory: NodeSharedMemory, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size
-        block = memory.allocate(_HEAD_BYTES + DEPTH * INLINE_BYTES)
+        block = memory.allocate(8 * _WORDS)
         self._entered = self._left = 0
         self._lock = threading.Lock()
         self._lock.acquire()
         location = memory.locate(block)
         self._shared = location is not None
-        self._blocks = {rank: block}
+        self._words = {rank: block.view(torch.int64).numpy()}
+        self._peers: list[int] = []
         if location is not None:
-            for local in set(range(size)) - {rank}:
-                self._blocks[local] = memory.view(local, location, len(block), torch.uint8)
-        self._peers = sorted(self._blocks.keys() - {rank})
-        self._words = {
-            local: block[:_HEAD_BYTES].view(torch.int64).numpy()
-            for local, block in self._blocks.items()
-        }
+            self._peers = sorted(set(range(size)) - {rank})
+            views = {
+                local: memory.view(local, location, _WORDS, torch.int64) for local in self._peers
+            }
+            self._words |= {local: view.numpy() for local, view in views.items()}
 
     def enter(self, tensor: Tensor, digest: int = 0, *, reachable: bool = True) -> int:
         """Enter the next collective with a flat tensor, and return the collective's number.
 
-        A small one outside of shared memory is copied to an inline slot, unless it is on a device
-        and so not `reachable` for other processes.
+        One on a device is not `reachable` for other processes.
         """
         number = self._entered
         location = self._memory.locate(tensor) if reachable else None
-        may_copy = self._shared and reachable
-        if may_copy and location is None and tensor.nbytes <= INLINE_BYTES:
-            self._inline_slot(self._rank, number, tensor).copy_(tensor)
-            location = _INLINE, 0
         words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
         words[word : word + 2] = location or (_UNREACHABLE, 0)
         words[_DIGESTS + number % DEPTH] = digest
@@ -249,7 +241,7 @@ class SharedFlags:
     def tensors(self, number: int, own: Tensor) -> list[Tensor] | None:
         """Return every rank's tensor, by local rank, after all have entered; None if out of reach.
 
-        They are views of the ranks' memory; this rank's is `own`, or the inline slot with its copy.
+        They are views of the ranks' memory; this rank's is `own`.
         """
         if self._size == 1:
             return [own]
@@ -261,18 +253,12 @@ class SharedFlags:
             segment, start = self._words[local][word : word + 2].tolist()
             if segment == _UNREACHABLE:
                 return None
-            if segment == _INLINE:
-                tensors.append(self._inline_slot(local, number, own))
-            elif local == self._rank:
+            if local == self._rank:
                 tensors.append(own)
             else:
                 view = self._memory.view(local, (segment, start), own.numel(), own.dtype)
                 tensors.append(view)
         return tensors
-
-    def _inline_slot(self, local: int, number: int, like: Tensor) -> Tensor:
-        start = _HEAD_BYTES + number % DEPTH * INLINE_BYTES
-        return self._blocks[local][start : start + like.nbytes].view(like.dtype)
 
     def _all_beyond(self, word: int, number: int) -> bool:
         if any(self._words[local][word] <= number for local in self._peers):

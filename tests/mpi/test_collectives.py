@@ -23,7 +23,7 @@ from cases import (
 from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
 
 import mntrain
-from mntrain.comm import algorithms, engine, mpi, shared_memory
+from mntrain.comm import algorithms, engine, mpi
 from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = pytest.mark.mpi
@@ -215,15 +215,13 @@ def test_a_tensor_of_many_pieces(ways, algorithm, place):
     assert torch.equal(tensor, once * (RANKS * (RANKS + 1) // 2))
 
 
-@pytest.mark.parametrize("tray_bytes", [shared_memory.INLINE_BYTES, 0], ids=["trays", "messages"])
 @pytest.mark.parametrize("piece_bytes", [8, 24, 200])
 @pytest.mark.parametrize(
     "scheme", [("flat", None), *product(["leader", "lanes"], VIRTUAL[-2:])], ids=str
 )
-def test_any_length_of_a_piece(ways, monkeypatch, scheme, piece_bytes, tray_bytes):
-    monkeypatch.setattr(shared_memory, "INLINE_BYTES", tray_bytes)
+def test_any_length_of_a_piece(ways, scheme, piece_bytes):
     way = ways(*scheme, piece_bytes)
-    for dtype, place in product((torch.float32, torch.int64), ("plain", "mixed")):
+    for dtype, place in product((torch.float32, torch.int64), ("plain", "shared", "mixed")):
         run(way.world, cases(way, [99], dtype, roots=[RANKS - 1], place=place))
 
 

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.mpi
 ITEM = 4  # bytes of an fp32 element
 PIECE = AlgorithmChoice("lanes").chunk_bytes
 SMALL = 16 << 10  # bytes that every node sends whole
-TRAY = 32 << 10  # bytes that a board has room for
-SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003]  # in fp32: within a node, in trays
-LARGE = [9001, 70001]  # beyond them
+SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003, 9001, 70001]
 
 
 @pytest.fixture
@@ -231,18 +229,17 @@ def test_every_transfer_is_accounted_for(costs, algorithm, layout, place):
     world, arena = costs(layout)
     collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm))
     before = usage(world)
-    for (verb, root), sizes in product(VERBS, (SIZES, LARGE)):
+    for verb, root in VERBS:
         arena.clear()
-        tensors = [arena.tensor(numel, torch.float32, place).zero_() for numel in sizes]
+        tensors = [arena.tensor(numel, torch.float32, place).zero_() for numel in SIZES]
         for work in [launch(collectives, verb, tensor, root) for tensor in tensors]:
             work.wait()
         after = usage(world)
         several = [
-            transfers(algorithm, layout, verb, split(numel, RANKS), root=root) for numel in sizes
+            transfers(algorithm, layout, verb, split(numel, RANKS), root=root) for numel in SIZES
         ]
-        near = place == "shared" or sizes is SIZES
-        expected = bill(algorithm, layout, chain(*several), near=near)
-        assert less(after, before) == expected, f"{verb} of {sizes} from {root}"
+        expected = bill(algorithm, layout, chain(*several), near=place == "shared")
+        assert less(after, before) == expected, f"{verb} from {root}"
         before = after
 
 
@@ -280,7 +277,7 @@ def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
         bounds = [0, *accumulate(shards)]
         found = cost(world, algorithm, verb, torch.zeros(numel), bounds=bounds)
         several = transfers(algorithm, layout, verb, shards)
-        expected = bill(algorithm, layout, several, near=numel * ITEM <= TRAY)
+        expected = bill(algorithm, layout, several, near=False)
         assert found == expected, f"{verb} of {shards}"
 
 
@@ -300,8 +297,7 @@ def test_pieces_and_long_messages_go_as_several(costs, monkeypatch, algorithm, l
             found = cost(world, algorithm, verb, tensor, piece_bytes=piece_bytes, root=root)
             shards = split(numel, RANKS)
             several = transfers(algorithm, layout, verb, shards, root=root, piece_bytes=piece_bytes)
-            near = numel * ITEM <= TRAY
-            expected = bill(algorithm, layout, several, near=near)
+            expected = bill(algorithm, layout, several, near=place == "shared")
             assert found == expected, f"{verb} of {numel} from {root}"
 
 
@@ -314,7 +310,7 @@ def test_16_bits_an_element_go_to_other_nodes_where_the_wire_is_so_wide(
     for numel in (1003, 5003):
         found = cost(world, algorithm, verb, torch.zeros(numel), wire=torch.bfloat16)
         several = transfers(algorithm, layout, verb, split(numel, RANKS))
-        assert found == bill(algorithm, layout, several, item=2)
+        assert found == bill(algorithm, layout, several, near=False, item=2)
 
 
 LONG = 15360  # elements; in lines of 64 bytes it divides by 1 to 6

@@ -12,7 +12,7 @@ from mntrain.comm import algorithms
 
 pytestmark = pytest.mark.mpi
 
-FAR = [(20011, "plain"), (20011, "mixed")]  # too large for a tray
+FAR = [(20011, "plain"), (20011, "mixed")]
 WIRES = [torch.bfloat16, torch.float16]
 names = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 

@@ -3,10 +3,9 @@
 import threading
 import time
 
-import pytest
 import torch
 
-from mntrain.comm.shared_memory import DEPTH, INLINE_BYTES, SharedFlags
+from mntrain.comm.shared_memory import DEPTH, SharedFlags
 
 SIZE = 1 << 20
 
@@ -90,55 +89,30 @@ def test_every_rank_sees_the_other_ranks_tensors():
             assert same_memory(theirs, tensor[offset : offset + 7])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
-def test_small_private_tensors_are_copied_to_inline_slots(dtype):
-    flags, _ = make(2)
-    numel = INLINE_BYTES // dtype.itemsize
-    for turn in range(2):
-        numbers = range(turn * DEPTH, (turn + 1) * DEPTH)  # as many as may be in flight
-        sent = [[torch.full((numel,), n % 10 + 10 * r).to(dtype) for n in numbers] for r in (0, 1)]
-        for view, tensors in zip(flags, sent, strict=True):
-            for tensor in tensors:
-                view.enter(tensor)
-        for number, tensors in zip(numbers, zip(*sent, strict=True), strict=True):
-            for rank, view in enumerate(flags):
-                found = view.tensors(number, tensors[rank])
-                assert all(map(torch.equal, found, tensors))
-                assert same_memory(found[rank], view._inline_slot(rank, number, tensors[rank]))
-                assert not same_memory(found[rank], tensors[rank])
-        for view in flags:
-            for _ in numbers:
-                view.leave()
-
-
-@pytest.mark.parametrize(("nbytes", "reached"), [(80, True), (INLINE_BYTES + 8, False)])
-def test_a_private_tensor_beside_a_shared_one_is_reached_where_it_is_small(nbytes, reached):
+def test_a_private_tensor_beside_a_shared_one_is_out_of_reach():
     flags, memories = make(2)
-    shared, own = memories[0].allocate(nbytes), torch.arange(nbytes).byte()
-    for view, tensor in zip(flags, (shared, own), strict=True):
+    tensors = memories[0].allocate(80), torch.arange(80).byte()
+    for view, tensor in zip(flags, tensors, strict=True):
         view.enter(tensor)
-    for view, tensor in zip(flags, (shared, own), strict=True):
-        found = view.tensors(0, tensor)
-        assert (found is not None) == reached
-        if reached:
-            assert same_memory(found[0], shared)
-            assert torch.equal(found[1], own)
+    for view, tensor in zip(flags, tensors, strict=True):
+        assert view.tensors(0, tensor) is None
 
 
 def test_data_written_before_entering_are_visible_afterwards():
-    flags, _ = make(2)
+    flags, memories = make(2)
+    tensors = [memory.allocate(4000).view(torch.float32) for memory in memories]
     turns, seen = 300, []
 
     def play(rank):
         mine, other = flags[rank], 1 - rank
         for number in range(turns):
-            mine.enter(torch.full((1000,), float(number + rank)))
+            mine.enter(tensors[rank].fill_(float(number + rank)))
             end = time.monotonic() + 30
             while not mine.all_entered(number):
                 assert time.monotonic() < end
                 time.sleep(0)
-            slot = mine.tensors(number, torch.empty(1000))[other]
-            seen.append(set(slot.tolist()) == {float(number + other)})
+            theirs = mine.tensors(number, tensors[rank])[other]
+            seen.append(set(theirs.tolist()) == {float(number + other)})
             mine.leave()
             while not mine.all_left(number):
                 time.sleep(0)
