@@ -24,19 +24,11 @@ if TYPE_CHECKING:
 # ruff: noqa: PLC0415 - matplotlib is an extra
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-# One metric of one run, over an axis; a value is NaN where it was not finite.
+# Steps, and the values of one metric of one run; NaN where one was not finite.
 Curve = tuple[Array, Array]
 
 JOB_LIMIT_S = 2.0  # of a drawing at the end of a job, while all its ranks wait
 
-_AXES = {
-    "step": "step",
-    "hours": "hours of training steps",
-    "samples": "training samples",
-    "tokens": "training tokens (or samples, if the loss is a mean over them)",
-}
-# Columns whose product is the extent of a step on an axis.
-_EXTENTS = {"hours": ["step_s"], "samples": ["samples"], "tokens": ["tokens_per_s", "step_s"]}
 _SMOOTHED = 40  # the running mean spans a 40th of a curve
 _SHORT = 20  # a curve of fewer points shows each of them
 _LABEL_LENGTH = 78  # characters in a row of the legend
@@ -80,22 +72,12 @@ class LoggedRun(NamedTuple):
         numbers = {n: None for line in self.lines for n, v in line.items() if _is_number(v)}
         return [name for name in numbers if name != "step"]
 
-    def curve(self, name: str, axis: str) -> Curve | None:
-        """Return a metric over an axis, None if no line has a finite value of it.
-
-        A value lies at the end of its step.
-        """
-        columns = _EXTENTS.get(axis, ["step"])
-        for column in columns:
-            if not any(column in line for line in self.lines):
-                raise ValueError(f"--x {axis}: {self.path} has no {column}; give --x step")
-        at = np.prod([[line.get(c) or 0 for line in self.lines] for c in columns], axis=0)
-        if axis != "step":
-            at = np.cumsum(at) / (3600 if axis == "hours" else 1)
-        known = [name in line for line in self.lines]
-        values = [line[name] for line in self.lines if name in line]
-        shown = np.array([v if _is_number(v) else np.nan for v in values], dtype=np.float64)
-        return (at[known].astype(float), shown) if np.isfinite(shown).any() else None
+    def curve(self, name: str) -> Curve | None:
+        """Return a metric over the steps, None if no line has a finite value of it."""
+        known = [(line["step"], line[name]) for line in self.lines if name in line]
+        steps = np.array([step for step, _ in known], dtype=np.float64)
+        values = np.array([v if _is_number(v) else np.nan for _, v in known], dtype=np.float64)
+        return (steps, values) if np.isfinite(values).any() else None
 
 
 def _is_number(value: Any) -> bool:
@@ -122,7 +104,6 @@ def run(words: Sequence[str]) -> int:
         help="names in metrics.jsonl, each with its evaluations: grad_norm, or a metric of the "
         "task such as accuracy (default: loss)",
     )
-    add("--x", choices=list(_AXES), default="step", help="horizontal axis (default: step)")
     add(
         "--output",
         metavar="FILE",
@@ -133,7 +114,7 @@ def run(words: Sequence[str]) -> int:
     add("--log", action="store_true", help="logarithmic vertical axis")
     options = parser.parse_args(words)
     try:
-        output = _draw(options.runs, options.metric, options.x, options.output, log=options.log)
+        output = _draw(options.runs, options.metric, options.output, log=options.log)
     except (OSError, ValueError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
         return 2
@@ -165,14 +146,12 @@ def draw_at_end(run_dir: Path) -> str:
     return lines[-1].removeprefix("mntrain: ") if done.returncode else ""
 
 
-def _draw(
-    paths: Sequence[Path], metrics: Sequence[str], axis: str, output: Path | None, *, log: bool
-) -> Path:
+def _draw(paths: Sequence[Path], metrics: Sequence[str], output: Path | None, *, log: bool) -> Path:
     if output is None:
         name = "-".join(metrics).replace("/", "-") + Path(PLOT_FILE).suffix
         output = paths[0] / name if len(paths) == 1 else Path(name)
     runs = read_runs(paths)
-    panels = [curves_of(runs, metric, axis) for metric in dict.fromkeys(metrics)]
+    panels = [curves_of(runs, metric) for metric in dict.fromkeys(metrics)]
     if find_spec("matplotlib") is None:
         raise ValueError(
             "plot needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
@@ -182,7 +161,7 @@ def _draw(
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
-        figure = make_figure([run.label for run in runs], panels, axis, log=log)
+        figure = make_figure([run.label for run in runs], panels, log=log)
         figure.savefig(content, format=output.suffix.removeprefix(".").lower(), dpi=160)
     write_whole(output, content.getvalue())
     return output
@@ -205,14 +184,14 @@ def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
     return runs if unique else [run._replace(label=str(run.path)) for run in runs]
 
 
-def curves_of(runs: Sequence[LoggedRun], metric: str, axis: str) -> dict[str, list[Curve | None]]:
+def curves_of(runs: Sequence[LoggedRun], metric: str) -> dict[str, list[Curve | None]]:
     """Return the curves of a metric and of its evaluations by name, each by run.
 
     Raises ValueError if a run has neither.
     """
     known = {name for run in runs for name in run.names}
     base = metric if {metric, f"eval_{metric}"} & known else f"metrics/{metric}"
-    curves = {name: [run.curve(name, axis) for run in runs] for name in (base, f"eval_{base}")}
+    curves = {name: [run.curve(name) for run in runs] for name in (base, f"eval_{base}")}
     for run, found in zip(runs, zip(*curves.values(), strict=True), strict=True):
         if not any(found):
             raise ValueError(
@@ -224,7 +203,6 @@ def curves_of(runs: Sequence[LoggedRun], metric: str, axis: str) -> dict[str, li
 def make_figure(
     labels: Sequence[str],
     panels: Sequence[Mapping[str, Sequence[Curve | None]]],
-    axis: str,
     *,
     log: bool,
 ) -> "Figure":
@@ -235,7 +213,6 @@ def make_figure(
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import EngFormatter
 
     colours: list[Any] = ["C0", "C1"]  # of a single run, and of its evaluations
     if len(labels) > 1:
@@ -253,11 +230,8 @@ def make_figure(
         axes.set_yscale("log" if log else "linear")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    every[-1].set_xlabel(_AXES[axis])
-    if axis == "step":
-        every[-1].xaxis.get_major_locator().set_params(integer=True)
-    elif axis != "hours":
-        every[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    every[-1].set_xlabel("step")
+    every[-1].xaxis.get_major_locator().set_params(integer=True)
     if len(labels) == 1:
         every[0].set_title(_legible(labels[0]), loc="left", fontsize="medium")
     else:
