@@ -30,7 +30,6 @@ from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
-from mntrain.comm.links import measure
 from mntrain.comm.messages import Messages
 from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
@@ -56,9 +55,6 @@ TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  #
 
 MEETING_TAGS = 1 << 15  # that every MPI library has
 REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
-_LINK_ROUNDS = 3  # in each, a node is measured with one other
-_LINKS_S = 0.6
-_LINK_BYTES = 512 << 10  # of the largest messages
 
 
 def start_mpi(
@@ -361,31 +357,6 @@ class Ranks:
             self.topology.nodes,
             self.topology.lane_slots,
         )
-
-    def node_links(self) -> list[float]:
-        """Return the bytes/s of each node's link, measured now; [] on one node. Collective.
-
-        Leaders send each other messages, one at a time; a node's link counts as fast as with the
-        best of up to three partners. Takes at most about 0.6 s, longer on slow links. The same on
-        all ranks.
-        """
-        leaders = [node[0] for node in self.topology.nodes]
-        if len(leaders) == 1:
-            return []
-
-        def run() -> list[float]:
-            comm = self._comm.split(0, self.rank, "links")
-            found = measure(
-                comm, leaders, _LINKS_S, most_rounds=_LINK_ROUNDS, most_bytes=_LINK_BYTES
-            )
-            comm.free()
-            return [
-                1e6 * max(link.mb_per_s for link in found if leader in (link.one, link.other))
-                for leader in leaders
-            ]
-
-        name = "measurement of the links between nodes"
-        return self.collectives.call_together(run, name).wait()
 
     def memory_room(self) -> float:
         """Return by what factor the peak of this rank's GPU memory may grow; inf on a CPU. Local.

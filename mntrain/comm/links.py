@@ -8,7 +8,6 @@ the circle method (Kirkman, 1847).
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -62,17 +61,15 @@ def measure(
     members: Sequence[int],
     seconds: float,
     *,
-    most_rounds: int | None = None,
     most_bytes: int,
     at_round: Callable[[], None] = lambda: None,
 ) -> list[LinkSpeed]:
     """Return the speed between every pair of some ranks, sorted. Collective over `comm`.
 
-    Takes at most about `seconds`; slow links take longer. With `most_rounds`, each rank is measured
-    with so many others only. Messages have `most_bytes` at most. `at_round` is called before each
-    round. The result is the same on every rank.
+    Takes at most about `seconds`; slow links take longer. Messages have `most_bytes` at most.
+    `at_round` is called before each round. The result is the same on every rank.
     """
-    plan = list(islice(rounds(sorted(members)), most_rounds))
+    plan = list(rounds(sorted(members)))
     found: list[LinkSpeed] = []
     for pairs in plan:
         comm.gather_objects(None)  # a barrier, in which the other ranks sleep

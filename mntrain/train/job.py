@@ -65,7 +65,6 @@ class TrainingJob:
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
             self.task = tasks.load(config.task, config)
-        self.links = world.node_links()
         with world.agreement():
             self.data = JobData(world, config, self.task, resumed)
         self.data_facts = compare_task(world, self.task, self.data.datasets)

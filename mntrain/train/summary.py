@@ -31,7 +31,6 @@ _MEMORY_LABELS = {
     "total": "total of these",
     "pinned": "pinned host memory",
 }  # of the roles that are not called by their name
-_SLOW_LINK = 0.5  # of the fastest node's, below which a link is named
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
 # sparsity) and, for the RTX 4090, its white paper.
@@ -104,10 +103,8 @@ def describe_job(world: World, job: TrainingJob) -> None:
             f"({'; '.join(sorted(nodes))}). Run all ranks of a node as one user, in one container, "
             "with memory to spare"
         )
-    for line in place_lines(world.places, job.links):
+    for line in place_lines(world.places):
         reporter.note(line)
-    if slow := slow_links(job.links, world.places):
-        reporter.warn(slow)
     _describe_balance(job)
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
@@ -118,18 +115,14 @@ def describe_job(world: World, job: TrainingJob) -> None:
         )
 
 
-def place_lines(places: Sequence[Place], links: Sequence[float]) -> list[str]:
-    """Return where the ranks run, and on which devices: a line for those that are alike. Pure.
-
-    `places` is by rank; `links` has the bytes/s of each node's link, or nothing on one node.
-    """
+def place_lines(places: Sequence[Place]) -> list[str]:
+    """Return where the ranks run, and on which devices: a line for those that are alike. Pure."""
     texts = {}
     for place in places:
         device = f"{place.device} {place.model} {place.gpu[:8]}".strip()
-        link = f", link {links[place.node] / 1e6:,.0f} MB/s" if links else ""
         texts[place.rank] = (
             f"node {place.node} on {place.host}: {device}, {place.memory / 2**30:.0f} GiB, "
-            f"{place.cpus} CPUs, threads {place.threads}{link}"
+            f"{place.cpus} CPUs, threads {place.threads}"
         )
     lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in alike(texts)]
     more = len(lines) - _MAX_PLACES
@@ -174,22 +167,6 @@ def _describe_balance(job: TrainingJob) -> None:
             "--balance.mode throughput: nodes that do not wait for each other compare no speeds, "
             "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"
         )
-
-
-def slow_links(links: Sequence[float], places: Sequence[Place]) -> str:
-    """Return which nodes have slow links; "" if none does, or all are on one host. Pure.
-
-    `links` has the bytes/s of each node's link, and `places` is by rank.
-    """
-    slow = {node: speed for node, speed in enumerate(links) if speed < _SLOW_LINK * max(links)}
-    if not slow or len({place.host for place in places}) == 1:
-        return ""
-    hosts = {place.node: place.host for place in places}
-    nodes = ", ".join(f"node {n} ({hosts[n]}): {b / 1e6:,.0f} MB/s" for n, b in slow.items())
-    return (
-        f"nodes have slow links: {nodes}, where the fastest carries {max(links) / 1e6:,.0f}: every "
-        "exchange between nodes waits for them"
-    )
 
 
 def _describe_resumption(job: TrainingJob) -> None:
@@ -257,9 +234,8 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     used = resources(world, [job.optimizer])
-    measured = zip(used["ranks"], job.balancing.by_rank(), world.places, strict=True)
-    for rank, own, place in measured:
-        rank.update(own, link_bytes_per_s=job.links[place.node] if job.links else None)
+    for rank, own in zip(used["ranks"], job.balancing.by_rank(), strict=True):
+        rank.update(own)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,

@@ -43,8 +43,7 @@ def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, 
         host for host, count in zip(cluster.hosts, ranks, strict=True) for _ in range(count)
     ]
     assert whole["world"]["nodes"] == len(ranks)
-    # What the job says it sent between nodes has crossed the links, with headers and the launch,
-    # and with the measurement of the links, which sends 2 MiB each way and is not counted.
+    # What the job says it sent between nodes has crossed the links, with headers and the launch.
     counted = sum(rank["cross_bytes"] for rank in whole["ranks"])
     assert counted <= sum(crossed) <= 1.5 * counted + 5 * 2**20
 

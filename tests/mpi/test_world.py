@@ -165,20 +165,6 @@ def test_collectives_of_groups_sum_over_the_node_and_over_the_cross_group(worlds
 # Agreement.
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_links_are_measured_for_each_node_and_alike_on_all_ranks(worlds, layout):
-    world = worlds("lanes", layout)
-    sent = world.usage()
-    links = world.node_links()
-    nodes = len(world.topology.nodes)
-    assert len(links) == (nodes if nodes > 1 else 0)
-    assert all(1e5 < speed < 1e13 for speed in links)
-    assert COMM.allgather(links) == [links] * RANKS
-    after = world.usage()
-    # Messages of the measurement do not count as those of training.
-    assert [u.cross_bytes for u in after] == [u.cross_bytes for u in sent]
-
-
 @pytest.mark.parametrize("kind", [ValueError, OSError, ImportError, RuntimeError])
 def test_an_error_of_all_ranks_is_reported_once(world, kind):
     def refuse(*message):

@@ -32,7 +32,7 @@ def test_every_metric_has_its_unit_its_reduction_and_a_formula():
 
 def test_every_figure_of_a_rank_is_documented():
     declared = {field.name for kind in (Place, Usage) for field in fields(kind)}
-    assert names("name in `ranks`") == declared | {"samples", "own_s", "link_bytes_per_s"}
+    assert names("name in `ranks`") == declared | {"samples", "own_s"}
 
 
 def test_every_metric_of_the_summary_is_documented():

@@ -55,19 +55,19 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
 
 
 def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown():
-    first, second, *_, last = lines = place_lines(places(1000, 8), (117.4e6,) * 124 + (1.2e9,))
-    of_rank = "cpu, 24 GiB, 4 CPUs, threads 2, link 117 MB/s"
+    first, second, *_, last = lines = place_lines(places(1000, 8))
+    of_rank = "cpu, 24 GiB, 4 CPUs, threads 2"
     assert first == f"ranks 0 to 7: node 0 on n0: {of_rank}"
     assert second == f"ranks 8 to 15: node 1 on n1: {of_rank}"
     assert len(lines) == 17
     assert last == "... and 109 more lines"
 
 
-def test_a_rank_with_a_gpu_shows_which_one_and_one_node_has_no_links():
+def test_a_rank_with_a_gpu_shows_which_one():
     model = "NVIDIA H100 80GB HBM3"
     where = places(2, 2, device="cuda:0")
     gpus = [replace(one, gpu=f"{one.rank}f6d1c2a-4000", model=model) for one in where]
-    assert place_lines(gpus, ()) == [
+    assert place_lines(gpus) == [
         f"rank {n}: node 0 on n0: cuda:0 {model} {n}f6d1c2a, 24 GiB, 4 CPUs, threads 2"
         for n in (0, 1)
     ]

@@ -23,7 +23,6 @@ from mntrain.train.summary import (
     describe_job,
     peak_flops,
     place_lines,
-    slow_links,
 )
 from zero.memory import Memory
 
@@ -54,7 +53,6 @@ def described(
     resumed=None,
     stream=None,
     files=None,
-    links=(1e8, 9e7),
 ):
     mode = SyncConfig(mode="local-sgd", every=7, max_staleness=max_staleness)
     world = SimpleNamespace(
@@ -89,7 +87,6 @@ def described(
         schedule="cosine",
         sync=mode.description if nodes > 1 else None,
         done=0,
-        links=links,
         data=SimpleNamespace(
             stream=stream,
             plans=plans[balance],
@@ -113,7 +110,7 @@ def test_description_has_model_place_and_sharding(device, data):
         "zero: stage 2, by element; precision bf16-pure",
         "between nodes: LocalSGD(every=7, warmup=0, max_staleness=0, weighted=False)",
         "optimizer: AdamW, schedule cosine",
-        *place_lines(places(4, 2), (1e8, 9e7)),
+        *place_lines(places(4, 2)),
         "compiling: the first step takes longer",
     ]
     assert reporter.warnings == []
@@ -142,10 +139,6 @@ EQUAL = "so parts stay equal; give --balance.speed, or 10 or more steps of --syn
         (
             {"reasons": ("no room", "no room", "denied", "denied")},
             r"\(node 0: no room; node 1: denied\)",
-        ),
-        (
-            {"links": (1e8, 1e7)},
-            r"^nodes have slow links: node 1 \(n1\): 10 MB/s, where the fastest carries 100: ",
         ),
         ({"resumed": RESUMED, "stream": True}, "^the training data is a stream, whose content is"),
         ({"resumed": RESUMED, "stream": True, "files": {"a": "12 bytes"}}, ""),
@@ -226,20 +219,3 @@ def test_a_gpu_has_the_peak_of_its_data_sheet_and_a_shared_one_counts_once(model
     assert peak_flops([("a", model), ("a", model)], dtype) == one
     assert peak_flops([("a", model), ("b", model)], dtype) == (tera and 2 * one)
     assert peak_flops([("a", model), ("", "")], dtype) is None
-
-
-@pytest.mark.parametrize(
-    ("links", "said"),
-    [
-        ([], ""),
-        ([1e9, 0.51e9, 0.9e9], ""),
-        (
-            [1e9, 2e8, 1e8],
-            "nodes have slow links: node 1 (n1): 200 MB/s, node 2 (n2): 100 MB/s, where the fastest"
-            " carries 1,000: every exchange between nodes waits for them",
-        ),
-    ],
-)
-def test_nodes_with_slow_links_are_named_unless_they_are_of_one_host(links, said):
-    assert slow_links(links, places(6, 2)) == said
-    assert slow_links(links, places(6, 2, host="n")) == ""
