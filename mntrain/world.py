@@ -70,7 +70,14 @@ class World(Ranks):
             self._guards.enter_context(warn_of_local_metrics())
         world = proxy(self)
         self._own_loop = OwnLoop(world, self._optimizers)
-        self._shards = ShardRegistry(world, self._optimizers, compare_loaders, length_of_divided)
+        self._shards = ShardRegistry(
+            world,
+            self._optimizers,
+            compare_loaders,
+            length_of_divided,
+            clock=self.waits,
+            room=lambda: world.memory_room(),  # noqa: PLW0108 - a bound method keeps the world
+        )
         self._batch_norms = count(1)  # numbers of the calls of `sync_batchnorm`
 
     @cached_property

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
@@ -55,17 +55,6 @@ from zero.gradients.weights import BatchSource
 from zero.optimizer import ZeroOptimizer
 
 
-class LoaderRanks(Peers, Protocol):
-    """The ranks of a job as its loaders see them: a `mntrain.world.World`."""
-
-    @property
-    def waits(self) -> OwnClock:
-        """The clock of this rank, which stands still while it waits for others."""
-
-    def memory_room(self) -> float:
-        """Return the factor by which this rank's largest need of memory may grow. Local."""
-
-
 @dataclass
 class Passes:
     """The passes over one dataset, and whether ranks have compared a loader."""
@@ -96,19 +85,24 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
-    bound one would keep the world alive. Collective are `compare`, which raises an error on all
-    ranks if their loaders differ, and `length_of_divided`, which returns the number of batches of
-    the longest of the ranks' own loaders.
+    bound one would keep the world alive. `clock` and `room` are those of `LoaderBalance`.
+    Collective are `compare`, which raises an error on all ranks if their loaders differ, and
+    `length_of_divided`, which returns the number of batches of the longest of the ranks' own
+    loaders.
     """
 
     def __init__(
         self,
-        ranks: LoaderRanks,
+        ranks: Peers,
         optimizers: Sequence[ZeroOptimizer],
-        compare: Callable[[LoaderRanks, FirstBatch], None],
-        length_of_divided: Callable[[LoaderRanks, Iterable[Any]], int | None],
+        compare: Callable[[Peers, FirstBatch], None],
+        length_of_divided: Callable[[Peers, Iterable[Any]], int | None],
+        *,
+        clock: OwnClock,
+        room: Callable[[], float],
     ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
+        self._clock, self._room = clock, room
         self.compare = partial(compare, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self._ranks, self._optimizers = ranks, optimizers
@@ -175,7 +169,7 @@ class ShardRegistry:
         known = next((one for one in self._balances if one.hand_over()), None)
         if known is None:
             known = LoaderBalance(
-                self.size, self.gather, self._ranks.waits, self._memory_room, self._check_schedules
+                self.size, self.gather, self._clock, self._room, self._check_schedules
             )
             self._balances.append(known)
         return known
@@ -183,9 +177,6 @@ class ShardRegistry:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's object, by rank. Collective."""
         return self._ranks.gather(value)
-
-    def _memory_room(self) -> float:
-        return self._ranks.memory_room()
 
     def expect(
         self, own: float, total: int | None, digest: int | None, source: BatchSource
@@ -403,53 +394,53 @@ class ShardedLoader:
 
 def _source(loader: Any, peers: Peers, balance: LoaderBalance | None) -> Source:
     """Return the cheapest source of a loader's batches."""
-    sharing = _Sharing(peers, balance)
+    shares = partial(_shares, peers, balance)
     # A subclass with its own __iter__ cannot be rebuilt: its batches are cut instead.
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:
-            return _IndexedSource(loader, sharing).parts
-    return partial(_cut_parts, loader, sharing)
+            return _IndexedSource(loader, shares).parts
+    return partial(_cut_parts, loader, shares)
 
 
-class _Sharing(NamedTuple):
-    """The division of batches between ranks: in equal parts, or as a balance says."""
+# `_shares` of some ranks, by their speeds if these are balanced.
+_Shares = Callable[..., Iterator[tuple[Any, slice, Part]]]
 
-    peers: Peers
-    balance: LoaderBalance | None
 
-    def shares(
-        self,
-        this: Pass,
-        batches: Iterator[Any],
-        length: Callable[[Any], int],
-        describe: Callable[[Any, int], FirstBatch],
-    ) -> Iterator[tuple[Any, slice, Part]]:
-        """Yield each batch of a pass with this rank's rows, and its part, still without them.
+def _shares(
+    peers: Peers,
+    balance: LoaderBalance | None,
+    this: Pass,
+    batches: Iterator[Any],
+    *,
+    length: Callable[[Any], int],
+    describe: Callable[[Any, int], FirstBatch],
+) -> Iterator[tuple[Any, slice, Part]]:
+    """Yield each batch of a pass with this rank's rows, and its part, still without them.
 
-        Ranks compare the first one.
-        """
-        compare = this.compare
-        for number, batch in enumerate(batches):
-            if number < this.done:
-                continue
-            samples = length(batch)
-            if compare is not None:
-                compare(describe(batch, samples))
-                compare = None
-            bounds, plan = None, 0
-            if self.balance is not None and this.stand_ins:
-                place = BatchNumber(this.number, number)
-                bounds, plan = self.balance.bounds(samples, place), self.balance.plan(place)
-            rows, own = share_of(samples, self.peers.rank, self.peers.size, bounds)
-            if own or this.stand_ins:
-                yield batch, rows, Part(None, own, samples, plan=plan, number=number)
+    Parts are equal, or as a balance says. Ranks compare the first batch.
+    """
+    compare = this.compare
+    for number, batch in enumerate(batches):
+        if number < this.done:
+            continue
+        samples = length(batch)
         if compare is not None:
-            compare(describe(None, 0))
+            compare(describe(batch, samples))
+            compare = None
+        bounds, plan = None, 0
+        if balance is not None and this.stand_ins:
+            place = BatchNumber(this.number, number)
+            bounds, plan = balance.bounds(samples, place), balance.plan(place)
+        rows, own = share_of(samples, peers.rank, peers.size, bounds)
+        if own or this.stand_ins:
+            yield batch, rows, Part(None, own, samples, plan=plan, number=number)
+    if compare is not None:
+        compare(describe(None, 0))
 
 
-def _cut_parts(loader: Iterable[Any], sharing: _Sharing, this: Pass) -> Iterator[Part]:
+def _cut_parts(loader: Iterable[Any], shares: _Shares, this: Pass) -> Iterator[Part]:
     """Yield this rank's part of each batch of any iterable of whole batches, which it cuts."""
 
     def describe(batch: Any, samples: int) -> FirstBatch:
@@ -461,15 +452,15 @@ def _cut_parts(loader: Iterable[Any], sharing: _Sharing, this: Pass) -> Iterator
     batches = _seeded(loader, this.seed)
     if getattr(loader, "collate_fn", None) is default_collate:  # which makes lists of columns
         batches = (tuple(batch) if type(batch) is list else batch for batch in batches)
-    for batch, rows, part in sharing.shares(this, batches, length_of, describe):
+    for batch, rows, part in shares(this, batches, length=length_of, describe=describe):
         yield part._replace(batch=cut(batch, rows))
 
 
 class _IndexedSource:
     """A DataLoader over a map-style dataset, rebuilt to load this rank's samples only."""
 
-    def __init__(self, loader: DataLoader[Any], sharing: _Sharing) -> None:
-        self._given, self._sharing, self._feed = loader, sharing, Feed()
+    def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
+        self._given, self._shares, self._feed = loader, shares, Feed()
         self._generator = torch.Generator()  # seeds the workers: differently on each rank
         self._loader = rebuilt(loader, batch_sampler=self._feed, generator=self._generator)
 
@@ -487,7 +478,7 @@ class _IndexedSource:
     def _draw(self, this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
         """Yield the indices of this rank's part, or stand-in, of each batch."""
         batches = _seeded(cast(Iterable[Any], self._given.batch_sampler), this.seed, list)
-        for indices, rows, part in self._sharing.shares(this, batches, len, self._describe):
+        for indices, rows, part in self._shares(this, batches, length=len, describe=self._describe):
             parts.append(part._replace(digest=_digest(indices)))
             yield indices[rows]
 

@@ -17,8 +17,8 @@ from mntrain.checks.finding import naming
 from mntrain.cli import RefusedOptionsError, named_options
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
-from mntrain.data.loader import LoaderRanks
 from mntrain.data.sample_digest import Content, FirstBatch, digest_of, of_samples
+from mntrain.data.source import Peers
 from mntrain.equal_values import compare, expect_same, same_digests
 from mntrain.errors import AgreedError, agreement
 from mntrain.ranks import Ranks, start_mpi
@@ -187,7 +187,7 @@ def module_files(module: ModuleType) -> dict[str, Path]:
     return found
 
 
-def compare_loaders(ranks: LoaderRanks, first: FirstBatch) -> None:
+def compare_loaders(ranks: Peers, first: FirstBatch) -> None:
     """Raise AgreedError on all ranks unless their loaders have equal sizes and samples. Collective.
 
     Samples as in `_compare_samples`.
@@ -203,7 +203,7 @@ def compare_loaders(ranks: LoaderRanks, first: FirstBatch) -> None:
     _compare_samples(ranks, first, "the first batch", _FIX_LOADERS)
 
 
-def length_of_divided(ranks: LoaderRanks, loader: Iterable[Any]) -> int | None:
+def length_of_divided(ranks: Peers, loader: Iterable[Any]) -> int | None:
     """Return the number of batches of the longest of the ranks' own loaders. Collective.
 
     None if one has no length. Raises AgreedError on all ranks if others have not given divided.
@@ -215,7 +215,7 @@ def length_of_divided(ranks: LoaderRanks, loader: Iterable[Any]) -> int | None:
     return None if None in lengths else max(lengths)
 
 
-def _expect_divided(ranks: LoaderRanks, divided: bool, value: Any) -> list[Any]:
+def _expect_divided(ranks: Peers, divided: bool, value: Any) -> list[Any]:
     """Gather values. Raises AgreedError on all ranks unless these give the same `divided`."""
     gathered = ranks.gather((divided, value))
     given = [{"divided of world.shard": each} for each, _ in gathered]
@@ -223,7 +223,7 @@ def _expect_divided(ranks: LoaderRanks, divided: bool, value: Any) -> list[Any]:
     return [each for _, each in gathered]
 
 
-def _compare_samples(ranks: LoaderRanks, first: FirstBatch, of: str, fix: str) -> None:
+def _compare_samples(ranks: Peers, first: FirstBatch, of: str, fix: str) -> None:
     """Raise AgreedError on all ranks unless their samples are equal. Collective.
 
     A digest travels first. If samples differ, they are read again on every rank: the fields that

@@ -63,8 +63,7 @@ class RunDirectory:
         with world.agreement(), _writing(self.path):
             if world.master:
                 self._make(new=path is None)
-                lost = world.watchdog.lose_directory if world.watchdog else warn
-                self._lock = RunLock(self.path, lost)
+                self._lock = RunLock(self.path, world.watchdog.lose_directory)
         self.path = world.gather(self.path)[0]
         self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_rewinding_removes_what_later_steps_have_left(tmp_path):
 
 def alone():
     return SimpleNamespace(
-        rank=0, size=1, master=True, watchdog=None, gather=lambda x: [x], agreement=nullcontext
+        rank=0, size=1, master=True, watchdog=Mock(), gather=lambda x: [x], agreement=nullcontext
     )
 
 
