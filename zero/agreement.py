@@ -105,7 +105,7 @@ def _real(found: Tensor) -> Tensor:
     return torch.view_as_real(found).flatten() if found.is_complex() else found
 
 
-class StepAgreement:
+class StepComparison:
     """Comparison of the ranks that share the optimizer's state when a step begins."""
 
     def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
@@ -234,7 +234,7 @@ class StepAgreement:
 
 
 def agree(sums: Tensor) -> bool:
-    """Return whether sums over ranks, of `StepAgreement.figures`, are of equal digests."""
+    """Return whether sums over ranks, of `StepComparison.figures`, are of equal digests."""
     ranks, *several = sums.tolist()
     pairs = zip(several[::2], several[1::2], strict=True)
     return all(ranks * squares == total * total for total, squares in pairs)

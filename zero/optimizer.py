@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from zero.accumulation import Accumulation
-from zero.agreement import StepAgreement, agree, expect_alike
+from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, HookState, NodeLevels, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
@@ -177,7 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             alone=collectives.size == 1,
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, model)
-        self._agreement = StepAgreement(self._shard, collectives.rank, self.schedule.replica)
+        self._agreement = StepComparison(self._shard, collectives.rank, self.schedule.replica)
         self.accumulation = Accumulation(
             self._shard,
             self._hook,

@@ -29,7 +29,7 @@ GATHER_S = 1.0  # at most, to receive the reports of further ranks for the error
 SEND_S = 5.0  # at most, to hand the error to MPI
 
 
-class Report(NamedTuple):
+class CallReport(NamedTuple):
     """The calls of one rank so far, by the name of the stream.
 
     `wait` is the collective for which the rank waits, and does nothing else until other ranks call
@@ -58,7 +58,7 @@ class DisagreementWatch:
         self._state: object = None  # of this rank when it last reported
         self._sent: MPI.Request | None = None  # the last report
         self._receiving: list[MPI.Request] = []
-        self._reports: dict[int, Report] = {}  # on rank 0, by rank
+        self._reports: dict[int, CallReport] = {}  # on rank 0, by rank
         self._found_at: float | None = None
         self._closing = False
 
@@ -88,7 +88,7 @@ class DisagreementWatch:
         for test in small_messages.barrier(self._comm, tag):
             yield partial(self._test_and_receive, test)
 
-    def _judge(self, own: Report | None) -> str | None:
+    def _judge(self, own: CallReport | None) -> str | None:
         """Return the text of the error that has been sent to all other ranks, if there is one."""
         news = dict(self._receive(_REPORT)) | ({} if own is None else {0: own})
         self._reports.update(news)
@@ -124,20 +124,20 @@ class DisagreementWatch:
         return [value for _, done, value in tests if done]
 
 
-def make_report(streams: Sequence[Stream], waits_in: str) -> Report:
+def make_report(streams: Sequence[Stream], waits_in: str) -> CallReport:
     """Return what this rank has called. `waits_in`: see `DisagreementWatch.look`."""
     wait = None
     for stream in streams:
         if stream.name == waits_in and (oldest := stream.oldest) is not None:
             wait = stream.name, oldest.number, stream.awaited_rank(oldest)
-    return Report(
+    return CallReport(
         {stream.name: list(stream.history) for stream in streams},
         {stream.name: stream.submitted for stream in streams},
         wait,
     )
 
 
-def find_disagreement(reports: Mapping[int, Report]) -> str | None:
+def find_disagreement(reports: Mapping[int, CallReport]) -> str | None:
     """Return how the ranks that have reported disagree; None if they do not. Pure.
 
     Either they call unequal collectives at one number of a stream, of which the first counts, since
@@ -162,7 +162,7 @@ def find_disagreement(reports: Mapping[int, Report]) -> str | None:
 
 
 def _waiting_for_each_other(
-    reports: Mapping[int, Report],
+    reports: Mapping[int, CallReport],
 ) -> dict[int, tuple[str, int, int | None]]:
     """Return the ranks that wait for one among them, with what they wait for.
 
