@@ -103,8 +103,8 @@ class Accumulation:
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
         self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
-        # The limit and kind of the norm of each rank's own mean: then nothing leaves in backward.
-        self.own_limit: tuple[float, float] | None = None
+        # The limit of the norm of each rank's own mean: then nothing leaves in backward.
+        self.own_limit: float | None = None
         self.waited_s = 0.0  # seconds so far in `finish`
         self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
         # Of the running backward.
@@ -492,18 +492,18 @@ class Accumulation:
                 for index, missing in enumerate(self._missing):
                     self._take_missing(index)
                     missing.clear()
-                self._clip_own(*self.own_limit)
+                self._clip_own(self.own_limit)
             while self._launched < len(self._missing):
                 self._launch_next()
         self._start_round()
 
-    def _clip_own(self, max_norm: float, norm_type: float) -> None:
+    def _clip_own(self, max_norm: float) -> None:
         multiplied, own = self.weight.multiplied, self._gradients.own()
         if not multiplied:
             return
         # Of what is summed, for the mean.
         factor = self.weight.unit / multiplied / self._scale.value
-        norm = global_norm(SingleProcessCollectives(), own, norm_type) * factor
+        norm = global_norm(SingleProcessCollectives(), own, 2.0) * factor
         if math.isfinite(norm):
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 

@@ -329,7 +329,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_open()
         self.accumulation.synchronize()
 
-    def clip_each_rank(self, max_norm: float | None, norm_type: float = 2.0) -> None:
+    def clip_each_rank(self, max_norm: float | None) -> None:
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
 
         Local; between steps, alike on all ranks. None: no longer. Gradients are sent when the last
@@ -347,7 +347,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        self.accumulation.own_limit = float(max_norm), float(norm_type)
+        self.accumulation.own_limit = float(max_norm)
 
     @_disable_dynamo
     @torch.no_grad()
