@@ -27,7 +27,6 @@ from zero.param_groups import (
     name_parameters,
 )
 from zero.parameter_watch import check_free
-from zero.persistent_buffers import PersistentBuffers
 from zero.sync_batchnorm import SyncBatchNorm
 from zero.trials import check_arguments, check_partition
 
