@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import TorchWorld, run_tests
 
 import zero
+from mntrain.compression.int8 import Int8Hook
 from zero.comm_hooks import CommHook
 from zero.comm_hooks.ddp import DDPHook
 
@@ -164,7 +165,7 @@ def test_stages_of_16_bits_have_the_same_bits_and_master_weights(world):
 
 
 def test_addends_travel_in_16_bits(world):
-    for make_hook in (lambda: "bf16", lambda: DDPHook(None, bf16_compress_hook)):
+    for make_hook in (lambda: CommHook(torch.bfloat16), lambda: DDPHook(None, bf16_compress_hook)):
         for mode in modes():
             model = net(torch.float32)
             alone = Alone(model, SGD)
@@ -239,7 +240,7 @@ def test_ranks_with_different_optimizers_are_told_so(world):
 def test_what_needs_nodes_or_is_distributed_is_refused(world):
     if world.size > 1:
         with pytest.raises(ValueError, match=r"needs `levels`: world\.optimizer gives them"):
-            world.optimizer(net(), ADAMW, comm_hook="int8")
+            world.optimizer(net(), ADAMW, comm_hook=Int8Hook())
     model = net()
     with pytest.raises(ValueError, match="leave out model="):
         zero.ZeroOptimizer(model, ADAMW, zero.TorchCollectives(), model=model)
