@@ -7,9 +7,10 @@
 
     dist.init_process_group("mntrain")
 
-The import starts MPI, and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT where they are not set, for torch and for scripts that read them. Collective over all
-ranks of the job. Raises AgreedError if MPI cannot start, and for ranks of torchrun without MPI.
+The import starts MPI, and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (the
+node), MASTER_ADDR and MASTER_PORT where they are not set, for torch and for scripts that read
+them. Collective over all ranks of the job. Raises AgreedError if MPI cannot start, and for ranks of
+torchrun without MPI.
 """
 
 import os
@@ -108,6 +109,7 @@ def _start() -> None:
         "WORLD_SIZE": comm.size,
         "LOCAL_RANK": mates.index(comm.rank),
         "LOCAL_WORLD_SIZE": len(mates),
+        "GROUP_RANK": sorted(set(hosts)).index(hosts[comm.rank]),  # torchrun's word for a node
     }
     for name, value in values.items():
         os.environ.setdefault(name, str(value))

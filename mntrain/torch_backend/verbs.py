@@ -33,9 +33,9 @@ def check(operation: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
     """Raise ValueError for an operation that tensors of a dtype do not have."""
     if operation not in OPERATIONS:
         raise ValueError(f"{operation} is no operation of this backend: give {_names()}")
+    if operation == ReduceOp.AVG and dtype == torch.bool:
+        raise ValueError("AVG takes numbers, not torch.bool")
     whole = not (dtype.is_floating_point or dtype.is_complex)
-    if operation == ReduceOp.AVG and whole:
-        raise ValueError(f"AVG of {dtype} has no exact result: take SUM, and divide")
     if operation in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and not whole:
         raise ValueError(f"{operation} takes integers and bool, not {dtype}")
 
@@ -79,13 +79,17 @@ def reduce_parts(
 
 
 def combine(rows: Sequence[Tensor], operation: ReduceOp.RedOpType) -> Tensor:
-    """Return the tensors combined, in their order."""
+    """Return the tensors combined, in their order. AVG of integers rounds towards 0, as NCCL's."""
     function, dtype = OPERATIONS[operation], rows[0].dtype
-    total = rows[0].to(sum_dtype(dtype)) if dtype.is_floating_point else rows[0]
+    total, rounding = rows[0], None
+    if dtype.is_floating_point:
+        total = total.to(sum_dtype(dtype))
+    elif operation == ReduceOp.AVG and not dtype.is_complex:
+        total, rounding = total.long(), "trunc"
     for row in rows[1:]:
         total = function(total, row)
     if operation == ReduceOp.AVG:
-        total = total / len(rows)
+        total = total.div(len(rows), rounding_mode=rounding)
     return total.to(dtype)
 
 

@@ -80,9 +80,9 @@ def rows_for_none(rank):
     send_rows(rank, 3, 0)
 
 
-def integers(rank):
+def average_of_bool(rank):
     del rank
-    dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+    dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
 
 
 def destroyed(rank):

@@ -81,6 +81,11 @@ def test_sums(group, ranks, own):
         tensor = values(own, numel)
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
         equal(tensor, combined(torch.add, ranks, numel, tensor.dtype) / len(ranks))
+    for dtype, factor in ((torch.int64, -7), (torch.uint8, 100)):
+        tensor = values(own, 101, dtype) * factor  # up to 200: the sum of bytes needs more
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        total = sum((values(rank, 101, dtype) * factor).long() for rank in ranks)
+        equal(tensor, (total.double() / len(ranks)).trunc())
     tensor = values(own, (4, 3), torch.complex64)
     dist.all_reduce(tensor, group=group)
     assert torch.allclose(tensor, sum(values(rank, (4, 3), torch.complex64) for rank in ranks))
