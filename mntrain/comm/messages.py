@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mntrain.comm.collectives import CollectiveWork
 from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
-from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, Requests, tag_count
+from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
 from zero.collectives import CompletedWork, Work
 
@@ -37,6 +37,7 @@ class Messages:
     def __init__(self, comm: Communicator, engine: ProgressEngine, name: str) -> None:
         self._comm, self._engine = comm, engine
         self._stream = UnorderedStream(name)
+        self._missing: list[FoundMessage] = []  # in the order of the receives
         engine.streams.append(self._stream)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
@@ -62,7 +63,7 @@ class Messages:
 
         def steps() -> Steps[Work]:
             found = self._comm.find(peer, tag)
-            yield found.arrived
+            yield self._looked_for(found)
             if found.nbytes != min(data.nbytes, MESSAGE_BYTES):
                 raise RuntimeError(
                     f"rank {found.source} of the group has sent {found.nbytes} bytes with tag "
@@ -75,6 +76,24 @@ class Messages:
         work = MessageWork(self._engine, [])
         work._futures = [self._submit(steps())]
         return work
+
+    def _looked_for(self, found: FoundMessage) -> Callable[[], bool]:
+        """Return the condition that a message is here, after those of earlier receives of the kind.
+
+        One may arrive when the earlier receive has just looked for it and the later one does next.
+        """
+        earlier = [other for other in self._missing if other.overlaps(found)]
+        self._missing.append(found)
+
+        def arrived() -> bool:
+            while earlier and earlier[-1].source >= 0:
+                earlier.pop()
+            if earlier or not found.arrived():
+                return False
+            self._missing.remove(found)
+            return True
+
+        return arrived
 
     def meet(self, others: Sequence[int], tag: int, then: Callable[[], T]) -> Future[T]:
         """Call a function when these ranks have come to it, too, with the same tag."""

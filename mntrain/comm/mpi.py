@@ -255,10 +255,16 @@ class FoundMessage:
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
         from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
 
-        self._comm, self._peer, self._tag = comm, MPI.ANY_SOURCE if peer is None else peer, tag
+        self._any = MPI.ANY_SOURCE
+        self._comm, self._peer, self._tag = comm, self._any if peer is None else peer, tag
         self._status, self._byte = MPI.Status(), MPI.BYTE
         self._message: MPI.Message | None = None
         self.source, self.nbytes = -1, -1
+
+    def overlaps(self, other: FoundMessage) -> bool:
+        """Return whether one message could be both of these, of one communicator."""
+        any_peer = self._any in (self._peer, other._peer)
+        return self._tag == other._tag and (any_peer or self._peer == other._peer)
 
     def arrived(self) -> bool:
         """Return whether the first part is here. Lets MPI progress."""

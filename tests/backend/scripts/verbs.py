@@ -273,6 +273,13 @@ def test_messages(group, ranks, own):
         work.wait()
     assert one[0] == 1
     assert two[0] == 2
+    # Many of one tag, which arrive while their receives look for them.
+    numbered = [torch.full((2,), -1.0) for _ in range(300)]
+    works = [dist.irecv(it, before, group=group) for it in numbered]
+    works += [dist.isend(torch.full((2,), float(n)), after, group=group) for n in range(300)]
+    for work in works:
+        work.wait()
+    assert [int(it[0]) for it in numbered] == list(range(300))
     operations = [
         dist.P2POp(dist.isend, values(own, 9), after, group),
         dist.P2POp(dist.irecv, received := torch.zeros(9), before, group),
