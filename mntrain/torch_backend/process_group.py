@@ -18,6 +18,7 @@ from mntrain.comm.messages import Messages
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.ticket import Ticket
 from mntrain.torch_backend import verbs
+from mntrain.torch_backend.tracing import untraced
 from mntrain.torch_backend.work import Call, Message
 from zero.collectives import CompletedWork, Work
 
@@ -37,6 +38,7 @@ _normal_tensors = torch.inference_mode(mode=False)
 
 
 # torch's methods have several signatures, of which the functions of torch.distributed use one.
+@untraced
 class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     """A process group of torch over MPI. Construction is local.
 
@@ -99,6 +101,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _get_backend(self, _: torch.device) -> "MpiProcessGroup":
         return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes, which FSDP and checkpoints ask for."""
+        gpu = [torch.device("cuda")] if torch.cuda.is_available() else []
+        return [torch.device("cpu"), *gpu]
 
     def shutdown(self) -> None:
         """Refuse later calls. Local: the communicators are freed with the world."""

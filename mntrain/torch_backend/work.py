@@ -16,6 +16,7 @@ from torch.futures import Future as TorchFuture
 from mntrain.comm.collectives import when_done
 from mntrain.comm.messages import MessageWork
 from mntrain.comm.waits import Backoff, pause
+from mntrain.torch_backend.tracing import untraced
 from zero.collectives import Work
 
 # What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run
@@ -25,6 +26,7 @@ _FOLLOWERS = ThreadPoolExecutor(256, thread_name_prefix="mntrain torch future")
 Copies = Sequence[tuple[Tensor, Tensor]]
 
 
+@untraced
 class Call(TorchWork):
     """One call: collectives or a message of the engine, and the copies that follow them.
 
