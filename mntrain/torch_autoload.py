@@ -13,6 +13,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+_ADVICE = (
+    "backend mntrain takes ranks from MPI: start the script with mpirun or srun, or, for one rank "
+    "without them, import mntrain.torch_backend before"
+)
+
 # ruff: noqa: PLC0415 - imports inside of functions: every import of torch would wait for them
 
 
@@ -41,15 +46,21 @@ def _create(opts: Any, more: object) -> Any:
 def _meet(of_torch: Callable[..., Iterator[Any]], url: str, **more: Any) -> Iterator[Any]:
     """Meet as torch does, by variables of the environment; under MPI, set them first.
 
-    Without RANK torch would raise an error, for any backend.
+    Without RANK torch raises an error, for any backend.
     """
     from mntrain.checks import launcher
 
     started = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
     if "RANK" in os.environ or not started:
-        return of_torch(url, **more)
+        try:
+            yield from of_torch(url, **more)
+        except ValueError as error:
+            if "RANK" not in os.environ:
+                error.add_note(_ADVICE)
+            raise
+        return
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
     import mntrain.torch_backend  # noqa: F401 - it sets them
 
-    return handlers["env"](url, **more)
+    yield from handlers["env"](url, **more)

@@ -74,6 +74,19 @@ def test_an_example_learns_on_two_ranks(name, said):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_torch_builds_on_groups_works_as_over_gloo(ranks):
+    found, expected = (
+        [line.split() for line in completed(run(ranks, "frameworks.py", name)).stdout.splitlines()]
+        for name in ("mntrain", "gloo")
+    )
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-5), name
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["fabric", "trainer"])
 def test_lightning_trains_as_over_gloo(name, tmp_path):
     ours = EXAMPLES / f"lightning_{name}.py"
