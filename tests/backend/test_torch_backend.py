@@ -50,6 +50,16 @@ def test_torch_finds_the_backend_without_an_import(tmp_path):
     assert result.stdout.count("mntrain True") == 2
 
 
+@pytest.mark.thorough
+def test_a_process_without_a_launcher_is_told_how_to_start(monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    words = [sys.executable, "-c", "import torch.distributed as d; d.init_process_group('mntrain')"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert "start the script with mpirun or srun" in done.stderr.splitlines()[-1], done.stderr
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=MORE)])
 def test_ddp_fsdp_and_checkpoints_work_as_over_gloo(ranks):
     result = completed(run(ranks, "training.py"))

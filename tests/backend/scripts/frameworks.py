@@ -4,6 +4,7 @@ mpirun -n 2 python frameworks.py mntrain
 mpirun -n 2 python frameworks.py gloo
 """
 
+import copy
 import sys
 import tempfile
 import warnings
@@ -25,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import mntrain.torch_backend  # noqa: F401 - registers the backend
+import mntrain
+import mntrain.torch_backend
 
 warnings.filterwarnings("ignore")
 
@@ -99,6 +101,26 @@ def asynchronous_checkpoint():
     return digest(model)
 
 
+def batch_norm_of_all_ranks():
+    """In DDP, with samples of all ranks, as in one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    batch, layers = torch.randn(5 * size, 8).double(), (nn.BatchNorm1d(8), nn.Linear(8, 1))
+    alone = nn.Sequential(*layers).double()
+    together = copy.deepcopy(alone)
+    with mntrain.init() as world:
+        world.sync_batchnorm(together)
+        together = DistributedDataParallel(together)
+        for model, samples in ((alone, batch), (together, batch[5 * rank : 5 * rank + 5])):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(samples).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(together.module.state_dict(), alone.state_dict())
+    return digest(together)
+
+
 def tensor_parallel():
     model = make_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -132,7 +154,7 @@ def main():
     dist.init_process_group(sys.argv[1])
     for function in (
         *(zero_redundancy, compiled, uneven_inputs, fsdp_of_old),
-        *(asynchronous_checkpoint, tensor_parallel, pipeline),
+        *(asynchronous_checkpoint, batch_norm_of_all_ranks, tensor_parallel, pipeline),
     ):
         result = function()
         if dist.get_rank() == 0:
