@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import _world
 
 from mntrain.comm import small_messages
 from mntrain.comm.collectives import WorldCollectives
@@ -104,7 +105,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group takes, which FSDP and checkpoints ask for."""
+        """The devices whose tensors the group takes, which FSDP and checkpoints ask for.
+
+        None before torch knows the group: to one that names any, torch 2.15 adds what needs C++.
+        """
+        if self not in _world.pg_map:
+            return []
         gpu = [torch.device("cuda")] if torch.cuda.is_available() else []
         return [torch.device("cpu"), *gpu]
 
