@@ -228,9 +228,9 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str
 def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
-    per_item = result.flops_per_item
+    per_item, config = result.flops_per_item, job.config
     flops_per_s = per_item * result.items_per_s if per_item else None
-    dtype = job.config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
+    dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
     used = resources(world, [job.optimizer])
@@ -254,6 +254,13 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(job.run_dir),
+        "stage": config.zero.stage,
+        "partition": config.zero.partition,
+        "precision": config.train.precision,
+        "wire_dtype": config.comm.wire_dtype,
+        "gather_dtype": config.comm.gather_dtype,
+        "compress": config.comm.compress,
+        "sync": config.sync.mode if job.sync else "every-step",
         **used,
         "reason": result.reason,
         "resumed_from": str(job.resumed.path) if job.resumed else None,
@@ -275,6 +282,7 @@ def final_lines(summary: Mapping[str, Any], steps: int, items: str) -> list[str]
         if value is not None:
             named = value if metric.named else {metric.summary.replace("_", " "): value}
             facts += [(name, metric.format(item)) for name, item in named.items()]
+    facts.append(("sharding", _sharding_text(summary)))
     facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
     rate, in_step = (count_text(summary[n]) for n in ("tokens_per_s", "step_tokens_per_s"))
     facts.append((f"{items}/s", f"{rate}; in a step, without evaluation and saves, {in_step}"))
@@ -297,6 +305,23 @@ def final_lines(summary: Mapping[str, Any], steps: int, items: str) -> list[str]
         )
         lines.append(f"communication {busy:.1f} s, of which exposed {waited:.1f} s")
     return [*lines, str(summary["run_dir"])]
+
+
+def _sharding_text(summary: Mapping[str, Any]) -> str:
+    """Return how a job was sharded, and what its messages were narrowed to."""
+    by = f", by {summary['partition']}" if summary["stage"] else ""
+    parts = [f"stage {summary['stage']}{by}", summary["precision"]]
+    parts += [
+        f"{what} {summary[name]}"
+        for name, what, usual in (
+            ("wire_dtype", "gradients travel in", "fp32"),
+            ("gather_dtype", "parameters travel in", "fp32"),
+            ("compress", "compressed by", "none"),
+            ("sync", "exchanges by", "every-step"),
+        )
+        if summary[name] != usual
+    ]
+    return ", ".join(parts)
 
 
 def _memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:

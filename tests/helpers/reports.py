@@ -93,6 +93,8 @@ def summary(**changes) -> dict:
     fields |= {"step_tokens_per_s": 13456.0}
     roles = [Memory(parameters=100, gradients=100, buckets=0, master=0, state=200)]
     fields |= {"model_flops_per_s": None, "utilisation": None, "computes_in": "fp32"}
+    fields |= {"stage": 0, "partition": "element", "precision": "fp32", "wire_dtype": "fp32"}
+    fields |= {"gather_dtype": "fp32", "compress": "none", "sync": "every-step"}
     fields |= {"skipped_steps": 0, "memory": memory_by_role(roles, [used(2**20)])}
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 

@@ -34,6 +34,8 @@ def test_a_run_leaves_its_records(tmp_path):
     assert whole["final_loss"] == lines[-1]["loss"]
     assert whole["eval_loss"] == lines[-1]["eval_loss"]
     assert (whole["world"]["size"], whole["world"]["nodes"]) == (4, 2)
+    assert (whole["stage"], whole["compress"], whole["sync"]) == (2, "none", "every-step")
+    assert "stage 2, by element, fp32" in result.stdout
     assert [rank["node"] for rank in whole["ranks"]] == [0, 0, 1, 1]
     assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
     assert all(rank["node_bytes"] > 0 and rank["cross_bytes"] > 0 for rank in whole["ranks"])

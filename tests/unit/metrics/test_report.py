@@ -281,6 +281,25 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory():
     assert lines[-1] == "runs/" + "long/" * 30
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "stage 0, fp32"),
+        (
+            {"stage": 2, "partition": "parameter", "precision": "bf16"},
+            "stage 2, by parameter, bf16",
+        ),
+        ({"wire_dtype": "bf16"}, "stage 0, fp32, gradients travel in bf16"),
+        (
+            {"compress": "int8", "gather_dtype": "fp16", "sync": "diloco"},
+            "stage 0, fp32, parameters travel in fp16, compressed by int8, exchanges by diloco",
+        ),
+    ],
+)
+def test_statistics_tell_how_a_job_was_sharded_and_what_was_narrowed(changes, said):
+    assert facts_of(final_lines(summary(**changes), 4, "items"))["sharding"] == said
+
+
 def memory_rows(measured: list[Memory], *usage: Usage) -> list[list[str]]:
     """The cells of the table of memory, without its head."""
     lines = final_lines(summary(memory=memory_by_role(measured, usage)), 4, "items")
