@@ -25,11 +25,13 @@ OPTIONS = ("--train.batch-size", "11", "--comm.ranks-per-node", "2", "--train.st
 
 def machine() -> str:
     """The processor and the torch release, on which the bits of a matrix product depend."""
-    model = platform.processor() or platform.machine()
+    wanted, found = ("model name", "cpu family", "model", "stepping"), {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
+        name, _, value = line.partition(":")
+        if name.strip() in wanted:
+            found.setdefault(name.strip(), value.strip())
+    # Clouds call several processors by one name.
+    model = " ".join(found.get(name, "") for name in wanted).strip() or platform.machine()
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
