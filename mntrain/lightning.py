@@ -40,10 +40,15 @@ class MpiEnvironment(TorchElasticEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise ValueError if `devices` and `num_nodes` do not fit MPI's ranks. Collective."""
         size, comm = self.world_size(), start_mpi()[0]
-        largest = max(comm.gather_objects(int(os.environ["LOCAL_WORLD_SIZE"])))
+        found = comm.gather_objects(
+            [int(os.environ[n]) for n in ("LOCAL_WORLD_SIZE", "GROUP_RANK")]
+        )
         comm.free()
-        if num_devices * num_nodes != size or num_devices < largest:
+        largest, nodes = max(local for local, _ in found), len({node for _, node in found})
+        fits = num_devices * num_nodes == size and num_devices >= largest
+        if not fits or (largest * nodes == size and num_nodes != nodes):
             raise ValueError(
                 f"devices={num_devices} and num_nodes={num_nodes} for {size} ranks of MPI, up to "
-                f"{largest} of them on a node: give devices={largest} and the number of nodes"
+                f"{largest} of them on each of {nodes} nodes: give devices={largest} and "
+                f"num_nodes={nodes}"
             )

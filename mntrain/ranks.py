@@ -314,18 +314,18 @@ class Ranks:
         return world.call_together(make, f"world.{level}_collectives").wait()
 
     def subgroup(self, ranks: Sequence[int], name: str, messages: Messages) -> WorldCollectives:
-        """Make collectives over some ranks of the world, ascending. Collective over these alone.
+        """Make collectives over some ranks of the world, in this order. Collective over these.
 
         `name` is new to the world; `messages` are between all of its ranks.
         """
         topology, world, rank = self.topology, self.collectives, self.rank
         groups = [[r for r in node if r in ranks] for node in topology.nodes]
-        nodes = sorted(tuple(map(ranks.index, group)) for group in groups if group)
+        nodes = sorted(tuple(sorted(map(ranks.index, group))) for group in groups if group)
         staged: Transport = "host" if world.transport == "nccl" else world.transport
 
         def make() -> WorldCollectives:
             comm = self._comm.of_members(ranks, tag, name)
-            node = comm.split(topology.node(rank), rank, f"{name}, node")
+            node = comm.split(topology.node(rank), ranks.index(rank), f"{name}, node")
             for made in (node, comm):
                 self._groups.callback(made.free)
             return WorldCollectives(

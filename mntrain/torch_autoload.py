@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl, urlparse
 
 _ADVICE = (
-    "backend mntrain takes ranks from MPI: start the script with mpirun or srun, or, for one rank "
-    "without them, import mntrain.torch_backend before"
+    "for backend mntrain, whose ranks are MPI's: start the script with mpirun or srun, or, for one "
+    "rank without them, import mntrain.torch_backend before"
 )
 
 # ruff: noqa: PLC0415 - imports inside of functions: every import of torch would wait for them
@@ -44,18 +45,19 @@ def _create(opts: Any, more: object) -> Any:
 
 
 def _meet(of_torch: Callable[..., Iterator[Any]], url: str, **more: Any) -> Iterator[Any]:
-    """Meet as torch does, by variables of the environment; under MPI, set them first.
+    """Meet as torch does, by arguments and variables; under MPI, set the variables first.
 
-    Without RANK torch raises an error, for any backend.
+    The handler does not know the backend. Without a rank torch raises an error, for any.
     """
     from mntrain.checks import launcher
 
     started = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
-    if "RANK" in os.environ or not started:
+    knows = "RANK" in os.environ or "rank" in dict(parse_qsl(urlparse(url).query))
+    if knows or not started:
         try:
             yield from of_torch(url, **more)
         except ValueError as error:
-            if "RANK" not in os.environ:
+            if not knows:
                 error.add_note(_ADVICE)
             raise
         return

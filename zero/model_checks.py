@@ -14,6 +14,7 @@ def check_plain(model: nn.Module, size: int) -> None:
     fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
     shards = tuple(getattr(fsdp, n, ()) for n in ("FullyShardedDataParallel", "FSDPModule"))
     dtensor = getattr(tensor, "DTensor", ())
+    embeddings = nn.Embedding | nn.EmbeddingBag
     for path, module in model.named_modules():
         which, kind = f"model.{path}" if path else "model", type(module).__name__
         of_parts = (isinstance(p, dtensor) for p in module.parameters(recurse=False))
@@ -28,7 +29,7 @@ def check_plain(model: nn.Module, size: int) -> None:
                 "sharded by torch.distributed: leave fully_shard and the like out, and give the "
                 "plain module with stage=1 or 2, which shards optimizer state and gradients"
             )
-        elif size > 1 and getattr(module, "max_norm", None) is not None:
+        elif size > 1 and isinstance(module, embeddings) and module.max_norm is not None:
             problem = (
                 f"of type {kind} with max_norm, which changes its weight in forward by the samples "
                 "of each rank alone: leave it out, and limit the norms of all rows after "

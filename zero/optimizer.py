@@ -209,7 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_groups()
         self._constructed = True
         if starts:
-            self._expect_alike()
+            self._expect_alike(gather_dtype)
             self.start()
 
     def start(self) -> None:
@@ -790,7 +790,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.give(given)
         return groups
 
-    def _expect_alike(self) -> None:
+    def _expect_alike(self, gather_dtype: torch.dtype | None) -> None:
         """Raise ValueError on all ranks if they have made different optimizers. Collective."""
         model, collectives = self._model, self._collectives
         if model is None or collectives.size == 1:
@@ -800,6 +800,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "the stage": self._shard.stage,
             "the class": type(self._inner).__name__,
             "comm_hook": type(self._hook).__name__,
+            "the wire dtype": str(self._hook.wire_dtype),
+            "gather_dtype": str(gather_dtype),
             "max_grad_norm": self._max_norm,
             "norm_type": self._norm_type,
             "skipping of steps": self._skips,

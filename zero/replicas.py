@@ -138,10 +138,15 @@ def persistent_buffers(model: nn.Module) -> Callable[[], list[Tensor]]:
     A module may assign another tensor to a buffer, and `model.double()` does. Buffers outside of
     the state dict are taken for constants, which are equal on all ranks.
     """
-    persistent, modules = model.state_dict().keys(), dict(model.named_modules())
-    places = []  # holders, and the keys in them
-    for path, _ in model.named_buffers():
-        if path in persistent:
-            module, _, key = path.rpartition(".")
-            places.append((modules[module]._buffers, key))
-    return lambda: [held for holder, key in places if (held := holder.get(key)) is not None]
+    modules = [module for module in model.modules() if module._buffers]
+
+    def held() -> list[Tensor]:
+        found = [
+            buffer
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        return list(dict.fromkeys(found))
+
+    return held

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _world
 
 from mntrain.comm import small_messages
@@ -34,8 +36,26 @@ Started = tuple[Work, Copies]
 VerbSteps = Callable[[Communicator, Sequence[int]], Steps[None]]
 
 
-# The engine's thread is outside of the caller's inference mode: what it writes must be normal.
-_normal_tensors = torch.inference_mode(mode=False)
+def _verb(method: Callable[..., Call]) -> Callable[..., Call]:
+    """Let a method work on tensors that are ready, and make normal ones.
+
+    Results of functional collectives may be on their way, and would be waited for in the engine.
+    Its thread is outside of the caller's inference mode.
+    """
+    normal = torch.inference_mode(mode=False)(method)
+
+    @wraps(method)
+    def verb(self: "MpiProcessGroup", *arguments: Any, **options: Any) -> Call:
+        return normal(self, *map(_ready, arguments), **options)
+
+    return verb
+
+
+def _ready(value: Any) -> Any:
+    """Return an argument with tensors that have arrived."""
+    if isinstance(value, AsyncCollectiveTensor):
+        return value.wait()
+    return [*map(_ready, value)] if isinstance(value, list | tuple) else value
 
 
 # torch's methods have several signatures, of which the functions of torch.distributed use one.
@@ -122,7 +142,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     # Collectives.
 
-    @_normal_tensors
+    @_verb
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Call:
         """Combine tensors over all ranks, in place; a sparse one by SUM, which coalesces it."""
         if tensors[0].is_sparse:
@@ -133,7 +153,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    @_normal_tensors
+    @_verb
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Combine tensors over all ranks, in place on the root; others keep theirs."""
         (tensor,) = tensors
@@ -143,14 +163,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             copies.append((tensor, result))
         return Call([work], [tensor], copies)
 
-    @_normal_tensors
+    @_verb
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Copy the root's tensors to all ranks, in place."""
         flat, copies = _joined(tensors)
         root = opts.rootRank
         return Call([self._start(opts).broadcast(flat, root)], list(tensors), copies)
 
-    @_normal_tensors
+    @_verb
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -158,6 +178,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         calls = [self._gather(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return _call_of(calls, [row for rows in outputs for row in rows])
 
+    @_verb
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -165,11 +186,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self._expect_number(outputs, "lists of outputs")
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
+    @_verb
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Call:
         """Copy every rank's tensor to its part of the output, in the order of ranks."""
         return self.all_gather_single_coalesced([output], [own], opts)
 
-    @_normal_tensors
+    @_verb
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -202,7 +224,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         copies = [(rows[rank], part) for rank, part in zip(self._owners, parts, strict=True)]
         return self._start(opts).all_gather(flat, bounds), copies
 
-    @_normal_tensors
+    @_verb
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Call:
@@ -210,11 +232,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         calls = [self._scatter_sum(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return _call_of(calls, list(outputs))
 
+    @_verb
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Call:
         """Combine every rank's input; each rank gets its part of it, in the order of ranks."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
-    @_normal_tensors
+    @_verb
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -252,7 +275,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange(f"reduce_scatter {operation} of {sizes}", output.dtype, steps, opts)
         return work, [(output, result)]
 
-    @_normal_tensors
+    @_verb
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -271,7 +294,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange("all_to_all", inputs[0].dtype, steps, opts)
         return work, list(zip(outputs, received, strict=True))
 
-    @_normal_tensors
+    @_verb
     def all_to_all_single(
         self,
         output: Tensor,
@@ -286,7 +309,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work, copies = self._swap(outputs, self._cut(whole, input_lengths, "input"), opts)
         return Call([work], [output], [*copies, (output, target)])
 
-    @_normal_tensors
+    @_verb
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Call:
@@ -306,7 +329,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange(f"gather of {own.numel()} to rank {root}", own.dtype, steps, opts)
         return Call([work], list(rows), list(zip(rows, received, strict=True)))
 
-    @_normal_tensors
+    @_verb
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Call:
@@ -326,9 +349,10 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange(f"scatter of {own.numel()} from rank {root}", own.dtype, steps, opts)
         return Call([work], [own], [(own, received)])
 
+    @_verb
     def barrier(self, opts: Any = None) -> Call:
         """Wait for all ranks of the group."""
-        token = torch.zeros(1, device="cpu")
+        token = torch.zeros(1, dtype=torch.float32, device="cpu")
         return Call([self._start(opts).named("barrier").all_reduce(token)], [token])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
@@ -376,13 +400,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     # Messages between two ranks.
 
+    @_verb
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Call:
         """Send a tensor to a rank of the group."""
         (tensor,) = tensors
         self._check_open()
         return Message(self._messages.send(_on_host(tensor), peer, tag), [tensor], [])
 
-    @_normal_tensors
+    @_verb
     def recv(self, tensors: Sequence[Tensor], peer: int | None, tag: int = 0) -> Call:
         """Receive a tensor, of the size that is sent, from a rank of the group."""
         (tensor,) = tensors
@@ -416,7 +441,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def _start(self, opts: Any) -> WorldCollectives:
         """Return the collectives for one call, whose caller may wait for it at once."""
         self._check_open()
-        waits = opts is not None and not getattr(opts, "asyncOp", True)  # torch 2.4 does not say
+        waits = opts is not None and not opts.asyncOp
         return self._collectives if waits else self._going_on
 
     def _combine(self, flat: Tensor, opts: Any) -> Started:

@@ -25,5 +25,6 @@ def untraced(cls: type[T]) -> type[T]:
 
         skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         for method in filter(isfunction, vars(cls).values()):
-            set_code_exec_strategy(unwrap(method).__code__, skip)
+            for function in (method, unwrap(method)):
+                set_code_exec_strategy(function.__code__, skip)
     return cls

@@ -1,5 +1,6 @@
 """Backend mntrain of torch.distributed, as scripts use it under mpirun."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def run(ranks, name, *words, **options):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
     result = completed(run(ranks, "verbs.py"))
-    assert result.stdout.count("13 tests passed") == ranks
+    assert result.stdout.count("14 tests passed") == ranks
 
 
 @pytest.mark.thorough
@@ -58,6 +59,27 @@ def test_a_process_without_a_launcher_is_told_how_to_start(monkeypatch):
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
     assert "start the script with mpirun or srun" in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.thorough
+def test_another_backend_starts_no_mpi_where_ranks_are_given(tmp_path):
+    """As scripts do in a job of Slurm, whose variables name ranks of MPI as well."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "import os; os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(store.port))\n"
+        "os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'\n"
+        "dist.init_process_group('gloo', rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "print('mpi4py' in sys.modules)\n"
+    )
+    environment = {**os.environ, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    words = [sys.executable, script]
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=MORE)])

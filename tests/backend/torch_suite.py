@@ -182,7 +182,7 @@ def main():
     if options.page:
         options.page.write_text(page)
     print(*(f"no reason: {name}" for name in unexplained), sep="\n")
-    return len(unexplained)
+    return bool(unexplained)
 
 
 def page_of(found, ranks):

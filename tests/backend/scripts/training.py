@@ -17,14 +17,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mntrain.torch_backend  # noqa: F401 - registers the backend
-
-try:
-    from torch.distributed.fsdp import fully_shard
-except ImportError:  # torch before 2.6
-    from torch.distributed._composable.fsdp import fully_shard
 
 warnings.filterwarnings("ignore", message=".*(frozen|overlap).*")
 STEPS = 4
