@@ -290,7 +290,8 @@ def orphaned_segments(since: float) -> set[Path]:
             files -= {line.split(maxsplit=5)[-1] for line in read(entry / "maps").splitlines()}
         except OSError:  # it ended meanwhile, or is another user's
             continue
-    return {Path(file) for file in files}
+    # Another job may have started, and removed its own, since the first look.
+    return {path for path in map(Path, files) if path.exists()}
 
 
 def send(pid: int, number: int) -> None:
