@@ -189,6 +189,7 @@ def test_on_one_level_stages_0_and_1_move_the_same_bytes(worlds, layout):
     assert totals[0] == totals[1]
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gather_dtype_halves_the_bytes_of_the_all_gather(layout, stage):
