@@ -319,6 +319,7 @@ def live(model):
     return sum(g.nbytes for g in gradients if not isinstance(g, UnavailableGradient))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_at_stage_2_no_rank_ever_holds_all_gradients():
     model = deep()
     held = []
