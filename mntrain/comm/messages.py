@@ -46,7 +46,7 @@ class Messages:
         data = bytes_of(tensor)
 
         def steps() -> Steps[Work]:
-            yield self._comm.send(peer, data, tag).test
+            yield self._comm.send(peer, data, tag, empty=True).test
             return CompletedWork()
 
         work = MessageWork(self._engine, [self._submit(steps())])
@@ -112,8 +112,8 @@ class Messages:
 
 
 def bytes_of(tensor: Tensor) -> "Bytes":
-    """Return the memory of a tensor for MPI, and a byte in place of none: it is a message, too."""
-    return as_bytes(tensor) if tensor.numel() else np.zeros(1, np.uint8)
+    """Return the memory of a flat tensor for MPI; torch gives that of none no address."""
+    return as_bytes(tensor) if tensor.numel() else np.empty(0, np.uint8)
 
 
 def _check_tag(tag: int) -> None:

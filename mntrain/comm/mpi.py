@@ -77,19 +77,23 @@ class Communicator:
         """The MPI communicator itself. Still owned by this object, which uses tags from 1024."""
         return self._comm
 
-    def send(self, peer: int, data: Bytes, tag: int = 0, *, counted: bool = True) -> Requests:
+    def send(
+        self, peer: int, data: Bytes, tag: int = 0, *, counted: bool = True, empty: bool = False
+    ) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
 
-        A message matches the receive with the same tag. It counts in `traffic` if `counted`.
+        A message matches the receive with the same tag. It counts in `traffic` if `counted`. No
+        bytes are a message if both sides give `empty`, and none by default.
         """
-        parts = _messages(data)
+        parts = _messages(data) or [data] * empty
         if counted:
             self.traffic.count(self.levels[peer], data.nbytes, messages=len(parts))
         return Requests([self._comm.Isend(part, peer, tag) for part in parts])
 
-    def receive(self, peer: int, data: Bytes, tag: int = 0) -> Requests:
-        """Start to receive exactly data.nbytes bytes from a peer into `data`."""
-        return Requests([self._comm.Irecv(part, peer, tag) for part in _messages(data)])
+    def receive(self, peer: int, data: Bytes, tag: int = 0, *, empty: bool = False) -> Requests:
+        """Start to receive exactly data.nbytes bytes from a peer into `data`; see `send`."""
+        parts = _messages(data) or [data] * empty
+        return Requests([self._comm.Irecv(part, peer, tag) for part in parts])
 
     def find(self, peer: int | None, tag: int) -> FoundMessage:
         """Return a message to this rank that is looked for; a peer of None is any."""
@@ -276,15 +280,12 @@ class FoundMessage:
         return True
 
     def receive(self, data: Bytes) -> Requests:
-        """Start to receive the parts into `data`."""
+        """Start to receive the parts into `data`. `test` raises for others than of its length."""
         assert self._message is not None
         first, *others = _messages(data) or [data]
-        return Requests(
-            [
-                self._message.Irecv(first),
-                *[self._comm.Irecv(part, self.source, self._tag) for part in others],
-            ]
-        )
+        later = Requests([self._comm.Irecv(part, self.source, self._tag) for part in others])
+        parts = Requests([self._message.Irecv(first), *later._requests])
+        return CheckedRequests([parts], [data.nbytes], Requests([]))
 
 
 def tag_count() -> int:

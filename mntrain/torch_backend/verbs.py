@@ -58,8 +58,8 @@ def exchange(
             f"{received[own].numel()}: the lists of sizes must agree"
         )
     peers = [(own + step) % comm.size for step in range(1, comm.size)]
-    receives = [comm.receive(p, bytes_of(received[p]), tag) for p in reversed(peers)]
-    sends = Requests.of(*[comm.send(p, bytes_of(sent[p]), tag) for p in peers])
+    receives = [comm.receive(p, bytes_of(received[p]), tag, empty=True) for p in reversed(peers)]
+    sends = Requests.of(*[comm.send(p, bytes_of(sent[p]), tag, empty=True) for p in peers])
     received[own].copy_(sent[own])
     nbytes = [bytes_of(received[p]).nbytes for p in reversed(peers)]
     yield CheckedRequests(receives, nbytes, sends).test
@@ -108,11 +108,15 @@ def gather(
 ) -> Steps[None]:
     """Copy every rank's tensor to the root's `rows`, which are empty on others."""
     if comm.rank != root:
-        yield comm.send(root, bytes_of(own), tag).test
+        yield comm.send(root, bytes_of(own), tag, empty=True).test
         return
     rows[root].copy_(own)
     yield Requests.of(
-        *[comm.receive(p, bytes_of(row), tag) for p, row in enumerate(rows) if p != root]
+        *[
+            comm.receive(p, bytes_of(row), tag, empty=True)
+            for p, row in enumerate(rows)
+            if p != root
+        ]
     ).test
 
 
@@ -121,9 +125,9 @@ def scatter(
 ) -> Steps[None]:
     """Copy the root's `rows`, which are empty on others, one to each rank's tensor."""
     if comm.rank != root:
-        yield comm.receive(root, bytes_of(own), tag).test
+        yield comm.receive(root, bytes_of(own), tag, empty=True).test
         return
     own.copy_(rows[root])
     yield Requests.of(
-        *[comm.send(p, bytes_of(row), tag) for p, row in enumerate(rows) if p != root]
+        *[comm.send(p, bytes_of(row), tag, empty=True) for p, row in enumerate(rows) if p != root]
     ).test

@@ -156,6 +156,9 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         pytest.param("no_rows", "and this rank receives 24: their lists", marks=MORE),
         pytest.param("more_rows", "has sent more bytes than this rank receives", marks=MORE),
         pytest.param("rows_for_none", "has sent more bytes than this rank receives", marks=MORE),
+        pytest.param(
+            "nothing", "has sent 0 bytes with tag 0, and this rank receives 1", marks=MORE
+        ),
         pytest.param("tag", "the tag of a message is -1: give one from 0 to", marks=MORE),
         pytest.param("never_sent", "in a message between two ranks", marks=MORE),
         pytest.param("killed", "is lost: its process has ended", marks=MORE),
