@@ -431,7 +431,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     @property
     def _in_order(self) -> bool:
-        """Whether shards lie in the order of ranks."""
+        """Return whether shards lie in the order of ranks."""
         return self._owners == tuple(range(self._size))
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""What scripts for ranks of torch.distributed share: their start, and the place of a world."""
+"""The start of scripts for ranks of torch.distributed, and an object in the place of a world."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from zero.param_groups import name_parameters
 
 
 class TorchWorld:
-    """What the oracle of tests/mpi needs of a world, over a process group."""
+    """Those parts of a world that the oracle of tests/mpi needs, over a process group."""
 
     def __init__(self, group=None):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""What torch builds on process groups, over one backend: its results are printed, to be compared.
+"""Classes and functions of torch above process groups, whose results are printed, to be compared.
 
 mpirun -n 2 python frameworks.py mntrain
 mpirun -n 2 python frameworks.py gloo

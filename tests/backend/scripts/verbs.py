@@ -226,7 +226,7 @@ def test_exchanges(group, ranks, own):
 
 
 def test_outputs_that_are_inputs(group, ranks, own):
-    """What is sent is what was there at the call."""
+    """The content at the call is sent."""
     place, size = ranks.index(own), len(ranks)
     tensor = values(own, (2 * size, 30_000))
     dist.all_to_all_single(tensor, tensor, group=group)
