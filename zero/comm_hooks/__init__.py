@@ -181,7 +181,8 @@ def make_hook(hook: CommHook | None, wire_dtype: torch.dtype | None = None) -> C
         return CommHook(wire_dtype)
     if not isinstance(hook, CommHook):
         raise ValueError(
-            f"comm_hook is {hook!r}: give an object of a subclass of zero.comm_hooks.CommHook"
+            f"comm_hook is {hook!r}: give an object of a subclass of zero.comm_hooks.CommHook, "
+            "such as CommHook(torch.bfloat16)"
         )
     if wire_dtype not in (None, torch.float32):
         raise ValueError("a communication hook decides the wire dtype: give one of the two")
