@@ -49,11 +49,14 @@ def shards_of(mode, bucket_mb):
 
 
 def control(algorithm, layout, *lengths):
-    """All-reduces of so many fp64 numbers."""
+    """What all-reduces of so many fp64 numbers, in private memory, add to every rank's counts."""
+    several = (transfers(algorithm, layout, "all_reduce", split(WIDE * n, RANKS)) for n in lengths)
+    return bill(algorithm, layout, chain(*several), near=False)
+
+
+def plus(*counts):
     return [
-        transfer
-        for n in lengths
-        for transfer in transfers(algorithm, layout, "all_reduce", split(WIDE * n, RANKS))
+        [sum(each) for each in zip(*of_rank, strict=True)] for of_rank in zip(*counts, strict=True)
     ]
 
 
@@ -88,7 +91,7 @@ def expected(where, mode, bucket_mb, micro_batches):
     pairs = product(verbs(stage, micro_batches), shards_of(mode, bucket_mb))
     large = [transfers(algorithm, layout, verb, shards) for verb, shards in pairs]
     small = control(algorithm, layout, *announced(stage, micro_batches), ROLL_CALL, NORM)
-    return bill(algorithm, layout, chain(*large, small))
+    return plus(bill(algorithm, layout, chain(*large)), small)
 
 
 def check(world, where, mode, bucket_mb, micro_batches):
@@ -122,7 +125,7 @@ def test_an_unused_parameter_costs_one_number_each(worlds, layout, mode):
     model = Vectors(NUMELS)
     optimizer = world.optimizer(model, ADAMW, **mode)
     more = less(spent(world, model, optimizer, 1, upto=2), spent(world, model, optimizer, 1))
-    assert more == bill("lanes", layout, control("lanes", layout, len(NUMELS)))
+    assert more == control("lanes", layout, len(NUMELS))
     optimizer.close()
 
 
@@ -137,14 +140,10 @@ def test_a_skipped_step_sends_no_parameters(worlds, layout, mode):
     (model() * float("inf")).backward()
     assert optimizer.step().skipped
     optimizer.wait_for_parameters()
-    expected = [
-        *(
-            transfers("lanes", layout, "reduce_scatter" if stage else "all_reduce", shards)
-            for shards in shards_of(mode, ONE)
-        ),
-        control("lanes", layout, *announced(stage, 1), ROLL_CALL, NORM),
-    ]
-    assert less(usage(world), before) == bill("lanes", layout, chain(*expected))
+    verb = "reduce_scatter" if stage else "all_reduce"
+    large = (transfers("lanes", layout, verb, shards) for shards in shards_of(mode, ONE))
+    small = control("lanes", layout, *announced(stage, 1), ROLL_CALL, NORM)
+    assert less(usage(world), before) == plus(bill("lanes", layout, chain(*large)), small)
     optimizer.close()
 
 
@@ -165,11 +164,7 @@ def test_bytes_between_nodes(worlds, algorithm, layout, stage, micro_batches):
     model = Vectors([numel])
     optimizer = world.optimizer(model, ADAMW, stage=stage)
     lanes = 1 if algorithm == "leader" else ranks
-    small = bill(
-        algorithm,
-        layout,
-        control(algorithm, layout, *announced(stage, micro_batches), ROLL_CALL, NORM),
-    )
+    small = control(algorithm, layout, *announced(stage, micro_batches), ROLL_CALL, NORM)
     measured = spent(world, model, optimizer, micro_batches)
     crossings = micro_batches + 1 if stage == 2 else 2
     for rank, (counts, few) in enumerate(zip(measured, small, strict=True)):
