@@ -313,10 +313,17 @@ class Ranks:
 
         return world.call_together(make, f"world.{level}_collectives").wait()
 
-    def subgroup(self, ranks: Sequence[int], name: str, messages: Messages) -> WorldCollectives:
+    def subgroup(
+        self,
+        ranks: Sequence[int],
+        name: str,
+        messages: Messages,
+        timeout_s: float | None = None,
+    ) -> WorldCollectives:
         """Make collectives over some ranks of the world, in this order. Collective over these.
 
-        `name` is new to the world; `messages` are between all of its ranks.
+        `name` is new to the world; `messages` are between all of its ranks; `timeout_s`: seconds of
+        a wait without progress that end the job, if other than the world's.
         """
         topology, world, rank = self.topology, self.collectives, self.rank
         groups = [[r for r in node if r in ranks] for node in topology.nodes]
@@ -334,7 +341,7 @@ class Ranks:
                 Topology(tuple(nodes)),
                 self._engine,
                 self._devices,
-                stream=self._engine.add_stream(name, ranks),
+                stream=self._engine.add_stream(name, ranks, timeout_s),
                 choice=world.choice,
                 transport=staged,
             )
@@ -342,9 +349,11 @@ class Ranks:
         tag = digest_of(name) % MEETING_TAGS
         return messages.meet([r for r in ranks if r != rank], tag, make).wait()
 
-    def messages(self, collectives: WorldCollectives, name: str) -> Messages:
-        """Make messages between two ranks of a group. Collective. `name` is new to the world."""
-        return Messages(collectives.duplicate(name), self._engine, name)
+    def messages(
+        self, collectives: WorldCollectives, name: str, timeout_s: float | None = None
+    ) -> Messages:
+        """Make messages between two ranks of a group. Collective. Arguments as of `subgroup`."""
+        return Messages(collectives.duplicate(name), self._engine, name, timeout_s)
 
     def node_levels(self, user: str) -> NodeLevels:
         """Make the groups of a communication hook. Collective. `user` names the optimizer."""

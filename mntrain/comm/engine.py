@@ -211,11 +211,15 @@ class Stream:
 
     `name` is the same on all ranks of the communicator, and no other stream of theirs has it.
     `ranks`, if given, maps the communicator's ranks to the world's. The `observer`, a
-    `recorder.events.Recorder`, is told when a collective begins and ends.
+    `recorder.events.Recorder`, is told when a collective begins and ends. A caller that waits
+    without progress for `timeout_s` ends the job; None: after the time of the world.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, name: str, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> None:
         self.name, self.ranks = name, None if ranks is None else tuple(ranks)
+        self.timeout_s = timeout_s
         self.queue: deque[Future[Any]] = deque()
         self.active: deque[Future[Any]] = deque()
         self.begun = 0
@@ -389,9 +393,11 @@ class ProgressEngine:
         self._thread.start()
         call_in_child(self._refuse_in_child)
 
-    def add_stream(self, name: str, ranks: Sequence[int] | None = None) -> Stream:
+    def add_stream(
+        self, name: str, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> Stream:
         """Return a new stream; see `Stream`."""
-        stream = Stream(name, ranks)
+        stream = Stream(name, ranks, timeout_s)
         stream.observer = self.main.observer
         self.streams.append(stream)
         return stream

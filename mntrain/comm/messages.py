@@ -31,12 +31,19 @@ class MessageWork(CollectiveWork):
 class Messages:
     """The messages of one group, over a communicator of their own. Construction is local.
 
-    `name` is new to the engine. Tensors are flat and contiguous, in host memory.
+    `name` is new to the engine, and `timeout_s` as in `Stream`. Tensors are flat and contiguous, in
+    host memory.
     """
 
-    def __init__(self, comm: Communicator, engine: ProgressEngine, name: str) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        engine: ProgressEngine,
+        name: str,
+        timeout_s: float | None = None,
+    ) -> None:
         self._comm, self._engine = comm, engine
-        self._stream = UnorderedStream(name)
+        self._stream = UnorderedStream(name, timeout_s=timeout_s)
         self._missing: list[FoundMessage] = []  # in the order of the receives
         engine.streams.append(self._stream)
 

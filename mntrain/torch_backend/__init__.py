@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, urlparse
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mntrain.checks import launcher
@@ -62,8 +63,10 @@ def create(opts: Any, _: object) -> MpiProcessGroup:
         raise RuntimeError(f"a group of backend {NAME} needs a default group of backend {NAME}")
     _Default.made[opts.group_id] += 1  # torch gives the name of a destroyed group again
     name = f"torch's group {opts.group_id}, number {_Default.made[opts.group_id]}"
-    collectives = world.subgroup(ranks, name, meetings)
-    messages = world.messages(collectives, f"messages of {name}")
+    # Torch gives its default where the script has named none: then the world's counts.
+    own_s = None if opts.timeout == default_pg_timeout else opts.timeout.total_seconds()
+    collectives = world.subgroup(ranks, name, meetings, own_s)
+    messages = world.messages(collectives, f"messages of {name}", own_s)
     return MpiProcessGroup(collectives, messages, opts.store)
 
 

@@ -68,8 +68,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     Calls of one group must come in one order on all of its ranks, messages between two ranks aside;
     ranks that disagree about a call raise one error, which names both calls. Results are in the
     caller's tensors when the returned work has been waited for. Tensors that are not contiguous are
-    copied, and so are those of a GPU for verbs that `zero.Collectives` lacks. The timeout of the
-    default group counts for all groups, and each takes tensors of the CPU and of this rank's GPU.
+    copied, and so are those of a GPU for verbs that `zero.Collectives` lacks. Each group takes
+    tensors of the CPU and of this rank's GPU.
 
     The methods have the names and arguments of torch's own, whose lists hold one tensor but for
     `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit.

@@ -1,5 +1,6 @@
 """The part of the watchdog on ranks 0 and 1: finds out who waits for whom, and who was lost."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -282,23 +283,28 @@ class Monitor:
         inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
         inquiry.close(self._rank, self._channel.acknowledged)
         headline, details = inquiry.headline(), inquiry.details()
-        limit = self._limit if inquiry.ends else self._warning_limit
-        waited = [s.wait.seconds for s in inquiry.statuses.values() if s.wait is not None]
+        warning_limit = self._warning_limit
+        waits = [(s.wait.seconds, s.limit) for s in inquiry.statuses.values() if s.wait is not None]
         if inquiry.reason:
-            headline = f"{inquiry.reason}; {headline}" if waited else inquiry.reason
+            headline = f"{inquiry.reason}; {headline}" if waits else inquiry.reason
         elif inquiry.at_exit and not inquiry.culprits:
             return  # all have come meanwhile
-        elif inquiry.networks and waited and not inquiry.ends:
+        elif inquiry.networks and waits and not inquiry.ends:
             pass  # told early
-        elif limit is None or max(waited, default=0.0) < limit:
+        elif not any(
+            seconds >= ((math.inf if limit is None else limit) if inquiry.ends else warning_limit)
+            for seconds, limit in waits
+        ):
             return  # it has gone on meanwhile
         debugged = any(status.debugged for status in inquiry.statuses.values())
         if not inquiry.ends or (debugged and not inquiry.reason):
             end = ""
-            if self._limit and not inquiry.at_exit:
-                end = f"\n  the job ends after {self._limit:g} s (--comm.timeout)"
+            limits = [limit for _, limit in waits if limit is not None]
+            if limits and not inquiry.at_exit:
+                option = "--comm.timeout" if min(limits) == self._limit else "of this group"
+                end = f"\n  the job ends after {min(limits):g} s ({option})"
             self._warn(f"{headline}\n{details}{end}")
-            self._quiet_until = time.monotonic() + self._warning_limit
+            self._quiet_until = time.monotonic() + warning_limit
             return
         self._print_stacks_of_held(inquiry)
         report = f"{headline}\n{details}\n{inquiry.stacks()}"

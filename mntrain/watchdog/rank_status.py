@@ -40,6 +40,7 @@ class RankStatus(NamedTuple):
     place: str  # of its innermost frame outside of libraries: "file:line in function"
     debugged: bool = False  # whether a debugger holds the training thread
     network: str = ""  # which nodes do not answer this one, and the fix
+    limit: float | None = None  # seconds of `wait` that end the job
 
     @classmethod
     def from_message(cls, values: Mapping[str, Any]) -> "RankStatus":
@@ -54,12 +55,13 @@ def own_status(
     stalled_s: float,
     network: str = "",
     *,
+    limit: float | None,
     at_exit: bool = False,
 ) -> RankStatus:
     """Return the status of this rank, whose training runs in a thread. Local; takes about 1 ms.
 
-    `stalled_s`: seconds in which it has waited without progress. `network`: which nodes do not
-    answer.
+    `stalled_s`: seconds in which it has waited without progress, of which `limit` end the job.
+    `network`: which nodes do not answer.
     """
     frame = sys._current_frames().get(thread)
     walked = [*traceback.walk_stack(frame)][::-1] if frame is not None else []
@@ -78,6 +80,7 @@ def own_status(
         place="".join(f"{file}:{line} in {name}" for file, line, name in (own or places)[-1:]),
         debugged=any(part in file for file, _, _ in places for part in _DEBUGGERS),
         network=network,
+        limit=limit,
     )
 
 

@@ -280,14 +280,20 @@ class Watchdog:
         if self._stalled_s > SURE_S / 4:
             self._unanswered.look(now)
         self._looked_at = now
-        beyond = -1.0
-        if self._timeout is not None and not at_exit:  # there, what a late rank does may take long
-            beyond = self._stalled_s - self._timeout
+        beyond, limit = -1.0, self._limit()
+        if limit is not None and not at_exit:  # there, what a late rank does may take long
+            beyond = self._stalled_s - limit
         warns = self._stalled_s >= self._warn_after or bool(self._lost_connections())
         level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else warns
         if level > self._told:
             self._told = level
             self._tell_waiting(ends=level > 1)
+
+    def _limit(self) -> float | None:
+        """Return the seconds without progress that end the job, of what this rank waits for."""
+        awaited = self._engine.awaited()
+        own_s = awaited[0].timeout_s if awaited is not None else None
+        return self._timeout if own_s is None else own_s
 
     def _lost_connections(self) -> Sequence[Connection]:
         """Return the connections without which this rank cannot go on, as far as it knows."""
@@ -295,7 +301,14 @@ class Watchdog:
 
     def _own_status(self) -> RankStatus:
         network, thread = describe(self._lost_connections()), self._thread_of_training
-        return own_status(self._engine, thread, self._stalled_s, network, at_exit=self._at_exit)
+        return own_status(
+            self._engine,
+            thread,
+            self._stalled_s,
+            network,
+            limit=self._limit(),
+            at_exit=self._at_exit,
+        )
 
     def _tell_waiting(self, *, ends: bool, reason: str = "", code: int = 1) -> None:
         self._tell_monitors({"kind": "waiting", "ends": ends, "reason": reason, "code": code})

@@ -161,6 +161,8 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         ),
         pytest.param("tag", "the tag of a message is -1: give one from 0 to", marks=MORE),
         pytest.param("never_sent", "in a message between two ranks", marks=MORE),
+        pytest.param("late", "in all_reduce of 4 float32 (collective 1 of torch's", marks=MORE),
+        pytest.param("late_message", "in a message between two ranks", marks=MORE),
         pytest.param("killed", "is lost: its process has ended", marks=MORE),
         pytest.param("raises", "KeyError: 'a bug of rank one'", marks=MORE),
         pytest.param("average_of_bool", "AVG takes numbers, not torch.bool", marks=MORE),
@@ -172,11 +174,13 @@ def test_an_error_names_what_went_wrong(name, said):
     assert result.returncode not in (0, None), result.report()
     assert not result.timed_out, result.report()
     assert said in result.stderr, result.report()
+    for waited_s in re.findall(r"has waited (\d+) s", result.stderr) if "late" in name else ():
+        assert 3 <= int(waited_s) < 8, result.report()  # the limits of this group and of all
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["destroyed", "again", "workers"])
-def test_groups_end_and_start_again_beside_worlds_and_workers(name):
+@pytest.mark.parametrize("name", ["destroyed", "again", "workers", "patient"])
+def test_groups_end_start_again_and_wait_beside_worlds_and_workers(name):
     completed(run(2, "faults.py", name))
 
 

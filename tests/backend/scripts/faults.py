@@ -111,6 +111,34 @@ def workers(rank):
         assert total == 2 * 190
 
 
+def late(rank):
+    """A group whose time is shorter than that of all: an error."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def late_message(rank):
+    """The same with a message."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if rank == 1:
+        time.sleep(60)
+        dist.send(torch.ones(4), 0, group=group)
+    else:
+        dist.recv(torch.ones(4), 1, group=group)
+
+
+def patient(rank):
+    """A group whose time is longer than that of all: no error."""
+    group = dist.new_group([0, 1], timeout=timedelta(minutes=2))
+    if rank == 1:
+        time.sleep(11)
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0] == 2
+
+
 def again(rank):
     """Groups that end and start, with a world beside them: no error."""
     del rank

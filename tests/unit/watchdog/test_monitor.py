@@ -43,6 +43,7 @@ class World:
         self.channel = Channel({0, 1, 2} - {rank})
         self.warnings, self.ends = [], []
         self.waits = {}  # by rank: seconds
+        self.limits = dict.fromkeys(range(3), limit)  # by rank: of what it waits for
         self.networks = {}  # by rank: which nodes do not answer
         facts = [
             SimpleNamespace(host=hosts[r], host_key=keys[r], pid=100 + r, pid_namespace="")
@@ -66,7 +67,7 @@ class World:
         if rank in self.waits:
             wait = Wait("w", 4, "all_reduce of 8", "a.py:1", self.waits[rank])
         begun, network = {"w": 5 if wait else 4}, self.networks.get(rank, "")
-        return RankStatus(begun, wait, "stack\n", "a.py:2", network=network)
+        return RankStatus(begun, wait, "stack\n", "a.py:2", False, network, self.limits[rank])
 
     def hear(self, peer, kind, **content):
         """Let a message arrive."""
@@ -127,6 +128,21 @@ def test_a_wait_that_is_over_when_the_answers_come_is_nothing(make, ends):
     world.hear(2, "left")
     world.monitor.on_disconnected(2, None)  # it is not lost
     assert (world.warnings, world.ends) == ([], [])
+
+
+@pytest.mark.parametrize(("own", "ends"), [(40.0, 1), (50.0, 0), (None, 0)])
+def test_a_wait_ends_the_job_at_the_limit_of_what_is_waited_for(make, own, ends):
+    world = make(0)
+    world.limits[1] = own
+    world.waits = {0: 12.0, 1: 12.0}
+    world.hear(1, "waiting", ends=False)
+    world.answer(1, 2)
+    said = {40.0: "40 s (of this group)", 50.0: "50 s (of this group)"}
+    assert f"the job ends after {said.get(own, '100 s (--comm.timeout)')}" in world.warnings[0]
+    world.waits = {0: 45.0, 1: 45.0}
+    world.hear(1, "waiting", ends=True)
+    world.answer(1, 2)
+    assert len(world.ends) == ends
 
 
 def test_a_node_that_does_not_answer_is_warned_of_before_the_limit(make):
