@@ -12,7 +12,7 @@ in this module communicates.
 """
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -239,7 +239,7 @@ def batches(
     plan: SamplingPlan | CadenceSampling,
     options: LoaderOptions,
     steps: range,
-) -> Iterator[list[Any]]:
+) -> Generator[list[Any]]:
     """Yield, for each step, the list of this rank's collated micro-batches. Local.
 
     The list is empty if the rank's share is. Workers load ahead of the caller, over steps and

@@ -11,7 +11,7 @@ Every worker of every rank is a reader: it iterates over a copy of the dataset, 
                    batch on whether any has samples left.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, islice, pairwise, repeat
@@ -73,6 +73,10 @@ class StreamSource:
             worker_init_fn=partial(_init_worker, init) if init else None,
             generator=self._generator,
         )
+
+    def end_workers(self) -> None:
+        """End the workers that the loader has kept after a pass. Local."""
+        self._loader._iterator = None
 
     def parts(self, this: Pass) -> Iterator[Part]:
         """Yield this rank's part of each batch of a pass.
@@ -341,19 +345,22 @@ class StreamBatches:
         # samples of the step, over all ranks and of this rank.
         self._steps: dict[int, tuple[dict[str, Any], int, int]] = {}
 
-    def batches(self, steps: range) -> Iterator[list[Any]]:
+    def batches(self, steps: range) -> Generator[list[Any]]:
         """Yield this rank's micro-batches of each step, which are none if its share is empty.
 
-        Collective for streams of which each reader has its own. Raises ValueError for an epoch
-        without a sample.
+        Collective for streams of which each reader has its own. Closing it ends the workers. Raises
+        ValueError for an epoch without a sample.
         """
         parts = self._parts()
-        for step in steps:
-            with noted(self._rank, f"reading the training stream in step {step}"):
-                part, state = next(parts)
-            before = self._steps.get(step - 1, (self._begin, 0, 0))
-            self._steps = {step - 1: before, step: (state, part.total, part.own)}
-            yield part.batch if part.own else []
+        try:
+            for step in steps:
+                with noted(self._rank, f"reading the training stream in step {step}"):
+                    part, state = next(parts)
+                before = self._steps.get(step - 1, (self._begin, 0, 0))
+                self._steps = {step - 1: before, step: (state, part.total, part.own)}
+                yield part.batch if part.own else []
+        finally:
+            self._source.end_workers()
 
     def _parts(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         done, stream = self._begin["batches"], self._begin["stream"]

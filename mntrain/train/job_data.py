@@ -1,6 +1,6 @@
 """The samples of a job: those of each step, and those of its evaluations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +62,11 @@ class JobData:
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.plans
             )
 
-    def batches(self, done: int, last_step: int) -> Iterator[Sequence[Any]]:
-        """Yield this rank's micro-batches of each step after `done`, to `last_step`."""
+    def batches(self, done: int, last_step: int) -> Generator[Sequence[Any]]:
+        """Yield this rank's micro-batches of each step after `done`, to `last_step`.
+
+        Who takes no more closes it, which ends the workers.
+        """
         if self.stream:
             return self.stream.batches(range(done + 1, last_step + 1))
         train = self.datasets["training"]

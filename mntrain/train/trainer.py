@@ -8,7 +8,7 @@ import gc
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -102,7 +102,8 @@ class Trainer:
         gc.freeze()  # a collection would take about 0.2 s for torch's objects
         with self._job.directory, self._reporter, self._signals as signals:
             describe_job(self._world, self._job)
-            self._train()
+            with closing(self._job.batches):
+                self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
             if result.status == "completed" and self._world.master:

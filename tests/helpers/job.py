@@ -86,8 +86,9 @@ def losses(folder: Path) -> list[float]:
 
 
 def completed(result: Result) -> Result:
-    """The result, which must be a success."""
+    """The result, which must be a success, without an error while the interpreter ends."""
     assert result.returncode == 0, result.report()
+    assert "Exception ignored" not in result.stderr, result.report()
     return result
 
 
