@@ -88,8 +88,9 @@ class Losses:
 class Task(ABC):
     """Base class of a model with its data and its loss.
 
-    The constructor takes the job's configuration. All three abstract methods must return equal
-    results on all ranks. A task knows no rank and does not communicate.
+    The constructor takes the job's configuration, `config`, of which `train.steps` is None with
+    --train.epochs, until `dataset` has returned the training data. All three abstract methods must
+    return equal results on all ranks. A task knows no rank and does not communicate.
     """
 
     # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable

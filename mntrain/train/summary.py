@@ -109,10 +109,8 @@ def describe_job(world: World, job: TrainingJob) -> None:
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(job)
-    if job.last_step < config.train.steps:
-        reporter.note(
-            f"this job ends after step {job.last_step} of {config.train.steps} (--run.stop-after)"
-        )
+    if job.last_step < job.steps:
+        reporter.note(f"this job ends after step {job.last_step} of {job.steps} (--run.stop-after)")
 
 
 def place_lines(places: Sequence[Place]) -> list[str]:
@@ -141,7 +139,7 @@ def _describe_model_and_data(job: TrainingJob) -> None:
         reporter.note(f"weights: {text}")
         for problem in problems:
             reporter.warn(problem)
-    data = job.task.describe_data() or job.data.describe(job.config.train.steps)
+    data = job.task.describe_data() or job.data.describe(job.steps)
     for line in data.splitlines():
         reporter.note(line)
 
@@ -211,7 +209,7 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
         reporter.note(f"no {PLOT_FILE}: {why}")
-    lines = final_lines(summary, config.train.steps, job.task.items)
+    lines = final_lines(summary, job.steps, job.task.items)
     missing = reporter.finish(summary, lines)
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpointing.has(result.last.step):

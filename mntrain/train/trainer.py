@@ -226,7 +226,7 @@ class Trainer:
         lr = self._job.schedule.lr
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._optimizer.step()
-            if step == self._config.train.steps:
+            if step == self._job.steps:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
             self._job.schedule.after_step()
@@ -313,8 +313,7 @@ class Trainer:
         )
 
     def _evaluates(self, step: int) -> bool:
-        train = self._config.train
-        due = step == train.steps or _due(train.eval_every, step)
+        due = step == self._job.steps or _due(self._config.train.eval_every, step)
         return due and bool(self._job.data.validation_sets)
 
     def _check_and_evaluate(self, record: StepRecord) -> StepRecord:
@@ -364,7 +363,7 @@ class Trainer:
 
     def _status(self, step: int) -> str:
         flags = self._agreement.flags
-        if step == self._config.train.steps:
+        if step == self._job.steps:
             return "completed"
         if step == self._job.last_step:
             return "stopped"
