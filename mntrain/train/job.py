@@ -43,18 +43,18 @@ class TrainingJob:
     input, on all ranks alike.
     """
 
-    def __init__(self, world: World, config: Config) -> None:
+    def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         # Only the master's deadline counts, since clocks of nodes may differ.
         self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
         self.directory = RunDirectory(world, config.run.dir)
         self.run_dir = self.directory.path
         try:
-            self._set_up(world, config)
+            self._set_up(world, config, config.task if task is None else task)
         except AgreedError:
             self.directory.discard()
             raise
 
-    def _set_up(self, world: World, config: Config) -> None:
+    def _set_up(self, world: World, config: Config, task: tasks.Given) -> None:
         with world.agreement():
             if world.master:
                 expect_installed(config.log)
@@ -63,7 +63,7 @@ class TrainingJob:
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
-            self.task = tasks.load(config.task, config)
+            self.task = tasks.load(task, config)
         with world.agreement():
             self.data = JobData(world, config, self.task, resumed)
             self.steps = self.data.steps(config.train)  # of the run
