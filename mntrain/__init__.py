@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING
 
 from mntrain._version import __version__
 
-__all__ = ["AgreedError", "Loss", "RemoteRankError", "Task", "World", "__version__", "init", "sync"]
+__all__ = [
+    "AgreedError",
+    "Loss",
+    "RemoteRankError",
+    "Task",
+    "World",
+    "__version__",
+    "init",
+    "sync",
+    "train",
+]
 
 if TYPE_CHECKING:
-    from mntrain import sync
+    from mntrain import sync, train
     from mntrain.errors import AgreedError, RemoteRankError
     from mntrain.tasks import Loss, Task
     from mntrain.world import World, init
@@ -31,8 +41,8 @@ else:  # hidden from type checkers, for which any name would exist
 
     def __getattr__(name: str) -> object:
         """Import a name on first use, so that --help needs no torch."""
-        if name == "sync":  # a module, which becomes an attribute of this package
-            return import_module("mntrain.sync")
+        if name in ("sync", "train"):  # modules, which become attributes of this package
+            return import_module(f"mntrain.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(_MODULES[name]), name)

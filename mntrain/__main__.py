@@ -93,7 +93,7 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
         if command == "train":
             from mntrain.train import trainer
 
-            return _interruptible(lambda: trainer.run(options))
+            return _interruptible(lambda: trainer.run_command(options))
         from mntrain.bench import run as bench
 
         return _interruptible(lambda: bench.run(options, words))

@@ -99,6 +99,15 @@ def parse_options(
         raise RefusedOptionsError(str(error)) from None
 
 
+def from_mapping(options: Mapping[str, Any]) -> Config:
+    """Return the configuration of a training job from nested options, as in a TOML file.
+
+    Names may also be dotted. Raises ValueError with a line for each problem.
+    """
+    given = _given(options, _options(Config), "options: ", _PROGRAM)
+    return cast(Config, construct(Config, given, {name: name for name in given}))
+
+
 def named_options(options: Any) -> dict[str, Any]:
     """Return the value of each option by its name in a file: task, train.batch_size.
 
@@ -231,22 +240,33 @@ def _read_file(path: str, options: Mapping[str, FieldInfo], prog: str) -> dict[s
         raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"--config {path}: is not TOML: {error}") from error
+    return _given(tables, options, f"{path}: ", prog)
+
+
+def _given(
+    tables: Mapping[str, Any], options: Mapping[str, FieldInfo], where: str, prog: str
+) -> dict[str, Any]:
+    """Return the values in tables by the names of their options. Raises ValueError."""
     spelled = [
         (f"{name}.{key}" if key else name, item)
         for name, value in tables.items()
-        for key, item in (value.items() if isinstance(value, dict) else [("", value)])
+        for key, item in (
+            value.items()
+            if isinstance(value, Mapping) and name.replace("-", "_") not in options
+            else [("", value)]
+        )
     ]
     given: dict[str, Any] = {}
     first: dict[str, str] = {}
     for spelling, item in spelled:
         name = spelling.replace("-", "_")
         if name in given:
-            raise ValueError(f"{path}: {first[name]} and {spelling} are one option: give it once")
+            raise ValueError(f"{where}{first[name]} and {spelling} are one option: give it once")
         given[name], first[name] = item, spelling
     names = [name for name in options if name != "config"]  # a file cannot include another one
     if wrong := given.keys() - names:
         problems = [_unknown(first[name], names, prog) for name in given if name in wrong]
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise ValueError("\n".join(where + problem for problem in problems))
     return given
 
 

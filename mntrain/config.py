@@ -181,11 +181,23 @@ class OptimConfig:
     )
 
 
+_STEPS = 200
+
+
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """Steps, batches and precision."""
 
-    steps: int = Field(default=200, ge=1, description="number of optimizer steps.")
+    steps: OrNone[int] = Field(
+        default=None,
+        ge=1,
+        description=f"number of optimizer steps. none: {_STEPS}, unless --train.epochs is given.",
+    )
+    epochs: OrNone[int] = Field(
+        default=None,
+        ge=1,
+        description="number of passes over the training data, in place of --train.steps.",
+    )
     batch_size: int = Field(default=32, ge=1, description="sequences per step, over all ranks.")
     micro_batch_size: int = Field(
         default=8, ge=1, description="maximum number of sequences in one forward of a rank."
@@ -219,6 +231,17 @@ class TrainConfig:
     check_every: int = Field(
         default=0, ge=0, description="steps between checks of equal weights on all ranks. 0: never."
     )
+
+    @model_validator(mode="after")
+    def _choose_length(self) -> "TrainConfig":
+        if self.epochs is None and self.steps is None:
+            object.__setattr__(self, "steps", _STEPS)
+        elif self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"--train.epochs {self.epochs} and --train.steps {self.steps} both say when the "
+                "run ends: give one of the two (none takes back the one of a file)"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -80,6 +80,12 @@ class SamplingPlan:
         """Number of steps in one pass over the samples."""
         return self._steps_in(self.samples)
 
+    def steps_until(self, epochs: int) -> int:
+        """Return the step of the run after which so many epochs have ended."""
+        left = self._steps_in(self.samples - self.origin.offset)  # of the epoch of the origin
+        whole = epochs - self.origin.epoch - 1
+        return self.origin.step + left + whole * self.steps_per_epoch
+
     def _steps_in(self, samples: int) -> int:
         """Return the number of steps that so many samples make at the end of an epoch."""
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +88,9 @@ class Losses:
 class Task(ABC):
     """Base class of a model with its data and its loss.
 
-    The constructor takes the job's configuration. All three abstract methods must return equal
-    results on all ranks. A task knows no rank and does not communicate.
+    The constructor takes the job's configuration, `config`, of which `train.steps` is None with
+    --train.epochs, until `dataset` has returned the training data. All three abstract methods must
+    return equal results on all ranks. A task knows no rank and does not communicate.
     """
 
     # Makes a batch of a list of samples; None for torch's `default_collate`. It must be picklable
@@ -226,13 +227,26 @@ class Task(ABC):
         return None
 
 
-def load(name: str, config: Config) -> Task:
-    """Return a new task by name: "lm", "hf", or "package.module:Class" for one of your own.
+# A task, its class, or its name as in --task.
+Given: TypeAlias = Task | type[Task] | str
 
-    Raises ValueError for a name that is not of a task (see `import_class`). Exceptions of the
-    task's constructor are not caught.
+
+def load(given: Given, config: Config) -> Task:
+    """Return the task of a job: a new one of a class, or of a name, or the one that is given.
+
+    A name is "lm", "hf", or "package.module:Class" for one of your own. A task that is given gets
+    the configuration. Raises ValueError for a name that is not of a task (see `import_class`), and
+    for other objects. Exceptions of the task's constructor are not caught.
     """
-    found = import_class("--task", _SHORT_NAMES.get(name, name))
+    if isinstance(given, Task):
+        given.config = config
+        return given
+    name = config.task
+    found: Any = given
+    if isinstance(given, str):
+        found = import_class("--task", _SHORT_NAMES.get(given, given))
+    elif not inspect.isclass(given):
+        raise ValueError(f"the task is of type {name}: give a Task, its class, or its name")
     if not issubclass(found, Task):
         raise ValueError(f"--task {name}: {found.__name__} does not derive from mntrain.tasks.Task")
     if missing := sorted(found.__abstractmethods__):
@@ -271,7 +285,12 @@ def import_class(option: str, name: str) -> type[Any]:
 def name_of(task: Task) -> str:
     """Return what --task says; of a task that keeps no configuration, the name of its class."""
     given: str | None = getattr(getattr(task, "config", None), "task", None)
-    return given or f"{type(task).__module__}:{type(task).__qualname__}"
+    return given or class_name(type(task))
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class as --task takes it."""
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 @contextmanager

@@ -127,10 +127,12 @@ class TokenSplits:
         """Return the amount of data, its split, and how often the run passes over it."""
         train, windows = self._config.train, self._split
         valid = "" if self._valid else f" and {len(self._windows) - windows:,} validation"
-        epochs = (
-            f"; {train.steps:,} steps of {train.batch_size} windows are "
-            f"{train.steps * train.batch_size / windows:.3g} epochs"
-        )
+        epochs = f"; {train.epochs} epochs"
+        if train.steps is not None:
+            epochs = (
+                f"; {train.steps:,} steps of {train.batch_size} windows are "
+                f"{train.steps * train.batch_size / windows:.3g} epochs"
+            )
         if self._config.balance.mode == "cadence":
             epochs = ""  # their batches follow the speeds of ranks
         lines = [

@@ -1,1 +1,5 @@
-"""The training job: setup, trainer, evaluation, summary."""
+"""The training job: setup, trainer, evaluation, summary. `run` is its entry in Python."""
+
+from mntrain.train.trainer import run
+
+__all__ = ["run"]

@@ -43,30 +43,34 @@ class TrainingJob:
     input, on all ranks alike.
     """
 
-    def __init__(self, world: World, config: Config) -> None:
+    def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         # Only the master's deadline counts, since clocks of nodes may differ.
         self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
         self.directory = RunDirectory(world, config.run.dir)
         self.run_dir = self.directory.path
         try:
-            self._set_up(world, config)
+            self._set_up(world, config, config.task if task is None else task)
         except AgreedError:
             self.directory.discard()
             raise
 
-    def _set_up(self, world: World, config: Config) -> None:
+    def _set_up(self, world: World, config: Config, task: tasks.Given) -> None:
         with world.agreement():
             if world.master:
                 expect_installed(config.log)
         self.config = config
         self.resumed = resumed = resumption.find_checkpoint(world, config, self.run_dir)
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
-        self.last_step = min(config.run.stop_after or config.train.steps, config.train.steps)
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
-            self.task = tasks.load(config.task, config)
+            self.task = tasks.load(task, config)
         with world.agreement():
             self.data = JobData(world, config, self.task, resumed)
+            self.steps = self.data.steps(config.train)  # of the run
+        resumption.check_left(world, resumed, config, self.steps)
+        self.last_step = min(config.run.stop_after or self.steps, self.steps)
+        train = replace(config.train, steps=self.steps, epochs=None)
+        self.task.config = replace(config, train=train)
         self.data_facts = compare_task(world, self.task, self.data.datasets)
         self._make_model(world, config)
         self._make_optimizer(world, config)
@@ -140,11 +144,11 @@ class TrainingJob:
             try_evaluation(self.task, self.model, self.data, self.precision, self.best)
 
     def _set_up_reports(self, world: World, config: Config) -> None:
-        self.reporter = Reporter(world.master, self.run_dir, config.train.steps, log=config.log)
+        self.reporter = Reporter(world.master, self.run_dir, self.steps, log=config.log)
         self.reporter.items = self.task.items
         self.balancing = Balancing(world, self.data, self.reporter, self.last_step)
         with world.agreement():
-            self.schedule = Schedule(self.task, self.optimizer, config.optim, config.train.steps)
+            self.schedule = Schedule(self.task, self.optimizer, config.optim, self.steps)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
         """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""

@@ -10,7 +10,7 @@ from mntrain import tasks
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.config import Config
+from mntrain.config import Config, TrainConfig
 from mntrain.data import sampling
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sample_digest import detached
@@ -71,6 +71,22 @@ class JobData:
             return self.stream.batches(range(done + 1, last_step + 1))
         train = self.datasets["training"]
         return sampling.batches(train, self._plan, self._options, range(done, last_step))
+
+    def steps(self, train: TrainConfig) -> int:
+        """Return the number of steps of the run.
+
+        Raises ValueError for --train.epochs of data whose passes are of unknown numbers of steps.
+        """
+        if train.epochs is None:
+            assert train.steps is not None, "the options have one of both"
+            return train.steps
+        if self.stream:
+            reason = "the training data is an IterableDataset, whose samples are not counted before"
+        elif isinstance(self._plan, sampling.CadenceSampling):
+            reason = "with --balance.mode cadence, the speeds of ranks decide the size of a batch"
+        else:
+            return self._plan.steps_until(train.epochs)
+        raise ValueError(f"--train.epochs {train.epochs}: {reason}; give --train.steps")
 
     @property
     def validation_sets(self) -> list[str]:

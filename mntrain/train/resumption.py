@@ -43,31 +43,39 @@ _UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
 def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
     """Return the checkpoint that this job resumes from, if any. Collective.
 
-    Raises AgreedError if the one that was asked for does not exist, or no steps are left.
+    Raises AgreedError if the one that was asked for does not exist.
     """
-    resume, stop = config.run.resume, config.run.stop_after
+    resume = config.run.resume
     if resume == "never":
         return None
     found = checkpoint.newest(world, run_dir if resume == "auto" else Path(resume))
-    done, problem = found.manifest.step if found else 0, ""
     if found is None and resume != "auto":
-        problem = (
+        raise AgreedError(
             f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of a "
-            "checkpoint or of a run that has some"
+            "checkpoint or of a run that has some",
+            world.rank,
         )
-    elif found and done >= config.train.steps:
+    return found
+
+
+def check_left(world: World, found: FoundCheckpoint | None, config: Config, steps: int) -> None:
+    """Raise AgreedError if a checkpoint leaves none of a run's steps to do. Local."""
+    if found is None:
+        return
+    done, stop, problem = found.manifest.step, config.run.stop_after, ""
+    if done >= steps:
+        option = "steps" if config.train.epochs is None else "epochs"
         problem = (
-            f"{found.path} is after step {done} of {config.train.steps}: nothing is left to do; "
-            "give more --train.steps, or another --run.dir"
+            f"{found.path} is after step {done} of {steps}: nothing is left to do; "
+            f"give more --train.{option}, or another --run.dir"
         )
-    elif found and stop is not None and done >= stop:
+    elif stop is not None and done >= stop:
         problem = (
             f"--run.stop-after {stop}: {found.path} is after step {done} already, and steps are "
             "counted from the beginning of the run; give a later step, or none"
         )
     if problem:
         raise AgreedError(problem, world.rank)
-    return found
 
 
 def check_same_run(

@@ -1,5 +1,6 @@
 """The description of a run at its start, and its summary at the end."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
 from mntrain.checks.finding import alike, naming
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import PLOT_FILE
+from mntrain.metrics.files import PLOT_FILE, json_text
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord, count_text
 from mntrain.rank_info import Place
@@ -109,10 +110,8 @@ def describe_job(world: World, job: TrainingJob) -> None:
     if config.train.compile:
         reporter.note("compiling: the first step takes longer")
     _describe_resumption(job)
-    if job.last_step < config.train.steps:
-        reporter.note(
-            f"this job ends after step {job.last_step} of {config.train.steps} (--run.stop-after)"
-        )
+    if job.last_step < job.steps:
+        reporter.note(f"this job ends after step {job.last_step} of {job.steps} (--run.stop-after)")
 
 
 def place_lines(places: Sequence[Place]) -> list[str]:
@@ -141,7 +140,7 @@ def _describe_model_and_data(job: TrainingJob) -> None:
         reporter.note(f"weights: {text}")
         for problem in problems:
             reporter.warn(problem)
-    data = job.task.describe_data() or job.data.describe(job.config.train.steps)
+    data = job.task.describe_data() or job.data.describe(job.steps)
     for line in data.splitlines():
         reporter.note(line)
 
@@ -197,11 +196,12 @@ def _describe_resumption(job: TrainingJob) -> None:
         )
 
 
-def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str]:
+def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
     """Draw the loss, print the final report, and write summary.json last. Collective.
 
-    A preempted job draws nothing: its time may be short, and the next job does. Returns what the
-    master could not write to the run's directory, a text for each file.
+    A preempted job draws nothing: its time may be short, and the next job does. Returns the content
+    of summary.json, with what the master could not write to the run's directory as "not_written", a
+    text for each file.
     """
     config, reporter = job.config, job.reporter
     by_option = result.status == "stopped" and not result.reason
@@ -211,7 +211,7 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str
     draws = config.log.plot and result.last and result.status != "preempted"
     if world.master and draws and (why := draw_at_end(job.run_dir)):
         reporter.note(f"no {PLOT_FILE}: {why}")
-    lines = final_lines(summary, config.train.steps, job.task.items)
+    lines = final_lines(summary, job.steps, job.task.items)
     missing = reporter.finish(summary, lines)
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpointing.has(result.last.step):
@@ -222,7 +222,10 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> list[str
             "the steps of this job were not saved: with --checkpoint.every auto, for example, an "
             "interrupted job saves at its end"
         )
-    return world.gather(missing)[0]
+    if missing:
+        summary["not_written"] = missing
+    content: dict[str, Any] = json.loads(world.gather(json_text(summary))[0])
+    return content
 
 
 def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:

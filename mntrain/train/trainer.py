@@ -16,12 +16,14 @@ from typing import Any
 
 from mntrain import tasks
 from mntrain.checkpoint import Manifest
+from mntrain.cli import RefusedOptionsError, from_mapping
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer
+from mntrain.run.comparison import agree_on_options
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
 from mntrain.train.evaluation import evaluating, merge_sets
@@ -39,21 +41,58 @@ EXIT_CODES = {"interrupted": 130, "preempted": 75}
 NOT_WRITTEN = 74  # of another job without an error whose files lack something; EX_IOERR
 
 
-def run(config: Config) -> int:
+def run(task: tasks.Given, options: Mapping[str, Any] | Config | None = None) -> dict[str, Any]:
+    """Train a task on all ranks of the job, and return what summary.json has. Collective.
+
+    The same as `python -m mntrain`, on one process or many, without an exit. `task` is one, its
+    class, or its name as in --task. `options` are nested as in a TOML file, or have dotted names:
+    {"train.steps": 100}. A task that is given keeps what it was made with, but for its `config`.
+
+    The summary is the same on all ranks, and its "status" says how the job ended: completed,
+    stopped, preempted or interrupted. Raises AgreedError on all ranks for bad input, and
+    TrainingStoppedError, which is one, for training that had to stop. An exception on one rank
+    alone ends the whole job with a traceback.
+    """
+    if isinstance(task, str):
+        name = task
+    else:
+        name = tasks.class_name(task if isinstance(task, type) else type(task))
+    parsed: Config | RefusedOptionsError
+    try:
+        given = options if isinstance(options, Config) else from_mapping(options or {})
+        parsed = replace(given, task=name)
+    except ValueError as error:
+        parsed = RefusedOptionsError(str(error))
+    return _train(agree_on_options(parsed), task)
+
+
+def run_command(config: Config) -> int:
     """Train as configured on all ranks of the job, and return the exit code. Collective.
 
     An error that all ranks agree on is printed once, by the master: the code is 2 for bad input,
-    and 1 for training that had to stop. An exception on one rank alone ends the job with a
-    traceback.
+    and 1 for training that had to stop. Else it is that of `exit_code`.
     """
     try:
-        with init(device=config.device, **asdict(config.comm)) as world:
-            with world.recorder.phase("start"):
-                trainer = Trainer(world, config)
-            return trainer.fit()
+        return exit_code(_train(config, config.task))
     except AgreedError as error:
         error.report()
         return 1 if isinstance(error, TrainingStoppedError) else 2
+
+
+def exit_code(summary: Mapping[str, Any]) -> int:
+    """Return the exit code of a job without an error.
+
+    0 for a run that completed or stopped as asked for, else one of `EXIT_CODES`; `NOT_WRITTEN`
+    instead of 0 if the run's directory lacks metrics or the summary.
+    """
+    return EXIT_CODES.get(summary["status"], NOT_WRITTEN if "not_written" in summary else 0)
+
+
+def _train(config: Config, task: tasks.Given) -> dict[str, Any]:
+    with init(device=config.device, **asdict(config.comm)) as world:
+        with world.recorder.phase("start"):
+            trainer = Trainer(world, config, task)
+        return trainer.fit()
 
 
 class Trainer:
@@ -62,9 +101,9 @@ class Trainer:
     Construction is collective and raises AgreedError for bad input: see `TrainingJob`.
     """
 
-    def __init__(self, world: World, config: Config) -> None:
+    def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         self._world = world
-        self._job = job = TrainingJob(world, config)
+        self._job = job = TrainingJob(world, config, task)
         self._config = config = job.config
         self._model, self._optimizer = job.model, job.optimizer
         self._reporter = job.reporter
@@ -87,19 +126,23 @@ class Trainer:
             save=self._save_before_error,
         )
 
-    def fit(self) -> int:
-        """Train to the last step, or until any rank asks to end; return the exit code. Collective.
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step, or until any rank asks to end; return the summary. Collective.
 
-        The code is 0 for a run that completed or stopped as asked for, else one of `EXIT_CODES`;
-        `NOT_WRITTEN` instead of 0 if the run's directory lacks metrics or the summary, which the
-        last line names.
-        Raises TrainingStoppedError, which the summary also has, if a loss or gradient is not finite
+        If the run's directory lacks metrics or the summary, the last line names them. Raises
+        TrainingStoppedError, which the summary also has, if a loss or gradient is not finite
         (unless such steps are skipped), replicas differ, or the last checkpoint cannot be written.
         """
-        start = time.perf_counter()
-        result = self._result
         gc.collect()
         gc.freeze()  # a collection would take about 0.2 s for torch's objects
+        try:
+            return self._fit()
+        finally:
+            gc.unfreeze()
+
+    def _fit(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        result = self._result
         with self._job.directory, self._reporter, self._signals as signals:
             describe_job(self._world, self._job)
             with closing(self._job.batches):
@@ -113,14 +156,13 @@ class Trainer:
                 result.reason = stop_reason(self._world, signals, self._job.deadline)
             elif result.error:
                 result.reason = str(result.error)
-            missing = finish_report(self._world, self._job, result)
+            summary = finish_report(self._world, self._job, result)
             self._world.watchdog.at_end.remove(self._early_end)
-        gc.unfreeze()
-        if missing:
+        if missing := summary.get("not_written"):
             AgreedError(loss_text(self._job.run_dir, missing), self._world.rank).report()
         if result.error:
             raise result.error
-        return EXIT_CODES.get(result.status, NOT_WRITTEN if missing else 0)
+        return summary
 
     def _show_sample(self) -> None:
         """Show what the task generates with the trained model, if anything. Local.
@@ -227,7 +269,7 @@ class Trainer:
         lr = self._job.schedule.lr
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._optimizer.step()
-            if step == self._config.train.steps:
+            if step == self._job.steps:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
             self._job.schedule.after_step()
@@ -314,8 +356,7 @@ class Trainer:
         )
 
     def _evaluates(self, step: int) -> bool:
-        train = self._config.train
-        due = step == train.steps or _due(train.eval_every, step)
+        due = step == self._job.steps or _due(self._config.train.eval_every, step)
         return due and bool(self._job.data.validation_sets)
 
     def _check_and_evaluate(self, record: StepRecord) -> StepRecord:
@@ -365,7 +406,7 @@ class Trainer:
 
     def _status(self, step: int) -> str:
         flags = self._agreement.flags
-        if step == self._config.train.steps:
+        if step == self._job.steps:
             return "completed"
         if step == self._job.last_step:
             return "stopped"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SMALL, completed, losses, metrics, summary, train, write_corpus
+from job import SMALL, completed, configuration, losses, metrics, summary, train, write_corpus
 from launch import TESTS, mpirun
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
@@ -56,6 +56,21 @@ def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, par
     with (parts / "run" / "metrics.csv").open(newline="") as file:
         table = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
     assert table == [(line["step"], line["loss"]) for line in metrics(whole)]
+
+
+@pytest.mark.thorough
+def test_epochs_end_after_all_samples_also_with_other_batches_and_ranks(tmp_path):
+    options = ["--train.steps", "none", "--train.epochs", "3", "--data.valid-fraction", "0"]
+    completed(train(1, tmp_path, *options, "--run.stop-after", "9"))  # of 60 windows, 8 a step
+    changed = ["--train.batch-size", "16", "--run.allow-change", "batch-size"]
+    last = completed(train(3, tmp_path, *options, *changed))
+    assert "changed since then: --train.batch-size was 8, is 16" in last.stdout
+    assert summary(tmp_path)["steps"] == 9 + 4 + 4  # 52 of the second epoch, and the third
+    samples = [line["samples"] for line in metrics(tmp_path)]
+    assert samples[7:] == [4, 8, 16, 16, 16, 4, 16, 16, 16, 12]
+    assert metrics(tmp_path)[-1]["lr"] == pytest.approx(3e-4)  # a tenth, in the last step
+    given = configuration(tmp_path)["train"]
+    assert (given["steps"], given["epochs"]) == ("none", 3)
 
 
 def metrics_so_far(folder: Path) -> list[str]:

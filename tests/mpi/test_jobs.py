@@ -22,7 +22,7 @@ from mntrain.errors import TrainingStoppedError
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.trainer import Trainer
+from mntrain.train.trainer import Trainer, exit_code
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -46,7 +46,7 @@ def fit(folder, options, comm):
     names = "algorithm", "bucket_mb", "ranks_per_node"
     given = {name: getattr(config.comm, name) for name in names}
     with mntrain.init(comm, device=config.device, **given) as world:
-        return Trainer(world, config).fit()
+        return exit_code(Trainer(world, config).fit())
 
 
 ALONE = {}

@@ -17,7 +17,7 @@ from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.config import CheckpointConfig, ZeroConfig
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.trainer import Trainer
+from mntrain.train.trainer import Trainer, exit_code
 
 pytestmark = pytest.mark.mpi
 
@@ -52,7 +52,7 @@ def test_nothing_queues_between_an_update_and_the_next_forward(world, tmp_path, 
     logged(log, LanguageModel, "loss", monkeypatch)
     trainer = Trainer(world, small(tmp_path))
     log.clear()
-    assert trainer.fit() == 0
+    assert trainer.fit()["status"] == "completed"
     # The first step is left out: it also gathers the names of the task's metrics.
     starts = [index for index, name in enumerate(log) if name == "loss"][1:4]
     for start, end in pairwise(starts):
@@ -91,7 +91,7 @@ def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sum
 
 
 def fit(world, config, **changes):
-    return Trainer(world, replace(config, **changes)).fit()
+    return exit_code(Trainer(world, replace(config, **changes)).fit())
 
 
 @pytest.mark.parametrize(

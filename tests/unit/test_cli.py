@@ -40,6 +40,9 @@ from mntrain.config_types import option_name
         ("--train.compile", {"train": TrainConfig(compile=True)}),
         ("--train.compile --train.no-compile", {}),
         ("--train.steps 5 --train.steps 6", {"train": TrainConfig(steps=6)}),
+        ("--train.steps none", {"train": TrainConfig(steps=200)}),
+        ("--train.epochs 3", {"train": TrainConfig(epochs=3)}),
+        ("--train.steps 5 --train.epochs 3 --train.steps none", {"train": TrainConfig(epochs=3)}),
         ("--zero.stage 1 --zero.shard-by memory", {"zero": ZeroConfig(stage=1, shard_by="memory")}),
         ("--optim.lr 1e-5", {"optim": OptimConfig(lr=1e-5)}),
         ("--optim.max-grad-norm none", {"optim": OptimConfig(max_grad_norm=None)}),
@@ -64,6 +67,11 @@ def test_options_of_the_command_line(line, expected):
             "--train.precision: Input should be 'fp32', 'bf16', 'bf16-pure' or 'fp16', not 'fp8'",
         ),
         ("--train.steps 1e3", "--train.steps: Input should be a valid integer, not '1e3'"),
+        (
+            "--train.steps 200 --train.epochs 3",
+            "--train.epochs 3 and --train.steps 200 both say when the run ends: give one of the "
+            "two (none takes back the one of a file)",
+        ),
         ("--train.steps", "argument --train.steps: expected one argument"),
         ("--train.steps --zero.stage 1", "argument --train.steps: expected one argument"),
         ("--train.steps 5 6", "6: no option takes it; see python -m mntrain --help"),
@@ -148,4 +156,4 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
     assert "FLOAT|none" in out
     assert "--data.valid-path [NAME=]PATH [[NAME=]PATH ...]" in out
     assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())
-    assert "(default: 200)" in out
+    assert "(default: 32)" in out

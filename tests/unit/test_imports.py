@@ -19,7 +19,7 @@ LAYERS = [
     for _, names in ROWS
 ]
 LAYERS[0] |= {"mntrain._version"}
-LAYERS[-2] |= {"mntrain"}
+LAYERS[-1] |= {"mntrain"}
 
 
 def module_name(path):

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from mntrain.data.sampling import (
     LoaderOptions,
+    Position,
     SamplingPlan,
     batches,
     validation_batches,
@@ -131,6 +132,18 @@ def test_the_last_batch_of_an_epoch_is_left_out_if_it_is_smaller():
         SamplingPlan(samples=3, batch_size=4, seed=0, drop_last=True)
     with pytest.raises(ValueError, match="no samples"):
         SamplingPlan(samples=0, batch_size=1, seed=0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [4, 11, 7])
+@pytest.mark.parametrize("origin", [(0, 0, 0), (5, 1, 8), (9, 2, 10)])
+def test_the_steps_until_epochs_end_are_those_of_the_plan(size, origin, drop_last):
+    plan = SamplingPlan(11, size, seed=0, drop_last=drop_last, origin=Position(*origin))
+    for epochs in range(plan.origin.epoch + 1, 5):
+        end = plan.steps_until(epochs)
+        assert plan.position(end) == (end, epochs, 0)
+        assert end == origin[0] or plan.position(end - 1).epoch == epochs - 1
+    assert SamplingPlan(11, size, seed=0, origin=Position(5, 3, 0)).steps_until(3) == 5
 
 
 def test_a_plan_over_very_many_samples_computes_only_what_it_is_asked_for():

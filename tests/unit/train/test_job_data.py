@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from mntrain.balance_config import BalanceConfig
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.config import Config
+from mntrain.config import Config, TrainConfig
 from mntrain.data.sampling import BEGIN, Position
 from mntrain.train.job_data import JobData, _find_origin
 
@@ -31,11 +32,11 @@ def points(count):
     return TensorDataset(torch.zeros(count, 2))
 
 
-def data_of(train, valid):
+def data_of(train, valid, config=None):
     task = SimpleNamespace(dataset={"train": train, "valid": valid}.get, collate=None)
     nodes = SimpleNamespace(nodes=((0,),))
     world = SimpleNamespace(rank=0, size=1, topology=nodes, gather=lambda value: [value])
-    return JobData(world, Config(task="own:Task"), task, None)
+    return JobData(world, config or Config(task="own:Task"), task, None)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,20 @@ def test_there_need_be_no_validation_and_sets_without_samples_are_left_out(valid
 )
 def test_the_data_are_described_by_their_numbers(train, valid, said):
     assert data_of(train, valid).describe(100) == f"data: {said}"
+
+
+def test_epochs_become_steps_where_they_can_be_counted():
+    assert data_of(points(65), None).steps(TrainConfig(epochs=2)) == 6  # of 32, 32 and 1
+    assert data_of(points(65), None).steps(TrainConfig(steps=7)) == 7
+    assert data_of(Stream(), None).steps(TrainConfig()) == 200
+    said = "^--train.epochs 2: the training data is an IterableDataset, .*; give --train.steps$"
+    with pytest.raises(ValueError, match=said):
+        data_of(Stream(), None).steps(TrainConfig(epochs=2))
+    cadence = Config(task="own:Task", balance=BalanceConfig(mode="cadence"))
+    with pytest.raises(
+        ValueError, match=r"^--train.epochs 2: with --balance.mode cadence, .* give"
+    ):
+        data_of(points(650), None, cadence).steps(TrainConfig(epochs=2))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.cli import parse, to_toml
-from mntrain.config import Config
+from mntrain.config import Config, TrainConfig
 from mntrain.errors import AgreedError
 from mntrain.train.resumption import (
     changed_options,
+    check_left,
     check_same_run,
     to_json,
     with_absolute_paths,
@@ -40,6 +41,21 @@ def test_another_tokenizer_is_refused_by_name():
         check_same_run(WORLD, found(config, values=before), Config(), 7, now)
     with pytest.raises(AgreedError, match="another run: the tokenizer was bytes, and is sha256 b"):
         check_same_run(WORLD, found(config, values={"the tokenizer": "bytes"}), Config(), 7, now)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config(), "is after step 5 of 5: nothing is left to do; give more --train.steps, or"),
+        (Config(train=TrainConfig(epochs=2)), "nothing is left to do; give more --train.epochs,"),
+    ],
+)
+def test_a_run_that_is_complete_is_not_resumed(config, said):
+    complete = FoundCheckpoint(Path("step"), SimpleNamespace(step=5), {})
+    with pytest.raises(AgreedError, match=said):
+        check_left(WORLD, complete, config, 5)
+    check_left(WORLD, complete, config, 6)
+    check_left(WORLD, None, config, 5)
 
 
 def test_a_configuration_without_a_task_is_refused():

@@ -76,6 +76,7 @@ def described(
     job = SimpleNamespace(
         model=nn.Linear(99, 100),
         resumed=resumed,
+        steps=200,
         last_step=200,
         config=config,
         data_facts={"files": files or {}},
