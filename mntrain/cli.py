@@ -50,7 +50,7 @@ other commands, each with its own --help:
   {_PROGRAM} plot RUN_DIR [RUN_DIR ...]
       draw the loss, or other metrics, of one or several runs
   {_PROGRAM} report RUN_DIR [RUN_DIR ...]
-      write a page about one or several runs"""
+      write a page about one or several runs; --scaling: about their scaling"""
 
 
 class RefusedOptionsError(SystemExit):

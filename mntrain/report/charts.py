@@ -87,18 +87,22 @@ class Charts:
         return self._draw(draw, height=1.5 + 0.3 * len(labels))
 
     def scaling(
-        self, ranks: Sequence[int], values: Sequence[float], ideal: Callable[[float], float]
+        self, ranks: Sequence[int], values: Sequence[float], ideal: Sequence[float], *, log: bool
     ) -> str:
-        """Return the measured points over the number of ranks, and the ideal line."""
+        """Return the measured values over the number of ranks, and the ideal line."""
 
         def draw(axes: "Axes") -> None:
-            ends = [min(ranks), max(ranks)]
-            axes.plot(ends, list(map(ideal, ends)), "--", color="0.5", label="ideal")
+            axes.plot(ranks, ideal, "--", color="0.5", label="ideal")
             axes.plot(ranks, values, "o", label="measured")
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted(set(ranks)), map(str, sorted(set(ranks))))
+            if log:
+                axes.set_yscale("log", base=2)
+                axes.yaxis.set_major_formatter("{x:g}")
+            else:
+                axes.set_ylim(0, None)
             axes.minorticks_off()
-            axes.set(xlabel="ranks", ylim=(0, None))
+            axes.set(xlabel="ranks")
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize="small")

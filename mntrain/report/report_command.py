@@ -16,9 +16,10 @@ from mntrain.config import Config
 from mntrain.metrics.files import REPORT_FILE, write_whole
 from mntrain.metrics.plot import LoggedRun, colours_of, expect_drawable, panel_of
 from mntrain.metrics.registry import METRICS, PHASES, WARMUP_STEPS
+from mntrain.report import scaling
 from mntrain.report.charts import Charts
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
-from mntrain.report.run_files import RunFiles, flat, read_runs
+from mntrain.report.run_files import RunFiles, differing, flat, read_runs
 
 _TIMES = {"tokens_per_s": "items a second", "step_s": "seconds of a step"}  # with their titles
 _LEVELS = {"node": "within nodes", "cross": "between nodes"}
@@ -37,19 +38,26 @@ def run(words: Sequence[str]) -> int:
     add = parser.add_argument
     add("runs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run")
     add(
+        "--scaling",
+        action="store_true",
+        help="write about runs of one job on different numbers of ranks: samples a second, "
+        "speed-up, efficiency, and node hours for an epoch",
+    )
+    add(
         "--output",
         metavar="FILE",
         type=Path,
         help=f"file to write (default: {REPORT_FILE} in the folder of the run, or in this folder "
-        "for several runs)",
+        "for several runs; scaling.html in this folder)",
     )
     options = parser.parse_args(words)
-    paths = options.runs
-    output = options.output or (paths[0] if len(paths) == 1 else Path()) / REPORT_FILE
+    folder = options.runs[0] if len(options.runs) == 1 else Path()
+    output = options.output or (Path("scaling.html") if options.scaling else folder / REPORT_FILE)
     try:
-        runs = read_runs(paths)
+        runs = read_runs(options.runs)
         expect_drawable("report", output)
-        write_whole(output, page_of(runs).encode())
+        page = scaling.page_of(runs) if options.scaling else page_of(runs)
+        write_whole(output, page.encode())
     except (OSError, ValueError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
         return 2
@@ -228,10 +236,7 @@ def _options(runs: Sequence[RunFiles]) -> Section:
     section, labels = Section("Configuration"), [run.label for run in runs]
     every = [run.options for run in runs]
     if len(runs) > 1:
-        names = dict.fromkeys(name for options in every for name in options)
-        differ = [n for n in names if len({options.get(n) for options in every}) > 1]
-        shown = [{n: options.get(n) for n in differ} for options in every]
-        section.add(side_by_side(labels, shown, "options that differ"))
+        section.add(side_by_side(labels, differing(runs), "options that differ"))
     defaults = dict(flat(tomllib.loads(to_toml(Config()))))
     if len(runs) == 1 and every[0].keys() <= defaults.keys() | {"config"}:
         own = {n: v for n, v in every[0].items() if v != defaults.get(n)}

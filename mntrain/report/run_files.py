@@ -100,6 +100,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     return [_read(path, label) for path, label in zip(paths, label_runs(paths), strict=True)]
 
 
+def differing(runs: Sequence[RunFiles]) -> list[dict[str, str | None]]:
+    """Return the options of each run that are not the same in all of them."""
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    differ = [name for name in names if len({run.options.get(name) for run in runs}) > 1]
+    return [{name: run.options.get(name) for name in differ} for run in runs]
+
+
 def _read(path: Path, label: str) -> RunFiles:
     names = (METRICS_FILE, SUMMARY_FILE, CONFIG_FILE)
     if not any((path / name).exists() for name in names):

@@ -287,7 +287,9 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypa
         needs = rf"^--log.{option} needs the package {package}, which cannot"
         with pytest.raises(ValueError, match=needs):
             expect_installed(log)
-        with pytest.raises(ValueError, match=rf"pip install 'mntrain\[{extra}\]', or leave the opt"):
+        with pytest.raises(
+            ValueError, match=rf"pip install 'mntrain\[{extra}\]', or leave the opt"
+        ):
             expect_installed(log, "{}=")
     expect_installed(LogConfig(csv=True))
     assert write(tmp_path, LogConfig(), line(1)) == []
