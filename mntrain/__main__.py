@@ -24,6 +24,7 @@ READERS = {
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.recorder.autopsy",
     "plot": "mntrain.metrics.plot",
+    "report": "mntrain.report.report_command",
 }
 
 

@@ -48,7 +48,9 @@ other commands, each with its own --help:
   {_PROGRAM} autopsy RUN_DIR
       say which rank of a job stopped first, who waited for it, and why
   {_PROGRAM} plot RUN_DIR [RUN_DIR ...]
-      draw the loss, or other metrics, of one or several runs"""
+      draw the loss, or other metrics, of one or several runs
+  {_PROGRAM} report RUN_DIR [RUN_DIR ...]
+      write a page about one or several runs; --scaling: about their scaling"""
 
 
 class RefusedOptionsError(SystemExit):

@@ -430,7 +430,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LogConfig:
-    """Copies of metrics.jsonl for other tools, and the plot at the end of a job."""
+    """Copies of metrics.jsonl for other tools, and the plot and the page at the end of a job."""
 
     tensorboard: bool = Field(
         default=False, description="write TensorBoard's event files, in tensorboard/ of the run."
@@ -441,6 +441,9 @@ class LogConfig:
     )
     plot: bool = Field(
         default=True, description="draw loss.svg at the end of a job, if matplotlib is installed."
+    )
+    report: bool = Field(
+        default=False, description="write report.html, a page about the run, at the end of a job."
     )
 
 

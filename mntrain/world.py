@@ -265,16 +265,18 @@ class World(Ranks):
         csv: bool = False,
         tensorboard: bool = False,
         wandb: str | None = None,
+        report: bool = False,
     ) -> MetricsLog:
         """Return a log that writes metrics.jsonl and summary.json into a run. Collective.
 
         On request, the same values go to metrics.csv, to TensorBoard (tensorboard/ in the run) and
-        to W&B (`wandb` is the project); an error of one of these ends it with a warning.
+        to W&B (`wandb` is the project); an error of one of these ends it with a warning. With
+        `report`, the log's end writes report.html, a page about the run.
         Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
         ranks give it other values, the directory cannot be written, or another job uses it. Options
         that are named device, rank, local_rank or alike may differ (`mntrain.config.RANK_OPTIONS`).
         """
-        copies = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb}
+        copies = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb, "report": report}
         return self._own_loop.metrics(run_dir, config, copies)
 
     def stop_requested(self, max_minutes: float | None = None, *, grace: float = 30.0) -> bool:

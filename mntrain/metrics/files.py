@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summary.json"
-PLOT_FILE = "loss.svg"
+PLOT_FILE, REPORT_FILE = "loss.svg", "report.html"
 
 
 def append_whole(path: Path, content: bytes) -> None:

@@ -19,7 +19,9 @@ import numpy as np
 from mntrain.metrics.files import METRICS_FILE, PLOT_FILE, flatten, read_metrics, write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # ruff: noqa: PLC0415 - matplotlib is an extra
 
@@ -27,7 +29,8 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 # Steps, and the values of one metric of one run; NaN where one was not finite.
 Curve = tuple[Array, Array]
 
-JOB_LIMIT_S = 2.0  # of a drawing at the end of a job, while all its ranks wait
+# Seconds that a command may take at the end of a job, while all its ranks wait.
+JOB_LIMITS_S = {"plot": 2.0, "report": 30.0}
 
 _SMOOTHED = 40  # the running mean spans a 40th of a curve
 _SHORT = 20  # a curve of fewer points shows each of them
@@ -122,26 +125,27 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def draw_at_end(run_dir: Path) -> str:
-    """Draw loss.svg of a run, and return why there is none, empty if there is. Local.
+def draw_at_end(command: str, run_dir: Path) -> str:
+    """Make what `plot` or `report` make of a run, and return why not, empty if it is made. Local.
 
-    In a process of its own, which is ended after `JOB_LIMIT_S`.
+    In a process of its own, which is ended after the command's `JOB_LIMITS_S`.
     """
-    command = [sys.executable, "-m", "mntrain", "plot", str(run_dir)]
+    words, limit = ["-m", "mntrain", command, str(run_dir)], JOB_LIMITS_S[command]
+    again = f"python {' '.join(words)} draws it"
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, *words],
             capture_output=True,
             check=False,
             errors="replace",
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=JOB_LIMIT_S,
+            timeout=limit,
         )
     except OSError as error:
-        return f"{error}; python -m mntrain plot {run_dir} draws it"
+        return f"{error}; {again}"
     except subprocess.TimeoutExpired:
-        return f"it took more than {JOB_LIMIT_S:g} s; python -m mntrain plot {run_dir} draws it"
+        return f"it took more than {limit:g} s; {again}"
     lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
     return lines[-1].removeprefix("mntrain: ") if done.returncode else ""
 
@@ -152,12 +156,7 @@ def _draw(paths: Sequence[Path], metrics: Sequence[str], output: Path | None, *,
         output = paths[0] / name if len(paths) == 1 else Path(name)
     runs = read_runs(paths)
     panels = [curves_of(runs, metric) for metric in dict.fromkeys(metrics)]
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            "plot needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
-        )
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    expect_drawable("plot", output)
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
@@ -167,21 +166,37 @@ def _draw(paths: Sequence[Path], metrics: Sequence[str], output: Path | None, *,
     return output
 
 
-def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
-    """Return runs, labelled by their folders' names, or by the paths if names are not unique.
+def expect_drawable(command: str, output: Path) -> None:
+    """Raise ValueError if a command cannot draw, or its output has no folder."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{command} needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
+        )
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
 
-    Raises ValueError for a run that has no steps.
-    """
+
+def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
+    """Return runs, labelled by `label_runs`. Raises ValueError for a run that has no steps."""
     runs = []
-    for path in paths:
+    for path, label in zip(paths, label_runs(paths), strict=True):
         if not (path / METRICS_FILE).exists():
             raise ValueError(f"{path} has no {METRICS_FILE}: give the folder of a run")
-        lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
-        if not lines:
+        runs.append(LoggedRun(label, path, read_lines(path)))
+        if not runs[-1].lines:
             raise ValueError(f"{path}: its {METRICS_FILE} has no step yet")
-        runs.append(LoggedRun(path.resolve().name, path, lines))
-    unique = len({run.label for run in runs}) == len(runs)
-    return runs if unique else [run._replace(label=str(run.path)) for run in runs]
+    return runs
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the flattened lines of a run that have a step. Raises OSError."""
+    return [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
+
+
+def label_runs(paths: Sequence[Path]) -> list[str]:
+    """Return the names of the folders of runs, or their paths if names are not unique."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
 def curves_of(runs: Sequence[LoggedRun], metric: str) -> dict[str, list[Curve | None]]:
@@ -191,12 +206,18 @@ def curves_of(runs: Sequence[LoggedRun], metric: str) -> dict[str, list[Curve | 
     """
     known = {name for run in runs for name in run.names}
     base = metric if {metric, f"eval_{metric}"} & known else f"metrics/{metric}"
-    curves = {name: [run.curve(name) for run in runs] for name in (base, f"eval_{base}")}
-    for run, found in zip(runs, zip(*curves.values(), strict=True), strict=True):
-        if not any(found):
+    panel = panel_of(runs, base)
+    for number, run in enumerate(runs):
+        if not any(by_run[number] for by_run in panel.values()):
             raise ValueError(
                 f"--metric {metric}: {run.path} has no value of it; it has {', '.join(run.names)}"
             )
+    return panel
+
+
+def panel_of(runs: Sequence[LoggedRun], name: str) -> dict[str, list[Curve | None]]:
+    """Return the curves of a name in metrics.jsonl and of its evaluations, without empty ones."""
+    curves = {name: [run.curve(name) for run in runs] for name in (name, f"eval_{name}")}
     return {name: by_run for name, by_run in curves.items() if any(by_run)}
 
 
@@ -210,26 +231,16 @@ def make_figure(
 
     Its legend names the runs by their colours, or the kinds of lines of a single run.
     """
-    import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    colours: list[Any] = ["C0", "C1"]  # of a single run, and of its evaluations
-    if len(labels) > 1:
-        colours = [mpl.colormaps["turbo"](shade) for shade in np.linspace(0, 1, len(labels))]
+    colours = colours_of(len(labels))
     figure = Figure(figsize=(8.0, 4.2 * len(panels)), layout="constrained")
     every = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     handles: dict[str, Line2D] = {}
     for axes, panel in zip(every, panels, strict=True):
-        for curve, style, run in _curves_with_styles(panel):
-            points = _POINTS if len(curve[0]) < _SHORT else {}
-            colour = colours[run if len(labels) > 1 else int(style == "evaluation")]
-            [line] = axes.plot(*curve, color=colour, **{**_STYLES[style], **points})
-            handles[style] = line
-        axes.set_ylabel(next(iter(panel)))
+        handles |= draw_panel(axes, panel, colours)
         axes.set_yscale("log" if log else "linear")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     every[-1].set_xlabel("step")
     every[-1].xaxis.get_major_locator().set_params(integer=True)
     if len(labels) == 1:
@@ -246,6 +257,32 @@ def make_figure(
     options: dict[str, Any] = {"fontsize": "small", "frameon": False}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, **options)
     return figure
+
+
+def colours_of(runs: int) -> list[Any]:
+    """Return a colour for each of several runs; those of a run and of its evaluations for one."""
+    import matplotlib as mpl
+
+    if runs == 1:
+        return ["C0", "C1"]
+    return [mpl.colormaps["turbo"](shade) for shade in np.linspace(0, 1, runs)]
+
+
+def draw_panel(
+    axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[Any]
+) -> dict[str, "Line2D"]:
+    """Draw the curves of all runs, and return a line for each kind. `colours` are `colours_of`."""
+    handles = {}
+    single = len(next(iter(panel.values()))) == 1
+    for curve, style, run in _curves_with_styles(panel):
+        points = _POINTS if len(curve[0]) < _SHORT else {}
+        colour = colours[int(style == "evaluation") if single else run]
+        [line] = axes.plot(*curve, color=colour, **{**_STYLES[style], **points})
+        handles[style] = line
+    axes.set_ylabel(next(iter(panel)))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return handles
 
 
 def _curves_with_styles(

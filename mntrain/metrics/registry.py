@@ -50,7 +50,7 @@ class Metric:
 
 
 _PHASE = Metric("master", "s", row="phases")
-_WARMUP_STEPS = 3  # in which caches fill and compilation runs: no rate is computed from them
+WARMUP_STEPS = 3  # in which caches fill and compilation runs: no rate is computed from them
 T = TypeVar("T")
 
 
@@ -181,11 +181,11 @@ class RecentSteps(Generic[T]):
     @property
     def warm(self) -> bool:
         """True if the values are of steps after the warm-up."""
-        return self._steps > _WARMUP_STEPS
+        return self._steps > WARMUP_STEPS
 
     def add(self, value: T) -> None:
         """Add the value of the next step."""
         self._steps += 1
-        if self._steps == _WARMUP_STEPS + 1:
+        if self._steps == WARMUP_STEPS + 1:
             self.values.clear()
         self.values.append(value)

@@ -37,6 +37,13 @@ WAITING = 10_000  # lines that wait in memory at most
 WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while a file cannot be written
 _WANDB_S = 40  # to connect, and at the end: an unreachable server must not hold the ranks for long
 
+# By option: the module that is imported, its package, and the extra that installs it.
+_NEEDED = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb", "wandb"),
+    "report": ("matplotlib", "matplotlib", "plot"),
+}
+
 Line = Mapping[str, Any]
 
 
@@ -45,15 +52,15 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
 
     `option` is how errors write an option of this name.
     """
-    for name, module in {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}.items():
+    for name, (module, package, extra) in _NEEDED.items():
         if getattr(log, name):
             try:
                 import_module(module)
             except Exception as error:  # a broken installation raises anything
                 why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
                 raise ValueError(
-                    f"{option.format(name)} needs the package {name}, which cannot be imported"
-                    f"{why}: pip install 'mntrain[{name}]', or leave the option out"
+                    f"{option.format(name)} needs the package {package}, which cannot be imported"
+                    f"{why}: pip install 'mntrain[{extra}]', or leave the option out"
                 ) from error
 
 

@@ -9,6 +9,7 @@ RUN/.wandb-id        the run's id at W&B, with --log.wandb; wandb/ has its files
 RUN/checkpoints/     step-00000500, ...
 RUN/loss.svg         the curves of the loss, drawn at the end of a job
 RUN/summary.json     written last
+RUN/report.html      a page about the run, made from the other files, with --log.report
 RUN/hf/              the tokenizer and more, for `ckpt export --hf`
 RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
@@ -31,6 +32,7 @@ from mntrain.metrics.files import (
     CONFIG_FILE,
     METRICS_FILE,
     PLOT_FILE,
+    REPORT_FILE,
     SUMMARY_FILE,
     json_text,
     read_metrics,
@@ -166,7 +168,8 @@ class RunDirectory:
 def rewind(run_dir: Path, step: int) -> None:
     """Remove what earlier jobs have left of the steps after `step`, which are taken again."""
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    (run_dir / PLOT_FILE).unlink(missing_ok=True)
+    for drawn in (PLOT_FILE, REPORT_FILE):
+        (run_dir / drawn).unlink(missing_ok=True)
     if not step:
         (run_dir / WANDB_ID_FILE).unlink(missing_ok=True)
     set_aside(run_dir, step)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import METRICS_FILE, append_whole, loss_text, try_summary
+from mntrain.metrics.files import METRICS_FILE, REPORT_FILE, append_whole, loss_text, try_summary
+from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.ranks import Ranks
@@ -52,7 +53,7 @@ class MetricsLog:
     ) -> None:
         """Make metrics.jsonl. Collective. `describe` returns more of the summary, collectively.
 
-        `log` selects copies of it.
+        `log` selects copies of it, and the page at its end.
         """
         self._world, self._directory, self._describe = world, directory, describe
         self._log, self._rewinds = log, 0
@@ -157,6 +158,9 @@ class MetricsLog:
             missing = self._close_files(succeeded=error is None)
             if self._world.master:
                 missing += try_summary(self._directory.path, summary, missing)
+                draws = self._log.report and summary["status"] != "preempted"
+                if draws and (why := draw_at_end("report", self._directory.path)):
+                    warn(f"no {REPORT_FILE}: {why}")
             self._world.watchdog.at_end.remove(self._early_end)
             if missing := self._world.gather(missing)[0]:
                 text = loss_text(self._directory.path, missing)

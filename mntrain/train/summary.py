@@ -14,7 +14,7 @@ from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
 from mntrain.checks.finding import alike, naming
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import PLOT_FILE, json_text
+from mntrain.metrics.files import PLOT_FILE, REPORT_FILE, json_text
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord, count_text
 from mntrain.rank_info import Place
@@ -197,7 +197,7 @@ def _describe_resumption(job: TrainingJob) -> None:
 
 
 def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
-    """Draw the loss, print the final report, and write summary.json last. Collective.
+    """Draw the loss, print the final report, write summary.json and then report.html. Collective.
 
     A preempted job draws nothing: its time may be short, and the next job does. Returns the content
     of summary.json, with what the master could not write to the run's directory as "not_written", a
@@ -208,11 +208,13 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str
     if by_option:
         result.reason = f"--run.stop-after {config.run.stop_after}"
     summary = summarize(world, job, result)
-    draws = config.log.plot and result.last and result.status != "preempted"
-    if world.master and draws and (why := draw_at_end(job.run_dir)):
+    draws = world.master and result.status != "preempted"
+    if draws and config.log.plot and result.last and (why := draw_at_end("plot", job.run_dir)):
         reporter.note(f"no {PLOT_FILE}: {why}")
     lines = final_lines(summary, job.steps, job.task.items)
     missing = reporter.finish(summary, lines)
+    if draws and config.log.report and (why := draw_at_end("report", job.run_dir)):
+        reporter.note(f"no {REPORT_FILE}: {why}")
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpointing.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""

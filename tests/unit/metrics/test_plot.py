@@ -203,15 +203,15 @@ print([name for name in sys.modules if name in ("torch", "mpi4py")])
 
 
 def test_a_job_draws_in_a_process_of_its_own_or_says_why_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(plot, "JOB_LIMIT_S", 60)
-    assert plot.draw_at_end(make(tmp_path, [])).endswith("metrics.jsonl has no step yet")
+    monkeypatch.setitem(plot.JOB_LIMITS_S, "plot", 60)
+    assert plot.draw_at_end("plot", make(tmp_path, [])).endswith("metrics.jsonl has no step yet")
     make(tmp_path, lines(30))
     picture = tmp_path / "loss.svg"
-    assert plot.draw_at_end(tmp_path) == ""
+    assert plot.draw_at_end("plot", tmp_path) == ""
     assert picture.read_bytes().startswith(b"<?xml")
     picture.unlink()
-    monkeypatch.setattr(plot, "JOB_LIMIT_S", 0.01)
-    why = plot.draw_at_end(tmp_path)
+    monkeypatch.setitem(plot.JOB_LIMITS_S, "plot", 0.01)
+    why = plot.draw_at_end("plot", tmp_path)
     assert why == f"it took more than 0.01 s; python -m mntrain plot {tmp_path} draws it"
 
 

@@ -276,13 +276,20 @@ def test_training_continues_without_wandb(tmp_path, wandb, when):
 
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch, tmp_path):
-    for module in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+    for module in ("tensorboard", "torch.utils.tensorboard", "wandb", "matplotlib"):
         monkeypatch.setitem(sys.modules, module, None)
-    for log, name in ((BOARD, "tensorboard"), (WANDB, "wandb")):
-        needs = rf"^--log.{name} needs the package {name}, which cannot"
+    for option, value, package, extra in (
+        ("tensorboard", True, "tensorboard", "tensorboard"),
+        ("wandb", "digits", "wandb", "wandb"),
+        ("report", True, "matplotlib", "plot"),
+    ):
+        log = LogConfig(**{option: value})
+        needs = rf"^--log.{option} needs the package {package}, which cannot"
         with pytest.raises(ValueError, match=needs):
             expect_installed(log)
-        with pytest.raises(ValueError, match=rf"pip install 'mntrain\[{name}\]', or leave the opt"):
+        with pytest.raises(
+            ValueError, match=rf"pip install 'mntrain\[{extra}\]', or leave the opt"
+        ):
             expect_installed(log, "{}=")
     expect_installed(LogConfig(csv=True))
     assert write(tmp_path, LogConfig(), line(1)) == []

@@ -1,0 +1,1 @@
+"""`python -m mntrain report`: pages about runs, from the files that they leave."""

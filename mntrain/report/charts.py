@@ -1,0 +1,156 @@
+"""Charts of a page, drawn by matplotlib as SVG that stands in HTML. One process, no display."""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from mntrain.metrics.plot import Curve, colours_of, draw_panel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# ruff: noqa: PLC0415 - matplotlib is an extra
+
+_WIDTH, _HEIGHT = 4.4, 2.7  # inches: as wide as a phone
+_SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_STYLE: Any = {
+    "font.size": 9.0,
+    "svg.fonttype": "none",  # text stays text
+    "font.family": "sans-serif",
+    "path.simplify_threshold": 0.5,  # of a pixel, in curves of many steps
+    "text.parse_math": False,
+}
+_SLOW = "tab:red"
+
+
+class Charts:
+    """Draws the charts of one page; names inside of them are unique in it."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    def curves(self, panel: Mapping[str, Sequence[Curve | None]]) -> str:
+        """Return the curves of a metric and its evaluations, each by run."""
+        runs = len(next(iter(panel.values())))
+
+        def draw(axes: "Axes") -> None:
+            handles = draw_panel(axes, panel, colours_of(runs))
+            axes.set(xlabel="step", ylabel="")
+            axes.locator_params(axis="x", integer=True)
+            if runs == 1 and len(handles) > 1:
+                axes.legend(handles.values(), handles, frameon=False, fontsize="small")
+
+        return self._draw(draw)
+
+    def by_rank(
+        self,
+        parts: Mapping[str, Sequence[float]],
+        unit: str,
+        slow: Sequence[int] = (),
+    ) -> str:
+        """Return a bar for each rank, of parts that add up. Bars of `slow` ranks are red."""
+
+        def draw(axes: "Axes") -> None:
+            bottom = np.zeros(len(next(iter(parts.values()))))
+            for number, (name, values) in enumerate(parts.items()):
+                at = range(len(values))
+                colours = [_SLOW if rank in slow else f"C{number}" for rank in at]
+                axes.bar(at, values, bottom=bottom, label=name, color=colours)
+                bottom += values
+            axes.set(xlabel="rank")
+            axes.locator_params(axis="x", integer=True)
+            _finish_bars(axes, "y", unit, legend=len(parts) > 1)
+
+        return self._draw(draw)
+
+    def phases(self, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> str:
+        """Return a horizontal bar for each run, of the mean seconds of phases of a step."""
+
+        def draw(axes: "Axes") -> None:
+            left = np.zeros(len(labels))
+            at = range(len(labels))
+            for name, values in parts.items():
+                axes.barh(at, values, left=left, label=name, height=0.6)
+                left += values
+            if len(labels) > 1:
+                axes.set_yticks(at, labels)
+            else:  # the page names it
+                axes.set_yticks([])
+            axes.invert_yaxis()
+            _finish_bars(axes, "x", "s", legend=True)
+
+        return self._draw(draw, height=1.5 + 0.3 * len(labels))
+
+    def scaling(
+        self, ranks: Sequence[int], values: Sequence[float], ideal: Sequence[float], *, log: bool
+    ) -> str:
+        """Return the measured values over the number of ranks, and the ideal line."""
+
+        def draw(axes: "Axes") -> None:
+            axes.plot(ranks, ideal, "--", color="0.5", label="ideal")
+            axes.plot(ranks, values, "o", label="measured")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(set(ranks)), map(str, sorted(set(ranks))))
+            if log:
+                axes.set_yscale("log", base=2)
+                axes.yaxis.set_major_formatter("{x:g}")
+            else:
+                axes.set_ylim(0, None)
+            axes.minorticks_off()
+            axes.set(xlabel="ranks")
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize="small")
+
+        return self._draw(draw)
+
+    def _draw(self, draw: Callable[["Axes"], None], height: float = _HEIGHT) -> str:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+
+        content = io.BytesIO()
+        with mpl.rc_context(_STYLE):
+            figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+            draw(figure.subplots())
+            none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(content, format="svg", metadata=none)
+        return _embedded(content.getvalue(), f"chart{next(self._numbers)}-")
+
+
+def _finish_bars(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axis = axes.yaxis if along == "y" else axes.xaxis
+    axis.set_major_formatter(EngFormatter(unit=unit))
+    axes.grid(axis=along, alpha=0.25)  # type: ignore[arg-type]
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        place: dict[str, Any] = {"loc": "outside upper center"}
+        axes.figure.legend(ncols=3, frameon=False, fontsize="small", **place)
+
+
+def _embedded(svg: bytes, prefix: str) -> str:
+    """Return an SVG file as an element of HTML: its ids begin with a prefix, if they are used."""
+    root = ElementTree.fromstring(svg)
+    used = set(re.findall(rb'(?:url\(#|href="#)([^)"]+)', svg))
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
+        for name, value in list(element.attrib.items()):
+            if name == "id":
+                del element.attrib[name]
+                if value.encode() in used:
+                    element.attrib[name] = prefix + value
+            elif name == f"{{{_LINK}}}href":
+                del element.attrib[name]
+                element.attrib["href"] = f"#{prefix}{value.removeprefix('#')}"
+            elif value.startswith("url(#"):
+                element.attrib[name] = f"url(#{prefix}{value.removeprefix('url(#')}"
+    for style in root.findall("defs/style/.."):
+        root.remove(style)  # it would hold for the whole page
+    del root.attrib["width"], root.attrib["height"]
+    return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)

@@ -1,0 +1,246 @@
+"""`python -m mntrain report`: one HTML page about runs, without scripts and network.
+
+One process, without MPI.
+"""
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mntrain.cli import to_toml
+from mntrain.config import Config
+from mntrain.metrics.files import REPORT_FILE, write_whole
+from mntrain.metrics.plot import LoggedRun, colours_of, expect_drawable, panel_of
+from mntrain.metrics.registry import METRICS, PHASES, WARMUP_STEPS
+from mntrain.report import scaling
+from mntrain.report.charts import Charts
+from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
+from mntrain.report.run_files import RunFiles, differing, flat, read_runs
+
+_TIMES = {"tokens_per_s": "items a second", "step_s": "seconds of a step"}  # with their titles
+_LEVELS = {"node": "within nodes", "cross": "between nodes"}
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command line, and return its exit code: 0, or 2 with one line on stderr.
+
+    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m mntrain report",
+        description="Write one HTML page about one or several runs: curves, throughput, memory, "
+        "communication, slow ranks, checkpoints, events and options.",
+    )
+    add = parser.add_argument
+    add("runs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run")
+    add(
+        "--scaling",
+        action="store_true",
+        help="write about runs of one job on different numbers of ranks: samples a second, "
+        "speed-up, efficiency, and node hours for an epoch",
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help=f"file to write (default: {REPORT_FILE} in the folder of the run, or in this folder "
+        "for several runs; scaling.html in this folder)",
+    )
+    options = parser.parse_args(words)
+    folder = options.runs[0] if len(options.runs) == 1 else Path()
+    output = options.output or (Path("scaling.html") if options.scaling else folder / REPORT_FILE)
+    try:
+        runs = read_runs(options.runs)
+        expect_drawable("report", output)
+        page = scaling.page_of(runs) if options.scaling else page_of(runs)
+        write_whole(output, page.encode())
+    except (OSError, ValueError) as error:
+        print(f"mntrain: {error}", file=sys.stderr)
+        return 2
+    print(output)
+    return 0
+
+
+def page_of(runs: Sequence[RunFiles]) -> str:
+    """Return the page about runs."""
+    from matplotlib.colors import to_hex  # noqa: PLC0415 - an extra
+
+    labels = [run.label for run in runs]
+    title = f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs"
+    logs, charts = [run.log for run in runs], Charts()
+    parts: dict[str, Callable[[Section, RunFiles, Charts, str], None]] = {
+        "Memory": _add_memory,
+        "Communication": _add_communication,
+        "Speed of ranks": _add_ranks,
+        "Checkpoints and events": _add_history,
+    }
+    sections = [
+        _result(runs),
+        Section("Curves", [*_curves(logs, charts)]),
+        _speed(logs, charts),
+        *(_of_each(title, add, runs, charts) for title, add in parts.items()),
+        _options(runs),
+    ]
+    legend = list(zip(labels, map(to_hex, colours_of(len(runs))), strict=False))
+    notes = [f"{f'{r.label}: ' * (len(runs) > 1)}{text}" for r in runs for text in r.missing]
+    return render(title, notes, legend, sections)
+
+
+def _of_each(
+    title: str,
+    add: Callable[[Section, RunFiles, Charts, str], None],
+    runs: Sequence[RunFiles],
+    charts: Charts,
+) -> Section:
+    """Return a section to which each run adds its own; titles name the run if there are several."""
+    section = Section(title)
+    for run in runs:
+        add(section, run, charts, f"{run.label}: " if len(runs) > 1 else "")
+    return section
+
+
+def _result(runs: Sequence[RunFiles]) -> Section:
+    """Return what a summary has that is one value, with those of the world and the data."""
+    section = Section("Result")
+    by_run = []
+    for run in runs:
+        facts: dict[str, Any] = {"status": run.status}
+        if not run.summary and run.log.lines:
+            facts["steps"] = run.log.lines[-1]["step"]
+        for name, value in run.summary.items():
+            if name in ("world", "eval_metrics", "compression", "checks"):
+                of = f"{name}_" if name in ("compression", "checks") else ""
+                facts |= {of + inner: item for inner, item in (value or {}).items()}
+            elif not isinstance(value, Mapping | list):
+                facts.setdefault(name, value)
+        shown = {n: v for n, v in facts.items() if v is not None and n not in ("reason", "error")}
+        by_run.append(shown)
+        if run.end:
+            section.texts.append("\n".join([*([run.label] if len(runs) > 1 else []), *run.end]))
+    section.add(side_by_side([run.label for run in runs], by_run))
+    return section
+
+
+def _curves(logs: Sequence[LoggedRun], charts: Charts) -> Iterator[tuple[str, str]]:
+    """Yield the curves of losses and metrics, and then those of the optimizer."""
+    names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
+    own = [name for name in names if name.split("/")[0] not in METRICS]
+    metrics = [name for name in names if name.startswith("metrics/")]
+    for name in dict.fromkeys(["loss", *metrics, *own, "grad_norm", "lr"]):
+        if panel := panel_of(logs, name):
+            yield words(name.removeprefix("metrics/")), charts.curves(panel)
+
+
+def _speed(logs: Sequence[LoggedRun], charts: Charts) -> Section:
+    """Return the throughput, and where the time of a step goes."""
+    section = Section("Speed")
+    for name, title in _TIMES.items():
+        if panel := panel_of(logs, name):
+            section.charts.append((title, charts.curves(panel)))
+    timed = {log.label: means for log in logs if (means := phase_means(log.lines))}
+    if timed:
+        parts = {
+            METRICS[name].label if name in METRICS else name: [m[name] for m in timed.values()]
+            for name in (*PHASES, "other")
+        }
+        chart = charts.phases(list(timed), parts)
+        section.charts.append(("mean seconds of a step, by phase", chart))
+        cells = [{n: text_of("_s", s) for n, s in means.items()} for means in timed.values()]
+        title = f"mean of a step, without the first {WARMUP_STEPS}"
+        section.add(side_by_side(list(timed), cells, title))
+    return section
+
+
+def phase_means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean seconds of each phase of a step after the warm-up, and of what is left.
+
+    Empty where no line has phases, as in a user's own loop.
+    """
+    timed = [line for line in lines if all(name in line for name in (*PHASES, "step_s"))]
+    timed = timed[WARMUP_STEPS:] or timed
+    if not timed:
+        return {}
+    names = (*PHASES, "communication", "exposed", "step_s")
+    means = {name: fmean(line[name] for line in timed) for name in names}
+    return {**means, "other": max(0.0, means["step_s"] - sum(means[n] for n in PHASES))}
+
+
+def _add_memory(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+    ranks = run.summary.get("ranks", [])
+    for name, where in (("peak_memory", "of the process"), ("peak_device_memory", "on the GPU")):
+        if any(rank.get(name) for rank in ranks):
+            chart = charts.by_rank({name: [rank[name] for rank in ranks]}, "B")
+            section.charts.append((f"{of}peak memory {where}, by rank", chart))
+    by_role = [rank.get("memory_by_role", {}) for rank in ranks]
+    roles = [role for role in dict(*by_role[:1]) if any(sizes[role] for sizes in by_role)]
+    if roles:
+        parts = {words(role): [sizes[role] for sizes in by_role] for role in roles}
+        section.charts.append((f"{of}memory by role and rank", charts.by_rank(parts, "B")))
+    rows = []
+    for role, sizes in run.summary.get("memory", {}).items():
+        if any(size for size in sizes.values()):
+            others = ("peak_rank", "saved_share")
+            cells = {n: text_of(n if n in others else "bytes", size) for n, size in sizes.items()}
+            rows.append({"role": words(role), **cells})
+    section.add(table_of(rows, f"{of}memory of a rank"))
+
+
+def _add_communication(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+    ranks = run.summary.get("ranks", [])
+    sent = {where: [rank[f"{level}_bytes"] for rank in ranks] for level, where in _LEVELS.items()}
+    if any(map(any, sent.values())):
+        section.charts.append((f"{of}sent, by rank", charts.by_rank(sent, "B")))
+    if any(rank["communication_s"] for rank in ranks):
+        exposed = [rank["exposed_s"] for rank in ranks]
+        rest = [max(0.0, rank["communication_s"] - rank["exposed_s"]) for rank in ranks]
+        parts = {"exposed": exposed, "overlapped": rest}
+        section.charts.append((f"{of}communication, by rank", charts.by_rank(parts, "s")))
+    rows = [
+        {
+            "sent": where,
+            "messages": sum(rank[f"{level}_messages"] for rank in ranks),
+            "bytes": sum(sent[where]),
+        }
+        for level, where in _LEVELS.items()
+    ]
+    if ranks:
+        section.add(table_of(rows, f"{of}all ranks"))
+
+
+def _add_ranks(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+    """Add the speed of each rank, and which are slow."""
+    ranks, slow = run.summary.get("ranks", []), run.slow_ranks()
+    if ranks and all(rank.get("samples") for rank in ranks):
+        values = [rank["own_s"] / rank["samples"] for rank in ranks]
+        chart = charts.by_rank({"": values}, "s", [one["rank"] for one in slow])
+        section.charts.append((f"{of}own time for a sample, by rank; slow ranks red", chart))
+    section.add(table_of(slow, f"{of}slow ranks: time for a sample / median of the others"))
+    for name in ("cadence", "shares"):
+        section.add(table_of(run.summary.get(name, []), of + name))
+    section.add(table_of(ranks, folded=f"{of}all figures of {len(ranks)} ranks"))
+
+
+def _add_history(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+    if saves := run.summary.get("checkpoints"):
+        section.add(table_of([saves], f"{of}saves of the last job"))
+    section.add(table_of([*run.checkpoints()], f"{of}checkpoints in the run's folder"))
+    section.add(Table(f"{of}events", ["when", "what"], list(run.events())))
+
+
+def _options(runs: Sequence[RunFiles]) -> Section:
+    """Return the options that differ, or that are not the default, and all of them."""
+    section, labels = Section("Configuration"), [run.label for run in runs]
+    every = [run.options for run in runs]
+    if len(runs) > 1:
+        section.add(side_by_side(labels, differing(runs), "options that differ"))
+    defaults = dict(flat(tomllib.loads(to_toml(Config()))))
+    if len(runs) == 1 and every[0].keys() <= defaults.keys() | {"config"}:
+        own = {n: v for n, v in every[0].items() if v != defaults.get(n)}
+        section.add(side_by_side(labels, [own], "options that are not the default"))
+    if any(every):
+        section.add(side_by_side(labels, every, folded="all options"))
+    return section

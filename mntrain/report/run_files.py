@@ -1,0 +1,166 @@
+"""The files of a run's directory, as far as they are there."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mntrain.checkpoint.reader import inspect, list_checkpoints
+from mntrain.checks.finding import naming
+from mntrain.metrics.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from mntrain.metrics.plot import LoggedRun, label_runs, read_lines
+from mntrain.recorder.autopsy import describe, examine, find_recordings
+from mntrain.recorder.recording import Kind, Recording
+
+_GOOD_ENDS = ("completed", "stopped", "preempted", "interrupted")
+_ERRORS = (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH)
+
+
+class RunFiles(NamedTuple):
+    """A run of a job or of a user's own loop; what it lacks is empty."""
+
+    log: LoggedRun
+    summary: dict[str, Any]
+    options: dict[str, str]  # of config.toml, by name: train.steps
+    recordings: Sequence[Recording]  # of the newest job
+    end: Sequence[str]  # lines of `autopsy`, unless the newest job ended well
+    missing: Sequence[str]  # sentences
+
+    @property
+    def label(self) -> str:
+        """The name of the run."""
+        return self.log.label
+
+    @property
+    def status(self) -> str:
+        """The status in summary.json, with the reason or the error if there is one."""
+        facts = [self.summary.get(key) for key in ("status", "reason", "error")]
+        return ": ".join(dict.fromkeys(str(fact) for fact in facts if fact)) or "no result"
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank that is known, from summary.json, or else the recordings."""
+        if ranks := self.summary.get("ranks"):
+            return {rank["rank"]: rank["host"] for rank in ranks}
+        return {end.header.rank: end.header.host for end in self.recordings}
+
+    def checkpoints(self) -> Iterator[dict[str, Any]]:
+        """Yield what is known of each checkpoint, the newest first."""
+        for path in list_checkpoints(self.log.path):
+            try:
+                content = inspect(path)
+            except (OSError, ValueError) as error:
+                yield {"checkpoint": path.name, "saved by": f"unsound: {error}"}
+                continue
+            yield {
+                "checkpoint": path.name,
+                "saved by": content.writers,
+                "date": content.date[:19].replace("T", " "),
+                "bytes": content.nbytes,
+                "eval_loss": content.eval_loss,
+            }
+
+    def events(self) -> Iterator[tuple[str, str]]:
+        """Yield when something happened to the run, and what."""
+        if resumed := self.summary.get("resumed_from"):
+            yield "start", f"resumed from {resumed}"
+        for line in self.log.lines:
+            if line.get("skipped"):
+                yield f"step {line['step']}", "skipped: the gradient was not finite"
+            if "error" in line:
+                yield f"step {line['step']}", str(line["error"])
+        what: dict[str, dict[int, float]] = {}
+        for end in self.recordings:
+            own = [(0.0, f"job of {end.header.size} ranks began")]
+            own += [(event.time, text) for event in end.events if (text := _text_of(event))]
+            for seconds, text in own:
+                what.setdefault(text, {}).setdefault(end.header.rank, end.header.wall + seconds)
+        for text, times in sorted(what.items(), key=lambda item: min(item[1].values())):
+            at = datetime.fromtimestamp(min(times.values()), UTC)
+            yield f"{at:%Y-%m-%d %H:%M:%S} UTC", f"{naming('rank', list(times))}: {text}"
+
+    def slow_ranks(self) -> list[dict[str, Any]]:
+        """Return the slow ranks: those of summary.json, or else of the steps that name them."""
+        if "stragglers" in self.summary:
+            return list(self.summary["stragglers"])
+        found: dict[str, dict[str, Any]] = {}
+        for line in self.log.lines:
+            for name in line:
+                if name.startswith("slow_ranks/"):
+                    _, rank, phase = name.split("/", 2)
+                    one = found.setdefault(name, {"rank": int(rank), "since": line["step"]})
+                    one |= {"until": line["step"], "ratio": line[name], "phase": phase}
+        return list(found.values())
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
+    """Return all that is known of runs. Raises ValueError for a folder that is none of a run."""
+    return [_read(path, label) for path, label in zip(paths, label_runs(paths), strict=True)]
+
+
+def differing(runs: Sequence[RunFiles]) -> list[dict[str, str | None]]:
+    """Return the options of each run that are not the same in all of them."""
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    differ = [name for name in names if len({run.options.get(name) for run in runs}) > 1]
+    return [{name: run.options.get(name) for name in differ} for run in runs]
+
+
+def _read(path: Path, label: str) -> RunFiles:
+    names = (METRICS_FILE, SUMMARY_FILE, CONFIG_FILE)
+    if not any((path / name).exists() for name in names):
+        raise ValueError(f"{path} has no {', '.join(names)}: give the folder of a run")
+    missing = []
+    lines = read_lines(path)
+    if not lines:
+        missing.append("No step is in metrics.jsonl.")
+    summary: dict[str, Any] = {}
+    try:
+        summary = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing.append("There is no summary.json: the job still runs, or it was killed.")
+    except ValueError as error:
+        missing.append(f"summary.json is damaged: {error}.")
+    options: dict[str, str] = {}
+    try:
+        options = dict(flat(tomllib.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))))
+    except FileNotFoundError:
+        missing.append("There is no config.toml: the loop gave no configuration.")
+    except ValueError as error:
+        missing.append(f"config.toml is damaged: {error}.")
+    try:
+        recordings, notes = find_recordings(path)
+    except ValueError:
+        recordings, notes = [], ["There are no recordings of ranks."]
+    bad = [line["step"] for line in lines if "loss" in line and line["loss"] is None]
+    if bad:
+        missing.append(f"The loss is not finite in {len(bad)} steps, first in step {bad[0]}.")
+    if lost := summary.get("not_written"):
+        missing.append(f"Could not be written: {', '.join(lost)}.")
+    end: list[str] = []
+    if recordings and summary.get("status") not in _GOOD_ENDS:
+        end = describe(examine(path, recordings))
+    log = LoggedRun(label, path, lines)
+    return RunFiles(log, summary, options, recordings, end, [*missing, *notes])
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the options of nested tables by their names, as text."""
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{name}", text
+
+
+def _text_of(event: Any) -> str:
+    """Return an event in words, "" for one that a page does not show."""
+    if event.kind in _ERRORS:
+        return f"{event.text}{f', at {event.site}' if event.site else ''}"
+    if event.kind == Kind.SIGNAL:
+        return f"got {event.text}"
+    if event.kind == Kind.PEER_ENDED:
+        return f"saw rank {event.number} end without a word"
+    return "ended" if event.kind == Kind.END else ""

@@ -1,0 +1,226 @@
+"""The page about runs: what it shows of each kind of run, and that a browser shows it."""
+
+import html
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from pages import Page
+from reports import rank, record, summary
+
+from mntrain.cli import to_toml
+from mntrain.config import Config, TrainConfig
+from mntrain.metrics import plot
+from mntrain.metrics.registry import PHASES
+from mntrain.recorder.events import Recorder
+from mntrain.report import report_command
+from mntrain.report.report_command import phase_means
+
+pytest.importorskip("matplotlib")
+
+OUTSIDE = '<script>&amp;"$x$'
+
+
+def make(folder: Path, steps: int = 40, *, slow: int | None = None, **changes) -> Path:
+    """A run of a job of four ranks on two nodes."""
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(1, steps + 1):
+        line = record(step, loss=5 / step, step_s=0.5 + 0.01 * step).to_json()
+        line["metrics"] = {OUTSIDE: step / steps}
+        if step % 10 == 0:
+            line |= {"eval_loss": 6 / step, "eval_metrics": {OUTSIDE: 0.5}}
+        if slow is not None and step > 20:
+            line["slow_ranks"] = {f"{slow}/forward": 2.31}
+        lines.append(json.dumps(line) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    config = Config(train=TrainConfig(steps=steps), task=f"my:{OUTSIDE}")
+    (folder / "config.toml").write_text(to_toml(config))
+    ranks = [
+        rank(r, host=OUTSIDE, samples=320, own_s=32.0 * (2 if r == slow else 1), cross_bytes=10**9)
+        for r in range(4)
+    ]
+    whole = summary(steps=steps, ranks=ranks, run_dir=str(folder), stragglers=[], **changes)
+    whole["world"] |= {"size": 4, "nodes": 2}
+    whole["checkpoints"] = {"saved": 2, "failed": 0, "waited_s": 0.2, "longest_s": 1.5}
+    if slow is not None:
+        whole["stragglers"] = [
+            {"rank": slow, "since": 11, "ratio": 2.31, "phase": "forward", "until": None}
+        ]
+    (folder / "summary.json").write_text(json.dumps(whole))
+    return folder
+
+
+def report(*words: object) -> int:
+    return report_command.run([str(word) for word in words])
+
+
+def page(*words: object) -> Page:
+    assert report(*words) == 0
+    output = Path(words[-1]) if "--output" in words else Path(words[0]) / "report.html"
+    found = Page(output.read_text())
+    assert found.problems == []
+    return found
+
+
+def test_a_page_has_all_of_a_run_and_nothing_from_outside_is_markup(tmp_path):
+    run = make(tmp_path / OUTSIDE.replace("/", "_"), slow=3)
+    found = page(run)
+    titles = ["Result", "Curves", "Speed", "Memory", "Communication", "Speed of ranks"]
+    titles += ["Checkpoints and events", "Configuration"]
+    assert [cell for cell in found.cells if cell in titles] == titles
+    assert found.after("status") == "completed"
+    assert found.after("final loss") == "1.5"
+    assert found.after("between nodes") == "0"  # messages
+    assert "4.0 GB" in found.cells
+    means = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[3:]]
+    step_s = math.fsum(line["step_s"] for line in means) / len(means)
+    assert found.after("step") == f"{step_s:.2f} s"
+    assert found.after("train.steps") == "40"
+    assert {OUTSIDE, f"my:{OUTSIDE}", f"Run {run.name}"} <= set(found.cells)
+    text = (run / "report.html").read_text()
+    bars = re.findall(r"fill: (#d62728|#1f77b4)", text.partition("own time for a sample")[2])
+    assert bars == ["#1f77b4"] * 3 + ["#d62728"]
+    assert found.after("phase") == "until"
+    assert [found.after("until"), "2.31" in found.cells] == ["3", True]
+
+
+def test_phases_add_up_to_the_step(tmp_path):
+    lines = [record(step, step_s=0.5 + step).to_json() for step in range(1, 9)]
+    means = phase_means(lines)
+    assert means["step_s"] == pytest.approx(6.5)
+    assert sum(means[name] for name in (*PHASES, "other")) == pytest.approx(6.5)
+    assert phase_means([{"step": 1, "step_s": 0.1}]) == {}
+
+
+def test_runs_stand_side_by_side_with_the_options_that_differ(tmp_path):
+    one, other = make(tmp_path / "a"), make(tmp_path / "b", steps=8)
+    found = page(one, other, "--output", tmp_path / "both.html")
+    assert found.cells[:2] == ["2 runs", "a: There are no recordings of ranks."]
+    at = found.cells.index("options that differ")
+    assert found.cells[at + 1 : at + 7] == ["a", "b", "train.steps", "40", "8", "all options"]
+    at = found.cells.index("steps")
+    assert found.cells[at : at + 3] == ["steps", "40", "8"]
+    assert {"a: sent, by rank", "b: sent, by rank"} <= set(found.cells)
+
+
+def own_loop(folder: Path) -> Path:
+    folder.mkdir()
+    lines = [{"step": step, "loss": 1 / step, "psnr": step, "step_s": 0.1} for step in range(1, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_what_a_run_lacks_is_said(tmp_path):
+    found = page(own_loop(tmp_path / "own"))
+    assert {"psnr", "loss", "seconds of a step"} <= set(found.cells)
+    said = "There is no summary.json: the job still runs, or it was killed."
+    assert said in found.cells
+    assert "There is no config.toml: the loop gave no configuration." in found.cells
+    assert found.after("status") == "no result"
+    begun = make(tmp_path / "begun", slow=1)
+    lines = (begun / "metrics.jsonl").read_text().splitlines()
+    (begun / "metrics.jsonl").write_text("")
+    (begun / "summary.json").write_text('{"st')
+    found = page(begun)
+    assert {"No step is in metrics.jsonl.", "Configuration"} <= set(found.cells)
+    assert any(cell.startswith("summary.json is damaged") for cell in found.cells)
+    bad = [line.replace('"loss": 5.0', '"loss": null') for line in lines]
+    bad.append('{"step": 41, "error": "in step 41, <b>"}')
+    (begun / "metrics.jsonl").write_text("\n".join(bad) + '\n{"step": 42, "lo')
+    (begun / "summary.json").unlink()
+    found = page(begun)
+    assert "The loss is not finite in 1 steps, first in step 1." in found.cells
+    assert found.after("step 41") == "in step 41, <b>"
+    slow = found.cells.index("slow ranks: time for a sample / median of the others")
+    assert {"1", "21", "40", "forward"} <= set(found.cells[slow : slow + 12])
+
+
+def test_the_end_of_a_killed_job_is_that_of_its_recordings(tmp_path):
+    run = make(tmp_path / "run")
+    (run / "summary.json").unlink()
+    for number in range(2):
+        recorder = Recorder(number, 2)
+        assert recorder.open(run / "recorder", "job") == ""
+        if number:
+            recorder.error_raised(KeyError("<i>"))
+        recorder.close()
+    found = page(run)
+    [end] = [cell for cell in found.cells if cell.startswith("2 ranks on 1 host, began ")]
+    assert "stopped first" in end
+    assert any(cell.startswith("rank 1: KeyError: '<i>'") for cell in found.cells)
+    assert "ranks 0, 1: job of 2 ranks began" in found.cells
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("none", "none has no metrics.jsonl, summary.json, config.toml: give the folder of a run"),
+        ("own --output no/a.html", "--output no/a.html: there is no folder no"),
+    ],
+)
+def test_what_is_no_run_is_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    own_loop(Path("own"))
+    assert report(*words.split()) == 2
+    assert capsys.readouterr() == ("", f"mntrain: {message}\n")
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert report("own") == 2
+    assert "report needs matplotlib, which is not installed: pip" in capsys.readouterr().err
+
+
+FRAMES = """<!DOCTYPE html><title>frames</title><body>
+<iframe id="phone" style="width: 380px; height: 900px" srcdoc="{page}"></iframe>
+<iframe id="desk" style="width: 1200px; height: 900px" srcdoc="{page}"></iframe>
+<script>
+addEventListener("load", () => {{
+  for (const frame of document.querySelectorAll("iframe")) {{
+    const inner = frame.contentDocument, charts = [...inner.querySelectorAll("svg")];
+    const boxes = charts.map(chart => chart.getBoundingClientRect());
+    frame.title = JSON.stringify({{
+      beyond: inner.documentElement.scrollWidth - inner.documentElement.clientWidth,
+      charts: boxes.length,
+      drawn: boxes.filter(box => box.width > 250 && box.height > 100).length,
+      marks: charts.map(chart => chart.querySelectorAll("path").length),
+      columns: new Set(boxes.map(box => box.left)).size,
+    }});
+  }}
+}});
+</script>"""
+
+
+@pytest.mark.thorough
+def test_a_browser_draws_all_charts_at_the_width_of_a_phone_and_complains_of_nothing(tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on PATH")
+    run = make(tmp_path / "run", slow=1)
+    page(run, tmp_path / "run", "--output", tmp_path / "both.html")
+    page(run)
+    frames = tmp_path / "frames.html"
+    frames.write_text(FRAMES.format(page=html.escape((run / "report.html").read_text())))
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu"]
+    command += ["--enable-logging=stderr", "--virtual-time-budget=5000"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--dump-dom", frames.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert "CONSOLE" not in done.stderr  # nor is a request, which the page's policy forbids
+    titles = [attrs["title"] for tag, attrs in Page(done.stdout).tags if tag == "iframe"]
+    phone, desk = map(json.loads, titles)
+    count = (run / "report.html").read_text().count("<svg")
+    for seen in (phone, desk):
+        assert count == seen["charts"] == seen["drawn"] > 8
+        assert min(seen["marks"]) > 5
+    assert (phone["beyond"], phone["columns"]) == (0, 1)
+    assert (desk["beyond"], desk["columns"]) == (0, 3)
