@@ -137,6 +137,8 @@ def own_view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     So torch.save writes these bytes and not all of `flat`. The memory of `flat` lives on with it.
     """
     viewed, size = view(flat, start, like), flat.element_size()
+    if flat.is_meta:  # without bytes
+        return viewed
     first = viewed.storage_offset() * size
     storage = flat.untyped_storage()[first : first + viewed.numel() * size]
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)

@@ -25,8 +25,9 @@ class Memory:
     gradients: int  # kept, at the peak
     buckets: int  # tensors through which gradients and parameters travel
     master: int  # master weights
-    state: int  # tensors of the torch optimizer, and of the sync schedule
+    state: int  # tensors of the torch optimizer
     hook: int = 0  # the communication hook's state
+    exchange: int = 0  # the sync schedule's tensors
 
     @property
     def total(self) -> int:

@@ -5,6 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +42,7 @@ from zero.param_groups import (
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, take_over
+from zero.prediction import predict
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
@@ -187,7 +189,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             world_size=collectives.size,
         )
         self._make_inner = partial(optimizer_class, **kwargs)
-        self._may_shard, self._partition = stage > 0, partition
+        self.stage, self.partition, self._gather_dtype = stage, partition, gather_dtype
         self._bucket_bytes = bucket_bytes
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._names = GroupNames()
@@ -613,16 +615,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
-        gradients, inner = self._shard.gradients, self._inner.state
-        kept = (value for tensor in self._shard.tensors for value in inner.get(tensor, {}).values())
-        state = sum(value.nbytes for value in kept if isinstance(value, Tensor))
-        return Memory(
-            parameters=sum(parameter.nbytes for parameter in self._named.values()),
-            gradients=gradients.peak_bytes,
-            buckets=gradients.working_bytes + self._shard.parameters.gather_bytes,
-            master=self._shard.master_bytes,
-            state=state + self.schedule.nbytes(),
-            hook=self._hook.nbytes(),
+        kept = self._shard.memory(self._inner.state)
+        return replace(kept, hook=self._hook.nbytes(), exchange=self.schedule.nbytes())
+
+    def predicted_memory(self, stage: int | None = None) -> Memory:
+        """Return the bytes that `memory` says after a step, from the layout alone. Local.
+
+        At this optimizer's stage, or another. What a hook and a sync schedule keep is not predicted
+        and counts 0. Raises what the torch optimizer raises on tensors without memory.
+        """
+        return predict(
+            self._shard.plan,
+            self._names.named(self.param_groups),
+            self._make_inner,
+            stage=self.stage if stage is None else stage,
+            shards=self._shard.sharding.size,
+            slot=self._shard.slot,
+            gather_dtype=self._gather_dtype,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -782,11 +791,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> list[dict[str, Any]]:
         """Return groups of those parameters that require a gradient. Raises ValueError."""
         given = as_groups(parameters)
-        groups = check_trainable(given, sharded=self._may_shard, known=self._named)
+        groups = check_trainable(given, sharded=self.stage > 0, known=self._named)
         check_free(by_name(groups))
-        if self._may_shard:
+        if self.stage > 0:
             known = self._names.named(self.param_groups) if self._constructed else []
-            check_partition(self._make_inner, [*known, *groups], self._partition)
+            check_partition(self._make_inner, [*known, *groups], self.partition)
         self._names.give(given)
         return groups
 
@@ -821,7 +830,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finish_gathers(named)
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
         size, plan = self._shard.sharding.size, self._shard.plan
-        whole = self._partition == "parameter"
+        whole = self.partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
         added = plan_buckets(
             specs, self._bucket_bytes, size, loads if whole else None, self._shard_weights

@@ -25,6 +25,7 @@ from zero.collectives import Collectives
 from zero.gradients.stages import Gradients, LocalGradients, ShardedGradients
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
+from zero.memory import Memory
 from zero.parameter_watch import ParameterWatch
 from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
@@ -250,10 +251,16 @@ class OptimizerShard:
                 part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
                 self._set(owned, part, unused)
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of all master weights."""
-        return sum(owned.tensor.nbytes for owned in self._with_master())
+    def memory(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Memory:
+        """Return the bytes held on this rank, at the peak, with the torch optimizer's `state`."""
+        kept = (value for tensor in self.tensors for value in state.get(tensor, {}).values())
+        return Memory(
+            parameters=sum(parameter.nbytes for parameter in self._names),
+            gradients=self.gradients.peak_bytes,
+            buckets=self.gradients.working_bytes + self.parameters.gather_bytes,
+            master=sum(owned.tensor.nbytes for owned in self._with_master()),
+            state=sum(value.nbytes for value in kept if isinstance(value, Tensor)),
+        )
 
     @torch.no_grad()
     def _own(

@@ -303,7 +303,8 @@ def test_memory_is_that_of_the_outer_state_and_does_not_grow(world, make, sync, 
     assert optimizer.memory() == measured
     numel = sum(piece.high - piece.low for piece in optimizer.slices())
     assert measured.master == (4 * numel if stage == 1 else 0)
-    assert measured.state >= (2 + 2) * 4 * numel  # of AdamW, and of the outer optimizer
+    assert measured.state >= 2 * 4 * numel  # of AdamW
+    assert measured.exchange >= 2 * 4 * numel  # of the outer optimizer
 
 
 @stages

@@ -10,6 +10,7 @@ from first_of_two import FirstOfTwo
 from handmade import Lion
 from torch import nn
 
+from mntrain.optim import Muon
 from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.layout import ParameterSpec, plan_buckets
 from zero.memory import Memory
@@ -87,6 +88,7 @@ def measured(model, optimizer_class, world=SingleProcessCollectives, micro_batch
                 model(torch.ones(2, 9)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert optimizer.predicted_memory() == optimizer.memory()
     return optimizer.memory()
 
 
@@ -155,3 +157,41 @@ def test_rows_and_columns_of_adafactor_and_parameters_that_are_added_count():
     assert found.parameters == 4 * elements
     steps = 4 * (len(rest) + 1 - 1)  # of the empty one none
     assert found.state == 2 * 4 * elements + 4 * first.numel() + steps
+    assert optimizer.predicted_memory() == found
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_another_stage_is_predicted_as_it_is_then_measured(stage, dtypes):
+    options = {"partition": "parameter", "gather_dtype": torch.bfloat16, "shard_weights": [2, 0, 3]}
+    world = one_of(3, 2)
+    at_0 = measured(Model(*dtypes), ADAM, world, partition="parameter")
+    optimizer = ZeroOptimizer(
+        Model(*dtypes).named_parameters(), ADAM, world(), stage=stage, bucket_bytes=BUCKET, **options
+    )
+    assert optimizer.predicted_memory(stage=0) == at_0
+    assert optimizer.predicted_memory() == measured(
+        Model(*dtypes), ADAM, world, stage=stage, **options
+    )
+
+
+# A class of each kind: those that read numbers from tensors, factor their state, or keep none.
+CLASSES = ("Adafactor", "NAdam", "ASGD", "Rprop", "RAdam", "SGD", "Muon", "RMSprop")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_state_of_every_optimizer_is_predicted(kind):
+    optimizer_class = Muon if kind == "Muon" else getattr(torch.optim, kind)
+    model = nn.Sequential(nn.Linear(9, 20), nn.Linear(20, 3))
+    groups = [{"params": list(model.named_parameters())}]
+    if kind == "Muon":
+        named = list(model.named_parameters())
+        matrices = [pair for pair in named if pair[1].dim() == 2]
+        others = [pair for pair in named if pair[1].dim() != 2]
+        groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
+    optimizer = ZeroOptimizer(
+        groups, optimizer_class, one_of(3, 1)(), stage=2, partition="parameter", lr=1e-3
+    )
+    model(torch.ones(2, 9)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.predicted_memory() == optimizer.memory()

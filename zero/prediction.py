@@ -1,0 +1,90 @@
+"""Prediction of an optimizer's memory: its layout and a step of it, on tensors without memory."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero.collectives import CompletedWork, SingleProcessCollectives
+from zero.layout import Bucket
+from zero.memory import Memory
+from zero.param_groups import by_name
+from zero.shard import OptimizerShard
+
+
+class _OneOfSeveral(SingleProcessCollectives):
+    """The owner of a slot among several ranks, of which there are no others."""
+
+    def __init__(self, size: int, slot: int) -> None:
+        self.size, self.rank = size, slot
+
+
+class _OnesForValues(TorchDispatchMode):
+    """Numbers that are read from tensors without memory are 1, so that optimizers run on them."""
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def predict(
+    plan: Sequence[Bucket],
+    groups: Iterable[dict[str, Any]],
+    make: Callable[..., torch.optim.Optimizer],
+    *,
+    stage: int,
+    shards: int,
+    slot: int,
+    gather_dtype: torch.dtype | None = None,
+    device: str = "meta",
+) -> Memory:
+    """Return the bytes that a rank holds at the peak of a step that trains every parameter. Local.
+
+    By the classes that hold the memory in training. `groups` are named groups, whose parameters may
+    be on the meta device; only their shapes, strides and dtypes count. `make` makes the torch
+    optimizer of groups. The rank owns `slot` of so many `shards` of each bucket of the plan. What a
+    communication hook and a sync schedule keep is not predicted. Raises what the torch optimizer
+    raises on tensors without memory; on the device "cpu", tensors have memory, and are zeros.
+    """
+    named_groups = list(groups)
+    made = {
+        name: Parameter(_like(parameter, device)) for name, parameter in by_name(named_groups).items()
+    }
+    shard = OptimizerShard(
+        stage if shards > 1 else 0,
+        _OneOfSeveral(shards, slot),
+        None,
+        gather_dtype if stage else None,
+        overlap_forward=False,
+        alone=shards == 1,
+    )
+    shard.add(plan, made)
+    shard.gradients.add(plan, made)
+    if shards == 1:
+        for parameter in made.values():
+            parameter.grad = torch.zeros_like(parameter)
+    else:
+        for index in range(len(plan)):
+            shard.gradients.flat(index)
+            shard.gradients.launched(index, CompletedWork())
+        shard.gradients.wait()
+    plain = [{**g, "params": [made[name] for name, _ in g["params"]]} for g in named_groups]
+    inner = make(shard.groups(plain))
+    with _OnesForValues(), shard.gradients_set(frozenset()) as sums:
+        shard.scale_gradients(sums, 1.0, frozenset())
+        inner.step()
+    return shard.memory(inner.state)
+
+
+def _like(parameter: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
+    ).zero_()
