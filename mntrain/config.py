@@ -313,6 +313,7 @@ class WorldConfig(CommConfig):
     """The arguments of `mntrain.init` besides the communicator."""
 
     device: Device = "auto"
+    report: bool = False
 
 
 @dataclass(frozen=True, config=STRICT)

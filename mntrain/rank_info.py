@@ -47,6 +47,9 @@ class Usage:
     reserved_memory: int = 0  # bytes that torch's caching allocator holds now
     peak_reserved_memory: int = 0
     pinned_memory: int = 0  # bytes of host memory that transports hold pinned
+    buffer_memory: int = 0  # bytes of other buffers in which messages travel
+    before_bytes: int = 0  # of compressed messages to other nodes, if they were not
+    compressed_bytes: int = 0  # of these messages
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

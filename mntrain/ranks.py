@@ -388,6 +388,9 @@ class Ranks:
             communication_s=busy_s,
             exposed_s=min(self.collectives.waited_s, busy_s),
             pinned_memory=self.collectives.pinned_bytes,
+            buffer_memory=traffic.buffer_bytes,
+            before_bytes=round(traffic.before_bytes),
+            compressed_bytes=traffic.compressed_bytes,
             **device_memory(self.device),
         )
         return self.gather(own)

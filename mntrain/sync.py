@@ -68,7 +68,9 @@ class LocalSGD:
         from zero.exchange.exchange import Exchange
 
         options = {n: getattr(self, n) for n in ("every", "warmup", "weighted", "max_staleness")}
-        return Exchange(world, node, cross, sharded=stage > 0, **options, **self._parts())
+        made = Exchange(world, node, cross, sharded=stage > 0, **options, **self._parts())
+        made.mode = self.mode
+        return made
 
     def _parts(self) -> dict[str, Any]:
         """Return the parts of which the exchange is composed (`zero.exchange.exchange`)."""

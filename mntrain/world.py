@@ -69,7 +69,6 @@ class World(Ranks):
         if self.master and self.size > 1:
             self._guards.enter_context(warn_of_local_metrics())
         world = proxy(self)
-        self._own_loop = OwnLoop(world, self._optimizers)
         self._shards = ShardRegistry(
             world,
             self._optimizers,
@@ -78,6 +77,7 @@ class World(Ranks):
             clock=self.waits,
             room=lambda: world.memory_room(),  # noqa: PLW0108 - a bound method keeps the world
         )
+        self._own_loop = OwnLoop(world, self._optimizers, self._shards)
         self._batch_norms = count(1)  # numbers of the calls of `sync_batchnorm`
 
     @cached_property
@@ -279,6 +279,16 @@ class World(Ranks):
         copies = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb, "report": report}
         return self._own_loop.metrics(run_dir, config, copies)
 
+    def report(self) -> dict[str, Any]:
+        """Print the final report on rank 0, and return its figures on all ranks. Collective.
+
+        Of all optimizers of this world until now: their memory by role, predicted and measured, and
+        what it saves against stage 0; samples a second of `shard`; what was sent, compressed and
+        waited for. The figures are those of summary.json (docs/metrics.md); bytes and seconds.
+        """
+        self._engine.check_open()
+        return self._own_loop.report()
+
     def stop_requested(self, max_minutes: float | None = None, *, grace: float = 30.0) -> bool:
         """Return True if any rank was asked to end before the previous call. Collective.
 
@@ -324,9 +334,14 @@ class World(Ranks):
         a script may have caught it and gone on.
         """
         if self._open:
+            self._report_at_end()
             self._close()
             if self._engine.error is not None:
                 raise self._engine.error
+
+    def _report_at_end(self) -> None:
+        if self.settings.report and self._engine.error is None and not self._engine.abandoned:
+            self.report()
 
     def _close(self) -> None:
         self.recorder.begin_phase("close")
@@ -385,7 +400,9 @@ class World(Ranks):
             if self.size > 1:
                 self._watch.end_job(first)
             self._watch.end_run(first)
-        if first is not None and not isinstance(first, SystemExit):
+        if first is None:
+            self._report_at_end()
+        elif not isinstance(first, SystemExit):
             self.recorder.error_raised(first)
         self._close()
         if isinstance(first, errors.OF_ALL_RANKS):
@@ -428,6 +445,7 @@ def init(comm: "MPI.Intracomm | None" = None, **options: Any) -> World:
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.
         device: auto, cpu or cuda. auto: cuda if there is any; then every rank needs one.
+        report: print the final report of `World.report` when the world is closed without an error.
         options: as those of `python -m mntrain --help` that begin with --comm.
 
     """

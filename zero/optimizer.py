@@ -42,8 +42,8 @@ from zero.param_groups import (
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, take_over
-from zero.prediction import predict
 from zero.precision import LossScale, check_travel_dtype, is_positive
+from zero.prediction import predict
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
 from zero.state import (

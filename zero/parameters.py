@@ -135,17 +135,19 @@ class FlatParameters:
             self._unhook()
 
     def _all_gather(self, index: int) -> Work:
-        if index in self._narrow:
-            return ChainedWork(self._all_gather_narrow(index))
-        collectives = self._collectives.named(f"parameter bucket {index}")
-        return collectives.all_gather(self._flats[index], self._buckets[index].bounds)
+        flat, label = self._flats[index], f"parameter bucket {index}"
+        if (narrow := self._narrow.get(index)) is not None:
+            plain = flat.element_size() / narrow.element_size()
+            collectives = self._collectives.named(label, plain)
+            return ChainedWork(self._all_gather_narrow(index, collectives))
+        return self._collectives.named(label).all_gather(flat, self._buckets[index].bounds)
 
-    def _all_gather_narrow(self, index: int) -> Iterator[Work]:
+    def _all_gather_narrow(self, index: int, collectives: Collectives) -> Iterator[Work]:
         """Gather in the narrow dtype, to which the owners have rounded their shards."""
         flat, narrow, bucket = self._flats[index], self._narrow[index], self._buckets[index]
         shard = slice(*bucket.shard(self._slot))
         narrow[shard].copy_(flat[shard])
-        yield self._collectives.all_gather(narrow, bucket.bounds)
+        yield collectives.all_gather(narrow, bucket.bounds)
         flat.copy_(narrow)
 
     def _watch(self) -> None:

@@ -25,9 +25,7 @@ class _OneOfSeveral(SingleProcessCollectives):
 class _OnesForValues(TorchDispatchMode):
     """Numbers that are read from tensors without memory are 1, so that optimizers run on them."""
 
-    def __torch_dispatch__(  # type: ignore[override]
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
@@ -56,7 +54,8 @@ def predict(
     """
     named_groups = list(groups)
     made = {
-        name: Parameter(_like(parameter, device)) for name, parameter in by_name(named_groups).items()
+        name: Parameter(_like(parameter, device))
+        for name, parameter in by_name(named_groups).items()
     }
     shard = OptimizerShard(
         stage if shards > 1 else 0,
@@ -78,7 +77,8 @@ def predict(
         shard.gradients.wait()
     plain = [{**g, "params": [made[name] for name, _ in g["params"]]} for g in named_groups]
     inner = make(shard.groups(plain))
-    with _OnesForValues(), shard.gradients_set(frozenset()) as sums:
+    ones = _OnesForValues()  # type: ignore[no-untyped-call]
+    with ones, shard.gradients_set(frozenset()) as sums:
         shard.scale_gradients(sums, 1.0, frozenset())
         inner.step()
     return shard.memory(inner.state)

@@ -99,6 +99,7 @@ class WorldCollectives:
         transport              how device tensors travel: staged in host memory, directly by MPI, or
                                by `node_first`, the collectives of transport nccl
         label                  what the calls are for, in messages about ranks that disagree
+        plain                  bytes of a call without compression, for each that it sends
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
         always_wakes           whether the engine's thread begins also what a caller waits for soon
     """
@@ -118,7 +119,7 @@ class WorldCollectives:
         shares: "WorldCollectives | None" = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.choice, self.label = choice, ""
+        self.choice, self.label, self.plain = choice, "", 1.0
         self.transport, self.node_first = transport, node_first
         self.small_message_bytes, self.always_wakes = SMALL_MESSAGE_BYTES, False
         self._node = node
@@ -126,14 +127,14 @@ class WorldCollectives:
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
         self._engine, self._devices, self._stream = engine, devices, stream or engine.main
         flags = SharedFlags(self._memory, node.rank, node.size)
-        self._host = CommContext(comm, topology, flags, BufferPool(), add)
+        self._host = CommContext(comm, topology, flags, BufferPool(comm.traffic), add)
         self._stagings: list[Staging] = []  # of all streams
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
             self._stagings.append(self._staging)
             self._device = dataclasses.replace(
                 self._host,
-                buffers=BufferPool(devices.device),
+                buffers=BufferPool(comm.traffic, devices.device),
                 add=devices.add,
                 fence=devices.fence,
                 run=devices.run_on_side_stream,
@@ -146,9 +147,9 @@ class WorldCollectives:
         vars(other).update(options)
         return other
 
-    def named(self, label: str) -> "WorldCollectives":
-        """Return collectives whose calls are for what `label` says, the same on all ranks."""
-        return self.replace(label=label)
+    def named(self, label: str, plain: float = 1) -> "WorldCollectives":
+        """Return collectives whose calls are for what `label` says; see `Collectives.named`."""
+        return self.replace(label=label, plain=plain)
 
     def add_stream(self, name: str) -> "WorldCollectives":
         """Return collectives over the same ranks in a stream of its own. Collective.
@@ -286,7 +287,7 @@ class WorldCollectives:
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
         wake = long or self.always_wakes
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
-        ticket, (algorithm, host_only) = Ticket(call, call_site()), self._algorithm()
+        ticket, (algorithm, host_only) = Ticket(call, call_site(), self.plain), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
         if self._devices is not None and self._devices.copier.owns(tensor):
             if self.transport == "nccl" and self.node_first is not None and not host_only:

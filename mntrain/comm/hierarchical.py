@@ -102,7 +102,7 @@ def _chunks(
         chunks = plan.by_shard(access.bounds, *sizes)
     first, tags = context.comm.tags(ticket.digest, len(chunks))
     wire = call.wire or tensor.dtype
-    owner = LaneOwner(context, plan, tensor, tensors, wire=wire, tags=tags)
+    owner = LaneOwner(context, plan, tensor, tensors, ticket.plain, wire=wire, tags=tags)
     for chunk in chunks:
         if chunk.lane == plan.local_rank:
             if call.verb == "broadcast":
@@ -123,7 +123,7 @@ class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
     `tensors` are those of the node's ranks in shared memory; None: they are out of reach, and the
-    other ranks run `member_steps`. `wire` is the dtype between nodes.
+    other ranks run `member_steps`. `wire` is the dtype between nodes, and `plain` that of a ticket.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class LaneOwner:
         plan: HierarchyPlan,
         tensor: Tensor,
         tensors: Sequence[Tensor] | None,
+        plain: float,
         *,
         wire: torch.dtype,
         tags: Sequence[int],
@@ -144,6 +145,7 @@ class LaneOwner:
         self._bytes = as_bytes(self._tensors[self._self])
         self._views: dict[Span, Sequence[Tensor]] = {}
         self._wire, self._casts = wire, wire != tensor.dtype
+        self._plain = plain * tensor.element_size() / wire.itemsize
         self._own = plan.node
         self._peers = [local for local in range(len(plan.members)) if local != plan.local_rank]
         count = len(plan.nodes.nodes)
@@ -337,7 +339,8 @@ class LaneOwner:
 
     def _send(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
-        return self._comm.send(owner, buffer.bytes, self._tags[chunk.index])
+        tag = self._tags[chunk.index]
+        return self._comm.send(owner, buffer.bytes, tag, plain=self._plain)
 
     def _receive(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
@@ -483,7 +486,7 @@ def small_collective(
             rows.arrays[comm.rank][:] = tensor.numpy()
         else:
             rows.tensors[comm.rank].copy_(tensor)
-        yield from small_messages.all_gather(comm, rows.bytes, tag)
+        yield from small_messages.all_gather(comm, rows.bytes, tag, plain=ticket.plain)
         if call.verb == "all_gather":
             owners = zip(pairwise(access.bounds), context.topology.owners, strict=True)
             for (low, high), owner in owners:

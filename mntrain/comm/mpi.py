@@ -42,15 +42,26 @@ _started = threading.Event()  # MPI, by this package
 
 @dataclass
 class Traffic:
-    """Messages and bytes that this rank has sent, by level: {"node": ..., "cross": ...}."""
+    """Messages and bytes that this rank has sent, by level: {"node": ..., "cross": ...}.
+
+    Of compressed messages to other nodes also the bytes, and those that they stand for; and the
+    bytes of the buffers in which messages travel.
+    """
 
     messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
     bytes: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
 
-    def count(self, level: str, nbytes: int, messages: int = 1) -> None:
-        """Add messages with a total of `nbytes` bytes."""
+    compressed_bytes: int = 0
+    before_bytes: float = 0
+    buffer_bytes: int = 0
+
+    def count(self, level: str, nbytes: int, messages: int = 1, plain: float = 1) -> None:
+        """Add messages with a total of `nbytes` bytes, each for `plain` without compression."""
         self.messages[level] += messages
         self.bytes[level] += nbytes
+        if plain != 1 and level == "cross":
+            self.compressed_bytes += nbytes
+            self.before_bytes += nbytes * plain
 
 
 class Communicator:
@@ -78,16 +89,24 @@ class Communicator:
         return self._comm
 
     def send(
-        self, peer: int, data: Bytes, tag: int = 0, *, counted: bool = True, empty: bool = False
+        self,
+        peer: int,
+        data: Bytes,
+        tag: int = 0,
+        *,
+        counted: bool = True,
+        empty: bool = False,
+        plain: float = 1,
     ) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
 
-        A message matches the receive with the same tag. It counts in `traffic` if `counted`. No
-        bytes are a message if both sides give `empty`, and none by default.
+        A message matches the receive with the same tag. It counts in `traffic` if `counted`, each
+        byte for `plain` without compression. No bytes are a message if both sides give `empty`, and
+        none by default.
         """
         parts = _messages(data) or [data] * empty
         if counted:
-            self.traffic.count(self.levels[peer], data.nbytes, messages=len(parts))
+            self.traffic.count(self.levels[peer], data.nbytes, len(parts), plain)
         return Requests([self._comm.Isend(part, peer, tag) for part in parts])
 
     def receive(self, peer: int, data: Bytes, tag: int = 0, *, empty: bool = False) -> Requests:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mntrain.comm.engine import Pipelined, Steps
-from mntrain.comm.mpi import Communicator
+from mntrain.comm.mpi import Communicator, Traffic
 from mntrain.comm.shared_memory import SharedFlags
 from mntrain.comm.ticket import Ticket
 from mntrain.comm.topology import Topology
@@ -80,11 +80,11 @@ _Buffer = tuple[Tensor, dict[tuple[int, int, torch.dtype], BufferView]]  # memor
 class BufferPool:
     """Buffers on one device whose sizes are powers of two. One thread at a time uses it.
 
-    A buffer keeps its views, since creating one takes some time.
+    A buffer keeps its views, since creating one takes some time. `traffic` counts its bytes.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
+    def __init__(self, traffic: Traffic, device: torch.device | None = None) -> None:
+        self._traffic, self._device = traffic, device or torch.device("cpu")
         self._free: dict[int, list[_Buffer]] = defaultdict(list)
 
     @contextmanager
@@ -117,6 +117,7 @@ class BufferPool:
             self._free[len(memory)].append((memory, views))
 
     def _allocate(self, size: int) -> Tensor:
+        self._traffic.buffer_bytes += size
         with torch.inference_mode(False):
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait

@@ -23,7 +23,9 @@ T = TypeVar("T")
 DIRECT_RANKS = 8  # up to so many ranks, each sends to all others
 
 
-def all_gather(comm: Communicator, rows: "Bytes", tag: int, *, counted: bool = True) -> Steps[None]:
+def all_gather(
+    comm: Communicator, rows: "Bytes", tag: int, *, counted: bool = True, plain: float = 1
+) -> Steps[None]:
     """Gather equal rows of bytes; this rank's is in place already. Collective."""
     size, rank = comm.size, comm.rank
     length = rows.nbytes // size
@@ -32,7 +34,7 @@ def all_gather(comm: Communicator, rows: "Bytes", tag: int, *, counted: bool = T
         peers = [*range(rank + 1, size), *range(rank)]
         yield Requests.of(
             *[comm.receive(p, rows[p * length : (p + 1) * length], tag) for p in reversed(peers)],
-            *[comm.send(p, own, tag, counted=counted) for p in peers],
+            *[comm.send(p, own, tag, counted=counted, plain=plain) for p in peers],
         ).test
         return
 
@@ -48,7 +50,10 @@ def all_gather(comm: Communicator, rows: "Bytes", tag: int, *, counted: bool = T
         source, target = (rank + here) % size, (rank - here) % size
         yield Requests.of(
             *[comm.receive(source, part, tag) for part in span(rank + here, count)],
-            *[comm.send(target, part, tag, counted=counted) for part in span(rank, count)],
+            *[
+                comm.send(target, part, tag, counted=counted, plain=plain)
+                for part in span(rank, count)
+            ],
         ).test
         here += count
 

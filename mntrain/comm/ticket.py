@@ -61,12 +61,15 @@ class Signature(NamedTuple):
 
 
 class Ticket:
-    """One collective of a stream on this rank. `number` and `digest` are set when it begins."""
+    """One collective of a stream on this rank. `number` and `digest` are set when it begins.
 
-    __slots__ = ("digest", "number", "signature", "site")
+    `plain`: bytes that it would send without compression, for each that it sends.
+    """
 
-    def __init__(self, signature: Signature, site: str) -> None:
-        self.signature, self.site = signature, site
+    __slots__ = ("digest", "number", "plain", "signature", "site")
+
+    def __init__(self, signature: Signature, site: str, plain: float = 1) -> None:
+        self.signature, self.site, self.plain = signature, site, plain
         self.number = self.digest = 0
 
     def begin(self, number: int, previous: int) -> None:
@@ -80,7 +83,7 @@ class Ticket:
 
     def copy(self) -> "Ticket":
         """Return a ticket of the same call that has not begun."""
-        return Ticket(self.signature, self.site)
+        return Ticket(self.signature, self.site, self.plain)
 
 
 def call_site() -> str:

@@ -105,6 +105,7 @@ class ShardRegistry:
         self._clock, self._room = clock, room
         self.compare = partial(compare, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
+        self.samples = 0  # that this rank was handed out to train on
         self._ranks, self._optimizers = ranks, optimizers
         self._length_of_divided = length_of_divided
         self._passes: dict[int, Passes] = {}
@@ -353,6 +354,7 @@ class ShardedLoader:
                 own = self._own_weight(part)
                 self._drawn.drawn += 1
                 self._drawn.plan, self._drawn.samples = part.plan, part.own
+                self._shards.samples += part.own
                 total = part.total if self._weight is None else None
                 self._shards.expect(own, total, part.digest, self._drawn)
                 yield part.batch

@@ -1,8 +1,8 @@
-"""Resources that a job has used, for its summary."""
+"""Resources that a job or an own loop has used, for its summary."""
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,7 @@ from zero.optimizer import ZeroOptimizer
 
 # Roles of memory that are measured for a whole process or GPU, with their field of `Usage`.
 _PROCESS_ROLES = {
+    "communication": "buffer_memory",
     "process_peak": "peak_memory",
     "device_peak": "peak_device_memory",
     "device_now": "device_memory",
@@ -20,14 +21,28 @@ _PROCESS_ROLES = {
     "reserved_now": "reserved_memory",
     "pinned": "pinned_memory",
 }
+_ROLES = [role.name for role in dataclasses.fields(Memory)]
+_TRAFFIC = ("node_messages", "node_bytes", "cross_messages", "cross_bytes")
 
 
-def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, Any]:
-    """Return the entries of summary.json about the world, memory and traffic. Collective."""
+def resources(
+    world: Ranks, optimizers: Sequence[ZeroOptimizer], samples: int, wall_s: float
+) -> dict[str, Any]:
+    """Return the entries of summary.json about the world, memory and traffic. Collective.
+
+    This rank has trained on so many samples, in `wall_s` seconds of the job.
+    """
     usage = world.usage()
-    none = Memory(0, 0, 0, 0, 0)
-    several = [none, *(optimizer.memory() for optimizer in optimizers)]
-    measured = world.gather(Memory(*map(sum, zip(*map(astuple, several), strict=True))))
+    measured = _sum([optimizer.memory() for optimizer in optimizers])
+    own = measured, _predicted(optimizers, measured), _predicted(optimizers, measured, stage=0)
+    gathered = world.gather((*own, samples))
+    by_rank, predicted, at_stage_0, samples_by_rank = zip(*gathered, strict=True)
+    compressed = {
+        "before_bytes": sum(used.before_bytes for used in usage),
+        "sent_bytes": sum(used.compressed_bytes for used in usage),
+    }
+    sent, before = compressed["sent_bytes"], compressed["before_bytes"]
+    total_samples = sum(samples_by_rank) or None
     return {
         "world": {
             "size": world.size,
@@ -37,23 +52,90 @@ def resources(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, An
             "transport": world.transport,
             "library": world.library.name,
         },
-        "memory": memory_by_role(measured, usage),
+        "stage": _common([optimizer.stage for optimizer in optimizers]),
+        "partition": _common([optimizer.partition for optimizer in optimizers]),
+        "sync": _common([optimizer.schedule.mode for optimizer in optimizers]),
+        "wire_dtype": world.settings.wire_dtype,
+        "gather_dtype": world.settings.gather_dtype,
+        "compress": world.settings.compress,
+        "compression": {**compressed, "ratio": before / sent if sent else None},
+        "memory": memory_by_role(by_rank, usage, predicted, at_stage_0),
+        "traffic": {name: sum(getattr(used, name) for used in usage) for name in _TRAFFIC},
+        **{
+            name: median(getattr(used, name) for used in usage)
+            for name in ("communication_s", "exposed_s")
+        },
+        "samples": total_samples,
+        "samples_per_s": total_samples / wall_s if total_samples else None,
         "ranks": [
-            {**asdict(place), **asdict(used)}
-            for place, used in zip(world.places, usage, strict=True)
+            {
+                **asdict(place),
+                **asdict(used),
+                "samples": samples,
+                "memory_by_role": asdict(memory),
+                "predicted_by_role": asdict(expected) if expected else None,
+            }
+            for place, used, samples, memory, expected in zip(
+                world.places, usage, samples_by_rank, by_rank, predicted, strict=True
+            )
         ],
     }
 
 
-def memory_by_role(measured: Sequence[Memory], usage: Sequence[Usage]) -> dict[str, dict[str, int]]:
-    """Return the bytes that each role of memory took; both arguments are by rank. Pure.
+def _common(values: Sequence[Any]) -> Any:
+    """Return what all have in common, None of none, or all in a list."""
+    return list(values) if len(set(values)) > 1 else next(iter(values), None)
+
+
+def _sum(several: Sequence[Memory]) -> Memory:
+    none = Memory(0, 0, 0, 0, 0)
+    return Memory(*map(sum, zip(*map(astuple, [none, *several]), strict=True)))
+
+
+def _predicted(
+    optimizers: Sequence[ZeroOptimizer], measured: Memory, stage: int | None = None
+) -> Memory | None:
+    """Return what optimizers take by their layout, or None if it is not known. Local.
+
+    What hooks and sync schedules keep counts as it was measured.
+    """
+    try:
+        predicted = _sum([optimizer.predicted_memory(stage) for optimizer in optimizers])
+    except Exception:  # of an optimizer that needs more than tensors without memory
+        return None
+    return replace(predicted, hook=measured.hook, exchange=measured.exchange)
+
+
+def memory_by_role(
+    measured: Sequence[Memory],
+    usage: Sequence[Usage],
+    predicted: Sequence[Memory | None] = (),
+    at_stage_0: Sequence[Memory | None] = (),
+) -> dict[str, dict[str, Any]]:
+    """Return the bytes that each role of memory took; all arguments are by rank. Pure.
 
     Roles are those of `Memory`, their total, and what whole processes and GPUs used. Each has the
-    least, median and most over ranks and the first rank with the most ("peak_rank").
+    least, median and most over ranks and the first rank with the most ("peak_rank"). Those of
+    `Memory` also have what was predicted, the most at stage 0, and what less than this the most is
+    ("saved"); None where it is not known.
     """
-    report = {}
-    for role in [role.name for role in dataclasses.fields(Memory)] + ["total"]:
-        report[role] = _spread([getattr(memory, role) for memory in measured])
+    report: dict[str, dict[str, Any]] = {}
+    for role in [*_ROLES, "total"]:
+        spread = _spread([getattr(memory, role) for memory in measured])
+        expected, first = (
+            [getattr(memory, role) for memory in by_rank if memory]
+            for by_rank in (predicted, at_stage_0)
+        )
+        before = max(first, default=None)
+        saved = None if before is None else before - spread["most"]
+        report[role] = {
+            **spread,
+            "predicted_least": min(expected, default=None),
+            "predicted": max(expected, default=None),
+            "stage_0": before,
+            "saved": saved,
+            "saved_share": saved / before if before and saved is not None else None,
+        }
     for role, usage_field in _PROCESS_ROLES.items():
         report[role] = _spread([getattr(used, usage_field) for used in usage])
     return report

@@ -49,11 +49,11 @@ class MetricsLog:
         world: Ranks,
         directory: RunDirectory,
         log: LogConfig,
-        describe: Callable[[], Mapping[str, Any]],
+        describe: Callable[[float], Mapping[str, Any]],
     ) -> None:
-        """Make metrics.jsonl. Collective. `describe` returns more of the summary, collectively.
+        """Make metrics.jsonl. Collective. `log` selects copies of it, and the page at its end.
 
-        `log` selects copies of it, and the page at its end.
+        `describe` returns more of the summary, collectively, given the seconds since now.
         """
         self._world, self._directory, self._describe = world, directory, describe
         self._log, self._rewinds = log, 0
@@ -146,12 +146,13 @@ class MetricsLog:
         try:
             if error is None:
                 self.flush()
+            wall_s = time.perf_counter() - self._start
             summary = {
                 "steps": self._directory.last_step,
                 **{m.summary: self._last.get(n) for n, m in METRICS.items() if m.summary},
-                "wall_s": time.perf_counter() - self._start,
+                "wall_s": wall_s,
                 "run_dir": str(self._directory.path),
-                **self._describe(),
+                **self._describe(wall_s),
             }
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}

@@ -15,6 +15,7 @@ from mntrain.checkpoint.objects import Stateful
 from mntrain.cli import toml_text
 from mntrain.config import CheckpointConfig, LogConfig
 from mntrain.config_types import construct
+from mntrain.data.loader import ShardRegistry
 from mntrain.equal_values import compare
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import CONFIG_FILE, write_whole
@@ -22,6 +23,7 @@ from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks
 from mntrain.run.comparison import compare_config
 from mntrain.run.directory import RunDirectory
+from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveInterval
@@ -32,12 +34,15 @@ from zero.optimizer import ZeroOptimizer
 class OwnLoop:
     """The run directories and requests to stop of one world. Made by all ranks.
 
-    `optimizers` are those of the world, which may add to them. Checkpoints and metrics of one run
+    `optimizers` are those of the world, which may add to them, and `shards` have counted the
+    samples. Checkpoints and metrics of one run
     share its directory: a line of metrics is written before the checkpoint of its step.
     """
 
-    def __init__(self, world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> None:
-        self._world, self._optimizers = world, optimizers
+    def __init__(
+        self, world: Ranks, optimizers: Sequence[ZeroOptimizer], shards: ShardRegistry
+    ) -> None:
+        self._world, self._optimizers, self._shards = world, optimizers, shards
         self._start = time.monotonic()
         self._directories: dict[Path, RunDirectory] = {}
         self._checkpoints: dict[RunDirectory, Checkpoints] = {}
@@ -172,14 +177,25 @@ class OwnLoop:
             )
         return self._directories[key]
 
-    def _describe(self, directory: RunDirectory) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
+        """Print the final report on the master, and return its figures. Collective."""
+        wall_s = self._world.gather(time.monotonic() - self._start)[0]
+        figures = {
+            "steps": max((one.accumulation.steps for one in self._optimizers), default=0),
+            "wall_s": wall_s,
+            **resources(self._world, self._optimizers, self._shards.samples, wall_s),
+        }
+        self._world.print("\n".join(final_lines(figures)))
+        return figures
+
+    def _describe(self, directory: RunDirectory, wall_s: float) -> dict[str, Any]:
         """Return the entries of summary.json that are no metrics. Collective."""
         self.settle()
         checkpoints, stop = self._checkpoints.get(directory), self._stop
         return {
             "status": "completed" if stop is None or stop.status == "running" else stop.status,
             "reason": stop.reason if stop else None,
-            **resources(self._world, self._optimizers),
+            **resources(self._world, self._optimizers, self._shards.samples, wall_s),
             **(checkpoints.summary() if checkpoints else {}),
         }
 

@@ -2,13 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from statistics import median
 from typing import Any
-
-from rich.filesize import decimal
 
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
@@ -16,22 +13,15 @@ from mntrain.checks.finding import alike, naming
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import PLOT_FILE, REPORT_FILE, json_text
 from mntrain.metrics.plot import draw_at_end
-from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord, count_text
+from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
+from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
 
 _MAX_PLACES = 16  # lines about where ranks run
-_MEMORY_LABELS = {
-    "buckets": "working buckets",
-    "master": "master weights",
-    "state": "optimizer state",
-    "hook": "communication hook",
-    "total": "total of these",
-    "pinned": "pinned host memory",
-}  # of the roles that are not called by their name
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
 # TF32, which is torch's default. From NVIDIA's data sheets (halved where they state figures with
 # sparsity) and, for the RTX 4090, its white paper.
@@ -238,8 +228,10 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
-    used = resources(world, [job.optimizer])
-    for rank, own in zip(used["ranks"], job.balancing.by_rank(), strict=True):
+    figures = job.balancing.by_rank()
+    samples = figures[world.rank]["samples"]
+    used = resources(world, [job.optimizer], samples, result.seconds)
+    for rank, own in zip(used["ranks"], figures, strict=True):
         rank.update(own)
     return {
         "status": result.status,
@@ -259,13 +251,7 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(job.run_dir),
-        "stage": config.zero.stage,
-        "partition": config.zero.partition,
         "precision": config.train.precision,
-        "wire_dtype": config.comm.wire_dtype,
-        "gather_dtype": config.comm.gather_dtype,
-        "compress": config.comm.compress,
-        "sync": config.sync.mode if job.sync else "every-step",
         **used,
         "reason": result.reason,
         "resumed_from": str(job.resumed.path) if job.resumed else None,
@@ -273,71 +259,6 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }
-
-
-def final_lines(summary: Mapping[str, Any], steps: int, items: str) -> list[str]:
-    """Return the result, memory and traffic of a job for the final report, by its summary. Pure.
-
-    `steps` is the number of the run's last step, and `items` names what losses count.
-    """
-    skipped = f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else ""
-    facts = [("steps", f"{summary['steps']} of {steps}{skipped}")]
-    for metric in METRICS.values():
-        value = summary[metric.summary] if metric.summary else None
-        if value is not None:
-            named = value if metric.named else {metric.summary.replace("_", " "): value}
-            facts += [(name, metric.format(item)) for name, item in named.items()]
-    facts.append(("sharding", _sharding_text(summary)))
-    facts.append(("wall time", str(timedelta(seconds=round(summary["wall_s"])))))
-    rate, in_step = (count_text(summary[n]) for n in ("tokens_per_s", "step_tokens_per_s"))
-    facts.append((f"{items}/s", f"{rate}; in a step, without evaluation and saves, {in_step}"))
-    if flops := summary["model_flops_per_s"]:
-        share, dtype = summary["utilisation"], summary["computes_in"]
-        of_peak = f", {share:.0%} of the dense {dtype} peak" if share else ""
-        facts.append(("computing", f"{flops / 1e12:.3g} TFLOP/s of the model{of_peak}"))
-    lines = [f"{name:<14}  {text}" for name, text in facts]
-    if ranks := summary["ranks"]:
-        lines.append("")
-        for name, *cells in _memory_rows(summary["memory"]):
-            lines.append(f"{name:<20}" + "".join(f"{cell:>11}" for cell in cells))
-        lines.append("")
-        for where, level in (("within nodes", "node"), ("between nodes", "cross")):
-            messages = count_text(sum(rank[f"{level}_messages"] for rank in ranks))
-            sent = decimal(sum(rank[f"{level}_bytes"] for rank in ranks))
-            lines.append(f"sent {where:<15}{messages} messages, {sent}")
-        busy, waited = (
-            median(rank[name] for rank in ranks) for name in ("communication_s", "exposed_s")
-        )
-        lines.append(f"communication {busy:.1f} s, of which exposed {waited:.1f} s")
-    return [*lines, str(summary["run_dir"])]
-
-
-def _sharding_text(summary: Mapping[str, Any]) -> str:
-    """Return how a job was sharded, and what its messages were narrowed to."""
-    by = f", by {summary['partition']}" if summary["stage"] else ""
-    parts = [f"stage {summary['stage']}{by}", summary["precision"]]
-    parts += [
-        f"{what} {summary[name]}"
-        for name, what, usual in (
-            ("wire_dtype", "gradients travel in", "fp32"),
-            ("gather_dtype", "parameters travel in", "fp32"),
-            ("compress", "compressed by", "none"),
-            ("sync", "exchanges by", "every-step"),
-        )
-        if summary[name] != usual
-    ]
-    return ", ".join(parts)
-
-
-def _memory_rows(memory: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Return the cells of a table of memory, with its head."""
-    rows: list[tuple[str, ...]] = [("memory of a rank", "least", "median", "most", "on rank")]
-    for role, sizes in memory.items():
-        if sizes["most"]:
-            spread = (decimal(sizes[key]) for key in ("least", "median", "most"))
-            label = _MEMORY_LABELS.get(role, role.replace("_", " "))
-            rows.append((label, *spread, str(sizes["peak_rank"])))
-    return rows
 
 
 def peak_flops(gpus: Iterable[tuple[str, str]], dtype: str) -> float | None:

@@ -11,8 +11,8 @@ from rich.console import Console
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Place, Usage
+from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role
-from mntrain.train.summary import final_lines
 from zero.memory import Memory
 
 
@@ -87,6 +87,7 @@ def used(peak_memory: int, peak_device_memory: int = 0, **changes: int) -> Usage
 
 def summary(**changes) -> dict:
     world = {"size": 1, "nodes": 1, "topology": "1 rank", "algorithm": "flat", "library": "MPICH"}
+    world["transport"] = ""
     fields = {metric.summary: None for metric in METRICS.values() if metric.summary}
     fields |= {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
     fields |= {"eval_metrics": {"accuracy": 0.93}, "wall_s": 67.2, "tokens_per_s": 12345.0}
@@ -96,6 +97,11 @@ def summary(**changes) -> dict:
     fields |= {"stage": 0, "partition": "element", "precision": "fp32", "wire_dtype": "fp32"}
     fields |= {"gather_dtype": "fp32", "compress": "none", "sync": "every-step"}
     fields |= {"skipped_steps": 0, "memory": memory_by_role(roles, [used(2**20)])}
+    fields |= {"samples": 800, "samples_per_s": 11.9, "communication_s": 2.0, "exposed_s": 0.5}
+    fields["traffic"] = dict.fromkeys(
+        ("node_messages", "node_bytes", "cross_messages", "cross_bytes"), 0
+    )
+    fields["compression"] = {"before_bytes": 0, "sent_bytes": 0, "ratio": None}
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 
 

@@ -149,20 +149,20 @@ class BetweenNodesHook(CommHook):
 
     def _steps(self, bucket: ReducibleBucket, levels: NodeLevels) -> Iterator[Work]:
         label = f"gradient bucket {bucket.index}"
-        node, cross = levels.node.named(label), levels.cross.named(label)
+        node = levels.node.named(label)
         gradients, bounds = bucket.gradients, levels.lane_bounds(bucket.layout)
         yield node.reduce_scatter(gradients, bounds)
         own = node.slot(node.rank)
         lane = gradients[bounds[own] : bounds[own + 1]]
         if len(lane):
-            yield from self._exchange(bucket, lane, cross)
+            yield from self._exchange(bucket, lane, levels.cross, label)
         else:  # so that chains keep in step with those of the node's other ranks
             yield CompletedWork()
         if not bucket.sharded or node.size > levels.lanes:  # or the shard of a rank lies elsewhere
             yield node.all_gather(gradients, bounds)
 
     def _exchange(
-        self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives
+        self, bucket: ReducibleBucket, lane: Tensor, cross: Collectives, label: str
     ) -> Iterator[Work]:
         if bucket.index not in self._residuals:
             none = torch.zeros_like(lane, dtype=sum_dtype(lane.dtype))
@@ -172,7 +172,9 @@ class BetweenNodesHook(CommHook):
         codes = torch.zeros(cross.size * nbytes, dtype=torch.uint8, device=lane.device)
         by_node = [codes[slot * nbytes :][:nbytes] for slot in map(cross.slot, range(cross.size))]
         self.code.encode(sums, by_node[cross.rank])
-        yield cross.all_gather(codes, [slot * nbytes for slot in range(cross.size + 1)])
+        plain = lane.nbytes * (1 if bucket.sharded else 2) / cross.size / nbytes
+        bounds = [slot * nbytes for slot in range(cross.size + 1)]
+        yield cross.named(label, plain).all_gather(codes, bounds)
         total = lane if lane.dtype == sums.dtype else torch.empty_like(sums)
         total.zero_()
         for code in by_node:

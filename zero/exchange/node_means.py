@@ -105,7 +105,9 @@ class NodeMeans:
                 left = flat if weight == 1.0 else flat.div_(weight)
                 for tensor, part in _by_tensor(left, message):
                     keep(tensor, part)
-            work = ChainedWork(self._travel(codes.view(-1), self._cross.all_gather))
+            plain = 2 * flat.nbytes / codes.nbytes  # of an all-reduce of the values
+            cross = self._cross.named("coded values", plain)
+            work = ChainedWork(self._travel(codes.view(-1), cross.all_gather))
             yield Message(message, work, codes.nbytes, partial(self._decode, message, codes, code))
 
     def _travel(self, flat: Tensor, exchange: Callable[[Tensor], Work]) -> Iterator[Work]:

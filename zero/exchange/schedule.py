@@ -41,6 +41,7 @@ class SyncSchedule:
     """
 
     sharding: Collectives
+    mode = "every-step"  # its name in reports
     replica = 0  # number of this rank's sharding group
     replicas = 1  # of equal sizes, which together are all ranks
     weighted = False  # whether replicas count in an exchange by the weights of their steps

@@ -36,14 +36,15 @@ def run_naive(ticket: Ticket, access: TensorAccess, context: CommContext) -> Ste
         else:
             yield Requests.of(*(comm.send(peer, data, tag) for peer in _others(comm))).test
     elif call.verb == "all_gather":
-        tensors = yield from _gather(comm, tensor, tag)
+        tensors = yield from _gather(comm, tensor, tag, ticket.plain)
         for (low, high), owner in zip(
             pairwise(access.bounds), context.topology.owners, strict=True
         ):
             tensor[low:high].copy_(tensors[owner][low:high])
     else:  # a reduce-scatter leaves the sums of all shards on every rank
         dtype = call.wire or tensor.dtype
-        first, *others = yield from _gather(comm, tensor.to(dtype), tag)
+        plain = ticket.plain * tensor.element_size() / dtype.itemsize
+        first, *others = yield from _gather(comm, tensor.to(dtype), tag, plain)
         total = first.to(sum_dtype(tensor.dtype))
         for addend in others:  # torch.sum adds in another order
             total += addend
@@ -51,11 +52,11 @@ def run_naive(ticket: Ticket, access: TensorAccess, context: CommContext) -> Ste
     return access.give_back()
 
 
-def _gather(comm: Communicator, tensor: Tensor, tag: int) -> Steps[list[Tensor]]:
+def _gather(comm: Communicator, tensor: Tensor, tag: int, plain: float) -> Steps[list[Tensor]]:
     """Return copies of every rank's tensor, by rank."""
     tensors = [tensor.clone() for _ in range(comm.size)]
     receives = [comm.receive(peer, as_bytes(tensors[peer]), tag) for peer in _others(comm)]
-    sends = [comm.send(peer, as_bytes(tensor), tag) for peer in _others(comm)]
+    sends = [comm.send(peer, as_bytes(tensor), tag, plain=plain) for peer in _others(comm)]
     yield Requests.of(*receives, *sends).test
     return tensors
 

@@ -1,13 +1,14 @@
 import pytest
 import torch
 
+from mntrain.comm.mpi import Traffic
 from mntrain.comm.resources import MAX_VIEWS, MIN_BYTES, BufferPool, as_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1003])
 def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
-    with BufferPool().lease() as take:
+    with BufferPool(Traffic()).lease() as take:
         rows = take(numel, dtype, 3)
         for number, tensor in enumerate(rows.tensors):
             assert (len(tensor), tensor.dtype) == (numel, dtype)
@@ -19,7 +20,7 @@ def test_rows_lie_end_to_end_in_the_memory_that_mpi_and_numpy_see(numel, dtype):
 
 
 def test_a_returned_buffer_is_leased_again_where_it_fits():
-    pool = BufferPool()
+    pool = BufferPool(Traffic())
 
     def address(numel, dtype):
         with pool.lease() as take:
@@ -36,14 +37,14 @@ def test_a_returned_buffer_is_leased_again_where_it_fits():
 
 
 def test_a_buffer_that_had_many_lengths_has_the_next_one_too():
-    pool = BufferPool()
+    pool = BufferPool(Traffic())
     for numel in range(MAX_VIEWS + 2):
         with pool.lease() as take:
             assert len(take(numel, torch.uint8).tensor) == numel
 
 
 def test_a_buffer_is_not_leased_again_after_an_error():
-    pool = BufferPool()
+    pool = BufferPool(Traffic())
     addresses = []
 
     def fail():

@@ -32,13 +32,19 @@ def test_every_metric_has_its_unit_its_reduction_and_a_formula():
 
 def test_every_figure_of_a_rank_is_documented():
     declared = {field.name for kind in (Place, Usage) for field in fields(kind)}
-    assert names("name in `ranks`") == declared | {"samples", "own_s"}
+    assert names("name in `ranks`") == declared | {
+        *("samples", "own_s", "memory_by_role", "predicted_by_role")
+    }
 
 
 def test_every_metric_of_the_summary_is_documented():
     of_ends = {"reason", "error", "resumed_from", "checkpoint", "checkpoints"}
     of_ends |= {"stragglers", "shares", "cadence", "not_written"}
     assert names("name \\| unit \\| formula") == set(summary()) | of_ends
+
+
+def test_every_role_of_memory_is_documented():
+    assert names("role") == set(summary()["memory"])
 
 
 def test_the_final_report_names_figures_of_the_summary():

@@ -12,7 +12,6 @@ from reports import (
     finish,
     finished,
     places,
-    rank,
     record,
     reporting,
     run_steps,
@@ -24,8 +23,9 @@ from rich.cells import cell_len
 
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
+from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role
-from mntrain.train.summary import final_lines, place_lines
+from mntrain.train.summary import place_lines
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines
@@ -264,13 +264,15 @@ def facts_of(lines: list[str]) -> dict[str, str]:
 
 def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory():
     changes = {"model_flops_per_s": 3.124e14, "utilisation": 0.4146, "computes_in": "bf16"}
-    sent = {"node_messages": 600, "node_bytes": 5 * 10**8, "cross_messages": 7, "cross_bytes": 100}
-    ranks = [rank(r, **sent) for r in range(3)]
-    changes |= {"run_dir": "runs/" + "long/" * 30, "skipped_steps": 3, "ranks": ranks}
+    sent = {"node_messages": 1800, "node_bytes": 15 * 10**8}
+    sent |= {"cross_messages": 21, "cross_bytes": 300}
+    changes["compression"] = {"before_bytes": 3000, "sent_bytes": 750, "ratio": 4.0}
+    changes |= {"run_dir": "runs/" + "long/" * 30, "skipped_steps": 3, "traffic": sent}
     lines = final_lines(summary(**changes), 4, "items")
     expected = {"steps": "4 of 4, 3 skipped", "final loss": "1.5000", "eval loss": "1.6000"}
     expected |= {"accuracy": "0.93", "wall time": "0:01:07"}
     expected["items/s"] = "12,345; in a step, without evaluation and saves, 13,456"
+    expected |= {"samples/s": "11.9", "ranks": "1 rank, flat, MPICH"}
     expected["computing"] = "312 TFLOP/s of the model, 41% of the dense bf16 peak"
     facts = facts_of(lines)
     assert expected.items() <= facts.items()
@@ -278,6 +280,9 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory():
     assert facts["sent within nodes"] == "1,800 messages, 1.5 GB"
     assert "sent between nodes  21 messages, 300 bytes" in lines
     assert "communication 2.0 s, of which exposed 0.5 s" in lines
+    said = "compression between nodes: 750 bytes sent in place of 3.0 kB, a ratio of 4"
+    assert said in lines
+    assert "compression off: no message between nodes was compressed" in final_lines(summary())
     assert lines[-1] == "runs/" + "long/" * 30
 
 
@@ -300,21 +305,31 @@ def test_statistics_tell_how_a_job_was_sharded_and_what_was_narrowed(changes, sa
     assert facts_of(final_lines(summary(**changes), 4, "items"))["sharding"] == said
 
 
-def memory_rows(measured: list[Memory], *usage: Usage) -> list[list[str]]:
+def memory_rows(measured: list[Memory], *usage: Usage, **predicted) -> list[list[str]]:
     """The cells of the table of memory, without its head."""
-    lines = final_lines(summary(memory=memory_by_role(measured, usage)), 4, "items")
+    memory = memory_by_role(measured, usage, **predicted)
+    lines = final_lines(summary(memory=memory), 4, "items")
     start = next(i for i, line in enumerate(lines) if line.startswith("memory of a rank"))
     return [re.split(r"\s{2,}", row) for row in lines[start + 1 : lines.index("", start)]]
 
 
-def test_memory_has_least_median_most_and_the_rank_that_peaks():
+def test_memory_has_least_most_the_rank_that_peaks_and_what_was_predicted_and_saved():
     measured = [Memory(0, 0, 0, 0, state=mb * 10**6) for mb in (300, 500, 400, 2048)]
     usage = [used(mb * 10**6) for mb in (310, 510, 410, 400)]
-    total = ["300.0 MB", "450.0 MB", "2.0 GB", "3"]
-    assert memory_rows(measured, *usage) == [
-        ["optimizer state", *total],
-        ["total of these", *total],
-        ["process peak", "310.0 MB", "405.0 MB", "510.0 MB", "1"],
+    spread, process = ["300.0 MB", "2.0 GB", "3"], ["process peak", "310.0 MB", "510.0 MB", "1"]
+    unknown = [[name, *spread, "?"] for name in ("optimizer state", "total of these")]
+    assert memory_rows(measured, *usage) == [*unknown, process]
+    at_0 = [Memory(0, 0, 0, 0, state=8192 * 10**6)] * 4
+    told = [*spread, "2.0 GB", "8.2 GB", "6.1 GB, 75%"]
+    known = [[name, *told] for name in ("optimizer state", "total of these")]
+    assert memory_rows(measured, *usage, predicted=measured, at_stage_0=at_0) == [*known, process]
+    # Where a stage takes more than stage 0, nothing is saved; what only stage 0 has is shown.
+    more = [Memory(0, 0, 3 * 10**6, 0, 0)]
+    rows = memory_rows(more, used(0), predicted=more, at_stage_0=[Memory(0, 10**6, 0, 0, 0)])
+    assert rows == [
+        ["gradients", "0 bytes", "0 bytes", "0", "0 bytes", "1.0 MB", "1.0 MB, 100%"],
+        ["working buckets", *["3.0 MB"] * 2, "0", "3.0 MB", "0 bytes", "-3.0 MB"],
+        ["total of these", *["3.0 MB"] * 2, "0", "3.0 MB", "1.0 MB", "-2.0 MB"],
     ]
     every = [Memory(*(10**6 * n for n in range(1, 6)))]
     rows = memory_rows(every, used(10**9, 10**6, pinned_memory=1))

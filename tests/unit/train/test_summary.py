@@ -177,9 +177,11 @@ def test_every_role_has_its_own_peak_and_of_equal_ranks_the_first_is_named():
         "master": (0, 4),
         "state": (0, 5),
         "hook": (0, 0),
+        "exchange": (0, 0),
         "total": (0, 15),
     }
     assert peaks == of_optimizer | {
+        "communication": (0, 0),
         "process_peak": (0, 7),
         "device_peak": (1, 2),
         "device_now": (0, 2),

@@ -167,7 +167,12 @@ def test_another_stage_is_predicted_as_it_is_then_measured(stage, dtypes):
     world = one_of(3, 2)
     at_0 = measured(Model(*dtypes), ADAM, world, partition="parameter")
     optimizer = ZeroOptimizer(
-        Model(*dtypes).named_parameters(), ADAM, world(), stage=stage, bucket_bytes=BUCKET, **options
+        Model(*dtypes).named_parameters(),
+        ADAM,
+        world(),
+        stage=stage,
+        bucket_bytes=BUCKET,
+        **options,
     )
     assert optimizer.predicted_memory(stage=0) == at_0
     assert optimizer.predicted_memory() == measured(
