@@ -229,7 +229,10 @@ class TrainConfig:
         "backward: less memory, a third more time.",
     )
     check_every: int = Field(
-        default=0, ge=0, description="steps between checks of equal weights on all ranks. 0: never."
+        default=100,
+        ge=0,
+        description="steps between comparisons of all bits of the weights over ranks, in a message "
+        "that a step sends anyway. 0: never.",
     )
 
     @model_validator(mode="after")

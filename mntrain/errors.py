@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mntrain.checks.finding import alike, naming
 from mntrain.comm import mpi
+from zero.agreement import DifferentWeightsError
 from zero.norms import NonFiniteGradientError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ ADVICE = (
 _NO_GROUP = ("process group has not been initialized", "MASTER_ADDR expected", "RANK expected")
 
 # Errors that every rank raises: rank 0 alone prints them.
-OF_ALL_RANKS = (AgreedError, NonFiniteGradientError)
+OF_ALL_RANKS = (AgreedError, NonFiniteGradientError, DifferentWeightsError)
 
 
 def raised_by_all(error: BaseException | None) -> bool:

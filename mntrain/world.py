@@ -106,6 +106,7 @@ class World(Ranks):
         comm_hook: CommHook | None = None,
         sync: LocalSGD | SyncSchedule | None = None,
         overlap_forward: bool = False,
+        check_every: int = 100,
         **kwargs: Any,
     ) -> ZeroOptimizer:
         """Make a distributed optimizer for a model on `device`. Collective.
@@ -120,14 +121,15 @@ class World(Ranks):
         proportion to the memory that is free now on the GPU, or else on the host, of each rank.
         With `sync` nodes exchange parameters every few steps instead of gradients in each: by a
         description in `mntrain.sync`, such as `DiLoCo`, or a schedule of your own over
-        `node_collectives` and `cross_collectives`. `zero.ZeroOptimizer` documents the other options
-        and `step`. It closes an optimizer that has trained any of the parameters so far: each has
-        one optimizer at a time.
+        `node_collectives` and `cross_collectives`. Every `check_every` steps, ranks compare all
+        bits of their weights in a message that they send anyway; 0: never. `zero.ZeroOptimizer`
+        documents the other options and `step`. It closes an optimizer that has trained any of the
+        parameters so far: each has one optimizer at a time.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
-        or strides of the model, in an argument from `stage` to `loss_scale`, in the class or a
-        public number, string, bool or dtype of `comm_hook` or `sync`, or in the class, options and
-        parameters of the torch optimizer; or if any rank cannot accept one.
+        or strides of the model, in an argument from `stage` to `loss_scale` or `check_every`, in
+        the class or a public number, string, bool or dtype of `comm_hook` or `sync`, or in the
+        class, options and parameters of the torch optimizer; or if any rank cannot accept one.
         """
         options: dict[str, Any] = {
             "stage": stage,
@@ -140,6 +142,7 @@ class World(Ranks):
             "comm_hook": comm_hook,
             "sync": sync,
             "overlap_forward": overlap_forward,
+            "check_every": check_every,
         }
         optimizer = make_optimizer(
             self,

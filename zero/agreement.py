@@ -2,11 +2,18 @@
 
 Each rank adds digests of them to a message that a step sends anyway. Only if these differ, ranks
 gather what is behind them, and all raise one error that names the rank and both values.
+
+Every few steps, the digest is also of all bits of the weights: of trained parameters, of parameters
+of the model that are not trained, and at stage 0 of master weights. Buffers are not compared: each
+step overwrites them with those of the first rank.
 """
 
 import math
+import time
+import warnings
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, NamedTuple
@@ -15,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero.checksum import checksum
 from zero.collectives import Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
 from zero.layout import Bucket
@@ -41,6 +49,11 @@ PARAMETERS_ALIKE = (
 )
 GRADIENTS_ALIKE = "do the same to p.grad on all ranks"
 
+
+class DifferentWeightsError(RuntimeError):
+    """Ranks that must hold the same weights do not. Raised by every rank alike."""
+
+
 Samples = tuple[dict[str, int], Tensor]  # how many are of each parameter, by name; one by one
 
 
@@ -61,6 +74,8 @@ class Report(NamedTuple):
     rank: int
     replica: int
     facts: dict[str, Fact]
+    weights: Mapping[str, int]  # checksums by parameter, if the step compares them
+    processor: str  # what decides how the rank rounds
 
 
 def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> None:
@@ -69,7 +84,7 @@ def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> 
     Raises ValueError on all ranks for the first that differs, which ends with what to do.
     """
     facts = {what: Fact(value, fix) for what, value in values.items()}
-    reports = gather_objects(ranks, Report(ranks.rank, 0, facts))
+    reports = gather_objects(ranks, Report(ranks.rank, 0, facts, {}, ""))
     if difference := _difference(reports, frozenset()):
         raise ValueError(difference)
 
@@ -108,8 +123,13 @@ def _real(found: Tensor) -> Tensor:
 class StepComparison:
     """Comparison of the ranks that share the optimizer's state when a step begins."""
 
-    def __init__(self, owned: OptimizerShard, rank: int, replica: int) -> None:
+    def __init__(self, owned: OptimizerShard, rank: int, replica: int, every: int) -> None:
         self._owned, self._rank, self._replica = owned, rank, replica
+        self._every = every  # steps between comparisons of all bits of the weights; 0: none
+        self._summed: tuple[int, int] | None = None  # the latest step of one, and its digest
+        self._over_replicas: int | None = None  # the latest step of one over all replicas
+        self._unlike = False  # whether ranks round differently, so that bits say nothing
+        self.checks, self.checks_s = 0, 0.0  # such comparisons, and the seconds that they took
         self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
         self._whole: list[tuple[str, Parameter]] = []  # parameters that are not flat
         self._rounding = False  # whether processors have rounded parameters differently
@@ -141,13 +161,24 @@ class StepComparison:
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
         updated = zlib.crc32(",".join(words).encode())
         updated += _digest_of_samples(self._parameters(step))
+        if self._every and step % self._every == 0:
+            updated += self._digest_of_weights(step)
         if not self._owned.sharded:
             updated += _digest_of_samples(self._flat_samples(step))
         return _addends((_digest(groups), updated), step)
 
-    def figures_of_replica(self, groups: Iterable[ParamGroup], step: int) -> Tensor:
-        """Return the same for other replicas, whose gradients and states differ. Local."""
-        return _addends((_digest(groups, self._own),), step)
+    def figures_of_replica(
+        self, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
+    ) -> Tensor:
+        """Return the same for other replicas, whose gradients and states differ. Local.
+
+        Their weights are alike where they are `in_sync`, which may be in few steps.
+        """
+        digest, last = _digest(groups, self._own), self._over_replicas
+        if self._every and in_sync and (last is None or step - last >= self._every):
+            self._over_replicas = step
+            digest += self._digest_of_weights(step)
+        return _addends((digest,), step)
 
     def compare(
         self,
@@ -155,19 +186,72 @@ class StepComparison:
         groups: Sequence[ParamGroup],
         without: frozenset[str],
         step: int,
+        *,
+        in_sync: bool,
     ) -> None:
         """Gather what ranks have, after digests have differed. Collective over `ranks`.
 
-        Raises RuntimeError on all of them for what must not differ.
+        Raises DifferentWeightsError on all of them for weights, and RuntimeError for what else must
+        not differ.
         """
-        facts = self._facts(groups, without, step)
-        reports = gather_objects(ranks, Report(self._rank, self._replica, facts))
+        facts, weights = self._facts(groups, without, step), dict[str, int]()
+        if self._summed is not None and self._summed[0] == step:
+            weights = {name: int(checksum([tensor])) for name, tensor in self._weights()}
+        devices = {parameter.device for parameter in self._named.values()}
+        rounds = " ".join(processor(device) for device in devices)
+        own = Report(self._rank, self._replica, facts, weights, rounds)
+        reports = gather_objects(ranks, own)
+        exact = [
+            report._replace(facts={n: f for n, f in report.facts.items() if not f.tolerance})
+            for report in reports
+        ]
+        if difference := _difference(exact, self._own):
+            raise RuntimeError(difference)
+        if difference := _differing_weights(reports, in_sync=in_sync):
+            kinds = {report.processor for report in reports}
+            if self._owned.sharded or len(kinds) == 1:
+                raise DifferentWeightsError(f"after step {step}, {difference}")
+            self._unlike = True
+            if self._rank == reports[0].rank:
+                warnings.warn(
+                    f"after step {step}, {difference}. Their processors or threads are not alike "
+                    f"({', '.join(sorted(kinds))}), which may round differently: from here on, "
+                    "some elements are compared, by a tolerance",
+                    stacklevel=2,
+                )
         self._own |= {f.place for r in reports for f in r.facts.values() if f.own and f.place}
         if difference := _difference(reports, self._own):
             raise RuntimeError(difference)
         alike = [report.facts for report in reports if report.replica == self._replica]
         values = [[f.value for f in facts.values() if f.fix == PARAMETERS_ALIKE] for facts in alike]
         self._rounding = self._rounding or any(each != values[0] for each in values)
+
+    def _digest_of_weights(self, step: int) -> int:
+        """Return a digest of all bits of the weights. Waits for the device."""
+        if self._unlike:
+            return 0
+        if self._summed is None or self._summed[0] != step:
+            start, owned = time.perf_counter(), self._owned
+            buckets = range(len(owned.plan)) if owned.sharded else ()
+            whole = [tensor for _, tensor in [*self._whole, *self._masters()]]
+            total = int(checksum([*map(owned.parameters.flat, buckets), *whole]))
+            self._summed = step, zlib.crc32(total.to_bytes(8, "little", signed=True))
+            self.checks += 1
+            self.checks_s += time.perf_counter() - start
+        return self._summed[1]
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that are compared, by name, in the order of the model."""
+        if self._owned.sharded:
+            yield from self._named.items()
+        yield from self._whole
+        yield from self._masters()
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the master weights that all ranks hold."""
+        for owned in () if self._owned.sharded else self._owned.pieces:
+            if owned.has_master:
+                yield f"the master weights of {owned.piece.spec.name}", owned.tensor
 
     def _facts(
         self, groups: Iterable[ParamGroup], without: frozenset[str], step: int
@@ -297,6 +381,50 @@ def _difference(reports: Sequence[Report], own: Set[Place]) -> str:
                     f"{fact.fix}"
                 )
     return ""
+
+
+def differing(digests: Mapping[int, Any]) -> list[int]:
+    """Return the ranks whose digest is not the most common one, of digests by rank. Pure.
+
+    If two are equally common, that of the first rank counts as right.
+    """
+    counts = Counter(digests.values())
+    first = next(iter(digests.values()), None)
+    expected = max(counts, key=lambda d: (counts[d], d == first), default=None)
+    return [rank for rank, digest in digests.items() if digest != expected]
+
+
+def _differing_weights(reports: Sequence[Report], *, in_sync: bool) -> str:
+    """Return which ranks have other weights, of which parameter first; "" if none.
+
+    Those of a replica are compared, or if replicas are `in_sync`, all.
+    """
+    found: dict[str, list[int]] = {}
+    if not all(report.weights for report in reports):
+        return ""
+    for replica in {0} if in_sync else {report.replica for report in reports}:
+        alike = [report for report in reports if in_sync or report.replica == replica]
+        for name in alike[0].weights:
+            if ranks := differing({report.rank: report.weights[name] for report in alike}):
+                found[name] = sorted({*found.get(name, ()), *ranks})
+    if not found:
+        return ""
+    ranks = sorted(set[int]().union(*found.values()))
+    word = "ranks" if len(ranks) > 1 else "rank"
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"the weights differ between ranks: {word} {', '.join(map(str, ranks))} against the "
+        f"others, first in {next(iter(found))}{more}: {PARAMETERS_ALIKE}"
+    )
+
+
+def processor(device: torch.device) -> str:
+    """Return what decides how a device rounds: its kind, and the threads of a CPU."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    kind = known.get("cpu_name", ""), torch.backends.cpu.get_cpu_capability()
+    return f"{' '.join(kind)} with {torch.get_num_threads()} threads".strip()
 
 
 def _differing_values(here: Any, there: Any, fact: Fact) -> tuple[Any, Any] | None:

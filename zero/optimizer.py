@@ -120,6 +120,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read. Code that reads
       parameters from a list made before has to call `wait_for_parameters`.
+    - `check_every`: steps between comparisons of all bits of the weights, which ride in a message
+      that a step sends anyway; 0: none. Of trained and other parameters, and at stage 0 of master
+      weights, over the ranks that share the state, and after an exchange over all.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -153,12 +156,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 25 * MIB,
         model: nn.Module | None = None,
         overlap_forward: bool = False,
+        check_every: int = 100,
         **kwargs: Any,
     ) -> None:
         pairs, model, starts = _parts_of(parameters, model, collectives.size)
         check_sharding(stage, partition)
         check_travel_dtype("gather_dtype", gather_dtype)
         _check_limits(max_grad_norm, norm_type, non_finite)
+        if not isinstance(check_every, int) or check_every < 0:
+            raise ValueError(f"check_every is {check_every!r}: give a number of steps, or 0")
         self._collectives, self._norm_type = collectives, float(norm_type)
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
@@ -179,7 +185,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             alone=collectives.size == 1,
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, model)
-        self._agreement = StepComparison(self._shard, collectives.rank, self.schedule.replica)
+        self._agreement = StepComparison(
+            self._shard, collectives.rank, self.schedule.replica, check_every
+        )
         self.accumulation = Accumulation(
             self._shard,
             self._hook,
@@ -211,7 +219,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_groups()
         self._constructed = True
         if starts:
-            self._expect_alike(gather_dtype)
+            self._expect_alike(gather_dtype, check_every)
             self.start()
 
     def start(self) -> None:
@@ -233,8 +241,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A closure is run once before; it computes the loss and runs backward, the same number of
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
-        RuntimeError on all ranks if they differ in hyperparameters, in parameters (of which some
-        elements are compared), in loaded states, or in what was done to `p.grad`,
+        DifferentWeightsError, a RuntimeError, on all ranks if weights differ that are compared in
+        this step (`check_every`), RuntimeError on all ranks if they differ in hyperparameters, in
+        parameters (of which some elements are compared), in loaded states, or in what was done to
+        `p.grad`,
         ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`
         or if the optimizer was closed.
         In a step in which replicas do not wait for each other, one of them alone raises
@@ -613,6 +623,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         load_slices(self._shard, self._inner, slices, self._shapes(), load_sync, options=options)
         self._take_groups()
 
+    @property
+    def weight_checks(self) -> tuple[int, float]:
+        """The number of comparisons of the weights so far, and the seconds that they took here."""
+        return self._agreement.checks, self._agreement.checks_s
+
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         kept = self._shard.memory(self._inner.state)
@@ -739,7 +754,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         differ = figures is not None and not agree(figures)
         alone = self.schedule.independent(step) or self.group.size == self._collectives.size
         if alone and differ:
-            self._agreement.compare(sharding, groups, without or frozenset(), step)
+            self._agreement.compare(sharding, groups, without or frozenset(), step, in_sync=False)
         if alone:
             return norm
         totals = torch.tensor(
@@ -748,11 +763,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device="cpu",
         )
         if without is not None:
-            totals = torch.cat([totals, self._agreement.figures_of_replica(groups, step)])
+            own = self._agreement.figures_of_replica(groups, step, in_sync=self.in_sync)
+            totals = torch.cat([totals, own])
         self._collectives.all_reduce(totals).wait()
         total, weight, differing = totals[:3].tolist()
         if without is not None and (differing or not agree(totals[3:])):
-            self._agreement.compare(self._collectives, groups, without, step)
+            ranks, in_sync = self._collectives, self.in_sync
+            self._agreement.compare(ranks, groups, without, step, in_sync=in_sync)
         if not weight > 0:
             self.accumulation.refuse_weight(weight)
         return norm if math.isfinite(total) else total
@@ -799,7 +816,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.give(given)
         return groups
 
-    def _expect_alike(self, gather_dtype: torch.dtype | None) -> None:
+    def _expect_alike(self, gather_dtype: torch.dtype | None, check_every: int) -> None:
         """Raise ValueError on all ranks if they have made different optimizers. Collective."""
         model, collectives = self._model, self._collectives
         if model is None or collectives.size == 1:
@@ -815,6 +832,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "norm_type": self._norm_type,
             "skipping of steps": self._skips,
             "loss_scale": self._scale.value,
+            "check_every": check_every,
             "the number of tensors": len(tensors),
             **{
                 f"tensor {number}": f"{name} of {t.dtype}, shape {tuple(t.shape)}, "

@@ -136,6 +136,7 @@ class TrainingJob:
             sync=self.sync,
             groups=bound.args[0],
             overlap_forward=True,
+            check_every=config.train.check_every,
             **bound.keywords,
         )
         self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)

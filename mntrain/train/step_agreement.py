@@ -30,6 +30,7 @@ from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
+from zero.agreement import DifferentWeightsError
 from zero.collectives import Collectives
 from zero.norms import NonFiniteGradientError, NonFiniteReplicaError
 from zero.step_message import StepMessage
@@ -38,12 +39,14 @@ _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not en
 
 
 @contextmanager
-def non_finite_stops(world: World, step: int) -> Iterator[None]:
-    """Raise TrainingStoppedError in place of the block's NonFiniteGradientError, on all ranks."""
+def errors_stop(world: World, step: int) -> Iterator[None]:
+    """Raise TrainingStoppedError in place of the block's errors of all ranks: of the optimizer."""
     try:
         yield
     except NonFiniteGradientError as error:
         raise TrainingStoppedError(f"in step {step}, {error}", world.rank) from None
+    except DifferentWeightsError as error:
+        raise TrainingStoppedError(str(error), world.rank) from None
 
 
 class StepAgreement:

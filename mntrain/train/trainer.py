@@ -28,9 +28,8 @@ from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
 from mntrain.train.evaluation import evaluating, merge_sets
 from mntrain.train.job import TrainingJob
-from mntrain.train.model_digest import compare_replicas
 from mntrain.train.resumption import to_json
-from mntrain.train.step_agreement import StepAgreement, non_finite_stops
+from mntrain.train.step_agreement import StepAgreement, errors_stop
 from mntrain.train.step_means import PartCounts, StepMeans
 from mntrain.train.summary import JobResult, describe_job, finish_report
 from mntrain.world import World, init
@@ -184,8 +183,8 @@ class Trainer:
         for step in count(self._job.done + 1):
             start = time.perf_counter()
             try:
-                with non_finite_stops(self._world, step):
-                    record = self._check_and_evaluate(self.train_step(step))
+                with errors_stop(self._world, step):
+                    record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
                 self._reporter.step(record)
                 self._asked_to_stop = self._job.task.on_step(record) or self._asked_to_stop
@@ -194,7 +193,7 @@ class Trainer:
                     self._signals.agreed()
                     return
                 saving = self._world.recorder.phase("checkpoint", step)
-                with saving, non_finite_stops(self._world, step):
+                with saving, errors_stop(self._world, step):
                     self._job.checkpointing.after_step(
                         self._progress(record), self._agreement.flags
                     )
@@ -226,7 +225,7 @@ class Trainer:
         if last is None or not wanted or saver.has(last.step):
             return None
         try:
-            with non_finite_stops(self._world, last.step):
+            with errors_stop(self._world, last.step):
                 saver.save_now(self._progress(last))
         except AgreedError as error:
             return error
@@ -350,20 +349,16 @@ class Trainer:
         return (
             step == self._job.last_step
             or self._evaluates(step)
-            or _due(self._config.train.check_every, step)
             or any(flags[name] for name in ("interrupted", "preempted", "asked_to_stop"))
             or self._job.checkpointing.acts(step, flags)
         )
 
     def _evaluates(self, step: int) -> bool:
-        due = step == self._job.steps or _due(self._config.train.eval_every, step)
+        every = self._config.train.eval_every
+        due = step == self._job.steps or (every > 0 and step % every == 0)
         return due and bool(self._job.data.validation_sets)
 
-    def _check_and_evaluate(self, record: StepRecord) -> StepRecord:
-        if _due(self._config.train.check_every, record.step):
-            self._optimizer.wait_for_parameters()
-            groups = None if self._optimizer.in_sync else self._world.topology.nodes
-            compare_replicas(self._world, self._model, groups, record.step)
+    def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         if not self._evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
@@ -418,7 +413,3 @@ class Trainer:
         if flags["preempted"]:
             return "preempted"
         return "interrupted" if flags["interrupted"] else "running"
-
-
-def _due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0

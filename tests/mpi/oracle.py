@@ -10,11 +10,10 @@ from functools import partial
 
 import pytest
 import torch
+from model_digest import model_digest
 from models import net
 from torch import nn
 from torch.nn import functional
-
-from mntrain.train.model_digest import model_digest
 
 ALGORITHMS = ["naive", "flat", "leader", "lanes"]
 EXACT = 1e-11  # in fp64, relative and absolute

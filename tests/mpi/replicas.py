@@ -1,12 +1,11 @@
 """Nodes that train alone for some steps: what their tests have in common."""
 
 import torch
+from model_digest import model_digest
 from models import net
 from mpi4py import MPI
 from oracle import ADAMW, init, loss_of, make_optimizers, mine, samples, update
 from worlds import RANKS
-
-from mntrain.train.model_digest import model_digest
 
 RANK = MPI.COMM_WORLD.rank
 PER_NODE = 2 if RANKS == 4 else 1

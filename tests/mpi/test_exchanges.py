@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from model_digest import differing_ranks, model_digest
 from models import Tiny, net
 from mpi4py import MPI
 from oracle import (
@@ -40,7 +41,6 @@ from torch import nn
 from worlds import RANKS, refusal
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
-from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.comm_hooks.codes import BlockCode, ChunkCode
 from zero.exchange.exchange import ARRIVING, EXCHANGED, MOMENTUM
 from zero.norms import NonFiniteGradientError

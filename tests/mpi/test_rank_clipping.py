@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from model_digest import model_digest
 from oracle import EXACT, OWN, loss_of, rows, samples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mntrain.train.model_digest import model_digest
 from zero.norms import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_digest import model_digest
 from mpi4py import MPI
 from small_jobs import Signalling, lines_of, small, steps_taken, summary_of
 from worlds import RANKS, make_world
@@ -17,7 +18,6 @@ from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.report import Reporter
 from mntrain.sync import SyncConfig
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.model_digest import model_digest
 from mntrain.train.trainer import Trainer, exit_code
 from zero.exchange import exchange
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from model_digest import model_digest
 from models import Mixed, Tiny, net
 from mpi4py import MPI
 from oracle import (
@@ -31,7 +32,6 @@ from mntrain.checkpoint import Manifest, Saver
 from mntrain.compression.int8 import Int8Hook
 from mntrain.run import shard_sizes
 from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
-from mntrain.train.model_digest import model_digest
 from zero.comm_hooks import CommHook
 from zero.layout import split_by_weight
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from model_digest import model_digest
 from models import Fickle, Tied, loss_at, net
 from mpi4py import MPI
 from oracle import ADAMW, SGD, init, loss_of, mine, modes, samples
@@ -14,7 +15,6 @@ from torch.nn import functional
 from worlds import RANKS, refusal
 
 from mntrain.comm import hierarchical
-from mntrain.train.model_digest import model_digest
 from zero.gradients.stages import UnavailableGradient
 
 pytestmark = pytest.mark.mpi

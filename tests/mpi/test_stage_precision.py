@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from model_digest import model_digest
 from models import net
 from mpi4py import MPI
 from oracle import ADAMW, MAX_NORM, SGD, loss_of, mine, modes, samples
@@ -12,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 from worlds import RANKS
 
-from mntrain.train.model_digest import model_digest
 from zero import NonFiniteGradientError
 
 pytestmark = pytest.mark.mpi

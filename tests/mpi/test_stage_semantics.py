@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from model_digest import model_digest
 from models import net
 from mpi4py import MPI
 from oracle import ADAMW, MAX_NORM, SGD, SMALL, init, loss_of, mine, modes, rows, samples
 from states import gather_slices
 from worlds import RANKS
 
-from mntrain.train.model_digest import model_digest
 from mntrain.train.optimization import weight_decay_groups
 from zero import SingleProcessCollectives, ZeroOptimizer
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from model_digest import differing_ranks, model_digest
 from models import net
 from oracle import ADAMW, SGD, assert_close, init, loss_of, mine, samples
 from replicas import (
@@ -25,7 +26,6 @@ from replicas import (
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
-from mntrain.train.model_digest import differing_ranks, model_digest
 from zero.comm_hooks.codes import ChunkCode
 from zero.exchange.exchange import EXCHANGED, Sent
 from zero.norms import NonFiniteGradientError, NonFiniteReplicaError

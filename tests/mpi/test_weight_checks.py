@@ -1,0 +1,142 @@
+"""Weights that must be equal on all ranks, and differ in one bit on one of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from mpi4py import MPI
+from oracle import SGD, init, make_optimizers, update
+from small_jobs import small
+from torch import nn
+from worlds import RANKS
+
+from mntrain.config import ZeroConfig
+from mntrain.errors import TrainingStoppedError
+from mntrain.sync import LocalSGD
+from mntrain.tasks.lm import LanguageModel
+from mntrain.train.trainer import Trainer
+from zero.agreement import DifferentWeightsError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+RANK = MPI.COMM_WORLD.rank
+LAST = RANKS - 1
+ODD = RANK == LAST
+stages = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def world():
+    with init(ranks_per_node=1) as world:
+        yield world
+
+
+@pytest.fixture
+def make(world):
+    yield from make_optimizers(world)
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3), nn.Linear(3, 2))
+    model[2].requires_grad_(False)
+    return model.to(dtype)
+
+
+def flip(tensor, byte=0):
+    """Flip the lowest bit of a byte of the last element, by default the lowest one."""
+    tensor.detach().view(-1).view(torch.uint8)[byte - tensor.element_size()] ^= 1
+
+
+def loss(model, step):
+    return model(torch.full((2, 5), 0.1 * (1 + step + RANK), dtype=model[0].weight.dtype)).sum()
+
+
+def refusal(optimizer, model, step):
+    """What a step raises on all ranks."""
+    loss(model, step).backward()
+    with pytest.raises(DifferentWeightsError) as error:
+        optimizer.step()
+    assert MPI.COMM_WORLD.allgather(str(error.value)) == [str(error.value)] * RANKS
+    return str(error.value)
+
+
+@stages
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["0.weight", "3.bias", "2.weight"])  # first, last, frozen
+def test_one_bit_on_one_rank_is_found_in_the_step_that_compares(make, stage, dtype, name):
+    model = net(dtype)
+    optimizer = make(model, SGD, stage=stage, check_every=2)
+    for step in range(4):
+        update(optimizer, loss(model, step))
+    optimizer.wait_for_parameters()
+    if ODD:
+        flip(model.get_parameter(name))
+    found = refusal(optimizer, model, 4)
+    of = f"after step 4, the weights differ between ranks: rank {LAST} against the others, first in"
+    assert found.startswith(f"{of} {name}")
+    assert optimizer.weight_checks[0] == 3
+
+
+def test_one_bit_is_found_later_if_the_step_compares_nothing(make):
+    model = net()
+    optimizer = make(model, SGD, check_every=3)
+    for step in range(6):
+        if step == 4 and ODD:
+            flip(model[0].bias, byte=1)  # so that no rounding of the update takes it back
+        update(optimizer, loss(model, step))
+    assert refusal(optimizer, model, 6).startswith("after step 6, the weights differ")
+    never = make(net(), SGD, check_every=0)
+    if ODD:
+        flip(model[0].bias)
+    update(never, loss(model, 0))
+    assert never.weight_checks == (0, 0.0)
+
+
+def test_master_weights_of_which_all_ranks_hold_a_copy_are_compared(make):
+    model = net(torch.bfloat16)
+    optimizer = make(model, SGD, check_every=1)
+    update(optimizer, loss(model, 0))
+    if ODD:
+        flip(next(iter(optimizer._shard.pieces)).tensor)
+    assert "first in the master weights of 3.bias" in refusal(optimizer, model, 1)
+
+
+def test_nodes_are_compared_after_an_exchange_alone(make):
+    model = net()
+    sync = LocalSGD(every=3)
+    optimizer = make(
+        model, torch.optim.SGD, lr=0.1, sync=sync, overlap_forward=False, check_every=1
+    )
+    for step in range(9):
+        assert optimizer.in_sync == (step % 3 == 0)
+        update(optimizer, loss(model, step))
+    assert optimizer.weight_checks[0] == 3
+    if ODD:
+        flip(model[0].weight)
+    assert f"rank {LAST} against the others, first in 0.weight" in refusal(optimizer, model, 9)
+
+
+class Flips(LanguageModel):
+    """Flips a bit on the last rank, in the forward of its third step."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 3 and ODD:
+            flip(next(model.parameters()))
+        return super().loss(model, batch)
+
+
+def test_a_job_stops_with_one_error(world, tmp_path):
+    config = small(tmp_path, f"{__name__}:Flips", steps=6, check_every=2)
+    trainer = Trainer(world, replace(config, zero=ZeroConfig(stage=0)))
+    said = f"^after step 2, the weights differ between ranks: rank {LAST} against the others, first"
+    with pytest.raises(TrainingStoppedError, match=said):
+        trainer.fit()
+    if RANK == 0:
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert (summary["status"], summary["steps"]) == ("failed", 2)
+        assert summary["error"].startswith("after step 2, the weights differ")

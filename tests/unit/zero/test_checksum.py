@@ -1,0 +1,98 @@
+"""Checksums of the bits of tensors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from zero.agreement import differing
+from zero.checksum import ROW_BYTES, checksum
+
+
+def model():
+    torch.manual_seed(1)
+    layers = nn.Conv2d(2, 3, 2), nn.Linear(150, 150), nn.Linear(3, 2).bfloat16()
+    return nn.Sequential(*layers)  # the second one has a row and a rest
+
+
+def of(module):
+    return int(checksum([*module.parameters()]))
+
+
+@pytest.mark.parametrize("place", [0, -1, 70_000])
+@pytest.mark.parametrize("name", model().state_dict())
+def test_one_bit_of_any_parameter_changes_the_checksum(name, place):
+    first, second = model(), model()
+    data = second.state_dict()[name].view(-1).view(torch.uint8)
+    place = min(place, len(data) - 1)
+    expected = of(first)
+    for bit in range(8):
+        data[place] ^= 1 << bit
+        assert of(second) != expected
+        data[place] ^= 1 << bit
+    assert of(second) == expected
+
+
+def test_differences_of_opposite_signs_do_not_cancel():
+    torch.manual_seed(0)
+    values = torch.randint(0, 1 << 30, (5 * ROW_BYTES // 4,), dtype=torch.int32)
+    expected = int(checksum([values]))
+    for _ in range(200):
+        one, other = torch.randint(0, len(values), (2,)).tolist()
+        changed = values.clone()
+        changed[one] += 1
+        changed[other] -= 1
+        assert one == other or int(checksum([changed])) != expected
+    assert int(checksum([values.flip(0)])) != expected
+    assert int(checksum([values[:9], values[9:18]])) != int(checksum([values[9:18], values[:9]]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor(True), torch.tensor(False)),
+        *(
+            (torch.ones(3, dtype=dtype), torch.full((3,), 2, dtype=dtype))
+            for dtype in (torch.float64, torch.float16, torch.int64, torch.complex64)
+        ),
+    ],
+)
+def test_a_checksum_is_of_bits_whatever_the_shape_and_dtype(one, other):
+    empty, nan = torch.zeros(0, 3), nn.Parameter(torch.tensor(float("nan")))
+    expected = int(checksum([empty, nan, one]))
+    assert expected == int(checksum(copy.deepcopy([empty, nan, one])))
+    assert expected != int(checksum([empty, nan, other]))
+    assert int(checksum([])) == int(checksum([empty])) == 0
+
+
+def test_a_checksum_depends_on_no_memory_format_or_address():
+    first = model()
+    second = copy.deepcopy(first).to(memory_format=torch.channels_last)
+    assert second[0].weight.stride() != first[0].weight.stride()
+    assert of(first) == of(second)
+    values = torch.rand(40_000)
+    shifted = torch.zeros(40_001)
+    shifted[1:] = values
+    assert int(checksum([values])) == int(checksum([shifted[1:]]))
+
+
+@pytest.mark.parametrize(
+    ("digests", "expected"),
+    [
+        ("", []),
+        ("a", []),
+        ("aaaa", []),
+        ("aaba", [2]),
+        ("baaa", [0]),
+        ("abca", [1, 2]),
+        ("aabb", [2, 3]),
+        ("abba", [1, 2]),
+        ("ab", [1]),
+        ("abcd", [1, 2, 3]),
+        ("abbcc", [0, 3, 4]),
+    ],
+)
+def test_differing_ranks_are_those_without_the_most_common_digest(digests, expected):
+    assert differing(dict(enumerate(digests))) == expected
