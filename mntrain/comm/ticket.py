@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -61,13 +62,17 @@ class Signature(NamedTuple):
 
 
 class Ticket:
-    """One collective of a stream on this rank. `number` and `digest` are set when it begins."""
+    """One collective of a stream on this rank. `number` and `digest` are set when it begins.
 
-    __slots__ = ("digest", "number", "signature", "site")
+    `queued` is when it was made, in seconds of `time.perf_counter`.
+    """
+
+    __slots__ = ("digest", "number", "queued", "signature", "site")
 
     def __init__(self, signature: Signature, site: str) -> None:
         self.signature, self.site = signature, site
         self.number = self.digest = 0
+        self.queued = time.perf_counter()
 
     def begin(self, number: int, previous: int) -> None:
         """Set the number, and the digest of 63 bits by which ranks compare the collective.
