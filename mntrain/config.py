@@ -20,6 +20,7 @@ from mntrain.config_types import (
     Names,
     OptionalPath,
     OrNone,
+    StepRange,
     Table,
     parse_names,
 )
@@ -442,6 +443,11 @@ class LogConfig:
     csv: bool = Field(default=False, description="write metrics.csv, a row for each step.")
     wandb: OrNone[str] = Field(
         default=None, description="project of Weights & Biases to send metrics to. none: do not."
+    )
+    timeline: OrNone[StepRange] = Field(
+        default=None,
+        description="steps FROM:TO, such as 20:22, to record in timeline.json.gz, a trace of all "
+        "ranks for Perfetto. none: do not.",
     )
     plot: bool = Field(
         default=True, description="draw loss.svg at the end of a job, if matplotlib is installed."

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
 
@@ -30,6 +30,13 @@ def _parse_interval(value: Any) -> Any:
     if not isinstance(text, str) or not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
         raise ValueError("must be a number of steps, minutes such as 10min, or auto")
     return text
+
+
+def _check_steps(value: str) -> str:
+    first, colon, last = value.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ValueError("must be the first and the last step, such as 20:22")
+    return value
 
 
 def _parse_table(value: Any) -> Any:
@@ -92,6 +99,7 @@ def _parse_named_paths(value: Any) -> Any:
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
+StepRange = Annotated[str, AfterValidator(_check_steps)]  # "20:22"
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none
 NamedPaths = Annotated[Path | dict[str, Path] | None, BeforeValidator(_parse_named_paths)]
 Table = Annotated[dict[str, Any], BeforeValidator(_parse_table)]  # written as in TOML

@@ -228,6 +228,7 @@ class Ranks:
         engine.watch = DisagreementWatch(comm, engine.streams, partial(AgreedError, rank=rank))
         self._resources.callback(engine.close)
         self.waits = engine.waits
+        self.waits.observe = self.recorder.span
 
     def _make_collectives(self) -> None:
         """Choose how tensors on GPUs travel, and make the collectives over all ranks."""

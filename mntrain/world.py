@@ -38,6 +38,7 @@ from mntrain.run.other_libraries import (
 from mntrain.run.own_loop import OwnLoop
 from mntrain.run.saving import Checkpoints
 from mntrain.sync import LocalSGD
+from mntrain.timeline import Timeline
 from zero.comm_hooks import CommHook
 from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
@@ -76,6 +77,7 @@ class World(Ranks):
             length_of_divided,
             clock=self.waits,
             room=lambda: world.memory_room(),  # noqa: PLW0108 - a bound method keeps the world
+            observe=self.recorder.span,
         )
         self._own_loop = OwnLoop(world, self._optimizers, self._shards)
         self._batch_norms = count(1)  # numbers of the calls of `sync_batchnorm`
@@ -153,6 +155,7 @@ class World(Ranks):
             options=options,
             kwargs=kwargs,
         )
+        optimizer.accumulation.observe = self.recorder.span
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]
         self._optimizers.append(optimizer)
         self._shards.tell(optimizer)
@@ -291,6 +294,24 @@ class World(Ranks):
         """
         self._engine.check_open()
         return self._own_loop.report()
+
+    def timeline(self, path: str | Path) -> Timeline:
+        """Return a context manager that records what all ranks do in its block. Local.
+
+            with world.timeline("trace.json.gz"):
+                for step in range(3):
+                    ...
+
+        Its begin and end are collective, between steps: ranks compare their clocks. At the end, and
+        after an error of all ranks, rank 0 writes one trace in the Trace Event Format, compressed
+        if the path ends with .gz, which https://ui.perfetto.dev opens. It has all collectives, the
+        waits for them, the loads of `shard`, backward from its first gradient on, the steps of
+        optimizers, and saves of `checkpoints`; `with world.recorder.phase("forward"):` adds what
+        else is to be seen. On a GPU, times are those of the host. The begin raises AgreedError if
+        another timeline is recorded, or if rank 0 can make no file there; the end, if it cannot
+        write the file.
+        """
+        return Timeline(self, path)
 
     def stop_requested(self, max_minutes: float | None = None, *, grace: float = 30.0) -> bool:
         """Return True if any rank was asked to end before the previous call. Collective.

@@ -106,6 +106,8 @@ class Accumulation:
         # The limit of the norm of each rank's own mean: then nothing leaves in backward.
         self.own_limit: float | None = None
         self.waited_s = 0.0  # seconds so far in `finish`
+        # Is told of what has ended in the step: a name, and its start by `time.perf_counter`.
+        self.observe: Callable[[str, float], None] = lambda name, start: None
         self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
         # Of the running backward.
         # Autograd's numbers of it and of those nested in it. Each has a function that returns None
@@ -113,6 +115,7 @@ class Accumulation:
         self._tasks: dict[int, Callable[[], object]] = {}
         self._joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
         self._syncing = True  # outside of `no_sync`
+        self._began_s = 0.0  # when its first gradient came
         # Of the reduction.
         self.phase = Phase.EMPTY
         self.reduced_weight = 0.0  # of what was reduced since the last step, in samples
@@ -371,6 +374,7 @@ class Accumulation:
         if not first and not any(running() for running in self._tasks.values()):
             raise RuntimeError(INTERRUPTED)
         if first:
+            self._began_s = time.perf_counter()
             self._shard.watch.check_kinds()
             self._scale.check_applied()
         at_end = partial(self._on_end_of_backward, task)
@@ -417,6 +421,7 @@ class Accumulation:
             self.finish()
         elif self.announces:
             self._launch_remaining()
+        self.observe("backward", self._began_s)
 
     @_disable_dynamo
     def _join(self, *_: object) -> None:
@@ -445,6 +450,7 @@ class Accumulation:
                 pass
         finally:
             self.waited_s += time.perf_counter() - start
+            self.observe("reduce_wait", start)
 
     def _reduce(self) -> bool:
         """Reduce what has arrived; return whether any rank has gradients that came late."""

@@ -1,6 +1,7 @@
 """The optimizer step of data-parallel training: wait, mean, clip, update, publish."""
 
 import math
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -256,6 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        start = time.perf_counter()
         unused = self._means()
         self._shard.take_changes()
         with self._shard.gradients_set(unused) as sums:  # before the norm: then the host waits
@@ -268,6 +270,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             else:
                 self._skip_or_raise(norm)
         weight = self._publish(updated=finite)
+        self.accumulation.observe("optimizer", start)
         clipped = norm * coef if finite else 0.0
         return StepResult(norm, coef, clipped, weight, skipped=not finite, loss=loss)
 

@@ -409,6 +409,7 @@ def _write(save: Save, world: Ranks, model: Shapes, ranges: Iterable[TensorRange
     Returns the written ranges by file, after they are on the disk. Raises OSError, and ValueError
     if a rank cannot save.
     """
+    start = time.perf_counter()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
     given = _poll(save.outlines)
@@ -431,6 +432,7 @@ def _write(save: Save, world: Ranks, model: Shapes, ranges: Iterable[TensorRange
             written[name] += layouts[name].write(files[name], tensor, flat.cpu(), low)
         for file in files.values():
             os.fsync(file)
+    world.recorder.span("write checkpoint", start)
     return written
 
 

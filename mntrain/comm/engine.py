@@ -211,8 +211,9 @@ class Stream:
 
     `name` is the same on all ranks of the communicator, and no other stream of theirs has it.
     `ranks`, if given, maps the communicator's ranks to the world's. The `observer`, a
-    `recorder.events.Recorder`, is told when a collective begins and ends. A caller that waits
-    without progress for `timeout_s` ends the job; None: after the time of the world.
+    `recorder.events.Recorder`, is told when a collective begins and ends; its `timeline`, if one is
+    recorded, also whose steps run. A caller that waits without progress for `timeout_s` ends the
+    job; None: after the time of the world.
     """
 
     def __init__(
@@ -263,6 +264,8 @@ class Stream:
                 awaited = -1 if self.ranks is None else -2  # all; all of the group
             text = text_of(ticket.signature)
             self.observer.collective_begins(self.name, ticket.number, text, ticket.site, awaited)
+            if self.observer.timeline is not None:
+                self.observer.timeline.begin(self.name, ticket)
 
     def progress(self) -> bool:
         """Progress everything once; return whether anything moved.
@@ -299,7 +302,10 @@ class Stream:
         active, moved, may_start, oldest = self.active, False, True, None
         limit = math.inf  # tests that the collective before has passed
         in_flight = sum([len(task.in_flight) for task in active])
+        timeline = None if self.observer is None else self.observer.timeline
         for task in active:
+            if timeline is not None:
+                timeline.enter(task.ticket)
             before = len(task.in_flight)
             if before:
                 moved = task.advance_chunks() or moved
@@ -311,10 +317,14 @@ class Stream:
             oldest = task.oldest if oldest is None else oldest
             in_flight += len(task.in_flight) - before
             limit = math.inf if task.done else task.passed
+        if timeline is not None:
+            timeline.enter(None)
         while active and active[0].done:
             done = active.popleft()
             if self.observer is not None and done.ticket is not None:
                 self.observer.collective_ends(self.name, done.ticket.number)
+                if timeline is not None:
+                    timeline.finish(done.ticket)
         return moved
 
 

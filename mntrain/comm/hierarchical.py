@@ -424,7 +424,7 @@ class LaneOwner:
 
     def _count(self, span: Span, times: int) -> None:
         nbytes = _length(span) * self._tensors[0].element_size()
-        self._comm.traffic.bytes["node"] += times * nbytes
+        self._comm.traffic.count("node", times * nbytes, messages=0)
 
 
 def member_steps(

@@ -13,7 +13,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,15 +45,16 @@ class Traffic:
     """Messages and bytes that this rank has sent, by level: {"node": ..., "cross": ...}.
 
     Of compressed messages to other nodes also the bytes, and those that they stand for; and the
-    bytes of the buffers in which messages travel.
+    bytes of the buffers in which messages travel. While a timeline is recorded, its
+    `mntrain.timeline.events.EventLog` is told of messages.
     """
 
     messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
     bytes: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
-
     compressed_bytes: int = 0
     before_bytes: float = 0
     buffer_bytes: int = 0
+    timeline: Any = None
 
     def count(self, level: str, nbytes: int, messages: int = 1, plain: float = 1) -> None:
         """Add messages with a total of `nbytes` bytes, each for `plain` without compression."""
@@ -62,6 +63,12 @@ class Traffic:
         if plain != 1 and level == "cross":
             self.compressed_bytes += nbytes
             self.before_bytes += nbytes * plain
+        if self.timeline is not None:
+            self.timeline.sent(level, nbytes, messages)
+
+    def at_end(self, level: str) -> tuple[Callable[[], None], ...]:
+        """Return what to call when a message to or from this rank that starts now has ended."""
+        return () if self.timeline is None else (self.timeline.in_flight(level),)
 
 
 class Communicator:
@@ -107,12 +114,14 @@ class Communicator:
         parts = _messages(data) or [data] * empty
         if counted:
             self.traffic.count(self.levels[peer], data.nbytes, len(parts), plain)
-        return Requests([self._comm.Isend(part, peer, tag) for part in parts])
+        ends = self.traffic.at_end(self.levels[peer])
+        return Requests([self._comm.Isend(part, peer, tag) for part in parts], ends)
 
     def receive(self, peer: int, data: Bytes, tag: int = 0, *, empty: bool = False) -> Requests:
         """Start to receive exactly data.nbytes bytes from a peer into `data`; see `send`."""
         parts = _messages(data) or [data] * empty
-        return Requests([self._comm.Irecv(part, peer, tag) for part in parts])
+        ends = self.traffic.at_end(self.levels[peer])
+        return Requests([self._comm.Irecv(part, peer, tag) for part in parts], ends)
 
     def find(self, peer: int | None, tag: int) -> FoundMessage:
         """Return a message to this rank that is looked for; a peer of None is any."""
@@ -197,15 +206,18 @@ class Communicator:
 
 
 class Requests:
-    """Non-blocking operations in flight."""
+    """Non-blocking operations in flight. `at_end` is called when all are complete."""
 
-    def __init__(self, requests: Sequence[MPI.Request]) -> None:
-        self._requests = list(requests)
+    def __init__(
+        self, requests: Sequence[MPI.Request], at_end: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        self._requests, self._at_end = list(requests), at_end
 
     @classmethod
     def of(cls, *several: Requests) -> Requests:
         """Merge several into one."""
-        return cls([request for requests in several for request in requests._requests])
+        at_end = [function for requests in several for function in requests._at_end]
+        return cls([request for requests in several for request in requests._requests], at_end)
 
     def test(self) -> bool:
         """Return whether all are complete. Lets MPI progress them."""
@@ -215,8 +227,14 @@ class Requests:
         else:
             done = not requests or type(requests[0]).Testall(requests)
         if done:
-            requests.clear()
+            self._end()
         return done
+
+    def _end(self) -> None:
+        self._requests.clear()
+        for function in self._at_end:
+            function()
+        self._at_end = ()
 
     def wait(self, abandoned: threading.Event | None = None) -> None:
         """Sleep until all are complete. Raises RuntimeError if `abandoned` is set before."""
@@ -241,7 +259,8 @@ class CheckedRequests(Requests):
 
         self._byte, self._too_long, self._nbytes = MPI.BYTE, MPI.Exception, nbytes
         self._counts = [len(one._requests) for one in receives]
-        super().__init__(Requests.of(*receives, sends)._requests)
+        every = Requests.of(*receives, sends)
+        super().__init__(every._requests, every._at_end)
         self._statuses = [MPI.Status() for _ in self._requests]
 
     def test(self) -> bool:
@@ -255,7 +274,7 @@ class CheckedRequests(Requests):
                 "a rank of the group has sent more bytes than this rank receives: their lists of "
                 f"sizes must agree ({error})"
             ) from None
-        requests.clear()
+        self._end()
         arrived = iter(self._statuses)
         for count, nbytes in zip(self._counts, self._nbytes, strict=True):
             statuses = [next(arrived) for _ in range(count)]

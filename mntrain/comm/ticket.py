@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -63,14 +64,16 @@ class Signature(NamedTuple):
 class Ticket:
     """One collective of a stream on this rank. `number` and `digest` are set when it begins.
 
-    `plain`: bytes that it would send without compression, for each that it sends.
+    `plain`: bytes that it would send without compression, for each that it sends. `queued`: when it
+    was made, in seconds of `time.perf_counter`.
     """
 
-    __slots__ = ("digest", "number", "plain", "signature", "site")
+    __slots__ = ("digest", "number", "plain", "queued", "signature", "site")
 
     def __init__(self, signature: Signature, site: str, plain: float = 1) -> None:
         self.signature, self.site, self.plain = signature, site, plain
         self.number = self.digest = 0
+        self.queued = time.perf_counter()
 
     def begin(self, number: int, previous: int) -> None:
         """Set the number, and the digest of 63 bits by which ranks compare the collective.

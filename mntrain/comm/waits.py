@@ -10,7 +10,7 @@ measured on the device's current stream:
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,12 +95,13 @@ class Waits:
 
     `collectives_s` and `gathers_s` are the host's seconds so far, for tensors and for small
     objects. `copier` is the `staging.DeviceCopy` of the rank's GPU; None on CPUs. Threads that wait
-    at the same time count by themselves.
+    at the same time count by themselves. `observe` is told of each wait: a name, and its start.
     """
 
     def __init__(self) -> None:
         self.collectives_s = self.gathers_s = 0.0
         self.copier: Any = None
+        self.observe: Callable[[str, float], None] = lambda name, start: None
         self._following: list[Mark] | None = None  # of the last wait; None until the first mark
         self._thread = threading.local()  # its `waits` is True in a wait
         self._lock = threading.Lock()
@@ -120,6 +121,7 @@ class Waits:
         finally:
             self._thread.waits = False
             waited_s, end = time.perf_counter() - began_s, self._event()
+            self.observe("wait", began_s)
             with self._lock:
                 if gather:
                     self.gathers_s += waited_s

@@ -14,6 +14,7 @@ indices, a digest of them goes to the optimizers, which compare it between ranks
 import copy
 import math
 import sys
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -85,7 +86,8 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
-    bound one would keep the world alive. `clock` and `room` are those of `LoaderBalance`.
+    bound one would keep the world alive. `clock` and `room` are those of `LoaderBalance`; `observe`
+    is told of each load of a batch: a name, and its start by `time.perf_counter`.
     Collective are `compare`, which raises an error on all ranks if their loaders differ, and
     `length_of_divided`, which returns the number of batches of the longest of the ranks' own
     loaders.
@@ -100,9 +102,10 @@ class ShardRegistry:
         *,
         clock: OwnClock,
         room: Callable[[], float],
+        observe: Callable[[str, float], None],
     ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
-        self._clock, self._room = clock, room
+        self._clock, self._room, self.observe = clock, room, observe
         self.compare = partial(compare, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self.samples = 0  # that this rank was handed out to train on
@@ -373,7 +376,12 @@ class ShardedLoader:
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
         record: PassRecord = []
-        for part in self._source(this):
+        parts = iter(self._source(this))
+        while True:
+            start = time.perf_counter()
+            if (part := next(parts, None)) is None:
+                break
+            self._shards.observe("data", start)
             record.append((part.number, part.own, part.total))
             self._shards.latest = record
             yield part

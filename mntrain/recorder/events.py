@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from signal import Signals
+from typing import Any
 from weakref import WeakMethod
 
 from mntrain.recorder.recording import (
@@ -50,11 +51,13 @@ class Recorder:
 
     Methods may be called by any thread and in signal handlers; one takes 1 to 2 us. `internal` are
     the beginnings of the names of files that are not the user's. The thread that constructs it is
-    the one that trains.
+    the one that trains. `timeline` is the `mntrain.timeline.events.EventLog` of one that is
+    recorded, else None.
     """
 
     def __init__(self, rank: int, size: int, internal: Sequence[str] = ()) -> None:
         self.rank, self.size = rank, size
+        self.timeline: Any = None
         self._thread = threading.get_ident()
         libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
         self._not_own = [(*internal, *libraries), tuple(internal)]
@@ -138,8 +141,15 @@ class Recorder:
     def phase(self, name: str, step: int = 0) -> Iterator[None]:
         """Record the begin of a phase, and its end unless the block raises."""
         self.begin_phase(name, step)
+        start = time.perf_counter()
         yield
+        self.span(name, start)
         self._write(Kind.PHASE_ENDS, (0, ALL_RANKS), name)
+
+    def span(self, name: str, start: float) -> None:
+        """Tell a timeline what the calling thread has done since a time of `perf_counter`."""
+        if self.timeline is not None:
+            self.timeline.span(name, start)
 
     def signal_arrived(self, number: int) -> None:
         """Record a signal."""

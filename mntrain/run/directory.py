@@ -7,6 +7,7 @@ RUN/metrics.csv      the same as a table, with --log.csv
 RUN/tensorboard/     the same as event files, with --log.tensorboard
 RUN/.wandb-id        the run's id at W&B, with --log.wandb; wandb/ has its files
 RUN/checkpoints/     step-00000500, ...
+RUN/timeline.json.gz a trace of some steps, with --log.timeline
 RUN/loss.svg         the curves of the loss, drawn at the end of a job
 RUN/summary.json     written last
 RUN/report.html      a page about the run, made from the other files, with --log.report

@@ -278,6 +278,10 @@ class Checkpoints:
         saved and kept. If a save in the background fails, a warning is printed and training goes
         on; with `now`, AgreedError is raised, as for a wrong argument.
         """
+        with self._world.recorder.phase("checkpoint", step):
+            self._save(step, now=now, eval_loss=eval_loss)
+
+    def _save(self, step: int, *, now: bool, eval_loss: float | None) -> None:
         self._check(step)
         again, self._step = step == self._step, step
         if again and eval_loss is not None:

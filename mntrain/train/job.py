@@ -20,6 +20,7 @@ from mntrain.run.directory import RunDirectory
 from mntrain.run.saving import RunSaver, SaveInterval
 from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
+from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
 from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import (
@@ -147,6 +148,11 @@ class TrainingJob:
     def _set_up_reports(self, world: World, config: Config) -> None:
         self.reporter = Reporter(world.master, self.run_dir, self.steps, log=config.log)
         self.reporter.items = self.task.items
+        note, warn, recorded = self.reporter.note, self.reporter.warn, config.log.timeline
+        with world.agreement():
+            self.timeline = StepTimeline(
+                world, self.run_dir, recorded, self.steps, note=note, warn=warn
+            )
         self.balancing = Balancing(world, self.data, self.reporter, self.last_step)
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, self.steps)

@@ -144,7 +144,7 @@ class Trainer:
         result = self._result
         with self._job.directory, self._reporter, self._signals as signals:
             describe_job(self._world, self._job)
-            with closing(self._job.batches):
+            with closing(self._job.batches), self._job.timeline:
                 self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
@@ -181,6 +181,7 @@ class Trainer:
     def _train(self) -> None:
         result = self._result
         for step in count(self._job.done + 1):
+            self._job.timeline.before_step(step)
             start = time.perf_counter()
             try:
                 with errors_stop(self._world, step):
@@ -349,6 +350,7 @@ class Trainer:
         return (
             step == self._job.last_step
             or self._evaluates(step)
+            or self._job.timeline.meets_after(step)
             or any(flags[name] for name in ("interrupted", "preempted", "asked_to_stop"))
             or self._job.checkpointing.acts(step, flags)
         )

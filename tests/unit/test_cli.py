@@ -116,6 +116,14 @@ def test_options_of_the_command_line(line, expected):
             "--checkpoint.every: must be a number of steps, minutes such as 10min, or auto, "
             "not '0min'",
         ),
+        *(
+            (
+                f"--log.timeline {steps}",
+                "--log.timeline: must be the first and the last step, such as 20:22, "
+                f"not '{steps}'",
+            )
+            for steps in ("5", "0:3", "5:3", "2:x")
+        ),
         (
             "--model.heads 3",
             "--model.heads 3: must divide --model.width 128 into even parts, since rotary "

@@ -530,6 +530,8 @@ def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
 
 
 class Log(list):
+    timeline = None
+
     def collective_begins(self, *event):
         self.append(("begins", *event))
 

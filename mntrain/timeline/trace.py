@@ -1,0 +1,241 @@
+"""The timeline of some steps: recorded by all ranks, and written by rank 0 as one file.
+
+    begin     compare clocks | each rank logs its events
+    end       compare clocks | each rank writes its events as JSON, by the clock of rank 0, and
+              sends them to rank 0 | rank 0 writes the file
+
+The file is in the Trace Event Format, which `mntrain.timeline.tracks` makes.
+"""
+
+import json
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mntrain._version import __version__
+from mntrain.comm.engine import Steps
+from mntrain.comm.mpi import Communicator
+from mntrain.comm.ticket import Ticket
+from mntrain.errors import AgreedError, raised_by_all
+from mntrain.metrics.files import json_text, write_whole
+from mntrain.ranks import Ranks
+from mntrain.timeline.clocks import ClockReading, read_clocks, to_master
+from mntrain.timeline.events import EventLog
+from mntrain.timeline.tracks import LEVELS, trace_events
+from zero.collectives import CompletedWork, Work
+
+FILE = "timeline.json.gz"
+MOST_EVENTS = 50_000, 1_000_000  # of a rank, and of all ranks: at most 1 kB each in the file
+
+
+class Timeline:
+    """A context manager that records what all ranks do in its block. See `World.timeline`."""
+
+    def __init__(self, world: Ranks, path: str | Path) -> None:
+        self._world, self._path = world, Path(path)
+        self._log: EventLog | None = None
+        self._begun: ClockReading
+
+    def __enter__(self) -> Self:
+        world = self._world
+        with world.agreement():
+            if world.recorder.timeline is not None:
+                raise ValueError("a timeline is being recorded: end its `with` block before")
+            if world.master:
+                _try_file(self._path)
+        self._date = datetime.now(UTC)
+        self._begun = self._read_clocks()
+        self._tell(EventLog(min(MOST_EVENTS[0], MOST_EVENTS[1] // world.size)))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        log = self._log
+        self._tell(None)
+        if log is not None and raised_by_all(error):
+            log.close()
+            with suppress(AgreedError) if error else nullcontext():  # the first error counts
+                self._write(log)
+
+    @property
+    def records(self) -> bool:
+        """True between begin and end."""
+        return self._log is not None
+
+    def step(self, number: int, start: float) -> None:
+        """Add a training step that began at a time of `time.perf_counter` and ends now. Local."""
+        if self._log is not None:
+            self._log.span(f"step {number}", start)
+
+    def _tell(self, log: EventLog | None) -> None:
+        """Let a log be told of all events from here on."""
+        self._log = self._world.recorder.timeline = self._world._comm.traffic.timeline = log
+
+    def _read_clocks(self) -> ClockReading:
+        collectives, comm = self._world.collectives, self._world._comm
+        return collectives.call_together(lambda: read_clocks(comm), "world.timeline").wait()
+
+    def _write(self, log: EventLog) -> None:
+        """Gather the events of all ranks, and write the file on rank 0. Collective."""
+        world, last = self._world, self._read_clocks()
+        origin = world.gather(self._begun.master)[0]
+        to_rank_0 = to_master(self._begun, last)
+
+        def microseconds(own: float) -> int:
+            return round((to_rank_0(own) - origin) * 1e6)
+
+        place = world.places[world.rank]
+        lines = map(json.dumps, trace_events(log, place, microseconds))
+        packed = zlib.compress(",\n".join(lines).encode())
+        facts: dict[str, Any] = {
+            "rank": world.rank,
+            "sent": _sent(log),
+            "lacks_events": log.lacks,
+            "clock_error_us": 1e6 * max(self._begun.error, last.error),
+        }
+        by_rank = world.gather((len(packed), facts))
+        pieces = self._to_rank_0(packed, [length for length, _ in by_rank])
+        about = {
+            "mntrain": __version__,
+            "start": self._date.isoformat(),
+            "ranks": [other for _, other in by_rank],
+        }
+        with world.agreement():
+            if world.master:
+                parts = _content(about, pieces)
+                write_whole(self._path, _gzipped(parts) if self._path.suffix == ".gz" else parts)
+        lacking = sum(other["lacks_events"] for _, other in by_rank)
+        if world.master and lacking:
+            text = f"{self._path} lacks the last {lacking:,} events: record fewer steps"
+            print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
+
+    def _to_rank_0(self, own: bytes, lengths: list[int]) -> list[bytes]:
+        """Return the bytes of every rank, of these lengths, on rank 0. Collective. Not counted."""
+        pieces = [own]
+
+        def steps(comm: Communicator, ticket: Ticket) -> Steps[Work]:
+            tag = comm.tag(ticket.digest)
+            if comm.rank:
+                data = np.frombuffer(own, np.uint8)
+                yield comm.send(0, data, tag, counted=False).test
+            else:
+                for peer, length in list(enumerate(lengths))[1:]:
+                    room = np.empty(length, np.uint8)
+                    yield comm.receive(peer, room, tag).test
+                    pieces.append(room.tobytes())
+            return CompletedWork()
+
+        self._world.collectives.exchange(steps, "world.timeline").wait()
+        return pieces
+
+
+class StepTimeline:
+    """The timeline of the steps of a job that --log.timeline gives: FILE in the run's folder.
+
+    A context manager around the steps, which at its end writes what there is. Collective are the
+    begin of the first of these steps, and the end of the last one, or of the block before it. What
+    goes wrong with the file is a warning. Raises ValueError for steps that the run does not have.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        run_dir: Path,
+        steps: str | None,
+        run_steps: int,
+        *,
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._first, self._last = map(int, steps.split(":")) if steps else (0, 0)
+        if self._last > run_steps:
+            raise ValueError(
+                f"--log.timeline {steps}: the run has {run_steps} steps; give the first and the "
+                "last step to record, such as 2:4"
+            )
+        self._path, self._note, self._warn = run_dir / FILE, note, warn
+        self._timeline = Timeline(world, self._path)
+        self._step, self._start = 0, 0.0  # the step that has begun, and when
+
+    def before_step(self, step: int) -> None:
+        """Begin or end the recording, if that is due before a step. Collective then."""
+        if self._timeline.records and step > self._last:
+            self.__exit__(None, None, None)
+        elif self._timeline.records:
+            self._timeline.step(self._step, self._start)
+        elif self._first <= step <= self._last:
+            with self._warning():
+                self._timeline.__enter__()
+        self._step, self._start = step, time.perf_counter()
+
+    def meets_after(self, step: int) -> bool:
+        """Return whether all ranks meet between a step and the next one. Local."""
+        return self._last > 0 and step in (self._first - 1, self._last)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._timeline.records:
+            return
+        self._timeline.step(self._step, self._start)
+        with self._warning():
+            self._timeline.__exit__(kind, error, trace)
+            if raised_by_all(error):
+                self._note(f"timeline of the steps to {self._step}: {self._path}")
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except AgreedError as error:
+            self._warn(str(error))
+
+
+def _try_file(path: Path) -> None:
+    """Raise ValueError if no file can be made at a path. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            if path.is_dir():
+                raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise ValueError(
+            f"no timeline can be written to {path} ({error}): give a file in a folder in which "
+            "files can be made"
+        ) from error
+
+
+def _sent(log: EventLog) -> dict[str, dict[str, int]]:
+    """Return the messages and bytes that a rank has sent by level, in collectives and others."""
+    uses = [log.others, *(one.levels for one in log.collectives)]
+    return {
+        level: {
+            "messages": sum(use[level].messages for use in uses if level in use),
+            "bytes": sum(use[level].bytes for use in uses if level in use),
+        }
+        for level in LEVELS
+    }
+
+
+def _content(about: Mapping[str, Any], pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the parts of the file, of the events of each rank."""
+    head = json_text({"displayTimeUnit": "ms", "otherData": about}).removesuffix("}")
+    yield f'{head}, "traceEvents": [\n'.encode()
+    for number, piece in enumerate(pieces):
+        yield b",\n" * (number > 0) + zlib.decompress(piece)
+    yield b"\n]}\n"
+
+
+def _gzipped(parts: Iterable[bytes]) -> Iterator[bytes]:
+    compressor = zlib.compressobj(wbits=31)
+    for part in parts:
+        yield compressor.compress(part)
+    yield compressor.flush()

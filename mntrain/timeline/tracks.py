@@ -1,0 +1,161 @@
+"""The tracks of one rank in a trace. A rank is a process with these threads.
+
+    training          steps, phases and waits, one in another
+    other threads     such as that which writes a checkpoint
+    communication     collectives from begin to end; of those at a time, each has a row of its own
+    within the node   of each of them, from the first message or copy of a level to the last
+    between nodes
+
+An arrow leads from the call of a collective to its begin, and a counter shows how many are queued.
+
+Source: Trace Event Format,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+from mntrain.comm.ticket import text_of
+from mntrain.rank_info import Place
+from mntrain.timeline.events import TRAINING, Collective, EventLog, LevelUse, Span
+
+LEVELS = {"node": "within the node", "cross": "between nodes"}
+Clock = Callable[[float], int]  # from a time of this rank to microseconds of the trace
+
+
+class _Slice(NamedTuple):
+    """A slice of a track. `called` is when the training thread has called it, if it did."""
+
+    start: int
+    end: int
+    name: str
+    args: dict[str, Any]
+    called: int | None = None
+
+
+def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank, whose log is closed. Local.
+
+    Times are whole microseconds, so that what lies in another slice still does when they are read.
+    """
+    rank = {"pid": place.rank}
+    on_gpu = "; times are those of the host" if place.gpu else ""
+    facts = {
+        "process_name": {"name": f"rank {place.rank} on {place.host}, node {place.node}"},
+        "process_sort_index": {"sort_index": place.rank},
+        "process_labels": {"labels": f"{place.device}{on_gpu}"},
+    }
+    for name, args in facts.items():
+        yield {"ph": "M", **rank, "name": name, "args": args}
+    training, *others = _thread_tracks(log.spans, clock).items()
+    tracks = [training, *others, *_communication_tracks(log, clock)]
+    callers, arrows = _outermost(training[1]), count(place.rank << 20)
+    # Unlike all other numbers: a thread with that of its process would be its main thread.
+    first = 1000 * (place.rank + 1)
+    for number, (name, slices) in enumerate(tracks, first):
+        thread = {**rank, "tid": number}
+        yield {"ph": "M", **thread, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+        for piece in slices:
+            times = {"ts": piece.start, "dur": piece.end - piece.start}
+            args = {"args": piece.args} if piece.args else {}
+            yield {"ph": "X", **thread, **times, "name": piece.name, **args}
+            if piece.called is not None and _within(piece.called, callers):
+                arrow = {"cat": "call", "name": "call", "id": next(arrows)}
+                yield {"ph": "s", **rank, "tid": first, "ts": piece.called, **arrow}
+                yield {"ph": "f", "bp": "e", **thread, "ts": piece.start, **arrow}
+    yield from _queue(log, rank, clock)
+
+
+def _thread_tracks(spans: Iterable[Span], clock: Clock) -> dict[str, list[_Slice]]:
+    """Return the slices of each thread, without those that lie in one of the same name.
+
+    The phases of a job are also seen from inside, by the optimizer.
+    """
+    tracks: dict[str, list[_Slice]] = {TRAINING: []}
+    around: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        outer = around.setdefault(span.thread, [])
+        while outer and outer[-1].end <= span.start:
+            outer.pop()
+        if span.name not in [other.name for other in outer]:
+            outer.append(span)
+            piece = _Slice(clock(span.start), clock(span.end), span.name, {})
+            tracks.setdefault(span.thread, []).append(piece)
+    return tracks
+
+
+def _communication_tracks(log: EventLog, clock: Clock) -> Iterator[tuple[str, list[_Slice]]]:
+    yield from _rows("communication", [_slice_of(one, log, clock) for one in log.collectives])
+    of_tensors = [one for one in log.collectives if one.ticket.signature.dtype is not None]
+    for level, name in LEVELS.items():
+        slices = [
+            _Slice(clock(use.start), clock(use.end), _name_of(one), _sent(use))
+            for one in of_tensors
+            if (use := one.levels.get(level))
+        ]
+        yield from _rows(name, slices)
+
+
+def _rows(name: str, slices: Iterable[_Slice]) -> Iterator[tuple[str, list[_Slice]]]:
+    """Yield tracks of one name, in each of which no two slices overlap."""
+    rows: list[list[_Slice]] = []
+    for piece in sorted(slices, key=lambda piece: piece[:2]):
+        row = next((row for row in rows if row[-1].end <= piece.start), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(piece)
+    for row in rows:
+        yield name, row
+
+
+def _slice_of(one: Collective, log: EventLog, clock: Clock) -> _Slice:
+    call, ticket = one.ticket.signature, one.ticket
+    args: dict[str, Any] = {"call": text_of(call), "stream": one.stream, "number": ticket.number}
+    if call.dtype is not None:
+        args["bytes"] = call.bounds[-1] * call.dtype.itemsize
+    args["queued_us"] = clock(one.start) - clock(ticket.queued)
+    for level, use in one.levels.items():
+        args |= {f"{level}_{name}": value for name, value in _sent(use).items()}
+    if ticket.site:
+        args["called_at"] = ticket.site
+    if one.end is None:
+        args["ends_after_the_timeline"] = True
+    end = clock(log.end if one.end is None else one.end)
+    return _Slice(clock(one.start), end, _name_of(one), args, clock(ticket.queued))
+
+
+def _name_of(one: Collective) -> str:
+    call = one.ticket.signature
+    return f"{call.label}: {call.verb}" if call.label else call.verb
+
+
+def _sent(use: LevelUse) -> dict[str, int]:
+    return {"messages": use.messages, "bytes": use.bytes}
+
+
+def _outermost(slices: Iterable[_Slice]) -> list[_Slice]:
+    """Return the slices that lie in no other."""
+    outer: list[_Slice] = []
+    for piece in slices:
+        if not outer or piece.start >= outer[-1].end:
+            outer.append(piece)
+    return outer
+
+
+def _within(at: int, slices: Sequence[_Slice]) -> bool:
+    """Return whether a time is in one of slices that follow each other."""
+    before = bisect_right(slices, at, key=lambda piece: piece.start)
+    return before > 0 and at < slices[before - 1].end
+
+
+def _queue(log: EventLog, rank: dict[str, int], clock: Clock) -> Iterator[dict[str, Any]]:
+    """Yield the number of collectives that were called and have not begun, after each change."""
+    changes = [(clock(max(one.ticket.queued, log.start)), 1) for one in log.collectives]
+    changes += [(clock(one.start), -1) for one in log.collectives]
+    queued = 0
+    for at, change in sorted(changes, key=lambda change: (change[0], -change[1])):
+        queued += change
+        yield {"ph": "C", **rank, "ts": at, "name": "queued", "args": {"collectives": queued}}
