@@ -24,6 +24,7 @@ READERS = {
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.recorder.autopsy",
     "plot": "mntrain.metrics.plot",
+    "plan": "mntrain.train.plan.plan_command",
     "report": "mntrain.report.report_command",
 }
 

@@ -37,6 +37,8 @@ _DESCRIPTION = f"""Train a PyTorch model over the ranks of mpirun or srun. For e
 other commands, each with its own --help:
   {_PROGRAM} bench
       measure the collectives of this cluster
+  {_PROGRAM} plan --config run.toml --ranks 8 16 32 --memory 40G
+      say what a job will take, at every stage, before it runs
   {_PROGRAM} doctor
       check that this cluster is fit to train
   {_PROGRAM} tokenize INPUT OUTPUT --bpe-vocab 8192

@@ -637,8 +637,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return replace(kept, hook=self._hook.nbytes(), exchange=self.schedule.nbytes())
 
     def predicted_memory(self, stage: int | None = None) -> Memory:
-        """Return the bytes that `memory` says after a step, from the layout alone. Local.
+        """Return the bytes that `memory` says after a step of one micro-batch. Local.
 
+        From the layout alone.
         At this optimizer's stage, or another. What a hook and a sync schedule keep is not predicted
         and counts 0. Raises what the torch optimizer raises on tensors without memory.
         """
@@ -650,6 +651,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards=self._shard.sharding.size,
             slot=self._shard.slot,
             gather_dtype=self._gather_dtype,
+            chained=self._levels is not None and self._levels.count > 1,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.collectives import CompletedWork, SingleProcessCollectives
+from zero.comm_hooks import ChainedWork
 from zero.layout import Bucket
 from zero.memory import Memory
 from zero.param_groups import by_name
@@ -42,14 +43,17 @@ def predict(
     shards: int,
     slot: int,
     gather_dtype: torch.dtype | None = None,
+    chained: bool = False,
+    micro_batches: int = 1,
     device: str = "meta",
 ) -> Memory:
     """Return the bytes that a rank holds at the peak of a step that trains every parameter. Local.
 
     By the classes that hold the memory in training. `groups` are named groups, whose parameters may
     be on the meta device; only their shapes, strides and dtypes count. `make` makes the torch
-    optimizer of groups. The rank owns `slot` of so many `shards` of each bucket of the plan. What a
-    communication hook and a sync schedule keep is not predicted. Raises what the torch optimizer
+    optimizer of groups. The rank owns `slot` of so many `shards` of each bucket of the plan.
+    `chained` says that a communication hook's works are `ChainedWork`. What a hook and a sync
+    schedule keep is not predicted. Raises what the torch optimizer
     raises on tensors without memory; on the device "cpu", tensors have memory, and are zeros.
     """
     named_groups = list(groups)
@@ -71,9 +75,10 @@ def predict(
         for parameter in made.values():
             parameter.grad = torch.zeros_like(parameter)
     else:
-        for index in range(len(plan)):
+        for index in list(range(len(plan))) * (micro_batches if stage == 2 else 1):
             shard.gradients.flat(index)
-            shard.gradients.launched(index, CompletedWork())
+            work = ChainedWork(iter([CompletedWork()])) if chained else CompletedWork()
+            shard.gradients.launched(index, work)
         shard.gradients.wait()
     plain = [{**g, "params": [made[name] for name, _ in g["params"]]} for g in named_groups]
     inner = make(shard.groups(plain))

@@ -11,6 +11,8 @@ from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.train.plan.traffic import collective
+from zero.layout import ParameterSpec, plan_buckets
 
 pytestmark = pytest.mark.mpi
 
@@ -341,3 +343,19 @@ def test_an_owner_sends_its_lane_over_the_wire_as_often_as_it_must(costs, algori
     plain = [counts[1] for counts in cost(world, algorithm, "all_reduce", torch.zeros(LONG))]
     expected = [S - own * S // lanes + own * (ranks - 1) * S // lanes for own in owns]
     assert plain == (expected if ranks > 1 else [0] * RANKS)
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
+def test_the_plan_of_a_job_has_what_all_ranks_send(costs, algorithm, layout):
+    world, arena = costs(layout)
+    [bucket] = plan_buckets([ParameterSpec("a", (70001,), torch.float32)], 1 << 30, RANKS)
+    for verb in REDUCING:
+        arena.clear()
+        tensor = arena.tensor(bucket.numel, torch.float32, "shared").zero_()
+        given = {} if verb == "all_reduce" else {"bounds": bucket.bounds}
+        found = cost(world, algorithm, verb, tensor, **given)
+        _, within, _, between = map(sum, zip(*found, strict=True))
+        sent = collective(verb, bucket, world.topology, algorithm, itemsize=ITEM, wire=ITEM)
+        # Where a tensor is cut, a flat algorithm's messages have an element more or less.
+        assert sent.node == pytest.approx(within, abs=64 * ITEM * RANKS**2), verb
+        assert sent.cross == pytest.approx(between, abs=64 * ITEM * RANKS**2), verb

@@ -1,0 +1,1 @@
+"""The command `plan`: what a job will take, before it runs. One process, without MPI."""

@@ -1,0 +1,270 @@
+"""The plan of a job: memory of a rank and bytes of a step, by its options alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset, default_collate
+
+from mntrain import compression, tasks
+from mntrain.comm.topology import Topology
+from mntrain.ranks import TRAVEL_DTYPES
+from mntrain.train.compiling import PRECISIONS, Precision
+from mntrain.train.initialization import freeze
+from mntrain.train.optimization import choose_optimizer
+from mntrain.train.plan import activations, traffic
+from mntrain.train.plan.bench_file import BenchFile
+from mntrain.train.plan.plan_options import PlanOptions
+from mntrain.train.plan.traffic import Sent, Travel
+from zero.comm_hooks.between_nodes import BetweenNodesHook
+from zero.comm_hooks.codes import FP32
+from zero.layout import Bucket, ParameterSpec, plan_buckets
+from zero.memory import Memory
+from zero.param_groups import by_name, check_trainable, name_parameters
+from zero.prediction import predict
+
+_ALL_SLOTS = 16  # of more shards, those with the most and the fewest elements are predicted
+_ITEMSIZES = {name: dtype.itemsize if dtype else None for name, dtype in TRAVEL_DTYPES.items()}
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One line of a plan. Bytes are those of a rank; `sent` are those of all ranks in a step."""
+
+    precision: str
+    stage: int
+    topology: Topology
+    least: Memory  # by role, over ranks
+    most: Memory
+    activations: int | None  # estimated; None if unknown
+    sent: Sent | None  # None with a sync schedule
+    seconds: float | None  # of this communication, if known
+
+    @property
+    def total(self) -> int:
+        """The bytes of a rank, with activations as far as they are known."""
+        return self.most.total + (self.activations or 0)
+
+
+class JobPlan:
+    """The model, optimizer and batch of a job, as `PlannedJob`s need them. Local.
+
+    `notes` tell what was made on the CPU, and what is not planned. Raises ValueError as a job does
+    for options that it refuses, and for what the task cannot do.
+    """
+
+    def __init__(self, options: PlanOptions) -> None:
+        self.notes: list[str] = []
+        self._options = options
+        self._task = tasks.load(options.task, options)
+        self._bench = BenchFile(options.bench) if options.bench else None
+        self._train: Any = self._task.dataset("train")
+        self.per_node = (
+            options.ranks_per_node
+            or options.comm.ranks_per_node
+            or (self._bench.ranks_per_node if self._bench else None)
+        )
+        if options.sync.mode != "every-step":
+            self._note(
+                f"--sync.mode {options.sync.mode}: what its exchanges keep and send is not planned"
+            )
+        if options.zero.shard_by != "equal":
+            self._note("--zero.shard-by memory: planned with equal shards")
+        self._model = cache(self._make_model)
+        self._memory = cache(self._predict)
+        self._activations = cache(self._measure_activations)
+
+    def jobs(self, precision: str) -> Iterator[PlannedJob]:
+        """Yield the job on each number of ranks at each stage, the smallest first.
+
+        All stages are one on a single rank, unless parameters are rounded to --comm.gather-dtype.
+        """
+        for ranks in self._options.ranks:
+            topology = Topology.from_hosts([0] * ranks, self.per_node)
+            differ = ranks > 1 or self._options.comm.gather_dtype != "fp32"
+            for stage in (0, 1, 2) if differ else (0,):
+                yield self._job(precision, stage, topology)
+
+    def _job(self, precision: str, stage: int, topology: Topology) -> PlannedJob:
+        options, dtypes = self._options, PRECISIONS[precision]
+        nodes, ranks = len(topology.nodes), topology.size
+        exchanges = options.sync.mode != "every-step" and nodes > 1
+        shards = topology.smallest_node if exchanges else ranks
+        plan = self._buckets(dtypes.parameters, shards)
+        share = -(-options.train.batch_size // ranks)
+        micro = min(share, options.train.micro_batch_size)
+        times = -(-share // micro)
+        chained = options.comm.compress != "none" and nodes > 1
+        memories = self._memory(dtypes.parameters, stage, shards, times if chained else 0)
+        kept = self._hook(plan, topology)
+        sent, seconds = None, None
+        if not exchanges:
+            sent, seconds = self._communication(plan, stage, topology, times)
+        return PlannedJob(
+            precision,
+            stage,
+            topology,
+            replace(_by_role(min, memories), hook=kept[0]),
+            replace(_by_role(max, memories), hook=kept[1]),
+            self._activations(precision, micro),
+            sent,
+            seconds,
+        )
+
+    # The model and its optimizer.
+
+    def _make_model(self, dtype: torch.dtype | None) -> nn.Module:
+        """Return a model without memory if the task allows that, else on the CPU."""
+        torch.manual_seed(self._options.run.seed)
+        try:
+            with torch.device("meta"):
+                made = self._task.model()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note(f"the model was made on the CPU, since it needs memory: {reason}")
+            made = self._task.model()
+        model = made if dtype is None else made.to(dtype)
+        freeze(model, self._options.init.freeze)
+        return model
+
+    def _optimizer(
+        self, dtype: torch.dtype | None
+    ) -> tuple[list[dict[str, Any]], partial[Optimizer]]:
+        """Return the named groups of trained parameters, and what makes the optimizer of groups."""
+        model = self._model(dtype)
+        _, bound = choose_optimizer(self._task, model, self._options.optim, _CPU)
+        named = name_parameters(model, bound.args[0])
+        groups = check_trainable(named, sharded=False)
+        return groups, partial(bound.func, **bound.keywords)
+
+    def _buckets(self, dtype: torch.dtype | None, shards: int) -> tuple[Bucket, ...]:
+        groups, _ = self._optimizer(dtype)
+        trained = by_name(groups)
+        specs = [
+            ParameterSpec(name, tuple(parameter.shape), parameter.dtype)
+            for name, parameter in self._model(dtype).named_parameters()
+            if name in trained
+        ]
+        whole = self._options.zero.partition == "parameter"
+        loads = [0] * shards if whole else None
+        return plan_buckets(specs, self._options.comm.bucket_bytes, shards, loads)
+
+    def _predict(
+        self, dtype: torch.dtype | None, stage: int, shards: int, chains: int
+    ) -> list[Memory]:
+        """Return what ranks hold, by slot if there are few.
+
+        `chains`: the micro-batches of a step whose gradients are compressed between nodes, or 0.
+        """
+        groups, make = self._optimizer(dtype)
+        plan = self._buckets(dtype, shards)
+        owned = [sum(b.bounds[s + 1] - b.bounds[s] for b in plan) for s in range(shards)]
+        slots: Sequence[int] = range(shards)
+        if shards > _ALL_SLOTS:
+            slots = [owned.index(max(owned)), owned.index(min(owned))]
+        gather = TRAVEL_DTYPES[self._options.comm.gather_dtype]
+        on = partial(
+            predict,
+            plan,
+            groups,
+            make,
+            stage=stage,
+            shards=shards,
+            gather_dtype=gather,
+            chained=chains > 0,
+            micro_batches=max(1, chains),
+        )
+        slots = slots if stage else slots[:1]
+        try:
+            return [on(slot=slot) for slot in slots]
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note(f"the optimizer runs on the CPU, since it needs memory: {reason}")
+            return [on(slot=slot, device="cpu") for slot in slots]
+
+    def _hook(self, plan: Sequence[Bucket], topology: Topology) -> tuple[int, int]:
+        """Return the least and most that ranks' hooks keep: what they have not sent yet."""
+        hook = compression.select_hook(self._options.comm.compress, None)
+        if not isinstance(hook, BetweenNodesHook) or len(topology.nodes) == 1:
+            return 0, 0
+        kept = [
+            sum(2 * (b.bounds[high] - b.bounds[low]) * max(FP32, b.dtype.itemsize) for b in plan)
+            for low, high in pairwise(topology.lane_slots)
+        ]
+        idle = any(len(node) > len(kept) for node in topology.nodes)  # ranks without a lane
+        return 0 if idle else min(kept), max(kept)
+
+    # A forward and backward.
+
+    def _measure_activations(self, precision: str, samples: int) -> int | None:
+        """Return the bytes of a micro-batch's forward and backward, or None if it fails."""
+        dtypes, recompute = PRECISIONS[precision], self._options.train.recompute
+        model = self._model(dtypes.parameters)
+        try:
+            batch = self._batch(samples)
+            return activations.activation_bytes(
+                self._task, model, batch, dtypes, recompute=recompute
+            )
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._note(f"activations were measured on the CPU, since the model needs memory: {reason}")
+        return self._run_on_cpu(dtypes, samples)
+
+    def _run_on_cpu(self, dtypes: Precision, samples: int) -> int | None:
+        try:
+            made = self._task.model()
+            model = made if dtypes.parameters is None else made.to(dtypes.parameters)
+            freeze(model, self._options.init.freeze)
+            return activations.measure(
+                self._task,
+                model,
+                self._batch(samples),
+                dtypes,
+                recompute=self._options.train.recompute,
+            )
+        except Exception as error:
+            self._note(f"activations are unknown: {type(error).__name__}: {error}")
+            return None
+
+    def _batch(self, samples: int) -> Any:
+        """Return the first samples of the training data as a batch."""
+        if isinstance(self._train, IterableDataset):
+            drawn = list(islice(iter(self._train), samples))
+        else:
+            drawn = [self._train[index % len(self._train)] for index in range(samples)]
+        return (self._task.collate or default_collate)(drawn)
+
+    # Communication.
+
+    def _communication(
+        self, plan: Sequence[Bucket], stage: int, topology: Topology, micro_batches: int
+    ) -> tuple[Sent, float | None]:
+        """Return what a step sends, and the seconds that this takes if they are known."""
+        comm = self._options.comm
+        wire, gather = _ITEMSIZES[comm.wire_dtype], _ITEMSIZES[comm.gather_dtype]
+        travel = Travel(comm.algorithm, micro_batches, wire, gather)
+        hook = compression.select_hook(comm.compress, None)
+        if isinstance(hook, BetweenNodesHook) and len(topology.nodes) > 1:
+            return traffic.coded_step(plan, stage, topology, travel, hook.code), None
+        sent = traffic.step(plan, stage, topology, travel)
+        seconds = self._bench.step_s(plan, stage, topology, travel) if self._bench else None
+        return sent, seconds
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _by_role(choose: Any, memories: Sequence[Memory]) -> Memory:
+    return Memory(*(choose(values) for values in zip(*map(astuple, memories), strict=True)))
+
+
+def smallest(jobs: Sequence[PlannedJob], memory: int) -> PlannedJob | None:
+    """Return the job of the fewest ranks, and then the lowest stage, whose ranks have `memory`."""
+    return next((job for job in jobs if job.total <= memory), None)

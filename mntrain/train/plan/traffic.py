@@ -1,0 +1,123 @@
+"""The bytes that a step sends, within and between nodes. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mntrain.comm import algorithms
+from mntrain.comm.topology import Topology
+from zero.comm_hooks.codes import Code, aligned
+from zero.layout import Bucket
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that all ranks together send, as they are counted: see docs/metrics.md."""
+
+    node: float  # within nodes
+    cross: float  # between them
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.node + other.node, self.cross + other.cross)
+
+    def __mul__(self, factor: float) -> "Sent":
+        return Sent(self.node * factor, self.cross * factor)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How a step's gradients and parameters travel."""
+
+    algorithm: str
+    micro_batches: int  # of a rank in a step; at stage 2 the gradients of each are sent
+    wire: int | None = None  # bytes of an element of gradients between nodes, if narrower
+    gather: int | None = None  # of parameters
+
+    def parts(self, stage: int, itemsize: int) -> list[tuple[str, int, int, int]]:
+        """Return the collectives on a bucket whose elements have so many bytes.
+
+        Each as its verb, the bytes of an element, those between nodes, and its number.
+        """
+        narrow, gathered = (
+            min(itemsize, self.wire or itemsize),
+            min(itemsize, self.gather or itemsize),
+        )
+        if not stage:
+            return [("all_reduce", itemsize, narrow, 1)]
+        times = self.micro_batches if stage == 2 else 1
+        return [
+            ("reduce_scatter", itemsize, narrow, times),
+            ("all_gather", gathered, gathered, 1),
+        ]
+
+
+def collective(
+    verb: str, bucket: Bucket, topology: Topology, algorithm: str, *, itemsize: int, wire: int
+) -> Sent:
+    """Return what a collective on a bucket in shared memory sends.
+
+    `verb` is all_reduce, reduce_scatter or all_gather; elements have `itemsize` bytes, and `wire`
+    bytes between nodes. By "lanes" and "leader", which send nodes equally much: every node's sum of
+    an element goes once to the node that adds it, and the result once to every other node, which
+    the owner of a lane reads and writes in the memory of its node's ranks.
+    """
+    size, halves = bucket.numel * itemsize, 2 if verb == "all_reduce" else 1
+    if algorithm not in ("lanes", "leader"):
+        return _by_messages(verb, bucket.numel * min(itemsize, wire), topology, algorithm)
+    within = halves * size * sum(len(node) - 1 for node in topology.nodes)
+    if verb == "reduce_scatter":  # the shards of ranks that own no lane are written to them
+        lanes = topology.smallest_node if algorithm == "lanes" else 1
+        owned = [bucket.shard(topology.slots[r]) for n in topology.nodes for r in n[lanes:]]
+        within += itemsize * sum(high - low for low, high in owned)
+    return Sent(within, halves * (len(topology.nodes) - 1) * bucket.numel * wire)
+
+
+def _by_messages(verb: str, nbytes: int, topology: Topology, algorithm: str) -> Sent:
+    """Return what an algorithm sends in which every rank is a node of its own."""
+    ranks, halves = range(topology.size), 2 if verb == "all_reduce" else 1
+    if algorithm == "naive":  # every rank sends all to every other
+        parts = [(one, other, 1.0) for one in ranks for other in ranks if one != other]
+    else:
+        plans = [algorithms.load(algorithm).plan(topology, rank) for rank in ranks]
+        parts = [
+            (rank, other, halves * plan.widths[level + 1] / topology.size)
+            for rank, plan in enumerate(plans)
+            for level in range(len(plan.widths) - 1)
+            for other in plan.partners(level)
+        ]
+    within = sum(part for a, b, part in parts if topology.node(a) == topology.node(b))
+    total = sum(part for _, _, part in parts)
+    return Sent(nbytes * within, nbytes * (total - within))
+
+
+def step(plan: Sequence[Bucket], stage: int, topology: Topology, travel: Travel) -> Sent:
+    """Return what the gradients and parameters of a step send."""
+    total = Sent(0, 0)
+    for bucket in plan:
+        for verb, own, wire, times in travel.parts(stage, bucket.dtype.itemsize):
+            sizes = {"itemsize": own, "wire": wire}
+            total += collective(verb, bucket, topology, travel.algorithm, **sizes) * times
+    return total
+
+
+def coded_step(
+    plan: Sequence[Bucket], stage: int, topology: Topology, travel: Travel, code: Code
+) -> Sent:
+    """Return what a step sends whose gradients cross nodes as codes (--comm.compress).
+
+    The owner of a lane sends the code of its node's sum to every other node.
+    """
+    nodes, total = len(topology.nodes), Sent(0, 0)
+    unequal = len(set(map(len, topology.nodes))) > 1  # then shards lie on other ranks than lanes
+    halves = 2 if not stage or unequal else 1
+    for bucket in plan:
+        cuts = [bucket.bounds[slot] for slot in topology.lane_slots]
+        codes = sum(aligned(code.nbytes(high - low)) for low, high in pairwise(cuts) if low < high)
+        within = sum(halves * (len(node) - 1) * bucket.nbytes for node in topology.nodes)
+        coded = Sent(within, nodes * (nodes - 1) * codes)
+        (_, _, _, times), *others = travel.parts(stage, bucket.dtype.itemsize)
+        total += coded * times
+        for verb, own, wire, _ in others:
+            sizes = {"itemsize": own, "wire": wire}
+            total += collective(verb, bucket, topology, travel.algorithm, **sizes)
+    return total

@@ -1,0 +1,204 @@
+"""`python -m mntrain plan`: its options, activations, tables, and the times of bench.json."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import IterableDataset, TensorDataset
+
+from mntrain.__main__ import main
+from mntrain.comm.topology import Topology
+from mntrain.config import Config
+from mntrain.tasks import Loss, Losses, Mean, Task
+from mntrain.tasks.transformer import Transformer
+from mntrain.train.compiling import PRECISIONS, recompute_regions
+from mntrain.train.plan import activations, plan_options
+from mntrain.train.plan.bench_file import BenchFile
+from mntrain.train.plan.job_plan import JobPlan, smallest
+from mntrain.train.plan.traffic import Travel
+from zero.layout import ParameterSpec, plan_buckets
+
+CORPUS = "one and two make three\n" * 100
+
+
+class Tokens(Task):
+    """The built-in model on random tokens."""
+
+    layers, width, context, vocab = 3, 64, 64, 300
+
+    def model(self):
+        return Transformer(self.layers, self.width, 2, self.context, self.vocab)
+
+    def dataset(self, split):
+        rows = torch.randint(self.vocab, (20, self.context + 1))
+        return TensorDataset(rows) if split == "train" else None
+
+    def loss(self, model, batch):
+        (rows,) = batch
+        return Loss(model(rows[:, :-1], rows[:, 1:]), rows[:, 1:].numel())
+
+
+class Stubborn(Tokens):
+    """Reads values while the model is made, and in the loss; gives a stream, and two losses."""
+
+    def model(self):
+        model = nn.Linear(self.context + 1, 3)
+        model.norm = float(model.weight.norm())
+        return model
+
+    def dataset(self, split):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(torch.randn(30, Tokens.context + 1))
+
+        return Stream() if split == "train" else None
+
+    def loss(self, model, batch):
+        out = model(batch / model.norm)
+        scale = 1.0 if out.sum() > 0 else 2.0
+        parts = {"a": Mean(out.square().mean() * scale, 3), "b": Mean(out.mean(), 3)}
+        return Losses(parts)
+
+
+def peak_of_allocator(task, model, batch, precision, *, recompute):
+    """The most bytes that torch's profiler has seen allocated at a time on the CPU."""
+    if recompute:
+        recompute_regions(task.regions(model))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:
+        precision.loss(task, model, batch, torch.device("cpu")).mean.backward()
+    events = [e for e in made.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize("samples", [1, pytest.param(5, marks=thorough)])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=thorough), True])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(name, marks=thorough) for name in ("bf16", "bf16-pure"))]
+)
+def test_activations_are_what_the_allocator_has_at_its_peak(precision, recompute, samples):
+    task, dtypes = Tokens(Config()), PRECISIONS[precision]
+    with torch.device("meta"):
+        model = task.model().to(dtypes.parameters)
+    rows = task.dataset("train").tensors[0][:samples]
+    found = activations.activation_bytes(task, model, [rows], dtypes, recompute=recompute)
+    real = task.model().to(dtypes.parameters)
+    expected = peak_of_allocator(task, real, [rows], dtypes, recompute=recompute)
+    assert found == pytest.approx(expected, rel=0.1)
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+def jobs_of(*words, precision="fp32"):
+    plan = JobPlan(plan_options.parse(words))
+    return list(plan.jobs(precision)), plan.notes
+
+
+def test_a_task_that_needs_memory_is_made_and_run_on_the_cpu_and_that_is_said():
+    jobs, notes = jobs_of("--task", f"{__name__}:Stubborn", "--ranks", "1")
+    assert [job.most.parameters for job in jobs] == [4 * (65 * 3 + 3)]
+    assert jobs[0].activations > 8 * 65 * 4
+    assert notes[0].startswith("the model was made on the CPU, since it needs memory: ")
+    assert notes[1].startswith("activations were measured on the CPU, since the model needs memory")
+
+
+def test_the_smallest_job_that_fits_has_the_fewest_ranks_and_then_the_lowest_stage():
+    jobs, notes = jobs_of("--task", f"{__name__}:Tokens", "--ranks", "4", "1", "2")
+    assert not notes
+    by_shape = {(job.topology.size, job.stage): job for job in jobs}
+    assert list(by_shape) == [(1, 0), *((n, stage) for n in (2, 4) for stage in (0, 1, 2))]
+    assert smallest(jobs, by_shape[1, 0].total).topology.size == 1
+    found = smallest(jobs, by_shape[4, 1].total)
+    assert (found.topology.size, found.stage) == (4, 1)
+    assert smallest(jobs, 1000) is None
+    # Micro-batches become smaller where ranks have fewer samples than one.
+    assert by_shape[4, 0].activations == by_shape[1, 0].activations
+    jobs, _ = jobs_of(
+        "--task", f"{__name__}:Tokens", "--ranks", "1", "8", "--train.batch-size", "8"
+    )
+    assert jobs[1].activations < jobs[0].activations / 4
+
+
+def bench_file(folder, nodes, cases):
+    names = ("verb", "algorithm", "size_bytes", "median_s")
+    results = [dict(zip(names, case, strict=True)) for case in cases]
+    path = folder / "bench.json"
+    path.write_text(json.dumps({"nodes": nodes, "results": results}))
+    return path
+
+
+def test_seconds_are_those_between_measured_sizes_times_the_bytes_of_a_node(tmp_path):
+    cases = [("all_reduce", "lanes", 1000, 1.0), ("all_reduce", "lanes", 3000, 2.0)]
+    cases += [("reduce_scatter", "lanes", 4000, 5.0), ("all_gather", "lanes", 4000, 7.0)]
+    bench = BenchFile(bench_file(tmp_path, [[0, 1], [2, 3]], cases))
+    assert bench.ranks_per_node == 2
+    two, four = (Topology.from_hosts([0] * n, 2) for n in (4, 8))
+
+    def seconds(numel, stage, topology=two, **travel):
+        plan = plan_buckets([ParameterSpec("a", (numel,), torch.float32)], 1 << 20, topology.size)
+        options = {"algorithm": "lanes", "micro_batches": 3, **travel}
+        return bench.step_s(plan, stage, topology, Travel(**options))
+
+    assert seconds(500, 0) == 1.5
+    assert seconds(1500, 0) == 4.0
+    assert seconds(1000, 0, wire=2) == 1.5
+    assert seconds(1000, 1) == 5 + 7
+    assert seconds(1000, 2) == 3 * 5 + 7
+    assert seconds(500, 0, four) == 1.5 * (3 / 4) / (1 / 2)
+    assert seconds(500, 0, algorithm="flat") is None
+    assert seconds(500, 0, Topology.from_hosts([0] * 2)) is None
+    assert seconds(500, 0, Topology.from_hosts([0])) == 0
+
+
+def test_the_command_prints_tables_and_starts_no_mpi(tmp_path):
+    bench = bench_file(tmp_path, [[0], [1]], [("all_reduce", "lanes", 1 << 20, 0.5)])
+    words = ["--task", "test_plan_command:Tokens", "--precisions", "bf16-pure", "--ranks", "1", "2"]
+    words += ["--memory", "40G", "--bench", str(bench)]
+    program = (
+        "import sys; from mntrain.__main__ import main; code = main(sys.argv[1:]); "
+        "assert 'mpi4py' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-W", "error", "-c", program, "plan", *words]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd="tests/unit/train", timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0][:5] == ["bf16-pure", "stage", "parameters", "gradients", "buckets"]
+    assert [row[:3] for row in rows if row[1:2] == ["rank"]] == [["1", "rank", "any"]]
+    assert sum(row[2:4] == ["2", "nodes"] for row in rows) == 3
+    assert (
+        "the smallest that fits into 40 GiB (42.9 GB): 1 rank on 1 node of 1, with" in done.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory", "lots"], "--memory: must be a size such as 40G or 512M"),
+        (["--ranks", "0"], "--ranks: Input should be greater than or equal to 1, not 0"),
+        (["--bench", "missing.json"], "--bench missing.json: cannot be read"),
+        (["--task", "no:Task"], "--task no:Task: module 'no' does not import"),
+        (["--optim.name", "Nothing"], "--optim.name Nothing: is no torch.optim.Optimizer"),
+    ],
+)
+def test_bad_input_is_one_error(capsys, words, said):
+    task = [] if "--task" in words else ["--task", f"{__name__}:Tokens"]
+    try:
+        code = main(["plan", *task, "--ranks", "2", *words])
+    except SystemExit as exited:
+        code = exited.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert said in printed.err
