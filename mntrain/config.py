@@ -449,6 +449,21 @@ class LogConfig:
         description="steps FROM:TO, such as 20:22, to record in timeline.json.gz, a trace of all "
         "ranks for Perfetto. none: do not.",
     )
+    mlflow: OrNone[str] = Field(
+        default=None,
+        description="experiment of MLflow to send metrics to (MLFLOW_TRACKING_URI says where). "
+        "none: do not.",
+    )
+    prometheus: bool = Field(
+        default=False,
+        description="write metrics.prom, the last values for Prometheus, as the textfile collector "
+        "of node_exporter reads them.",
+    )
+    per_rank: bool = Field(
+        default=False,
+        description="add to metrics.jsonl, and thus to its copies, the seconds of the phases of "
+        "each rank and its memory.",
+    )
     plot: bool = Field(
         default=True, description="draw loss.svg at the end of a job, if matplotlib is installed."
     )

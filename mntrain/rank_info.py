@@ -150,6 +150,20 @@ def peak_memory() -> int:
     return peak * 1024 - counted_twice
 
 
+def memory_now(device: torch.device) -> int:
+    """Return the bytes that torch has allocated on a GPU, or else the resident size. Local.
+
+    Pages of shared memory count in full; on systems without /proc, the size is the peak.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_memory()
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def _read_proc(file: str, field: str) -> int:
     """Return a memory field of a file, as seen from /proc/self, in bytes.
 

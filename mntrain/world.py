@@ -271,18 +271,31 @@ class World(Ranks):
         csv: bool = False,
         tensorboard: bool = False,
         wandb: str | None = None,
+        mlflow: str | None = None,
+        prometheus: bool = False,
+        per_rank: bool = False,
         report: bool = False,
     ) -> MetricsLog:
         """Return a log that writes metrics.jsonl and summary.json into a run. Collective.
 
-        On request, the same values go to metrics.csv, to TensorBoard (tensorboard/ in the run) and
-        to W&B (`wandb` is the project); an error of one of these ends it with a warning. With
-        `report`, the log's end writes report.html, a page about the run.
+        On request, the same values go to metrics.csv, TensorBoard (tensorboard/ in the run), W&B
+        (`wandb` is the project), MLflow (`mlflow` is the experiment) and, for Prometheus, to
+        metrics.prom; an error of one of the tools ends its copy with a warning. With `per_rank`,
+        lines also have the times and the memory of each rank. With `report`, the log's end writes
+        report.html, a page about the run.
         Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
         ranks give it other values, the directory cannot be written, or another job uses it. Options
         that are named device, rank, local_rank or alike may differ (`mntrain.config.RANK_OPTIONS`).
         """
-        copies = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb, "report": report}
+        copies = {
+            "csv": csv,
+            "tensorboard": tensorboard,
+            "wandb": wandb,
+            "mlflow": mlflow,
+            "prometheus": prometheus,
+            "per_rank": per_rank,
+            "report": report,
+        }
         return self._own_loop.metrics(run_dir, config, copies)
 
     def report(self) -> dict[str, Any]:

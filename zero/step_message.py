@@ -59,9 +59,15 @@ class StepMessage:
         """Return the reduced numbers by name. Waits for the ranks that it was sent to."""
         assert self.sent, "the message was not sent"
         self._work.wait()
+        return {name: float(part.max()) for name, part in self._parts().items()}
+
+    def by_rank(self, name: str) -> dict[str, float]:
+        """Return the numbers that a maximum is taken of, by rank. After `read`."""
+        return {str(rank): number for rank, number in enumerate(self._parts()[name].tolist())}
+
+    def _parts(self) -> dict[str, Tensor]:
         widths = [self._size if maximum else 1 for _, maximum in self._values.values()]
-        parts = self._numbers.split(widths)
-        return {name: float(part.max()) for name, part in zip(self._values, parts, strict=True)}
+        return dict(zip(self._values, self._numbers.split(widths), strict=True))
 
     def _pack(self, group: Collectives, numbers: list[float]) -> Tensor:
         """Return what is summed: a maximum has a place for each rank."""

@@ -12,6 +12,8 @@ from typing import Any
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summary.json"
 PLOT_FILE, REPORT_FILE = "loss.svg", "report.html"
 
+Line = Mapping[str, Any]  # of metrics.jsonl
+
 
 def append_whole(path: Path, content: bytes) -> None:
     """Append to a file that no other process writes; it gets all of the content or nothing.
@@ -60,6 +62,18 @@ def flatten(line: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {f"{name}/{inner}": item for inner, item in value.items()}
         else:
             flat[name] = value
+    return flat
+
+
+def flat_options(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the options of nested tables, as those of config.toml, by their names, as text."""
+    flat: dict[str, str] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_options(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[f"{prefix}{name}"] = text
     return flat
 
 

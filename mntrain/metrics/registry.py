@@ -6,7 +6,7 @@ and where it is shown. metrics.jsonl, the display, the summary and any exporter 
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
@@ -14,9 +14,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.recorder.events import Recorder
 
-Reduction = Literal["mean", "sum", "max", "same", "master"]
+Reduction = Literal["mean", "sum", "max", "same", "master", "each"]
 """Over all ranks: the mean weighted by items, the sum, the maximum; or no reduction, because the
-value is the same on every rank, or because it is the master's own."""
+value is the same on every rank, because it is the master's own, or because each rank has its own,
+by its number."""
 
 Row = Literal["line", "phases", "evaluation"]
 """Place on the display: the line of a step, its shares of time, the line of an evaluation."""
@@ -50,6 +51,7 @@ class Metric:
 
 
 _PHASE = Metric("master", "s", row="phases")
+_OF_EACH = Metric("each", "s", named=True)
 WARMUP_STEPS = 3  # in which caches fill and compilation runs: no rate is computed from them
 T = TypeVar("T")
 
@@ -102,6 +104,15 @@ class StepRecord:
 
     slow_ranks: Annotated[dict[str, float] | None, Metric("same", named=True)] = None
     """By "rank/phase": how many times as long a slow rank takes for a sample as the others."""
+    rank_step_s: Annotated[dict[str, float] | None, _OF_EACH] = None
+    """With --log.per-rank: of the step before, since ranks tell it in the message of this one."""
+    rank_data: Annotated[dict[str, float] | None, _OF_EACH] = None
+    rank_forward: Annotated[dict[str, float] | None, _OF_EACH] = None
+    rank_backward: Annotated[dict[str, float] | None, _OF_EACH] = None
+    rank_reduce_wait: Annotated[dict[str, float] | None, _OF_EACH] = None
+    rank_exposed: Annotated[dict[str, float] | None, _OF_EACH] = None
+    rank_memory: Annotated[dict[str, float] | None, Metric("each", "bytes", named=True)] = None
+    """Allocated on the GPU, or resident on the host, at the end of that step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, without absent values."""
@@ -124,6 +135,7 @@ METRICS: dict[str, Metric] = {
 }
 """Metrics by name, in the order in which they are shown."""
 
+PER_RANK = tuple(name for name, metric in METRICS.items() if metric.reduction == "each")
 PHASES = tuple(name for name, metric in METRICS.items() if metric.row == "phases")
 
 
@@ -166,6 +178,12 @@ class StepTimer:
             "exposed": min(self._collectives.waited_s - self._waited_s, busy_s),
             **self._phases,
         }
+
+
+def of_this_rank(times: Mapping[str, float], memory: int) -> dict[str, float]:
+    """Return this rank's values of the metrics of each rank, from its times and its memory."""
+    own = {**times, "memory": float(memory)}
+    return {name: own[n] for name in PER_RANK if (n := name.removeprefix("rank_")) in own}
 
 
 class RecentSteps(Generic[T]):

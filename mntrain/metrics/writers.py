@@ -1,30 +1,25 @@
-"""Writers of a run's metrics: metrics.jsonl, metrics.csv, TensorBoard and Weights & Biases.
+"""Writers of a run's metrics: metrics.jsonl, metrics.csv, and copies for other tools.
 
 metrics.jsonl is the record of a run, and the others are copies of it for other tools. Lines that it
 cannot take, on a full disk for example, wait in memory until it can; metrics.csv is then written
-anew from it. At an error, TensorBoard or W&B gets no more, with a warning. Training continues.
+anew from it. At an error, a copy (`mntrain.metrics.copies`) gets no more, with a warning. Training
+continues.
 """
 
 import csv
 import io
 import math
-import os
-import secrets
-import socket
 import time
-import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 from mntrain.config import LogConfig
+from mntrain.metrics.copies import Copy, make_copies
 from mntrain.metrics.files import (
-    CONFIG_FILE,
     METRICS_FILE,
+    Line,
     append_whole,
     flatten,
     json_text,
@@ -32,36 +27,9 @@ from mntrain.metrics.files import (
     write_whole,
 )
 
-CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", ".wandb-id"
+CSV_FILE = "metrics.csv"
 WAITING = 10_000  # lines that wait in memory at most
 WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while a file cannot be written
-_WANDB_S = 40  # to connect, and at the end: an unreachable server must not hold the ranks for long
-
-# By option: the module that is imported, its package, and the extra that installs it.
-_NEEDED = {
-    "tensorboard": ("torch.utils.tensorboard", "tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb", "wandb"),
-    "report": ("matplotlib", "matplotlib", "plot"),
-}
-
-Line = Mapping[str, Any]
-
-
-def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
-    """Raise ValueError if a package that an option needs cannot be imported. Local.
-
-    `option` is how errors write an option of this name.
-    """
-    for name, (module, package, extra) in _NEEDED.items():
-        if getattr(log, name):
-            try:
-                import_module(module)
-            except Exception as error:  # a broken installation raises anything
-                why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-                raise ValueError(
-                    f"{option.format(name)} needs the package {package}, which cannot be imported"
-                    f"{why}: pip install 'mntrain[{extra}]', or leave the option out"
-                ) from error
 
 
 class MetricsFiles:
@@ -84,13 +52,10 @@ class MetricsFiles:
         self._table = _Table(run_dir) if log.csv else None
         self._failed, self._error = "", ""  # the file that cannot be written, and why
         self._retry_at = self._warned_at = -math.inf
-        self._copies: dict[str, _Events | _WandbRun] = {}
-        if log.tensorboard:
-            with self._guarded("TensorBoard"):
-                self._copies["TensorBoard"] = _Events(run_dir)
-        if log.wandb is not None:
-            with self._guarded("W&B"):
-                self._copies["W&B"] = _WandbRun(run_dir, log.wandb)
+        self._copies: dict[str, Copy] = {}
+        for name, make in make_copies(run_dir, log).items():
+            with self._guarded(name):
+                self._copies[name] = make()
 
     def write(self, line: Line) -> None:
         """Append a line, with its step; it is on disk, or on its way, or waits in memory."""
@@ -208,84 +173,3 @@ def _csv_text(columns: Sequence[str], rows: Iterable[Line]) -> bytes:
             [c if not isinstance(c, float) or math.isfinite(c) else None for c in cells]
         )
     return text.getvalue().encode()
-
-
-class _Events:
-    """Event files in RUN/tensorboard: a scalar for each number, and config.toml as text.
-
-    An event is one write, without the thread of TensorBoard's own writer, which waits for ever on a
-    full disk. TensorBoard drops what an earlier job wrote of steps after the last one of
-    metrics.jsonl, as with SummaryWriter's purge_step.
-    """
-
-    _numbers = count()  # in the names of this process's files
-
-    def __init__(self, run_dir: Path) -> None:
-        events = import_module("tensorboard.compat.proto.event_pb2")
-        self._event = events.Event
-        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        self._record = import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        name = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
-        self._path = run_dir / TENSORBOARD_FOLDER / f"events.out.tfevents.{name}"
-        last = max((int(line["step"]) for line in read_metrics(run_dir)), default=0)
-        version, start = "brain.Event:2", events.SessionLog(status=events.SessionLog.START)
-        self._add(0, file_version=version)
-        self._add(last + 1, file_version=version)
-        self._add(last + 1, session_log=start)
-        if text := _read_config(run_dir):
-            code = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown
-            texts = import_module("torch.utils.tensorboard.summary")
-            self._add(last, summary=texts.text(CONFIG_FILE, code))
-
-    def write(self, line: Line) -> None:
-        # One event a step takes a fifth of the time of SummaryWriter.add_scalar for each number.
-        scalars = [
-            self._summary.Value(tag=name, simple_value=float(value))
-            for name, value in flatten(line).items()
-            if name != "step" and isinstance(value, int | float)
-        ]
-        self._add(int(line["step"]), summary=self._summary(value=scalars))
-
-    def close(self, *, succeeded: bool) -> None:
-        """Do nothing: the file is closed after each event."""
-
-    def _add(self, step: int, **content: Any) -> None:
-        record = io.BytesIO()
-        event = self._event(wall_time=time.time(), step=step, **content)
-        self._record(record).write(event.SerializeToString())
-        append_whole(self._path, record.getvalue())
-
-
-class _WandbRun:
-    """A run of W&B, which the next job of the same run continues.
-
-    W&B keeps the first values that it got of a step. A run that starts over is a new one there.
-    """
-
-    def __init__(self, run_dir: Path, project: str) -> None:
-        wandb = import_module("wandb")
-        path = run_dir / WANDB_ID_FILE
-        if not path.exists():
-            write_whole(path, secrets.token_hex(8).encode())
-        self._run = wandb.init(
-            project=project,
-            name=run_dir.resolve().name,
-            id=path.read_text().strip(),
-            resume="allow",
-            reinit="create_new",  # beside a run of the user's own
-            dir=str(run_dir),
-            config=tomllib.loads(_read_config(run_dir)),
-            allow_val_change=True,
-            settings=wandb.Settings(init_timeout=_WANDB_S, finish_timeout=_WANDB_S),
-        )
-
-    def write(self, line: Line) -> None:
-        self._run.log(flatten(line), step=int(line["step"]))
-
-    def close(self, *, succeeded: bool) -> None:
-        self._run.finish(exit_code=0 if succeeded else 1)
-
-
-def _read_config(run_dir: Path) -> str:
-    path = run_dir / CONFIG_FILE
-    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -47,6 +47,19 @@ class Charts:
 
         return self._draw(draw)
 
+    def by_rank_and_step(self, curves: Mapping[str, Curve], unit: str) -> str:
+        """Return the curves of ranks over the steps, by label."""
+
+        def draw(axes: "Axes") -> None:
+            colours = colours_of(max(2, len(curves)))
+            for (label, curve), colour in zip(curves.items(), colours, strict=False):
+                axes.plot(*curve, label=label, color=colour, linewidth=0.8)
+            axes.set(xlabel="step")
+            axes.locator_params(axis="x", integer=True)
+            _finish(axes, "y", unit, legend=True)
+
+        return self._draw(draw)
+
     def by_rank(
         self,
         parts: Mapping[str, Sequence[float]],
@@ -64,7 +77,7 @@ class Charts:
                 bottom += values
             axes.set(xlabel="rank")
             axes.locator_params(axis="x", integer=True)
-            _finish_bars(axes, "y", unit, legend=len(parts) > 1)
+            _finish(axes, "y", unit, legend=len(parts) > 1)
 
         return self._draw(draw)
 
@@ -82,7 +95,7 @@ class Charts:
             else:  # the page names it
                 axes.set_yticks([])
             axes.invert_yaxis()
-            _finish_bars(axes, "x", "s", legend=True)
+            _finish(axes, "x", "s", legend=True)
 
         return self._draw(draw, height=1.5 + 0.3 * len(labels))
 
@@ -122,7 +135,7 @@ class Charts:
         return _embedded(content.getvalue(), f"chart{next(self._numbers)}-")
 
 
-def _finish_bars(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
+def _finish(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
     from matplotlib.ticker import EngFormatter
 
     axis = axes.yaxis if along == "y" else axes.xaxis

@@ -11,17 +11,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from mntrain.cli import to_toml
 from mntrain.config import Config
-from mntrain.metrics.files import REPORT_FILE, write_whole
-from mntrain.metrics.plot import LoggedRun, colours_of, expect_drawable, panel_of
-from mntrain.metrics.registry import METRICS, PHASES, WARMUP_STEPS
+from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
+from mntrain.metrics.plot import Curve, LoggedRun, colours_of, expect_drawable, panel_of
+from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
 from mntrain.report import scaling
 from mntrain.report.charts import Charts
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
-from mntrain.report.run_files import RunFiles, differing, flat, read_runs
+from mntrain.report.run_files import RunFiles, differing, read_runs
 
 _TIMES = {"tokens_per_s": "items a second", "step_s": "seconds of a step"}  # with their titles
+_MANY_RANKS = 8  # that do not get a curve each
 _LEVELS = {"node": "within nodes", "cross": "between nodes"}
 
 
@@ -218,10 +221,25 @@ def _add_ranks(section: Section, run: RunFiles, charts: Charts, of: str) -> None
         values = [rank["own_s"] / rank["samples"] for rank in ranks]
         chart = charts.by_rank({"": values}, "s", [one["rank"] for one in slow])
         section.charts.append((f"{of}own time for a sample, by rank; slow ranks red", chart))
+    for name in PER_RANK:
+        if curves := _rank_curves(run.log, name):
+            chart = charts.by_rank_and_step(curves, "s" if METRICS[name].unit == "s" else "B")
+            section.charts.append((f"{of}{words(name)}", chart))
     section.add(table_of(slow, f"{of}slow ranks: time for a sample / median of the others"))
     for name in ("cadence", "shares"):
         section.add(table_of(run.summary.get(name, []), of + name))
     section.add(table_of(ranks, folded=f"{of}all figures of {len(ranks)} ranks"))
+
+
+def _rank_curves(log: LoggedRun, name: str) -> dict[str, Curve]:
+    """Return the curve of each rank of a metric; of many ranks the least, median and most."""
+    names = [known for known in log.names if known.startswith(f"{name}/")]
+    curves = {n.rpartition("/")[2]: curve for n in names if (curve := log.curve(n))}
+    if len(curves) <= _MANY_RANKS:
+        return {f"rank {rank}": curve for rank, curve in curves.items()}
+    steps = next(iter(curves.values()))[0]
+    spread = np.quantile([values for _, values in curves.values()], [0, 0.5, 1], axis=0)
+    return dict(zip(("least", "median", "most"), ((steps, part) for part in spread), strict=True))
 
 
 def _add_history(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
@@ -237,7 +255,7 @@ def _options(runs: Sequence[RunFiles]) -> Section:
     every = [run.options for run in runs]
     if len(runs) > 1:
         section.add(side_by_side(labels, differing(runs), "options that differ"))
-    defaults = dict(flat(tomllib.loads(to_toml(Config()))))
+    defaults = flat_options(tomllib.loads(to_toml(Config())))
     if len(runs) == 1 and every[0].keys() <= defaults.keys() | {"config"}:
         own = {n: v for n, v in every[0].items() if v != defaults.get(n)}
         section.add(side_by_side(labels, [own], "options that are not the default"))

@@ -2,14 +2,14 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.checks.finding import naming
-from mntrain.metrics.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from mntrain.metrics.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, flat_options
 from mntrain.metrics.plot import LoggedRun, label_runs, read_lines
 from mntrain.recorder.autopsy import describe, examine, find_recordings
 from mntrain.recorder.recording import Kind, Recording
@@ -124,7 +124,7 @@ def _read(path: Path, label: str) -> RunFiles:
         missing.append(f"summary.json is damaged: {error}.")
     options: dict[str, str] = {}
     try:
-        options = dict(flat(tomllib.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))))
+        options = flat_options(tomllib.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         missing.append("There is no config.toml: the loop gave no configuration.")
     except ValueError as error:
@@ -143,16 +143,6 @@ def _read(path: Path, label: str) -> RunFiles:
         end = describe(examine(path, recordings))
     log = LoggedRun(label, path, lines)
     return RunFiles(log, summary, options, recordings, end, [*missing, *notes])
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the options of nested tables by their names, as text."""
-    for name, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield f"{prefix}{name}", text
 
 
 def _text_of(event: Any) -> str:

@@ -6,6 +6,8 @@ RUN/metrics.jsonl    a line for each step
 RUN/metrics.csv      the same as a table, with --log.csv
 RUN/tensorboard/     the same as event files, with --log.tensorboard
 RUN/.wandb-id        the run's id at W&B, with --log.wandb; wandb/ has its files
+RUN/.mlflow-id       the run's id at MLflow, with --log.mlflow
+RUN/metrics.prom     the last values for Prometheus, with --log.prometheus
 RUN/checkpoints/     step-00000500, ...
 RUN/timeline.json.gz a trace of some steps, with --log.timeline
 RUN/loss.svg         the curves of the loss, drawn at the end of a job
@@ -29,6 +31,7 @@ from typing import Self
 from mntrain.checkpoint import list_checkpoints, set_aside
 from mntrain.checks.storage import write_and_look
 from mntrain.errors import combined_refusals
+from mntrain.metrics.copies import MLFLOW_ID_FILE, WANDB_ID_FILE
 from mntrain.metrics.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -40,7 +43,7 @@ from mntrain.metrics.files import (
     write_summary,
     write_whole,
 )
-from mntrain.metrics.writers import WANDB_ID_FILE, rewind_csv
+from mntrain.metrics.writers import rewind_csv
 from mntrain.ranks import Ranks
 from mntrain.recorder.recording import recordings
 from mntrain.run.lock import RunLock
@@ -172,7 +175,8 @@ def rewind(run_dir: Path, step: int) -> None:
     for drawn in (PLOT_FILE, REPORT_FILE):
         (run_dir / drawn).unlink(missing_ok=True)
     if not step:
-        (run_dir / WANDB_ID_FILE).unlink(missing_ok=True)
+        for name in (WANDB_ID_FILE, MLFLOW_ID_FILE):
+            (run_dir / name).unlink(missing_ok=True)
     set_aside(run_dir, step)
     if (run_dir / METRICS_FILE).exists():
         kept = [line for line in read_metrics(run_dir) if line["step"] <= step]

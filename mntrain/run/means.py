@@ -65,15 +65,27 @@ class DelayedSums:
     def __init__(self, collectives: WorldCollectives) -> None:
         self._collectives = collectives
         self._message: StepMessage | None = None
+        self._own: list[str] = []
+        self.by_rank: dict[str, dict[str, float]] = {}
+        """What each rank gave as its own with the sums that were last read, by name and rank."""
 
-    def start(self, values: Mapping[str, float]) -> None:
-        """Start sums of values by name. Collective; the same names in the same order."""
-        self._message = StepMessage()
+    def start(self, values: Mapping[str, float], own: Mapping[str, float] | None = None) -> None:
+        """Start sums of values by name. Collective; the same names in the same order.
+
+        All ranks learn the values in `own` of each.
+        """
+        self._message, self._own = StepMessage(), list(own or ())
         for name, value in values.items():
             self._message.put(name, value)
+        for name, value in (own or {}).items():
+            self._message.put(name, value, "max")
         self._message.send(self._collectives)
 
     def take(self) -> dict[str, float]:
         """Return the sums that were last started, once; empty if there are none. Collective."""
         message, self._message = self._message, None
-        return message.read() if message else {}
+        if message is None:
+            return {}
+        sums = message.read()
+        self.by_rank = {name: message.by_rank(name) for name in self._own}
+        return sums

@@ -13,8 +13,9 @@ from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import METRICS_FILE, REPORT_FILE, append_whole, loss_text, try_summary
 from mntrain.metrics.plot import draw_at_end
-from mntrain.metrics.registry import METRICS, PHASES, StepTimer
+from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
+from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums, to_float, weight_problem
@@ -87,21 +88,24 @@ class MetricsLog:
         self._timer = StepTimer(self._world.collectives)
         numbers = {name: to_float(value) for name, value in values.items()}
         read = {name: number for name, number in numbers.items() if number is not None}
-        self._check(step, weight, {"step", *times} & values.keys(), values.keys() - read.keys())
+        memory = memory_now(self._world.device)
+        own = of_this_rank(times, memory) if self._log.per_rank else {}
+        reserved = {"step", *times, *own} & values.keys()
+        self._check(step, weight, reserved, values.keys() - read.keys())
         self.flush()
         self._directory.last_step = step
         self._line = line = _Line(step, weight, read, times)
         # A number that ranks with the same step and names have in common.
         digest = zlib.crc32(repr((step, sorted(read))).encode()) % (1 << _DIGEST_BITS)
         told = {"digest": digest, "squared digest": digest**2, "weight": float(weight)}
-        self._sum.start(told | line.weighted(self._names))
+        self._sum.start(told | line.weighted(self._names), own)
 
     def flush(self) -> None:
         """Write the last line. Collective; waits for its means."""
         line, self._line = self._line, None
         if line is None:
             return
-        sums = self._sum.take()
+        sums, by_rank = self._sum.take(), self._sum.by_rank
         weight = sums["weight"]
         if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
             raise AgreedError(self._difference(line), self._world.rank)
@@ -115,7 +119,7 @@ class MetricsLog:
         means = {n: self._mean(sums[f"of {n}"] / weight, own) for n, own in line.values.items()}
         self._last |= means
         if self._world.master:
-            self._open_files().write({"step": line.step, **means, **line.times})
+            self._open_files().write({"step": line.step, **means, **line.times, **by_rank})
 
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time.

@@ -18,8 +18,8 @@ from mntrain.config_types import construct
 from mntrain.data.loader import ShardRegistry
 from mntrain.equal_values import compare
 from mntrain.errors import AgreedError
+from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE, write_whole
-from mntrain.metrics.writers import expect_installed
 from mntrain.ranks import Ranks
 from mntrain.run.comparison import compare_config
 from mntrain.run.directory import RunDirectory

@@ -12,9 +12,9 @@ from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
+from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.report import Reporter
-from mntrain.metrics.writers import expect_installed
 from mntrain.run.comparison import compare_task
 from mntrain.run.directory import RunDirectory
 from mntrain.run.saving import RunSaver, SaveInterval

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
@@ -85,6 +86,8 @@ class StepAgreement:
         self._error: Exception | None = None  # of this rank in this step
         self._failed = False  # this step, on any rank
         self._states = random_states(world.device)  # before this step
+        self.measured: dict[str, float] = {}  # by this rank in the step before, for all to know
+        self.by_rank: dict[str, Any] = {}  # what all ranks have measured, by rank
         self.means: GlobalMeans  # of this step, over all ranks or over the node
         self.flags: Mapping[str, float] = {}
         """Sums over all ranks that count after this step, alike on all; 0 of what is not known."""
@@ -120,6 +123,8 @@ class StepAgreement:
         self._message.put("failed", lambda: float(self._error is not None))
         for name in self._own_flags():
             self._message.put(name, partial(self._own_flag, name))
+        for name, value in self.measured.items():
+            self._message.put(name, value, "max")
         self._accumulator.put(self._message)
         self._states = random_states(world.device)
         try:
@@ -162,6 +167,8 @@ class StepAgreement:
             self._message.send(world.collectives)
         sums = self._message.read()
         self.flags = {name: sums.get(name, 0.0) for name in self._own_flags()}
+        names = () if self._alone else self.measured
+        self.by_rank = {name: self._message.by_rank(name) for name in names}
         self._failed = bool(sums.get("failed"))
         if self._failed:
             return

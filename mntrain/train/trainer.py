@@ -22,7 +22,8 @@ from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
-from mntrain.metrics.registry import StepRecord, StepTimer
+from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
+from mntrain.rank_info import memory_now
 from mntrain.run.comparison import agree_on_options
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
@@ -288,6 +289,8 @@ class Trainer:
             norm = update.grad_norm
             self._reporter.warn(f"step {step} was skipped: the gradient's norm is {norm}")
         self._result.add(items, times["step_s"], skipped=update.skipped)
+        if self._config.log.per_rank:
+            self._agreement.measured = of_this_rank(times, memory_now(self._world.device))
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = job.task.derive(means.loss, means.metrics)
         return StepRecord(
@@ -302,6 +305,7 @@ class Trainer:
             metrics=metrics,
             skipped=update.skipped,
             slow_ranks=job.balancing.slow_ranks(step) or None,
+            **self._agreement.by_rank,
             **times,
         )
 

@@ -1,7 +1,12 @@
 """Jobs whose ranks differ in speed: shares follow it, and nothing else changes."""
 
+import re
+from importlib.util import find_spec
+
 import pytest
 from job import completed, losses, losses_alone, metrics, summary, train, write_corpus
+
+from mntrain.report import report_command
 
 # A language model whose loss takes longer on rank 1, until the step in SLOW_UNTIL.
 SLOW = '''
@@ -71,6 +76,11 @@ def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
     named = [line.get("slow_ranks") for line in metrics(tmp_path)]
     assert named[-1] == {"1/forward": pytest.approx(found[0]["ratio"], abs=0.01)}
     assert named[0] is None
+    if find_spec("matplotlib"):
+        assert report_command.run([str(tmp_path / "run")]) == 0
+        page = (tmp_path / "run" / "report.html").read_text()
+        bars = re.findall(r"fill: (#d62728|#1f77b4)", page.partition("own time for a sample")[2])
+        assert bars[:2] == ["#1f77b4", "#d62728"]  # the slow one is red
 
 
 # Of which the mean of updates is the update by the mean.

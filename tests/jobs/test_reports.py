@@ -4,12 +4,14 @@ import csv
 import math
 import re
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
 from job import LATE, completed, metrics, summary, train
 from launch import TESTS
+from pages import Page
 from safetensors import safe_open
 
 from mntrain.checkpoint.reader import list_checkpoints
@@ -19,8 +21,13 @@ PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
 OPTIONS = [
     *("--train.steps", "13", "--train.eval-every", "3", "--checkpoint.every", "100"),
     *("--log.csv", "--log.plot"),
+    "--log.per-rank",
     *(["--log.tensorboard"] if find_spec("tensorboard") else []),
+    *(["--log.prometheus"] if find_spec("prometheus_client") else []),
+    *(["--log.mlflow", "tests"] if find_spec("mlflow") else []),
 ]
+PAGE = ["--log.report"] if find_spec("matplotlib") else []
+STORE = {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
 CONTEXT, LAYERS, WIDTH = 32, 2, 32  # of the small model
 
 
@@ -31,8 +38,8 @@ pytestmark = pytest.mark.thorough
 def jobs(tmp_path_factory) -> tuple[Path, list[tuple[list[dict], dict, str]]]:
     """The folder of a run of two jobs, and the lines, the summary and the output of each."""
     folder, done, found = tmp_path_factory.mktemp("run"), 0, []
-    for options in (["--run.stop-after", "7"], []):
-        result = completed(train(2, folder, *OPTIONS, *options))
+    for options in (["--run.stop-after", "7"], PAGE):
+        result = completed(train(2, folder, *OPTIONS, *options, env=STORE))
         lines = metrics(folder)
         found.append((lines[done:], summary(folder), result.stdout))
         done = len(lines)
@@ -133,6 +140,49 @@ def test_the_copies_have_the_numbers_of_metrics_jsonl(jobs):
         assert points == pytest.approx(
             {line["step"]: float(line[tag]) for line in lines if tag in line}, rel=1e-6
         )
+
+
+def test_each_rank_tells_its_times_of_the_step_before(jobs):
+    _, found = jobs
+    for lines, _, _ in found:
+        assert not [name for name in lines[0] if name.startswith("rank_")]
+        for before, line in pairwise(lines):
+            for name in ("step_s", "exposed", *PHASES):
+                own = line[f"rank_{name}"]
+                assert (own["0"], list(own)) == (before[name], ["0", "1"])
+            phases = sum(line[f"rank_{name}"]["1"] for name in PHASES)
+            assert 0 < phases <= line["rank_step_s"]["1"]
+            assert line["rank_step_s"]["1"] == pytest.approx(before["step_s"], abs=1)
+            assert all(2**20 < size < 2**40 for size in line["rank_memory"].values())
+
+
+def test_other_tools_have_the_run_as_one(jobs, monkeypatch):
+    folder, _ = jobs
+    lines = [flatten(line) for line in metrics(folder)]
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = parser.text_string_to_metric_families((folder / "run/metrics.prom").read_text())
+    last = {s.name: s.value for family in families for s in family.samples}
+    assert (last["mntrain_step"], last["mntrain_loss"]) == (13, lines[-1]["loss"])
+    mlflow = pytest.importorskip("mlflow")
+    for name, value in STORE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(folder)
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["train.steps"] == "13"
+    for name in ("loss", "rank_step_s/1", "eval_loss"):
+        points = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+        assert points == [(line["step"], line[name]) for line in lines if name in line]
+
+
+def test_a_job_leaves_a_page_about_its_run(jobs):
+    pytest.importorskip("matplotlib")
+    folder, found = jobs
+    page = Page((folder / "run" / "report.html").read_text())
+    assert page.problems == []
+    assert page.after("status") == found[-1][1]["status"] == "completed"
+    assert {"step-00000013", "rank step", "ranks 0, 1: job of 2 ranks began"} <= set(page.cells)
 
 
 def test_a_job_leaves_a_picture_of_its_loss_or_says_why_not(jobs):

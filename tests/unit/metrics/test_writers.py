@@ -18,8 +18,9 @@ from reports import record
 
 from mntrain.config import LogConfig
 from mntrain.metrics import writers
+from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import append_whole, flatten, read_metrics, write_summary
-from mntrain.metrics.writers import MetricsFiles, expect_installed
+from mntrain.metrics.writers import MetricsFiles
 from mntrain.run.directory import rewind
 
 CSV, BOARD = LogConfig(csv=True), LogConfig(tensorboard=True)
@@ -276,11 +277,14 @@ def test_training_continues_without_wandb(tmp_path, wandb, when):
 
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch, tmp_path):
-    for module in ("tensorboard", "torch.utils.tensorboard", "wandb", "matplotlib"):
+    modules = ["tensorboard", "torch.utils.tensorboard", "wandb", "mlflow", "matplotlib"]
+    for module in [*modules, "prometheus_client"]:
         monkeypatch.setitem(sys.modules, module, None)
     for option, value, package, extra in (
         ("tensorboard", True, "tensorboard", "tensorboard"),
         ("wandb", "digits", "wandb", "wandb"),
+        ("mlflow", "digits", "mlflow-skinny", "mlflow"),
+        ("prometheus", True, "prometheus_client", "prometheus"),
         ("report", True, "matplotlib", "plot"),
     ):
         log = LogConfig(**{option: value})
