@@ -22,12 +22,14 @@ __all__ = [
     "init",
     "sync",
     "train",
+    "verify",
 ]
 
 if TYPE_CHECKING:
     from mntrain import sync, train
     from mntrain.errors import AgreedError, RemoteRankError
     from mntrain.tasks import Loss, Task
+    from mntrain.train.verification import verify
     from mntrain.world import World, init
 else:  # hidden from type checkers, for which any name would exist
     _MODULES = {
@@ -37,6 +39,7 @@ else:  # hidden from type checkers, for which any name would exist
         "Task": "mntrain.tasks",
         "World": "mntrain.world",
         "init": "mntrain.world",
+        "verify": "mntrain.train.verification",
     }
 
     def __getattr__(name: str) -> object:

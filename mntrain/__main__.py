@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     named = bool(words) and not words[0].startswith("-")
     command = words.pop(0) if named else "train"
-    if command in ("train", "bench"):
+    if command in ("train", "bench", "verify"):
         return _run_on_all_ranks(command, words, prints)
     if command == "doctor":  # says itself why the ranks cannot agree
         from mntrain.doctor import doctor_options
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interruptible(lambda: int(reader.run(words))) if prints else 0
     if prints:
         print(
-            f"mntrain: {command}: no such command; give train (default), bench, doctor, "
+            f"mntrain: {command}: no such command; give train (default), verify, bench, doctor, "
             f"{', '.join(list(READERS)[:-1])} or {list(READERS)[-1]}",
             file=sys.stderr,
         )
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
-    """Train or measure with the options in `words`, if all ranks have the same. Collective.
+    """Train, verify or measure with the options in `words`, if all ranks have the same. Collective.
 
     Returns 2 if a rank refuses its words, if options differ, or if the launcher's ranks do not form
     one MPI world.
@@ -81,6 +81,10 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
     launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
     quiet = launched and not {"-h", "--help"} & set(words)  # the ranks first tell each other
     parse: Callable[..., Any] = cli.parse if command == "train" else bench_options.parse
+    if command == "verify":
+        from mntrain.train import verify_command
+
+        parse = verify_command.parse
     try:
         parsed = parse(words, print_errors=prints and not quiet)
     except cli.RefusedOptionsError as refused:
@@ -96,6 +100,8 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
             from mntrain.train import trainer
 
             return _interruptible(lambda: trainer.run_command(options))
+        if command == "verify":
+            return _interruptible(lambda: verify_command.run(options))
         from mntrain.bench import run as bench
 
         return _interruptible(lambda: bench.run(options, words))

@@ -35,6 +35,8 @@ _DESCRIPTION = f"""Train a PyTorch model over the ranks of mpirun or srun. For e
       your own model and data
 
 other commands, each with its own --help:
+  {_PROGRAM} verify
+      compare the first steps of a job on all ranks with those of one process
   {_PROGRAM} bench
       measure the collectives of this cluster
   {_PROGRAM} plan --config run.toml --ranks 8 16 32 --memory 40G

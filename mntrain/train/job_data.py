@@ -1,6 +1,6 @@
 """The samples of a job: those of each step, and those of its evaluations."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,24 @@ class JobData:
         else:
             return self._plan.steps_until(train.epochs)
         raise ValueError(f"--train.epochs {train.epochs}: {reason}; give --train.steps")
+
+    def batches_of_ranks(
+        self,
+        ranks: int,
+        steps: int,
+        reorder: Callable[[list[list[int]]], list[list[int]]] | None = None,
+    ) -> Generator[Sequence[Any]]:
+        """Yield the micro-batches of all of so many ranks in each of the first steps. Local.
+
+        `reorder` puts them, as lists of samples, in another order. Not of a stream.
+        """
+        plan, most = self._at(1), self._options.micro_batch_size
+        train = self.datasets["training"]
+        for step in range(steps):
+            parts = [p for r in range(ranks) for p in plan.micro_batches(step, r, ranks, most)]
+            dataset = sampling.SeededDataset(train, plan.seed, self._options)
+            chosen = reorder(parts) if reorder else parts
+            yield [dataset.__getitems__([(step, sample) for sample in p]) for p in chosen]
 
     @property
     def validation_sets(self) -> list[str]:

@@ -126,6 +126,11 @@ class Trainer:
             save=self._save_before_error,
         )
 
+    @property
+    def job(self) -> TrainingJob:
+        """The parts of the job."""
+        return self._job
+
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until any rank asks to end; return the summary. Collective.
 

@@ -1,0 +1,183 @@
+"""Gradients and weights of the steps of a run, beside those of another run of the same steps.
+
+A hook before each `ZeroOptimizer.step` takes the whole gradients, and one after it the weights. The
+first run keeps them; of others only their distances from it remain.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from zero.checksum import checksum
+from zero.optimizer import ZeroOptimizer
+
+_CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the same samples
+
+
+class Distance(NamedTuple):
+    """How far a tensor is from that of the first run."""
+
+    relative: float  # norm of the difference / norm of the gradient, or of the updates so far
+    rounding: float  # what one rounding of each element makes of it
+
+
+@dataclass
+class RecordedStep:
+    """One call of `step` of an optimizer."""
+
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # of the first run
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    distances: dict[str, Distance] = field(default_factory=dict)  # of others, in order
+    factor: float = 1.0  # by which the whole gradient is longer, if it has the same direction
+    digests: dict[str, int] = field(default_factory=dict)  # of weights and buffers
+    inputs: list[int] = field(default_factory=list)  # digests of what modules were called with
+
+
+class RecordedRun:
+    """The steps of a run within `recording`, beside those of the `first` run if this rank has it.
+
+    With `keeps`, it is such a first run itself, whose tensors are kept. `jitter` multiplies each
+    element of each gradient by 1 - jitter to 1 + jitter, in one process alone.
+    """
+
+    def __init__(
+        self, first: "RecordedRun | None" = None, *, keeps: bool = False, jitter: float = 0.0
+    ) -> None:
+        self.first, self._keeps, self._jitter = first, keeps, jitter
+        self.steps: list[RecordedStep] = []
+        self.start: dict[str, Tensor] = {}  # the weights before the first step
+        self.losses: list[float] = []
+        self.dropout = 0  # layers, which do nothing meanwhile
+        self._draws = torch.Generator().manual_seed(1)
+        self._step = RecordedStep()
+        self._optimizers: list[ZeroOptimizer] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Enclose the run. Each step is collective in its world."""
+        layers = set[nn.Module]()
+
+        def before_call(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if isinstance(module, _DropoutNd) and module.training:
+                module.eval()
+                layers.add(module)
+            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            if tensors and len(self._step.inputs) < _CALLS and module.training:
+                self._step.inputs.append(int(checksum(tensors)))
+
+        with ExitStack() as hooks:
+            for handle in (
+                register_module_forward_pre_hook(before_call),
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ):
+                hooks.callback(handle.remove)
+            yield
+        self.dropout = len(layers)
+        for module in layers:
+            module.train()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            return
+        named = self._names(optimizer)
+        if self._keeps or self.first:
+            self.start |= {n: _copy(p) for n, p in named.items() if n not in self.start}
+        if len(args) > 1 or kwargs:  # a closure makes the gradients, in the step
+            return
+        if self._jitter:
+            for parameter in named.values():
+                if parameter.grad is not None:
+                    draw = torch.rand(parameter.shape, generator=self._draws) * 2 - 1
+                    factor = 1 + self._jitter * draw.to(parameter.device)
+                    parameter.grad.copy_(parameter.grad * factor)
+        gradients = {name: optimizer.full_gradient(p) for name, p in named.items()}
+        if self._keeps:
+            self._step.gradients = {n: None if g is None else g.cpu() for n, g in gradients.items()}
+            return
+        if (expected := self._expected()) is not None:
+            self._compare_gradients(gradients, expected)
+
+    def _compare_gradients(
+        self, gradients: dict[str, Tensor | None], expected: RecordedStep
+    ) -> None:
+        """Note the distances of gradients, and of all as one vector."""
+        total = products = squares = 0.0
+        pairs = {
+            name: (_wide(gradient, self.start[name]), _wide(other, self.start[name]))
+            for name, gradient in gradients.items()
+            for other in [expected.gradients.get(name)]
+            if gradient is not None or other is not None
+        }
+        whole, eps = math.hypot(*(float(there.norm()) for _, there in pairs.values())), 0.0
+        for name, (here, there) in pairs.items():
+            difference = float((here - there).norm())
+            eps = torch.finfo(self.start[name].dtype).eps
+            # Less than the rounding of the whole gradient is nothing.
+            norm = max(float(there.norm()), eps * whole, 1e-300)
+            self._step.distances[f"gradient of {name}"] = Distance(difference / norm, eps)
+            total, products = math.hypot(total, difference), products + float(here.dot(there))
+            squares += float(here.dot(here))
+        self._step.distances["whole gradient"] = Distance(total / max(whole, 1e-300), eps)
+        if products > 0 and products**2 > 0.999 * squares * whole**2:
+            self._step.factor = math.sqrt(squares) / whole
+
+    def _compare_weights(
+        self, named: dict[str, nn.Parameter], expected: RecordedStep, begun: dict[str, Tensor]
+    ) -> None:
+        """Note the distances of weights."""
+        for name, parameter in named.items():
+            there, start = expected.weights[name].double(), begun[name].double()
+            difference = float((parameter.detach().cpu().double() - there).norm())
+            update = max(float((there - start).norm()), 1e-300)
+            rounding = torch.finfo(parameter.dtype).eps * float(there.norm()) / update
+            self._step.distances[f"weights of {name}"] = Distance(difference / update, rounding)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            return
+        optimizer.wait_for_parameters()
+        named, expected = self._names(optimizer), self._expected()
+        if self._keeps:
+            self._step.weights = {name: _copy(p) for name, p in named.items()}
+        elif expected is not None and self.first is not None:
+            self._compare_weights(named, expected, self.first.start)
+        model = optimizer._model
+        buffers = dict(model.named_buffers()) if model is not None else {}
+        self._step.digests = {n: int(checksum([t])) for n, t in {**named, **buffers}.items()}
+        self.steps.append(self._step)
+        self._step = RecordedStep()
+
+    def _expected(self) -> RecordedStep | None:
+        """Return the same step of the first run, if this rank has it and it took so many."""
+        steps = self.first.steps if self.first else []
+        return steps[len(self.steps)] if len(steps) > len(self.steps) else None
+
+    def _names(self, optimizer: ZeroOptimizer) -> dict[str, nn.Parameter]:
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        number = self._optimizers.index(optimizer)
+        prefix = f"optimizer {number + 1}: " if number else ""
+        return {prefix + name: parameter for name, parameter in optimizer._named.items()}
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to("cpu", copy=True)
+
+
+def _wide(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient as a flat fp64 tensor on the CPU; zeros if there is none."""
+    found = torch.zeros_like(like) if gradient is None else gradient
+    return found.cpu().double().reshape(-1)

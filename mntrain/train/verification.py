@@ -1,0 +1,390 @@
+"""Verification of training on several ranks: its first steps, beside those of one process.
+
+    one process          the steps, alone on rank 0
+    other orders         the same three times, with the samples of a batch in another order and each
+                         gradient off by up to one rounding: what fp32 sums in another order give
+    all ranks            the same at each stage, and more by request
+
+A loss, gradient or weight of all ranks is right if its distance from one process is at most
+`MARGIN` times the largest that other orders made of it by that step, or one rounding makes.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader
+
+from mntrain.checks.finding import naming
+from mntrain.comm import algorithms
+from mntrain.config import CommConfig
+from mntrain.data.source import rebuilt
+from mntrain.errors import AgreedError
+from mntrain.train.recorded_steps import Distance, RecordedRun
+from mntrain.world import World, init
+from zero.agreement import differing
+from zero.norms import NonFiniteGradientError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MARGIN = 16  # four bits beyond what three other orders happen to show
+ORDERS = 3
+# One rounding to the wire dtype of a variant, beside that of the parameters' dtype.
+_JITTER = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
+
+# Runs the steps in a world, with the options of a variant, and the number of an order: 0 as it is.
+Run: TypeAlias = Callable[[World, dict[str, Any], int], Iterable[float] | None]
+
+
+class Variant(NamedTuple):
+    """One way to run the steps on all ranks."""
+
+    name: str
+    options: dict[str, Any]  # of the steps, such as the stage
+    comm: dict[str, Any] = {}  # noqa: RUF012 - of the world; never changed
+
+
+class Verdict(NamedTuple):
+    """The result of a verification. True if all results are right."""
+
+    right: bool
+    text: str
+
+    def __bool__(self) -> bool:
+        return self.right
+
+
+class _Outcome(NamedTuple):
+    """What rank 0 knows of a variant: why it is wrong, or was refused."""
+
+    row: tuple[str, ...]
+    wrong: str = ""
+    refused: str = ""
+
+
+def verify(
+    train: Callable[..., Iterable[float] | None],
+    *,
+    comm: "MPI.Intracomm | None" = None,
+    all: bool = False,
+    **options: Any,
+) -> Verdict:
+    """Compare the first steps of a loop on all ranks with those of one process. Collective.
+
+    `train(world, stage=...)` makes the model, the optimizer by `world.optimizer(..., stage=stage)`
+    and the loader, and runs some steps, three to ten; it is called several times, in worlds of one
+    rank and of all. It may return or yield the loss of each step, the mean over all ranks. Stages
+    0, 1 and 2 are compared; with `all` the other algorithms and wire dtypes, too. `options` are
+    those of `mntrain.init`. Layers of dropout do nothing meanwhile, and random generators begin
+    with the same seeds each time.
+
+    Prints a table and the verdict on rank 0, and returns it on all ranks. Raises AgreedError on all
+    ranks for a loop that fails on one process, and on fewer than two ranks.
+    """
+
+    def run(world: World, given: dict[str, Any], order: int) -> Iterable[float] | None:
+        return train(world, **given)
+
+    return examine(run, variants(all=all), comm, options)
+
+
+def variants(*, all: bool) -> list[Variant]:
+    """Return what is compared with one process: the stages, or `all`."""
+    found = [Variant(f"stage {stage}", {"stage": stage}) for stage in (0, 1, 2)]
+    if all:
+        found += [
+            Variant(f"stage 0, {name}", {"stage": 0}, {"algorithm": name})
+            for name in algorithms.names()
+            if name != CommConfig().algorithm
+        ]
+        found += [
+            Variant(f"stage {s}, {dtype} between nodes", {"stage": s}, {"wire_dtype": dtype})
+            for dtype in ("bf16", "fp16")
+            for s in (0, 2)
+        ]
+    return found
+
+
+def examine(
+    run: Run,
+    chosen: Sequence[Variant],
+    comm: "MPI.Intracomm | None",
+    options: dict[str, Any],
+    also: Callable[[World, RecordedRun], str] | None = None,
+) -> Verdict:
+    """Run and compare all variants, and return the verdict. Collective.
+
+    `also` is called on rank 0 in the world of one process with the first run, and returns what is
+    wrong there.
+    """
+    reference = _Reference()
+    patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
+    with init(comm, **patient) as world:
+        if world.size == 1:
+            raise AgreedError(
+                "verify compares several ranks with one process, and there is one rank: start it "
+                "under mpirun or srun, with two ranks or more",
+                world.rank,
+            )
+        with world.agreement():
+            if world.master:
+                reference.run(run, options, chosen, also)
+        wrong = world.gather(reference.wrong)[0]
+    outcomes = [_Outcome(reference.row())]
+    for variant in () if wrong else chosen:
+        outcomes.append(_compare(run, variant, comm, options, reference))
+        if variant is chosen[0] and outcomes[-1].refused:
+            outcomes[-1] = outcomes[-1]._replace(wrong=outcomes[-1].refused)
+    if not wrong:
+        wrong = "\n".join(
+            f"{outcome.row[0]}: {outcome.wrong}" for outcome in outcomes if outcome.wrong
+        )
+    with World(comm, **options) as world:
+        text = world.gather(_text(outcomes, wrong, reference))[0]
+        world.print(text)
+    return Verdict(not wrong, text)
+
+
+class _Reference:
+    """The runs of one process, on rank 0."""
+
+    def __init__(self) -> None:
+        self.first: RecordedRun | None = None
+        self.divided: dict[int, RecordedRun] = {}  # the same with other micro-batches, by size
+        self.others: dict[float, list[RecordedRun]] = {}  # by further jitter
+        self.wrong = ""
+
+    def run(
+        self,
+        run: Run,
+        options: dict[str, Any],
+        chosen: Sequence[Variant],
+        also: Callable[[World, RecordedRun], str] | None,
+    ) -> None:
+        """Run the steps once, and then in other orders. Local."""
+        from mpi4py import MPI  # noqa: PLC0415 - a world has started it
+
+        alone = {**options, "ranks_per_node": None}
+        with _OneProcess(MPI.COMM_SELF, **alone) as world:
+            self.first = first = _recorded(run, world, {"stage": 0}, RecordedRun(keeps=True))
+            if not first.steps:
+                self.wrong = "one process alone took no step of an optimizer of world.optimizer"
+                return
+            for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
+                given = {"stage": 0, "micro": size}
+                self.divided[size] = _recorded(run, world, given, RecordedRun(keeps=True))
+            jitters = {0.0, *(_JITTER[v.comm.get("wire_dtype", "fp32")] for v in chosen)}
+            eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
+            for jitter in jitters:
+                self.others[jitter] = []
+                for order in range(1, ORDERS + 1):
+                    world.order = order
+                    other = RecordedRun(first, jitter=max(jitter, eps))
+                    self.others[jitter].append(_recorded(run, world, {"stage": 0}, other, order))
+            world.order = 0
+            if also is not None:
+                self.wrong = also(world, first)
+        for other in self.others[0.0]:
+            distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
+            if not distance.relative <= eps**0.5:  # more than half of the digits
+                self.wrong = self.wrong or (
+                    "one process alone has other gradients if the samples of a batch are in "
+                    f"another order (by {distance.relative:.1g}): random numbers are drawn in "
+                    "forward, as functional dropout does, or for samples as they are read; switch "
+                    "them off to verify"
+                )
+
+    def limits(self, jitter: float) -> Iterator[dict[str, float]]:
+        """Yield, for each step, the largest distance by name that is right."""
+        largest: dict[str, float] = {}
+        assert self.first is not None
+        for number in range(len(self.first.steps)):
+            steps = [run.steps[number] for run in self.others[jitter] if number < len(run.steps)]
+            for name in {name for step in steps for name in step.distances}:
+                found = [step.distances[name] for step in steps if name in step.distances]
+                largest[name] = max([largest.get(name, 0.0), *(d.relative for d in found)])
+                rounding = max(d.rounding for d in found)
+                largest[name] = max(largest[name], rounding)
+            yield {name: MARGIN * value for name, value in largest.items()}
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of a table: the largest distances of other orders."""
+        found: dict[str, float] = {}
+        for run in self.others.get(0.0, ()):
+            for kind, value in _largest(run).items():
+                found[kind] = max(found.get(kind, 0.0), value)
+        return ("one process, other orders", *_cells(found))
+
+
+class _OneProcess(World):
+    """A world of one rank, whose shards hand out the samples of a batch in another `order`."""
+
+    order = 0
+
+    def shard(self, loader: Iterable[Any], *args: Any, **options: Any) -> Any:
+        """Return the shard of a loader, as `World.shard`."""
+        if not self.order or getattr(loader, "batch_sampler", None) is None:
+            return super().shard(loader, *args, **options)
+        if not isinstance(loader, DataLoader):
+            return super().shard(loader, *args, **options)
+        reordered = self.__dict__.setdefault("_reordered", {})
+        key = id(loader), self.order
+        if key not in reordered:  # the same loader in each epoch
+            shuffled = _Shuffled(loader.batch_sampler, self.order)
+            reordered[key] = loader, rebuilt(loader, batch_sampler=shuffled)
+        return super().shard(reordered[key][1], *args, **options)
+
+
+class _Shuffled:
+    """A batch sampler whose batches are those of another one, in another order each."""
+
+    def __init__(self, batches: Any, order: int) -> None:
+        self._batches, self._draws = batches, random.Random(order)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self._batches:
+            yield self._draws.sample(list(batch), len(batch))
+
+
+def _recorded(
+    run: Run, world: World, options: dict[str, Any], recorded: RecordedRun, order: int = 0
+) -> RecordedRun:
+    """Run the steps in a world, and record them. Collective in it."""
+    random.seed(0)
+    torch.manual_seed(0)
+    with suppress(ImportError):
+        import numpy as np  # noqa: PLC0415 - optional
+
+        np.random.seed(0)
+    with recorded.recording():
+        recorded.losses = [float(loss) for loss in run(world, options, order) or ()]
+    if recorded.first is not None:
+        for step, loss, other in zip(
+            recorded.steps, recorded.losses, recorded.first.losses, strict=False
+        ):
+            relative = abs(loss - other) / max(abs(other), 1e-300)
+            step.distances = {"loss": Distance(relative, 2.0**-23), **step.distances}
+    return recorded
+
+
+def _compare(
+    run: Run,
+    variant: Variant,
+    comm: "MPI.Intracomm | None",
+    options: dict[str, Any],
+    reference: _Reference,
+) -> _Outcome:
+    """Run a variant on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
+    recorded = RecordedRun(reference.divided.get(variant.options.get("micro", 0), reference.first))
+    try:
+        with World(comm, **{**options, **variant.comm}) as world:
+            _recorded(run, world, variant.options, recorded)
+            by_rank = world.gather([(step.digests, step.inputs) for step in recorded.steps])
+            jitter = _JITTER[variant.comm.get("wire_dtype", "fp32")]
+            found = None
+            if world.master:
+                wrong = _unequal_ranks(by_rank) or _wrong(recorded, reference, jitter)
+                found = _Outcome((variant.name, *_cells(_largest(recorded))), wrong)
+            outcome = world.gather(found)[0]
+            assert outcome is not None, "rank 0 has made it"
+            return outcome
+    except (AgreedError, NonFiniteGradientError) as error:
+        text = str(error)
+        if recorded.steps:
+            return _Outcome((variant.name, "", "", ""), wrong=text)
+        return _Outcome((variant.name, "", "", ""), refused=text)
+
+
+def _wrong(recorded: RecordedRun, reference: _Reference, jitter: float) -> str:
+    """Return what is wrong first; "" if nothing is."""
+    first = recorded.first
+    assert first is not None, "rank 0 has run alone"
+    if len(recorded.steps) != len(first.steps):
+        return (
+            f"{len(recorded.steps)} steps were taken, and {len(first.steps)} by one process alone"
+        )
+    limits = reference.limits(jitter)
+    for number, (step, allowed) in enumerate(zip(recorded.steps, limits, strict=True), 1):
+        for name, distance in step.distances.items():
+            limit = allowed.get(name, MARGIN * distance.rounding)
+            if not distance.relative <= limit:
+                hint = ""
+                if abs(step.factor - 1) > 1e-3:
+                    hint = (
+                        f"; the whole gradient is {step.factor:.3g} times as long, in the same "
+                        "direction: a sum in place of a mean, or a division by another count?"
+                    )
+                return (
+                    f"in step {number}, the {name} differs by {distance.relative:.1e}, and "
+                    f"{limit:.1e} is allowed{hint}"
+                )
+    return ""
+
+
+def _unequal_ranks(by_rank: Sequence[Sequence[tuple[dict[str, int], list[int]]]]) -> str:
+    """Return how ranks differ in what must be equal, or are equal in their samples; "" if not."""
+    for number, steps in enumerate(zip(*by_rank, strict=False), 1):
+        for name in steps[0][0]:
+            digests = {rank: digests.get(name, 0) for rank, (digests, _) in enumerate(steps)}
+            if ranks := differing(digests):
+                return (
+                    f"after step {number}, {name} of {naming('rank', ranks)} differs from that of "
+                    "the others"
+                )
+    inputs = [[seen for _, seen in steps] for steps in by_rank]
+    for rank, seen in enumerate(inputs):
+        same = [other for other, its in enumerate(inputs) if its == seen and any(seen)]
+        if len(same) > 1 and same[0] == rank:
+            return (
+                f"{naming('rank', same)} train on the same samples: give each its part, by "
+                "world.shard"
+            )
+    return ""
+
+
+def _largest(recorded: RecordedRun) -> dict[str, float]:
+    """Return the largest distance of all steps by the first word of its name."""
+    found: dict[str, float] = {}
+    for step in recorded.steps:
+        for name, distance in step.distances.items():
+            kind = name.partition(" ")[0]
+            found[kind] = max(found.get(kind, 0.0), distance.relative)
+    return found
+
+
+def _cells(found: dict[str, float]) -> tuple[str, ...]:
+    return tuple(f"{found[k]:.1e}" if k in found else "" for k in ("loss", "gradient", "weights"))
+
+
+def _text(outcomes: Sequence[_Outcome], wrong: str, reference: _Reference) -> str:
+    """Return the table and the verdict."""
+    head = ("largest difference, relative", "loss", "gradients", "weights")
+    rows = [head, *(outcome.row for outcome in outcomes)]
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{row[0]:<{width}}  {row[1]:>9}  {row[2]:>9}  {row[3]:>9}".rstrip() for row in rows]
+    for outcome, index in zip(outcomes, range(1, len(rows)), strict=True):
+        if outcome.refused:
+            lines[index] += f"  refused: {outcome.refused}"
+        elif outcome.wrong:
+            lines[index] += "  wrong"
+    lines.append(
+        f"allowed is {MARGIN} times what {ORDERS} other orders make of each parameter, or one "
+        "rounding"
+    )
+    if reference.first and reference.first.dropout:
+        lines.append(f"{reference.first.dropout} layers of dropout did nothing meanwhile")
+    but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
+    right = f"right: all ranks train as one process does{but}"
+    lines.append(f"wrong:\n{wrong}" if wrong else right)
+    return "\n".join(lines)

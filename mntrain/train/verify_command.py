@@ -1,0 +1,182 @@
+"""The command `python -m mntrain verify`: the first steps of a job, beside those of one process.
+
+One process takes the same micro-batches as the ranks, one after the other, so that statistics of a
+micro-batch (batch norm) are the same. A second run of it takes smaller micro-batches: its results
+must be the same, too, since the number of ranks divides a batch in other ways.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mntrain.balance_config import BalanceConfig
+from mntrain.cli import parse_options
+from mntrain.config import CheckpointConfig, Config, LogConfig
+from mntrain.config_types import STRICT
+from mntrain.errors import AgreedError
+from mntrain.train.recorded_steps import Distance, RecordedRun
+from mntrain.train.trainer import Trainer
+from mntrain.train.verification import Variant, Verdict, _recorded, examine, variants
+from mntrain.world import World
+
+STEPS = 4
+_PROGRAM = "python -m mntrain verify"
+_DESCRIPTION = f"""Compare the first {STEPS} steps of a job on all ranks with those of one process:
+losses, gradients and weights, at stages 0, 1 and 2. All options of a job. For example:
+  mpirun -n 4 {_PROGRAM} --task my_package.my_module:MyTask
+Exits with 1 if a result is wrong."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class VerifyConfig(Config):
+    """The options of a job that is verified."""
+
+    all: bool = Field(
+        default=False,
+        description="compare also the other algorithms, wire dtypes and smaller micro-batches.",
+    )
+
+
+def parse(argv: Sequence[str], *, print_errors: bool = True) -> VerifyConfig:
+    """Return the options of the command; arguments and errors as in `cli.parse_options`."""
+    return parse_options(
+        VerifyConfig, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
+    )
+
+
+def run(config: VerifyConfig) -> int:
+    """Verify a job, print the verdict on rank 0, and return the exit code. Collective."""
+    try:
+        return 0 if verify_task(config) else 1
+    except AgreedError as error:
+        error.report()
+        return 2
+
+
+def verify_task(config: VerifyConfig) -> Verdict:
+    """Verify a job, and return the verdict. Collective. Raises AgreedError for bad input."""
+    job = Config(**{field.name: getattr(config, field.name) for field in fields(Config)})
+    comm = {**asdict(job.comm), "compress": "none", "gather_dtype": "fp32"}
+    with ExitStack() as cleanup:
+        with World(device=job.device, **comm) as world, world.agreement():
+            _check(job)
+            size = world.size
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mntrain-verify-")))
+        chosen = variants(all=config.all)
+        if config.all and job.train.micro_batch_size > 1:
+            small = job.train.micro_batch_size // 2
+            name = f"stage 2, micro-batches of {small}"
+            chosen.append(Variant(name, {"stage": 2, "micro": small}))
+        runs = _Runs(job, size, folder)
+        return examine(runs, chosen, None, {"device": job.device, **comm}, runs.divide)
+
+
+def _check(config: Config) -> None:
+    """Raise ValueError for options whose results are not those of one process."""
+    if config.sync.mode != "every-step":
+        raise ValueError(
+            f"--sync.mode {config.sync.mode}: nodes train alone between exchanges, which one "
+            "process does not; leave it out to verify the rest"
+        )
+    if config.balance.mode != "off":
+        raise ValueError(
+            f"--balance.mode {config.balance.mode}: parts follow measured speeds, which differ "
+            "from run to run; leave it out to verify the rest"
+        )
+
+
+class _Runs:
+    """The first steps of a job, in any world."""
+
+    def __init__(self, config: Config, ranks: int, folder: Path) -> None:
+        self._config, self._ranks, self._folder = config, ranks, folder
+        self._number = 0
+
+    def __call__(self, world: World, options: dict[str, Any], order: int) -> Iterable[float]:
+        """Take the steps, and return their losses. Collective in the world."""
+        micro = options.get("micro", self._config.train.micro_batch_size)
+        return self._steps(world, options["stage"], micro, order, parts=self._ranks)
+
+    def divide(self, world: World, first: RecordedRun) -> str:
+        """Return how results of one process depend on the size of micro-batches; "" if not."""
+        size = self._config.train.micro_batch_size
+        size = -(-size // 2) if size > 1 else 2
+        models: list[Any] = []
+
+        def run(world: World, options: dict[str, Any], order: int) -> Iterable[float]:
+            return self._steps(world, 0, size, 0, parts=1, keep=models.append)
+
+        other = _recorded(run, world, {}, RecordedRun(first))
+        distance = other.steps[0].distances.get("whole gradient", Distance(0.0, 0.0))
+        if distance.relative <= max(distance.rounding, 0.0) ** 0.5:  # less than half of the digits
+            return ""
+        if any(isinstance(module, _BatchNorm) for module in models[0].modules()):
+            return ""  # its statistics are those of a micro-batch
+        hint = ""
+        if abs(other.steps[0].factor - 1) > 1e-3:
+            hint = f", which is {other.steps[0].factor:.3g} times as long"
+        return (
+            f"one process alone has another gradient{hint} with micro-batches of at most {size} "
+            f"samples (by {distance.relative:.1g}), and so have other numbers of ranks: the loss "
+            "is not the mean over Loss.count items, or depends on the samples that are computed "
+            "together"
+        )
+
+    def _steps(
+        self,
+        world: World,
+        stage: int,
+        micro: int,
+        order: int,
+        *,
+        parts: int,
+        keep: Callable[[Any], object] = lambda model: None,
+    ) -> list[float]:
+        given, self._number = self._config, self._number + 1
+        zero = replace(given.zero, stage=stage, shard_by=given.zero.shard_by if stage else "equal")
+        config = replace(
+            given,
+            data=replace(given.data, workers=0),
+            train=replace(given.train, micro_batch_size=micro, compile=False, check_every=0),
+            zero=zero,
+            balance=BalanceConfig(),
+            run=replace(
+                given.run,
+                dir=self._folder / str(self._number),
+                resume="never",
+                stop_after=None,
+                max_minutes=None,
+            ),
+            checkpoint=CheckpointConfig(best=given.checkpoint.best),
+            log=LogConfig(plot=False),
+        )
+        trainer = Trainer(world, config)
+        job = trainer.job
+        keep(job.model)
+        steps = min(STEPS, job.last_step)
+        if world.size == 1 and not job.data.stream:
+            job.batches = job.data.batches_of_ranks(
+                parts, steps, _shuffle(order) if order else None
+            )
+        with job.directory, closing(job.batches):
+            losses = [trainer.train_step(step).loss for step in range(1, steps + 1)]
+        world.watchdog.at_end.clear()
+        return losses
+
+
+def _shuffle(order: int) -> Callable[[list[list[int]]], list[list[int]]]:
+    """Return a function that puts micro-batches, and the samples in each, in another order."""
+
+    def shuffled(lists: list[list[int]]) -> list[list[int]]:
+        draws = random.Random(order)
+        return [draws.sample(one, len(one)) for one in draws.sample(lists, len(lists))]
+
+    return shuffled

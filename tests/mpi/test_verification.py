@@ -1,0 +1,247 @@
+"""`mntrain.verify` on loops that are right, and on ones with a fault of each kind."""
+
+import contextlib
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import mntrain
+from mntrain.config import DataConfig, ModelConfig, TrainConfig
+from mntrain.errors import AgreedError
+from mntrain.tasks import Loss
+from mntrain.tasks.lm import LanguageModel
+from mntrain.train.verify_command import VerifyConfig, parse, run, verify_task
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+RANK = MPI.COMM_WORLD.rank
+STEPS = 3
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+BATCH = 12
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
+SCRIPT = PAGE.partition("```python\n")[2].partition("```")[0]
+
+
+class Numbers(Dataset):
+    """Points and values, the same on all ranks."""
+
+    def __init__(self):
+        draws = torch.Generator().manual_seed(3)
+        self.x, self.y = torch.randn(60, 6, generator=draws), torch.randn(60, 3, generator=draws)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Augmented(Numbers):
+    """Samples that depend on how many this process has read before."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.x[index] * (1 + self.reads % 5), self.y[index]
+
+
+class Net(nn.Module):
+    def __init__(self, *more):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 24), *more, nn.Tanh(), nn.Linear(24, 3))
+        self.register_buffer("shift", torch.zeros(24))
+
+    def forward(self, x):
+        hidden = self.layers[:-1](x) + self.shift
+        return self.layers[-1](hidden)
+
+
+def loop(
+    world,
+    stage,
+    *,
+    more=(),
+    kind=ADAMW,
+    data=Numbers,
+    batches=lambda world, loader: world.shard(loader),
+    prepare=lambda world, model: None,
+    loss_of=functional.mse_loss,
+    micro=1,
+):
+    torch.manual_seed(0)
+    model = Net(*(layer() for layer in more))
+    prepare(world, model)
+    optimizer = world.optimizer(model, kind.func, stage=stage, **kind.keywords)
+    loader = DataLoader(data(), batch_size=BATCH // micro, shuffle=True)
+    for number, (x, y) in zip(range(STEPS * micro), batches(world, loader), strict=False):
+        last = (number + 1) % micro == 0
+        with contextlib.nullcontext() if last else optimizer.no_sync():
+            loss = loss_of(model(x), y) / micro
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+            yield world.mean(loss.item(), weight=len(x))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "more": [partial(nn.BatchNorm1d, 24), partial(nn.Dropout, 0.3)],
+            "prepare": lambda world, model: world.sync_batchnorm(model),
+        },
+        {"micro": 2, "kind": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
+    ],
+    ids=["plain", "batch norm of all ranks and dropout", "accumulation"],
+)
+def test_a_loop_that_is_right_passes(capsys, changes):
+    verdict = mntrain.verify(partial(loop, **changes), device="cpu")
+    assert verdict.right, verdict.text
+    assert "stage 2" in verdict.text
+    assert verdict.text.endswith("right: all ranks train as one process does")
+    assert ("1 layers of dropout" in verdict.text) == ("more" in changes)
+    assert (verdict.text in capsys.readouterr().out) == (RANK == 0)
+
+
+class Whole(torch.optim.Optimizer):
+    """Divides by the norm of all gradients of some tensors that it is given."""
+
+    sizes = range(140, 300)  # which no trial has
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            having = [p for p in group["params"] if p.grad is not None]
+            large = [p.grad.norm() for p in having if p.numel() in self.sizes]
+            norm = torch.stack(large).norm() if large else 1.0
+            for parameter in having:
+                parameter.sub_(parameter.grad / norm, alpha=group["lr"])
+
+
+def shift_on_one_rank(world, model):
+    """Let a buffer grow on the last rank alone."""
+
+    def grow(*_):
+        model.shift += 0.1
+
+    if world.rank and world.rank == world.size - 1:
+        model.register_forward_pre_hook(grow)
+
+
+def skip_on_one_rank(world, model):
+    """Leave the bias of a layer out on the last rank."""
+    if world.rank and world.rank == world.size - 1:
+        first = model.layers[0]
+        first.forward = lambda x: functional.linear(x, first.weight, first.bias.detach())
+
+
+def noise_of_rank(world, model):
+    torch.manual_seed(5 + world.rank)
+    model.register_forward_hook(lambda module, x, y: y + 0.1 * torch.randn(3))
+
+
+FAULTS = {
+    "another seed": ({"prepare": noise_of_rank}, "differs by"),
+    "functional dropout": (
+        {"loss_of": lambda y, t: functional.mse_loss(functional.dropout(y, 0.3), t)},
+        "random numbers are drawn in forward",
+    ),
+    "a buffer on one rank": ({"prepare": shift_on_one_rank}, "differs by"),
+    "statistics of all parameters": ({"kind": partial(Whole, lr=0.1)}, "stage 1: "),
+    "a sum": ({"loss_of": partial(functional.mse_loss, reduction="sum")}, "a sum in place of a m"),
+    "the same samples": ({"batches": lambda world, loader: loader}, "train on the same samples"),
+    "a parameter is skipped": ({"prepare": skip_on_one_rank}, "gradient of layers.0.bias differs"),
+    "augmentation by rank": ({"data": Augmented}, "in another order"),
+    "batch norm of each rank": ({"more": [partial(nn.BatchNorm1d, 24)]}, "differs by"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name):
+    changes, said = FAULTS[name]
+    verdict = mntrain.verify(partial(loop, **changes), device="cpu")
+    assert not verdict
+    assert said in verdict.text.partition("wrong:\n")[2], verdict.text
+
+
+class WrongCount(LanguageModel):
+    """Divides a sum by the samples of a whole batch, and counts those of a micro-batch."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return Loss(loss.mean * len(batch) / self.config.train.batch_size, loss.count)
+
+
+def job(folder: Path, task: str, **more) -> VerifyConfig:
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(90)))
+    return VerifyConfig(
+        task=task,
+        device="cpu",
+        data=DataConfig(path=corpus),
+        model=ModelConfig(layers=1, heads=2, width=16, context=16),
+        train=TrainConfig(batch_size=10, micro_batch_size=2),
+        **more,
+    )
+
+
+def test_a_task_that_divides_by_the_wrong_count_is_found(tmp_path):
+    verdict = verify_task(job(tmp_path, f"{__name__}:WrongCount"))
+    assert not verdict
+    assert "with micro-batches of at most 1 samples" in verdict.text, verdict.text
+
+
+@pytest.mark.parametrize(
+    "everything", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["stages", "all"]
+)
+def test_a_job_that_is_right_passes(tmp_path, everything):
+    verdict = verify_task(job(tmp_path, "lm", all=everything))
+    assert verdict.right, verdict.text
+    assert ("bf16 between nodes" in verdict.text) == everything
+
+
+@pytest.mark.thorough
+def test_the_examples_pass(tmp_path, monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setattr(sys, "path", [str(root), *sys.path])
+    config = VerifyConfig(task="examples.digits:Digits", device="cpu")
+    assert verify_task(config).right
+
+
+def test_the_command_has_an_exit_code_and_the_page_a_script_that_runs(tmp_path, capsys):
+    corpus = job(tmp_path, "lm").data.path
+    words = ["--data.path", str(corpus), "--device", "cpu", "--model.layers", "1", "--train.steps"]
+    assert run(parse([*words, "2"])) == 0
+    assert run(parse([*words, "2", "--task", f"{__name__}:WrongCount"])) == 1
+    assert run(parse([*words, "2", "--balance.mode", "throughput"])) == 2
+    said = "--balance.mode throughput: parts follow measured speeds"
+    assert (said in capsys.readouterr().err) == (RANK == 0)
+    exec(SCRIPT, {})
+    out = capsys.readouterr().out
+    assert out.count("right: all ranks train as one process does") == (RANK == 0)
+
+
+def test_a_loop_that_fails_alone_is_bad_input():
+    def fails(world, stage):
+        raise ValueError("no data")
+
+    with pytest.raises(AgreedError, match="rank 0: no data"):
+        mntrain.verify(fails, device="cpu")
+    with pytest.raises(AgreedError, match="start it under mpirun or srun, with two ranks or more"):
+        mntrain.verify(loop, comm=MPI.COMM_SELF, device="cpu")
+    points = TensorDataset(torch.zeros(3, 1))
+    nothing = mntrain.verify(lambda world, stage: len(points) and None, device="cpu")
+    assert "took no step" in nothing.text
