@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from mntrain.metrics.registry import METRICS, count_text
+from mntrain.metrics.registry import METRICS, count_text, short_time
 
 _LABELS = {
     "buckets": "working buckets",
@@ -41,6 +41,7 @@ def final_lines(
         lines.append(_compression_text(summary))
         busy, waited = summary["communication_s"], summary["exposed_s"]
         lines.append(f"communication {busy:.1f} s, of which exposed {waited:.1f} s")
+        lines += _checks_lines(summary)
     return [*lines, *([str(summary["run_dir"])] if "run_dir" in summary else [])]
 
 
@@ -100,6 +101,15 @@ def _compression_text(summary: Mapping[str, Any]) -> str:
         f"compression between nodes: {decimal(sent)} sent in place of {decimal(before)}, "
         f"a ratio of {ratio:.3g}"
     )
+
+
+def _checks_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return what comparing the weights has cost; nothing if they were not compared."""
+    number, seconds = summary["checks"]["weights"], summary["checks"]["seconds"]
+    if not number:
+        return []
+    times, share = "once" if number == 1 else f"{number} times", seconds / summary["wall_s"]
+    return [f"weights compared {times}, in {short_time(seconds)}, {share:.2%} of the wall time"]
 
 
 def _memory_rows(memory: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -35,8 +35,10 @@ def resources(
     usage = world.usage()
     measured = _sum([optimizer.memory() for optimizer in optimizers])
     own = measured, _predicted(optimizers, measured), _predicted(optimizers, measured, stage=0)
-    gathered = world.gather((*own, samples))
-    by_rank, predicted, at_stage_0, samples_by_rank = zip(*gathered, strict=True)
+    checks = [optimizer.weight_checks for optimizer in optimizers]
+    checks_s = sum(seconds for _, seconds in checks)
+    gathered = world.gather((*own, samples, checks_s))
+    by_rank, predicted, at_stage_0, samples_by_rank, checks_by_rank = zip(*gathered, strict=True)
     compressed = {
         "before_bytes": sum(used.before_bytes for used in usage),
         "sent_bytes": sum(used.compressed_bytes for used in usage),
@@ -65,6 +67,7 @@ def resources(
             name: median(getattr(used, name) for used in usage)
             for name in ("communication_s", "exposed_s")
         },
+        "checks": {"weights": sum(number for number, _ in checks), "seconds": max(checks_by_rank)},
         "samples": total_samples,
         "samples_per_s": total_samples / wall_s if total_samples else None,
         "ranks": [
@@ -72,11 +75,18 @@ def resources(
                 **asdict(place),
                 **asdict(used),
                 "samples": samples,
+                "checks_s": checks_s,
                 "memory_by_role": asdict(memory),
                 "predicted_by_role": asdict(expected) if expected else None,
             }
-            for place, used, samples, memory, expected in zip(
-                world.places, usage, samples_by_rank, by_rank, predicted, strict=True
+            for place, used, samples, checks_s, memory, expected in zip(
+                world.places,
+                usage,
+                samples_by_rank,
+                checks_by_rank,
+                by_rank,
+                predicted,
+                strict=True,
             )
         ],
     }

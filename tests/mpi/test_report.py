@@ -91,6 +91,8 @@ def test_memory_is_that_of_the_tensors_and_saves_what_a_run_at_stage_0_takes_mor
     assert figures["samples"] == STEPS * SAMPLES
     assert figures["samples_per_s"] == pytest.approx(STEPS * SAMPLES / figures["wall_s"])
     assert figures["steps"] == STEPS
+    assert figures["checks"]["weights"] == (RANKS > 1)  # before the first step
+    assert figures["checks"]["seconds"] == max(rank["checks_s"] for rank in figures["ranks"])
     assert (figures["stage"], figures["partition"], figures["sync"]) == (
         stage,
         "element",

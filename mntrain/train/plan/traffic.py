@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mntrain.comm import algorithms
+from mntrain.comm import algorithms, collectives
 from mntrain.comm.topology import Topology
 from zero.comm_hooks.codes import Code, aligned
 from zero.layout import Bucket
@@ -62,6 +62,8 @@ def collective(
     the owner of a lane reads and writes in the memory of its node's ranks.
     """
     size, halves = bucket.numel * itemsize, 2 if verb == "all_reduce" else 1
+    if size * topology.size <= collectives.SMALL_MESSAGE_BYTES:  # every rank gathers them
+        return _by_messages(verb, size, topology, "naive")
     if algorithm not in ("lanes", "leader"):
         return _by_messages(verb, bucket.numel * min(itemsize, wire), topology, algorithm)
     within = halves * size * sum(len(node) - 1 for node in topology.nodes)

@@ -33,7 +33,7 @@ def test_every_metric_has_its_unit_its_reduction_and_a_formula():
 def test_every_figure_of_a_rank_is_documented():
     declared = {field.name for kind in (Place, Usage) for field in fields(kind)}
     assert names("name in `ranks`") == declared | {
-        *("samples", "own_s", "memory_by_role", "predicted_by_role")
+        *("samples", "own_s", "checks_s", "memory_by_role", "predicted_by_role")
     }
 
 
