@@ -296,6 +296,7 @@ def test_a_message_has_sums_and_maxima_of_what_is_known_when_it_is_sent(world):
     assert not message.sent
     message.send(world.collectives)
     found = message.read()
+    assert message.by_rank("largest") == {str(rank): -1.0 - rank for rank in range(RANKS)}
     assert math.isnan(found.pop("nan"))
     assert found == {"flag": RANKS, "largest": -1.0, "least": -math.inf, "tensor": 2.0 * RANKS}
 

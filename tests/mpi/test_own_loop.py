@@ -263,6 +263,22 @@ def test_metrics_are_exact_means_by_weight(folder):
     assert found["world"]["size"] == len(found["ranks"]) == RANKS
 
 
+def test_a_line_has_the_times_and_the_memory_of_each_rank_on_request(folder, monkeypatch):
+    monkeypatch.setattr("mntrain.run.metrics_log.memory_now", lambda device: 1000 + RANK)
+    ranks = list(map(str, range(RANKS)))
+    with world_of() as world, world.metrics(folder, per_rank=True) as log:
+        said = refusal(partial(log.log, 1, rank_memory=1.0))
+        assert "rank_memory is written by the log itself: rename it" in said
+        for step in (1, 2):
+            log.log(step, loss=float(step))
+    for line in lines_of(folder):
+        of_ranks = {name: list(line[name]) for name in line if name.startswith("rank_")}
+        assert of_ranks == dict.fromkeys(["rank_step_s", "rank_exposed", "rank_memory"], ranks)
+        assert list(line["rank_memory"].values()) == [1000.0 + rank for rank in range(RANKS)]
+        for name in ("step_s", "exposed"):
+            assert line[f"rank_{name}"]["0"] == line[name]
+
+
 def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):
     board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
