@@ -99,6 +99,7 @@ class _Runs:
     def __init__(self, config: Config, ranks: int, folder: Path) -> None:
         self._config, self._ranks, self._folder = config, ranks, folder
         self._number = 0
+        self._batch_size = 1  # of the last run
 
     def __call__(self, world: World, options: dict[str, Any], order: int) -> Iterable[float]:
         """Take the steps, and return their losses. Collective in the world."""
@@ -107,8 +108,9 @@ class _Runs:
 
     def divide(self, world: World, first: RecordedRun) -> str:
         """Return how results of one process depend on the size of micro-batches; "" if not."""
-        size = self._config.train.micro_batch_size
-        size = -(-size // 2) if size > 1 else 2
+        share = -(-self._batch_size // self._ranks)
+        largest = -(-share // -(-share // self._config.train.micro_batch_size))
+        size = -(-largest // 2) if largest > 1 else 2
         models: list[Any] = []
 
         def run(world: World, options: dict[str, Any], order: int) -> Iterable[float]:
@@ -161,8 +163,9 @@ class _Runs:
         trainer = Trainer(world, config)
         job = trainer.job
         keep(job.model)
-        steps = min(STEPS, job.last_step)
+        steps, self._batch_size = min(STEPS, job.last_step), given.train.batch_size
         if world.size == 1 and not job.data.stream:
+            self._batch_size = job.data.batch_size(1)
             job.batches = job.data.batches_of_ranks(
                 parts, steps, _shuffle(order) if order else None
             )

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import mntrain
 from mntrain.config import DataConfig, ModelConfig, TrainConfig
@@ -185,6 +185,22 @@ class WrongCount(LanguageModel):
         return Loss(loss.mean * len(batch) / self.config.train.batch_size, loss.count)
 
 
+class Stream(IterableDataset):
+    """The samples of a dataset, in their order."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+class Streaming(LanguageModel):
+    def dataset(self, split):
+        found = super().dataset(split)
+        return Stream(found) if split == "train" else found
+
+
 def job(folder: Path, task: str, **more) -> VerifyConfig:
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(90)))
@@ -205,10 +221,16 @@ def test_a_task_that_divides_by_the_wrong_count_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "everything", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["stages", "all"]
+    ("task", "everything"),
+    [
+        ("lm", False),
+        pytest.param("lm", True, marks=pytest.mark.thorough),
+        pytest.param(f"{__name__}:Streaming", False, marks=pytest.mark.thorough),
+    ],
+    ids=["stages", "all", "stream"],
 )
-def test_a_job_that_is_right_passes(tmp_path, everything):
-    verdict = verify_task(job(tmp_path, "lm", all=everything))
+def test_a_job_that_is_right_passes(tmp_path, task, everything):
+    verdict = verify_task(job(tmp_path, task, all=everything))
     assert verdict.right, verdict.text
     assert ("bf16 between nodes" in verdict.text) == everything
 
