@@ -191,7 +191,7 @@ class Slow(LanguageModel):
     ("checkpoint", "least", "most"),
     [
         (CheckpointConfig(every="0.005min"), 2, 7),  # after 0.3 s or more, and in the end
-        (CheckpointConfig(every="auto", mtbf_hours=0.001), 3, 20),  # after the first step too
+        (CheckpointConfig(every="auto", mtbf_hours=1e-6), 3, 20),  # after the first step too
         (CheckpointConfig(every="auto", mtbf_hours=1e6), 2, 2),  # too seldom for a second one
     ],
 )
