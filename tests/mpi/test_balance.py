@@ -265,13 +265,13 @@ def test_parts_follow_the_time_of_devices_without_waits(rig, name, slow):
     world.waits.copier = one.device
     loader = DataLoader(TensorDataset(torch.arange(DEVICE_BATCH * DEVICE_BATCHES)), DEVICE_BATCH)
     last = world.rank == world.size - 1
-    sizes = run_on_device(one, world.shard(loader, balance=True), 4e-3 if slow and last else 1e-3)
+    sizes = run_on_device(one, world.shard(loader, balance=True), 12e-3 if slow and last else 3e-3)
     by_rank = world.gather(sizes)
     assert [sum(row) for row in zip(*by_rank, strict=True)] == [DEVICE_BATCH] * DEVICE_BATCHES
     if slow:
-        # In proportion to 1, ..., 1, 0.25, to within two samples: the cores are shared.
+        # In proportion to 1, ..., 1, 0.25, to within three samples: the cores are shared.
         speeds = [1.0] * (world.size - 1) + [0.25]
         expected = [DEVICE_BATCH * speed / sum(speeds) for speed in speeds]
-        assert [own[-1] for own in by_rank] == pytest.approx(expected, abs=2.0)
+        assert [own[-1] for own in by_rank] == pytest.approx(expected, abs=3.0)
     else:
         assert all(max(own) - min(own) <= 1 for own in by_rank)
