@@ -1,6 +1,7 @@
 """Prediction of an optimizer's memory: its layout and a step of it, on tensors without memory."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,13 +81,23 @@ def predict(
             work = ChainedWork(iter([CompletedWork()])) if chained else CompletedWork()
             shard.gradients.launched(index, work)
         shard.gradients.wait()
-    plain = [{**g, "params": [made[name] for name, _ in g["params"]]} for g in named_groups]
+    plain = [
+        {**_of_any_device(group), "params": [made[name] for name, _ in group["params"]]}
+        for group in named_groups
+    ]
+    if isinstance(make, partial):
+        make = partial(make.func, *make.args, **_of_any_device(make.keywords))
     inner = make(shard.groups(plain))
     ones = _OnesForValues()  # type: ignore[no-untyped-call]
     with ones, shard.gradients_set(frozenset()) as sums:
         shard.scale_gradients(sums, 1.0, frozenset())
         inner.step()
     return shard.memory(inner.state)
+
+
+def _of_any_device(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without the kernels that tensors without memory lack; states are the same."""
+    return {key: value for key, value in options.items() if key not in ("fused", "capturable")}
 
 
 def _like(parameter: Tensor, device: str) -> Tensor:

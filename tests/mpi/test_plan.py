@@ -136,7 +136,7 @@ def test_a_job_takes_the_memory_of_its_plan_to_the_byte_and_sends_what_it_says(
         assert (memory["least"], memory["most"]) == plan, role
         if not (role == "buckets" and "compress" in more.get("comm", {})):  # of one micro-batch
             assert (memory["predicted_least"], memory["predicted"]) == plan, role
-    if RANKS > 1:
+    if RANKS > 1 and not found["skipped_steps"]:  # which send no parameters
         assert job.sent is not None
         a_step = [(last - first) / (STEPS[1] - STEPS[0]) for first, last in zip(*sent, strict=True)]
         for counted, plan in zip(a_step, (job.sent.node, job.sent.cross), strict=True):

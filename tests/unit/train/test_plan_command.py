@@ -83,7 +83,7 @@ def peak_of_allocator(task, model, batch, precision, *, recompute):
 thorough = pytest.mark.thorough
 
 
-@pytest.mark.parametrize("samples", [1, pytest.param(5, marks=thorough)])
+@pytest.mark.parametrize("samples", [3, pytest.param(8, marks=thorough)])
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=thorough), True])
 @pytest.mark.parametrize(
     "precision", ["fp32", *(pytest.param(name, marks=thorough) for name in ("bf16", "bf16-pure"))]

@@ -20,6 +20,7 @@ ADAM, AMSGRAD = torch.optim.AdamW, partial(torch.optim.AdamW, amsgrad=True)
 KEPT = {
     "AdamW": (ADAM, 2, 4),
     "AMSGrad": (AMSGRAD, 3, 4),
+    "fused": (partial(torch.optim.Adam, fused=True), 2, 4),
     "SGD": (torch.optim.SGD, 0, 0),
     "momentum": (partial(torch.optim.SGD, momentum=0.9), 1, 0),
     "Lion": (Lion, 1, 0),
