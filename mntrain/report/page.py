@@ -101,7 +101,7 @@ def text_of(name: str, value: Any) -> str:
 def _number_text(name: str, value: float) -> str:
     if name.endswith("_per_s"):
         return count_text(value) if value < 1e9 else f"{value:.3g}"
-    if name.endswith("_s") or name == "seconds":
+    if name.endswith(("_s", "seconds")):
         return short_time(value) if value < 60 else str(timedelta(seconds=round(value)))
     if _SHARE.search(name):
         return f"{value:.1%}"
