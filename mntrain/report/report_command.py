@@ -131,12 +131,12 @@ def _result(runs: Sequence[RunFiles]) -> Section:
 
 
 def _curves(logs: Sequence[LoggedRun], charts: Charts) -> Iterator[tuple[str, str]]:
-    """Yield the curves of losses and metrics, and then those of the optimizer."""
+    """Yield the curves of what the display shows of a step, and of what own loops log."""
     names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
-    own = [name for name in names if name.split("/")[0] not in METRICS]
-    metrics = [name for name in names if name.startswith("metrics/")]
-    for name in dict.fromkeys(["loss", *metrics, *own, "grad_norm", "lr"]):
-        if panel := panel_of(logs, name):
+    for name in names:
+        declared = METRICS.get(name.partition("/")[0])
+        shown = declared is None or declared.row == "line"
+        if shown and (panel := panel_of(logs, name)):
             yield words(name.removeprefix("metrics/")), charts.curves(panel)
 
 
