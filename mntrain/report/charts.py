@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ _STYLE: Any = {
     "path.simplify_threshold": 0.5,  # of a pixel, in curves of many steps
     "text.parse_math": False,
 }
+_LABEL = 24  # characters
 _SLOW = "tab:red"
 
 
@@ -90,10 +92,8 @@ class Charts:
             for name, values in parts.items():
                 axes.barh(at, values, left=left, label=name, height=0.6)
                 left += values
-            if len(labels) > 1:
-                axes.set_yticks(at, labels)
-            else:  # the page names it
-                axes.set_yticks([])
+            axes.set_yticks(at, list(map(_short, labels)))
+            axes.tick_params(axis="y", length=0)
             axes.invert_yaxis()
             _finish(axes, "x", "s", legend=True)
 
@@ -127,12 +127,20 @@ class Charts:
         from matplotlib.figure import Figure
 
         content = io.BytesIO()
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(_STYLE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
             figure = Figure(figsize=(_WIDTH, height), layout="constrained")
             draw(figure.subplots())
             none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(content, format="svg", metadata=none)
         return _embedded(content.getvalue(), f"chart{next(self._numbers)}-")
+
+
+def _short(label: str) -> str:
+    """Return the end of a label, which leaves room for the chart, in characters that XML has."""
+    printable = "".join(c if c.isprintable() else "\ufffd" for c in label)
+    long = len(printable) > _LABEL
+    return f"\N{HORIZONTAL ELLIPSIS}{printable[1 - _LABEL :]}" if long else printable
 
 
 def _finish(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
@@ -144,7 +152,8 @@ def _finish(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
         place: dict[str, Any] = {"loc": "outside upper center"}
-        axes.figure.legend(ncols=3, frameon=False, fontsize="small", **place)
+        columns = 3 if len(axes.get_legend_handles_labels()[1]) in (5, 6) else 4
+        axes.figure.legend(ncols=columns, frameon=False, fontsize="small", **place)
 
 
 def _embedded(svg: bytes, prefix: str) -> str:

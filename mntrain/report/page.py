@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
+from markupsafe import Markup
 from rich.filesize import decimal
 
 from mntrain.metrics.registry import count_text, short_time
@@ -55,11 +56,12 @@ def render(
     title: str, notes: Sequence[str], legend: Sequence[tuple[str, str]], sections: Iterable[Section]
 ) -> str:
     """Return the page. `legend` has the runs and their colours in the charts."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string(files(__package__).joinpath("page.html").read_text("utf-8"))
     shown = [s for s in sections if s.charts or s.texts or s.tables]
-    printable = [_printable(note) for note in notes]
-    return template.render(title=title, notes=printable, legend=legend, sections=shown) + "\n"
+    return template.render(title=title, notes=notes, legend=legend, sections=shown) + "\n"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], title: str = "", folded: str = "") -> Table:
@@ -93,13 +95,13 @@ def text_of(name: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _number_text(name, value)
     words = {None: "\N{EN DASH}", True: "yes", False: "no"}
-    return words[value] if value in words else _printable(str(value))
+    return words[value] if value in words else str(value)
 
 
 def _number_text(name: str, value: float) -> str:
     if name.endswith("_per_s"):
-        return count_text(value)
-    if name.endswith("_s") or name == "seconds":
+        return count_text(value) if value < 1e9 else f"{value:.3g}"
+    if name.endswith(("_s", "seconds")):
         return short_time(value) if value < 60 else str(timedelta(seconds=round(value)))
     if _SHARE.search(name):
         return f"{value:.1%}"
@@ -108,5 +110,8 @@ def _number_text(name: str, value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+def _printable(value: Any) -> Any:
+    """Return text without control characters; what is markup already, as a chart, as it is."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)

@@ -118,9 +118,11 @@ def _result(runs: Sequence[RunFiles]) -> Section:
             if name in ("world", "eval_metrics", "compression", "checks"):
                 of = f"{name}_" if name in ("compression", "checks") else ""
                 facts |= {of + inner: item for inner, item in (value or {}).items()}
+                facts |= {"ranks": facts.pop("size")} if "size" in facts else {}
             elif not isinstance(value, Mapping | list):
                 facts.setdefault(name, value)
-        shown = {n: v for n, v in facts.items() if v is not None and n not in ("reason", "error")}
+        hidden = ("reason", "error")  # in the status
+        shown = {n: v for n, v in facts.items() if v not in (None, "") and n not in hidden}
         by_run.append(shown)
         if run.end:
             section.texts.append("\n".join([*([run.label] if len(runs) > 1 else []), *run.end]))
@@ -129,12 +131,12 @@ def _result(runs: Sequence[RunFiles]) -> Section:
 
 
 def _curves(logs: Sequence[LoggedRun], charts: Charts) -> Iterator[tuple[str, str]]:
-    """Yield the curves of losses and metrics, and then those of the optimizer."""
+    """Yield the curves of what the display shows of a step, and of what own loops log."""
     names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
-    own = [name for name in names if name.split("/")[0] not in METRICS]
-    metrics = [name for name in names if name.startswith("metrics/")]
-    for name in dict.fromkeys(["loss", *metrics, *own, "grad_norm", "lr"]):
-        if panel := panel_of(logs, name):
+    for name in names:
+        declared = METRICS.get(name.partition("/")[0])
+        shown = declared is None or declared.row == "line"
+        if shown and (panel := panel_of(logs, name)):
             yield words(name.removeprefix("metrics/")), charts.curves(panel)
 
 
@@ -144,7 +146,9 @@ def _speed(logs: Sequence[LoggedRun], charts: Charts) -> Section:
     for name, title in _TIMES.items():
         if panel := panel_of(logs, name):
             section.charts.append((title, charts.curves(panel)))
-    timed = {log.label: means for log in logs if (means := phase_means(log.lines))}
+    # A page about one run names it once.
+    named = {log.label if len(logs) > 1 else "": phase_means(log.lines) for log in logs}
+    timed = {label: means for label, means in named.items() if means}
     if timed:
         parts = {
             METRICS[name].label if name in METRICS else name: [m[name] for m in timed.values()]
@@ -153,7 +157,8 @@ def _speed(logs: Sequence[LoggedRun], charts: Charts) -> Section:
         chart = charts.phases(list(timed), parts)
         section.charts.append(("mean seconds of a step, by phase", chart))
         cells = [{n: text_of("_s", s) for n, s in means.items()} for means in timed.values()]
-        title = f"mean of a step, without the first {WARMUP_STEPS}"
+        of = f"{next(iter(timed))}: " if len(timed) == 1 < len(logs) else ""
+        title = f"{of}mean of a step, without the first {WARMUP_STEPS}"
         section.add(side_by_side(list(timed), cells, title))
     return section
 
@@ -217,7 +222,7 @@ def _add_communication(section: Section, run: RunFiles, charts: Charts, of: str)
 def _add_ranks(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
     """Add the speed of each rank, and which are slow."""
     ranks, slow = run.summary.get("ranks", []), run.slow_ranks()
-    if ranks and all(rank.get("samples") for rank in ranks):
+    if ranks and all(rank.get("own_s") and rank.get("samples") for rank in ranks):
         values = [rank["own_s"] / rank["samples"] for rank in ranks]
         chart = charts.by_rank({"": values}, "s", [one["rank"] for one in slow])
         section.charts.append((f"{of}own time for a sample, by rank; slow ranks red", chart))

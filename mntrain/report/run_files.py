@@ -101,8 +101,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
 
 
 def differing(runs: Sequence[RunFiles]) -> list[dict[str, str | None]]:
-    """Return the options of each run that are not the same in all of them."""
-    names = dict.fromkeys(name for run in runs for name in run.options)
+    """Return the options of each run that are not the same in all of them, but for its folder."""
+    names = dict.fromkeys(n for run in runs for n in run.options if n != "run.dir")
     differ = [name for name in names if len({run.options.get(name) for run in runs}) > 1]
     return [{name: run.options.get(name) for name in differ} for run in runs]
 

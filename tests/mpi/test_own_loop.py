@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mpi4py import MPI
+from pages import Page
 from small_jobs import lines_of
 from torch import nn
 from torch.optim import lr_scheduler
@@ -277,6 +278,16 @@ def test_a_line_has_the_times_and_the_memory_of_each_rank_on_request(folder, mon
         assert list(line["rank_memory"].values()) == [1000.0 + rank for rank in range(RANKS)]
         for name in ("step_s", "exposed"):
             assert line[f"rank_{name}"]["0"] == line[name]
+
+
+@pytest.mark.thorough
+def test_a_loop_leaves_a_page_about_its_run(folder):
+    pytest.importorskip("matplotlib")
+    with world_of() as world, world.metrics(folder, config={"lr": 0.5}, report=True) as log:
+        log.log(1, loss=1.0)
+    page = Page((folder / "report.html").read_text())
+    assert page.problems == []
+    assert (page.after("status"), page.after("lr")) == ("completed", "0.5")
 
 
 def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):

@@ -107,18 +107,25 @@ def test_runs_stand_side_by_side_with_the_options_that_differ(tmp_path):
     at = found.cells.index("steps")
     assert found.cells[at : at + 3] == ["steps", "40", "8"]
     assert {"a: sent, by rank", "b: sent, by rank"} <= set(found.cells)
+    assert found.cells.count("mean of a step, without the first 3") == 1
+    odd = own_loop(tmp_path / "\x1b[31m\u4e2d")
+    one = page(odd, other, "--output", tmp_path / "one.html")
+    assert "\ufffd[31m\u4e2d" in one.cells
+    assert "b: mean of a step, without the first 3" in one.cells
 
 
 def own_loop(folder: Path) -> Path:
+    """A run of a loop of two ranks that goes on: its lines have each rank's values."""
     folder.mkdir()
-    lines = [{"step": step, "loss": 1 / step, "psnr": step, "step_s": 0.1} for step in range(1, 5)]
+    own = {"step_s": 0.1, "rank_step_s": {"0": 0.1, "1": 0.2}}
+    lines = [{"step": step, "loss": 1 / step, "psnr": step, **own} for step in range(1, 5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def test_what_a_run_lacks_is_said(tmp_path):
     found = page(own_loop(tmp_path / "own"))
-    assert {"psnr", "loss", "seconds of a step"} <= set(found.cells)
+    assert {"psnr", "loss", "seconds of a step", "rank step", "rank 1"} <= set(found.cells)
     said = "There is no summary.json: the job still runs, or it was killed."
     assert said in found.cells
     assert "There is no config.toml: the loop gave no configuration." in found.cells
@@ -141,14 +148,16 @@ def test_what_a_run_lacks_is_said(tmp_path):
     assert {"1", "21", "40", "forward"} <= set(found.cells[slow : slow + 12])
 
 
-def test_the_end_of_a_killed_job_is_that_of_its_recordings(tmp_path):
+def test_the_state_of_a_job_without_a_summary_is_that_of_its_recordings(tmp_path):
     run = make(tmp_path / "run")
     (run / "summary.json").unlink()
-    for number in range(2):
-        recorder = Recorder(number, 2)
+    recorders = [Recorder(number, 2) for number in range(2)]
+    for recorder in recorders:
         assert recorder.open(run / "recorder", "job") == ""
-        if number:
-            recorder.error_raised(KeyError("<i>"))
+    [end] = [cell for cell in page(run).cells if cell.startswith("2 ranks on 1 host, began ")]
+    assert "\nThe job still runs, as far as can be seen from here.\n" in end
+    recorders[1].error_raised(KeyError("<i>"))
+    for recorder in recorders:
         recorder.close()
     found = page(run)
     [end] = [cell for cell in found.cells if cell.startswith("2 ranks on 1 host, began ")]
