@@ -30,6 +30,7 @@ _ABOVE += ("stages", "state", "exchanges", "sync_schedule", "cadence", "shard_by
 _ABOVE += ("rank_clipping", "rare_jobs", "stale_rounds", "weighted_exchanges")
 _ABOVE += ("agreement", "changed_parameters", "full_state", "metrics_over_ranks")
 _ABOVE += ("second_optimizer", "sync_batchnorm")
+_ABOVE += ("plan", "report", "timeline", "verification", "weight_checks")
 # Or bytes and memory, processes that are forked, devices that are emulated, and long turns.
 _ABOVE += ("cost", "forked", "shared_memory", "soak", "stage_cost")
 _ABOVE += ("trainer", "transports", "workers")
