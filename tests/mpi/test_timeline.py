@@ -20,7 +20,7 @@ RANK = MPI.COMM_WORLD.rank
 LEVELS = ("node_messages", "node_bytes", "cross_messages", "cross_bytes")
 
 
-@pytest.fixture(params=[None, 1])
+@pytest.fixture(params=[2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (None, 1))])
 def world(request):
     with make_world(layout=request.param, bucket_mb=0.01) as made:
         yield made
@@ -104,8 +104,9 @@ def test_collectives_of_all_ranks_lie_on_one_clock_with_all_their_bytes(world, f
         assert in_collectives == counted
         sent = facts[rank]["sent"]
         assert counted == [sent[level][k] for level in ("node", "cross") for k in sent[level]]
-        between = "between nodes" in slices[rank]
-        assert between == (counted[3] > 0) == (len(world.topology.nodes) > 1)
+        assert "between nodes" in slices[rank] or not counted[3]
+        assert "within the node" in slices[rank] or not counted[1]
+    assert any(after[rank].cross_bytes for rank in range(RANKS)) == (len(world.topology.nodes) > 1)
 
 
 def test_a_slow_rank_and_what_an_own_loop_does_are_seen(world, folder):
