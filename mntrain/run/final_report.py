@@ -75,11 +75,11 @@ def _facts(summary: Mapping[str, Any], steps: int | None, items: str) -> Iterato
 
 def _sharding_text(summary: Mapping[str, Any]) -> str:
     """Return how a job was sharded, and what its messages were narrowed to."""
-    by = f", by {summary['partition']}" if summary["stage"] else ""
-    parts = [f"stage {summary['stage']}{by}"]
+    by = f", by {_words(summary['partition'])}" if summary["stage"] else ""
+    parts = [f"stage {_words(summary['stage'])}{by}"]
     parts += [summary["precision"]] if "precision" in summary else []
     parts += [
-        f"{what} {summary[name]}"
+        f"{what} {_words(summary[name])}"
         for name, what, usual in (
             ("wire_dtype", "gradients travel in", "fp32"),
             ("gather_dtype", "parameters travel in", "fp32"),
@@ -89,6 +89,11 @@ def _sharding_text(summary: Mapping[str, Any]) -> str:
         if summary[name] != usual
     ]
     return ", ".join(parts)
+
+
+def _words(value: Any) -> str:
+    """Return a value, or those of several optimizers."""
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _compression_text(summary: Mapping[str, Any]) -> str:

@@ -139,6 +139,7 @@ def test_codes_of_an_exchange_are_compressed_too(stage):
     figures, _, nodes = report_of(stage, sync=sync, ranks_per_node=1)
     found = figures["compression"]
     assert figures["sync"] == "sparseloco"
+    assert by_role(figures, "predicted") == by_role(figures, "most")
     assert found["before_bytes"] == pytest.approx(2 * (nodes - 1) * 4 * NUMEL, abs=8 * RANKS)
     assert found["ratio"] > 5
     assert figures["memory"]["exchange"]["most"] >= 4 * NUMEL

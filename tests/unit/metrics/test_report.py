@@ -296,6 +296,7 @@ def test_statistics_tell_result_memory_and_traffic_and_end_with_the_directory():
             "stage 2, by parameter, bf16",
         ),
         ({"wire_dtype": "bf16"}, "stage 0, fp32, gradients travel in bf16"),
+        ({"stage": [0, 2]}, "stage 0 and 2, by element, fp32"),
         (
             {"compress": "int8", "gather_dtype": "fp16", "sync": "diloco"},
             "stage 0, fp32, parameters travel in fp16, compressed by int8, exchanges by diloco",
