@@ -25,6 +25,8 @@ from mntrain.report.run_files import RunFiles, differing, read_runs
 
 _TIMES = {"tokens_per_s": "items a second", "step_s": "seconds of a step"}  # with their titles
 _MANY_RANKS = 8  # that do not get a curve each
+# Entries of a summary that are objects of single values, and what their names begin with.
+_NESTED = {"world": "", "eval_metrics": "eval_", "compression": "compression_", "checks": "checks_"}
 _LEVELS = {"node": "within nodes", "cross": "between nodes"}
 
 
@@ -115,19 +117,23 @@ def _result(runs: Sequence[RunFiles]) -> Section:
         if not run.summary and run.log.lines:
             facts["steps"] = run.log.lines[-1]["step"]
         for name, value in run.summary.items():
-            if name in ("world", "eval_metrics", "compression", "checks"):
-                of = f"{name}_" if name in ("compression", "checks") else ""
-                facts |= {of + inner: item for inner, item in (value or {}).items()}
+            if name in _NESTED:
+                facts |= {_NESTED[name] + inner: item for inner, item in (value or {}).items()}
                 facts |= {"ranks": facts.pop("size")} if "size" in facts else {}
-            elif not isinstance(value, Mapping | list):
+            elif not any(isinstance(part, Mapping) for part in _parts(value)):
                 facts.setdefault(name, value)
         hidden = ("reason", "error")  # in the status
-        shown = {n: v for n, v in facts.items() if v not in (None, "") and n not in hidden}
+        shown = {n: v for n, v in facts.items() if v not in (None, "", []) and n not in hidden}
         by_run.append(shown)
         if run.end:
             section.texts.append("\n".join([*([run.label] if len(runs) > 1 else []), *run.end]))
     section.add(side_by_side([run.label for run in runs], by_run))
     return section
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a value of a summary consists of, such as a stage for each optimizer."""
+    return value if isinstance(value, list) else [value]
 
 
 def _curves(logs: Sequence[LoggedRun], charts: Charts) -> Iterator[tuple[str, str]]:

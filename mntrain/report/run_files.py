@@ -117,10 +117,10 @@ def _read(path: Path, label: str) -> RunFiles:
         missing.append("No step is in metrics.jsonl.")
     summary: dict[str, Any] = {}
     try:
-        summary = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = dict(json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         missing.append("There is no summary.json: the job still runs, or it was killed.")
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         missing.append(f"summary.json is damaged: {error}.")
     options: dict[str, str] = {}
     try:

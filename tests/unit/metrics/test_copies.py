@@ -87,6 +87,7 @@ def test_a_resumed_run_is_one_run_of_mlflow_with_every_step_once(tmp_path, store
     assert [one.info.run_id == run.info.run_id for one in runs(store)] == [True, False]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_of_mlflow_is_one_warning(tmp_path, store, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens

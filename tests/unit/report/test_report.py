@@ -47,6 +47,7 @@ def make(folder: Path, steps: int = 40, *, slow: int | None = None, **changes) -
     ]
     whole = summary(steps=steps, ranks=ranks, run_dir=str(folder), stragglers=[], **changes)
     whole["world"] |= {"size": 4, "nodes": 2}
+    whole["stage"] = [0, 2]  # of two optimizers
     whole["checkpoints"] = {"saved": 2, "failed": 0, "waited_s": 0.2, "longest_s": 1.5}
     if slow is not None:
         whole["stragglers"] = [
@@ -75,7 +76,8 @@ def test_a_page_has_all_of_a_run_and_nothing_from_outside_is_markup(tmp_path):
     titles += ["Checkpoints and events", "Configuration"]
     assert [cell for cell in found.cells if cell in titles] == titles
     assert found.after("status") == "completed"
-    assert found.after("final loss") == "1.5"
+    assert found.after("stage") == "0, 2"
+    assert (found.after("final loss"), found.after("eval accuracy")) == ("1.5", "0.93")
     assert found.after("between nodes") == "0"  # messages
     assert "4.0 GB" in found.cells
     means = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[3:]]
@@ -98,6 +100,7 @@ def test_phases_add_up_to_the_step(tmp_path):
     assert phase_means([{"step": 1, "step_s": 0.1}]) == {}
 
 
+@pytest.mark.thorough
 def test_runs_stand_side_by_side_with_the_options_that_differ(tmp_path):
     one, other = make(tmp_path / "a"), make(tmp_path / "b", steps=8)
     found = page(one, other, "--output", tmp_path / "both.html")
@@ -148,6 +151,7 @@ def test_what_a_run_lacks_is_said(tmp_path):
     assert {"1", "21", "40", "forward"} <= set(found.cells[slow : slow + 12])
 
 
+@pytest.mark.thorough
 def test_the_state_of_a_job_without_a_summary_is_that_of_its_recordings(tmp_path):
     run = make(tmp_path / "run")
     (run / "summary.json").unlink()

@@ -82,6 +82,7 @@ def test_strong_scaling_is_that_of_the_steps_after_the_warm_up(tmp_path):
     assert notes[3] == "r4 did not complete: stopped: --run.stop-after 23."
 
 
+@pytest.mark.thorough
 def test_weak_scaling_keeps_the_batch_of_a_rank_and_an_epoch_is_that_of_a_checkpoint(tmp_path):
     runs = [make(tmp_path / f"r{n}", n, 0.5, batch=8 * n) for n in (2, 6)]
     saved = runs[1] / "checkpoints" / "step-00000005"
