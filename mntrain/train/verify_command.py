@@ -123,7 +123,7 @@ class _Runs:
         if any(isinstance(module, _BatchNorm) for module in models[0].modules()):
             return ""  # its statistics are those of a micro-batch
         hint = ""
-        if abs(other.steps[0].factor - 1) > 1e-3:
+        if abs(other.steps[0].factor - 1) > 0.01:
             hint = f", which is {other.steps[0].factor:.3g} times as long"
         return (
             f"one process alone has another gradient{hint} with micro-batches of at most {size} "

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import mntrain
-from mntrain.config import DataConfig, ModelConfig, TrainConfig
+from mntrain.config import CommConfig, DataConfig, ModelConfig, TrainConfig
 from mntrain.errors import AgreedError
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
@@ -230,7 +230,8 @@ def test_a_task_that_divides_by_the_wrong_count_is_found(tmp_path):
     ids=["stages", "all", "stream"],
 )
 def test_a_job_that_is_right_passes(tmp_path, task, everything):
-    verdict = verify_task(job(tmp_path, task, all=everything))
+    more = {"all": True, "comm": CommConfig(ranks_per_node=1)} if everything else {}
+    verdict = verify_task(job(tmp_path, task, **more))
     assert verdict.right, verdict.text
     assert ("bf16 between nodes" in verdict.text) == everything
 
