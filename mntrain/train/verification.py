@@ -120,6 +120,7 @@ def examine(
     `also` is called on rank 0 in the world of one process with the first run, and returns what is
     wrong there.
     """
+    options = {**options, "compress": "none", "gather_dtype": "fp32"}
     reference = _Reference()
     patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
     with init(comm, **patient) as world:
@@ -150,6 +151,11 @@ def examine(
     return Verdict(not wrong, text)
 
 
+def _jitter(options: dict[str, Any], variant: Variant) -> float:
+    """Return one rounding to the dtype in which gradients travel."""
+    return _JITTER[{**options, **variant.comm}.get("wire_dtype", "fp32")]
+
+
 class _Reference:
     """The runs of one process, on rank 0."""
 
@@ -176,7 +182,7 @@ class _Reference:
             for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
                 given = {"stage": 0, "micro": size}
                 self.divided[size] = _recorded(run, world, given, RecordedRun(keeps=True))
-            jitters = {0.0, *(_JITTER[v.comm.get("wire_dtype", "fp32")] for v in chosen)}
+            jitters = {0.0, *(_jitter(options, variant) for variant in chosen)}
             eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
             for jitter in jitters:
                 self.others[jitter] = []
@@ -296,7 +302,7 @@ def _compare(
         with World(comm, **{**options, **variant.comm}) as world:
             _recorded(run, world, variant.options, recorded)
             by_rank = world.gather([(step.digests, step.inputs) for step in recorded.steps])
-            jitter = _JITTER[variant.comm.get("wire_dtype", "fp32")]
+            jitter = _jitter(options, variant)
             found = None
             if world.master:
                 wrong = _unequal_ranks(by_rank) or _wrong(recorded, reference, jitter)
@@ -331,8 +337,8 @@ def _wrong(recorded: RecordedRun, reference: _Reference, jitter: float) -> str:
                         "direction: a sum in place of a mean, or a division by another count?"
                     )
                 return (
-                    f"in step {number}, the {name} differs by {distance.relative:.1e}, and "
-                    f"{limit:.1e} is allowed{hint}"
+                    f"in step {number}, the difference in the {name} is {distance.relative:.1e}, "
+                    f"and {limit:.1e} is allowed{hint}"
                 )
     return ""
 
@@ -388,7 +394,7 @@ def _text(outcomes: Sequence[_Outcome], wrong: str, reference: _Reference) -> st
         "rounding"
     )
     if reference.first and reference.first.dropout:
-        lines.append(f"{reference.first.dropout} layers of dropout did nothing meanwhile")
+        lines.append(f"layers of dropout that did nothing meanwhile: {reference.first.dropout}")
     but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
     right = f"right: all ranks train as one process does{but}"
     lines.append(f"wrong:\n{wrong}" if wrong else right)

@@ -64,7 +64,7 @@ def run(config: VerifyConfig) -> int:
 def verify_task(config: VerifyConfig) -> Verdict:
     """Verify a job, and return the verdict. Collective. Raises AgreedError for bad input."""
     job = Config(**{field.name: getattr(config, field.name) for field in fields(Config)})
-    comm = {**asdict(job.comm), "compress": "none", "gather_dtype": "fp32"}
+    comm = asdict(job.comm)
     with ExitStack() as cleanup:
         with World(device=job.device, **comm) as world, world.agreement():
             _check(job)
