@@ -188,11 +188,12 @@ class StepComparison:
         step: int,
         *,
         in_sync: bool,
+        all_ranks: bool = True,
     ) -> None:
         """Gather what ranks have, after digests have differed. Collective over `ranks`.
 
-        Raises DifferentWeightsError on all of them for weights, and RuntimeError for what else must
-        not differ.
+        Raises DifferentWeightsError on all of them for weights if they are `all_ranks`, and
+        RuntimeError for what else must not differ.
         """
         facts, weights = self._facts(groups, without, step), dict[str, int]()
         if self._summed is not None and self._summed[0] == step:
@@ -207,10 +208,14 @@ class StepComparison:
         ]
         if difference := _difference(exact, self._own):
             raise RuntimeError(difference)
-        if difference := _differing_weights(reports, in_sync=in_sync):
+        found = _differing_weights(reports, in_sync=in_sync)
+        if found:
+            difference = _tell_weights(found)
             kinds = {report.processor for report in reports}
-            if self._owned.sharded or len(kinds) == 1:
-                raise DifferentWeightsError(f"after step {step}, {difference}")
+            # Shards are those of their owners, whatever processors the ranks have.
+            if len(kinds) == 1 or (self._owned.sharded and found.keys() & self._named.keys()):
+                error = DifferentWeightsError if all_ranks else RuntimeError
+                raise error(f"after step {step}, {difference}")
             self._unlike = True
             if self._rank == reports[0].rank:
                 warnings.warn(
@@ -394,21 +399,23 @@ def differing(digests: Mapping[int, Any]) -> list[int]:
     return [rank for rank, digest in digests.items() if digest != expected]
 
 
-def _differing_weights(reports: Sequence[Report], *, in_sync: bool) -> str:
-    """Return which ranks have other weights, of which parameter first; "" if none.
+def _differing_weights(reports: Sequence[Report], *, in_sync: bool) -> dict[str, list[int]]:
+    """Return the ranks that have other weights, by parameter.
 
     Those of a replica are compared, or if replicas are `in_sync`, all.
     """
     found: dict[str, list[int]] = {}
     if not all(report.weights for report in reports):
-        return ""
+        return found
     for replica in {0} if in_sync else {report.replica for report in reports}:
         alike = [report for report in reports if in_sync or report.replica == replica]
         for name in alike[0].weights:
             if ranks := differing({report.rank: report.weights[name] for report in alike}):
                 found[name] = sorted({*found.get(name, ()), *ranks})
-    if not found:
-        return ""
+    return found
+
+
+def _tell_weights(found: Mapping[str, Sequence[int]]) -> str:
     ranks = sorted(set[int]().union(*found.values()))
     word = "ranks" if len(ranks) > 1 else "rank"
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""

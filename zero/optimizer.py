@@ -759,7 +759,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         differ = figures is not None and not agree(figures)
         alone = self.schedule.independent(step) or self.group.size == self._collectives.size
         if alone and differ:
-            self._agreement.compare(sharding, groups, without or frozenset(), step, in_sync=False)
+            together = sharding.size == self._collectives.size
+            names = without or frozenset()
+            self._agreement.compare(
+                sharding, groups, names, step, in_sync=False, all_ranks=together
+            )
         if alone:
             return norm
         totals = torch.tensor(

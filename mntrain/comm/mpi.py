@@ -471,6 +471,13 @@ def job_size() -> int:
     return MPI.COMM_WORLD.Get_size()
 
 
+def comm_of_one() -> MPI.Intracomm:
+    """Return the communicator of this rank alone."""
+    from mpi4py import MPI  # noqa: PLC0415 - it loads the library
+
+    return MPI.COMM_SELF
+
+
 def abort(code: int) -> None:
     """End every rank of the job with an exit code, once the launcher has read the output so far.
 

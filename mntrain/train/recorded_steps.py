@@ -48,8 +48,9 @@ class RecordedStep:
 class RecordedRun:
     """The steps of a run within `recording`, beside those of the `first` run if this rank has it.
 
-    With `keeps`, it is such a first run itself, whose tensors are kept. `jitter` multiplies each
-    element of each gradient by 1 - jitter to 1 + jitter, in one process alone.
+    With `keeps`, it is such a first run itself, whose tensors are kept. `jitter` changes
+    each element of a gradient by at most so many times its size, or the usual size of the
+    gradient's elements (root mean square of those that are not 0), in one process alone.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class RecordedRun:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Enclose the run. Each step is collective in its world."""
-        layers = set[nn.Module]()
+        seen, given = set[nn.Module](), dict[nn.Module, float]()
 
         def before_call(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if isinstance(module, _DropoutNd) and module.training:
-                module.eval()
-                layers.add(module)
+            if module not in seen:
+                seen.update(module.modules())
+                for layer in module.modules():
+                    if (name := _dropout(layer)) and getattr(layer, name):
+                        given[layer] = getattr(layer, name)
+                        setattr(layer, name, 0.0)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if tensors and len(self._step.inputs) < _CALLS and module.training:
                 self._step.inputs.append(int(checksum(tensors)))
@@ -85,9 +89,9 @@ class RecordedRun:
             ):
                 hooks.callback(handle.remove)
             yield
-        self.dropout = len(layers)
-        for module in layers:
-            module.train()
+        self.dropout = len(given)
+        for layer, probability in given.items():
+            setattr(layer, _dropout(layer), probability)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
@@ -100,15 +104,21 @@ class RecordedRun:
         if self._jitter:
             for parameter in named.values():
                 if parameter.grad is not None:
-                    draw = torch.rand(parameter.shape, generator=self._draws) * 2 - 1
-                    factor = 1 + self._jitter * draw.to(parameter.device)
-                    parameter.grad.copy_(parameter.grad * factor)
+                    self._round(parameter.grad)
         gradients = {name: optimizer.full_gradient(p) for name, p in named.items()}
         if self._keeps:
             self._step.gradients = {n: None if g is None else g.cpu() for n, g in gradients.items()}
             return
         if (expected := self._expected()) is not None:
             self._compare_gradients(gradients, expected)
+
+    def _round(self, gradient: Tensor) -> None:
+        """Change a gradient in place, as if partial sums of the usual size had been rounded."""
+        draw = torch.rand(gradient.shape, generator=self._draws) * 2 - 1
+        used = gradient != 0
+        usual = gradient.double().norm() / used.sum().clamp(min=1).sqrt()
+        partial = torch.maximum(gradient.abs(), usual.to(gradient.dtype)) * used
+        gradient += self._jitter * draw.to(gradient.device) * partial
 
     def _compare_gradients(
         self, gradients: dict[str, Tensor | None], expected: RecordedStep
@@ -171,6 +181,13 @@ class RecordedRun:
         number = self._optimizers.index(optimizer)
         prefix = f"optimizer {number + 1}: " if number else ""
         return {prefix + name: parameter for name, parameter in optimizer._named.items()}
+
+
+def _dropout(layer: nn.Module) -> str:
+    """Return the name of a layer's probability of dropout; "" if it has none."""
+    if isinstance(layer, _DropoutNd):
+        return "p"
+    return "dropout" if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) else ""
 
 
 def _copy(parameter: Tensor) -> Tensor:
