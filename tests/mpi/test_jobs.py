@@ -237,7 +237,8 @@ def test_a_full_disk_ends_no_job_and_what_is_lost_is_told_at_its_end(folder, mon
         assert summary(folder)["checkpoints"]["failed"] > 2
         if RANK == 0:
             assert said.count("cannot be written: No space left on device. Training") == 1
-            assert said.count("all lines of metrics that waited are written") == 1
+            # Failed saves leave space for a moment, in which lines are written, too.
+            assert "all lines of metrics that waited are written" in said
             assert said.count("was not saved: ") == 1  # of them all, within a minute
         meet()
         if RANK == 0:
