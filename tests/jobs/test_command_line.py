@@ -73,8 +73,8 @@ def test_unknown_command_is_refused_with_those_that_exist(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "mntrain: trian: no such command; give train (default), bench, doctor, tokenize, sample, "
-        "ckpt, autopsy or plot\n"
+        "mntrain: trian: no such command; give train (default), verify, bench, doctor, "
+        "tokenize, sample, ckpt, autopsy, plot, plan or report\n"
     )
 
 

@@ -46,9 +46,8 @@ def test_every_collective_has_its_result(ranks):
     passed(torchrun(ranks, SCRIPTS / "collectives.py"), ranks)
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(n, marks=MORE) if n != 2 else n for n in (1, 2, 3, 4)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_training_equals_one_process_and_ddp(ranks):
     passed(torchrun(ranks, SCRIPTS / "training.py"), ranks)
 
@@ -62,12 +61,13 @@ def test_both_hold_over_our_own_backend(name):
     passed(done, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("raises", "has failed: .*Connection closed by peer"),
-        pytest.param("killed", "has failed: .*Connection", marks=MORE),
-        pytest.param("hangs", "has failed: .*timeout", marks=MORE),
+        ("killed", "has failed: .*Connection"),
+        ("hangs", "has failed: .*timeout"),
     ],
 )
 def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):
