@@ -20,7 +20,9 @@ def run(ranks, name, *words, **options):
     return mpirun(ranks, [sys.executable, SCRIPTS / name, *words], timeout=110, **options)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.exhaustive), *RANKS[1:]], ids=str
+)
 def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
     result = completed(run(ranks, "verbs.py"))
     assert result.stdout.count("14 tests passed") == ranks
@@ -119,7 +121,7 @@ def test_what_torch_builds_on_groups_works_as_over_gloo(ranks):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["fabric", "trainer"])
+@pytest.mark.parametrize("name", [pytest.param("fabric", marks=pytest.mark.exhaustive), "trainer"])
 def test_lightning_trains_as_over_gloo(name, tmp_path):
     ours = EXAMPLES / f"lightning_{name}.py"
     theirs = tmp_path / "gloo.py"

@@ -49,7 +49,9 @@ def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [(2, 1), (2, 2)])  # of the second, shards are in another order
+@pytest.mark.parametrize(  # of the second, shards are in another order
+    "ranks", [pytest.param((2, 1), marks=pytest.mark.exhaustive), (2, 2)]
+)
 def test_every_verb_of_the_torch_backend_has_its_result_between_nodes(make_cluster, ranks):
     script = MPI_TESTS.parent / "backend" / "scripts" / "verbs.py"
     with make_cluster(ranks=ranks, link="1gbit") as cluster:

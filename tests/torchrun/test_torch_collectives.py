@@ -47,7 +47,7 @@ def test_every_collective_has_its_result(ranks):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_training_equals_one_process_and_ddp(ranks):
     passed(torchrun(ranks, SCRIPTS / "training.py"), ranks)
 
