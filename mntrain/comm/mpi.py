@@ -46,7 +46,7 @@ class Traffic:
 
     Of compressed messages to other nodes also the bytes, and those that they stand for; and the
     bytes of the buffers in which messages travel. While a timeline is recorded, its
-    `mntrain.timeline.events.EventLog` is told of messages.
+    `mntrain.timeline.event_log.EventLog` is told of messages.
     """
 
     messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})

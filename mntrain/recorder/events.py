@@ -51,7 +51,7 @@ class Recorder:
 
     Methods may be called by any thread and in signal handlers; one takes 1 to 2 us. `internal` are
     the beginnings of the names of files that are not the user's. The thread that constructs it is
-    the one that trains. `timeline` is the `mntrain.timeline.events.EventLog` of one that is
+    the one that trains. `timeline` is the `mntrain.timeline.event_log.EventLog` of one that is
     recorded, else None.
     """
 

@@ -28,7 +28,7 @@ from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import json_text, write_whole
 from mntrain.ranks import Ranks
 from mntrain.timeline.clocks import ClockReading, read_clocks, to_master
-from mntrain.timeline.events import EventLog
+from mntrain.timeline.event_log import EventLog
 from mntrain.timeline.tracks import LEVELS, trace_events
 from zero.collectives import CompletedWork, Work
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mntrain.comm.ticket import text_of
 from mntrain.rank_info import Place
-from mntrain.timeline.events import TRAINING, Collective, EventLog, LevelUse, Span
+from mntrain.timeline.event_log import TRAINING, Collective, EventLog, LevelUse, Span
 
 LEVELS = {"node": "within the node", "cross": "between nodes"}
 Clock = Callable[[float], int]  # from a time of this rank to microseconds of the trace

@@ -27,7 +27,7 @@ _CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the sam
 
 
 class Distance(NamedTuple):
-    """How far a tensor is from that of the first run."""
+    """The distance of a tensor from that of the first run."""
 
     relative: float  # norm of the difference / norm of the gradient, or of the updates so far
     rounding: float  # what one rounding of each element makes of it

@@ -5,6 +5,7 @@ the gradients and means -> update -> report.
 """
 
 import gc
+import socket
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from mntrain.cli import RefusedOptionsError, from_mapping
 from mntrain.comm.collectives import WorldCollectives
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
-from mntrain.errors import AgreedError, TrainingStoppedError
+from mntrain.errors import AgreedError, ExceptionWatch, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.rank_info import memory_now
@@ -63,7 +64,12 @@ def run(task: tasks.Given, options: Mapping[str, Any] | Config | None = None) ->
         parsed = replace(given, task=name)
     except ValueError as error:
         parsed = RefusedOptionsError(str(error))
-    return _train(agree_on_options(parsed), task)
+    try:
+        config = agree_on_options(parsed)
+    except AgreedError as error:
+        ExceptionWatch(error.rank, 1, socket.gethostname()).install()  # one line if nobody catches
+        raise
+    return _train(config, task)
 
 
 def run_command(config: Config) -> int:

@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What rank 0 knows of a variant: why it is wrong, or was refused."""
+    """The result of a variant, as rank 0 knows it: why it is wrong, or was refused."""
 
     row: tuple[str, ...]
     wrong: str = ""
@@ -86,6 +86,8 @@ def verify(
     """
 
     def run(world: World, given: dict[str, Any], order: int) -> Iterable[float] | None:
+        if not callable(train):
+            raise ValueError(f"train is {train!r}: give a function, train(world, stage=...)")
         return train(world, **given)
 
     return examine(run, variants(all=all), comm, options)

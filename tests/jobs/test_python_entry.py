@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from launch import mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,23 @@ for task, options, said in (
         raise AssertionError(said)
 closed()
 """
+
+
+REFUSED = """
+import mntrain.train
+
+mntrain.train.run("lm", {"train.steps": "many"})
+"""
+
+
+@pytest.mark.thorough
+def test_options_that_are_refused_are_one_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(REFUSED)
+    result = mpirun(2, [sys.executable, script], timeout=60, cwd=tmp_path)
+    assert result.returncode == 1, result.report()
+    said = "mntrain: error: train.steps: Input should be a valid integer, not 'many'"
+    assert result.stderr.strip() == said, result.report()
 
 
 def test_the_example_runs_and_leaves_nothing_behind(tmp_path):

@@ -1,4 +1,4 @@
-"""What `bench --json` has measured, as the seconds of a step's communication."""
+"""The measurements of `bench --json`, as the seconds of a step's communication."""
 
 import json
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Travel:
-    """How a step's gradients and parameters travel."""
+    """The way of a step's gradients and parameters between ranks."""
 
     algorithm: str
     micro_batches: int  # of a rank in a step; at stage 2 the gradients of each are sent

@@ -11,7 +11,7 @@ from mntrain.comm.ticket import Signature, Ticket
 from mntrain.rank_info import Place
 from mntrain.timeline import StepTimeline, events
 from mntrain.timeline.clocks import ClockReading, to_master
-from mntrain.timeline.events import EventLog
+from mntrain.timeline.event_log import EventLog
 from mntrain.timeline.tracks import trace_events
 
 PLACE = Place(3, "n2", 1, 0, "cpu", 1)
