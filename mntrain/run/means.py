@@ -67,7 +67,7 @@ class DelayedSums:
         self._message: StepMessage | None = None
         self._own: list[str] = []
         self.by_rank: dict[str, dict[str, float]] = {}
-        """The own values of each rank that came with the sums that were last read, by name and rank."""
+        """The own values of each rank with the sums that were last read, by name and rank."""
 
     def start(self, values: Mapping[str, float], own: Mapping[str, float] | None = None) -> None:
         """Start sums of values by name. Collective; the same names in the same order.

@@ -9,7 +9,7 @@ import torch
 
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.rank_info import Place
-from mntrain.timeline import StepTimeline, events
+from mntrain.timeline import StepTimeline, event_log
 from mntrain.timeline.clocks import ClockReading, to_master
 from mntrain.timeline.event_log import EventLog
 from mntrain.timeline.tracks import trace_events
@@ -28,7 +28,7 @@ def clock(monkeypatch):
             return self.now
 
     made = Clock()
-    monkeypatch.setattr(events, "time", made)
+    monkeypatch.setattr(event_log, "time", made)
     return made
 
 
