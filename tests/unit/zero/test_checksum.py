@@ -96,3 +96,19 @@ def test_a_checksum_depends_on_no_memory_format_or_address():
 )
 def test_differing_ranks_are_those_without_the_most_common_digest(digests, expected):
     assert differing(dict(enumerate(digests))) == expected
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_rows_that_changed_places_change_the_checksum(scale):
+    torch.manual_seed(0)
+    columns = ROW_BYTES // 4
+    first = torch.randn(6, columns)
+    first[4] = scale * first[2].flip(0)
+    second = first.clone()
+    second[[1, 4]] = first[[4, 1]]
+    assert int(checksum([second])) != int(checksum([first]))
+    signs = torch.ones(6, columns)
+    signs[1, 1] = -1.0  # in the upper half of a number of 64 bits
+    moved = torch.ones(6, columns)
+    moved[5, 1] = -1.0
+    assert int(checksum([moved])) != int(checksum([signs]))
