@@ -133,16 +133,6 @@ def test_a_collective_and_its_stream_wait_for_each_other(worlds, transport, dtyp
 
 
 @transports
-def test_work_may_be_waited_for_in_any_order(worlds, transport):
-    world = worlds(transport)
-    tensors = [torch.full((4099,), float(i), device=world.device) for i in range(50)]
-    works = [world.collectives.all_reduce(tensor) for tensor in tensors]
-    for i, (tensor, work) in reversed(list(enumerate(zip(tensors, works, strict=True)))):
-        work.wait()
-        assert (tensor == i * RANKS).all()
-
-
-@transports
 def test_a_launch_does_not_wait_for_the_device(worlds, transport):
     """The stream still sleeps when all launches have returned."""
     world = worlds(transport)
