@@ -24,7 +24,7 @@ PLACES = {"plain": 0, "odd": 1, "odder": 3}  # elements before the tensor, in it
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float64: 1e-15}
 
 
-class Arena:
+class DeviceArena:
     """Device memory to lay tensors into."""
 
     def __init__(self, world):
@@ -39,11 +39,11 @@ class Arena:
         return torch.empty(start + numel, dtype=dtype, device=device)[start:]
 
 
-class Way:
+class DeviceWay:
     """The collectives of a world on a GPU by one algorithm, as `Case` takes them."""
 
     def __init__(self, world, algorithm):
-        self.arena = Arena(world)
+        self.arena = DeviceArena(world)
         self.collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
@@ -60,7 +60,7 @@ class OnDevice(Case):
 @transports
 def test_every_verb_at_sizes_that_do_not_divide(worlds, transport, algorithm, dtype):
     world = worlds(transport)
-    way = Way(world, algorithm)
+    way = DeviceWay(world, algorithm)
     for place in (*PLACES, "allocated"):
         several = [
             OnDevice(way, verb, numel, dtype, place=place)
@@ -77,7 +77,7 @@ def test_every_verb_at_sizes_that_do_not_divide(worlds, transport, algorithm, dt
 @transports
 def test_shards_wherever_the_caller_cuts(worlds, transport, algorithm):
     world = worlds(transport)
-    way = Way(world, algorithm)
+    way = DeviceWay(world, algorithm)
     several = [
         OnDevice(way, verb, numel, bounds=bounds)
         for verb, numel in product(["reduce_scatter", "all_gather"], [7, 9001])

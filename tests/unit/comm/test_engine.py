@@ -352,7 +352,7 @@ def test_an_error_reaches_who_waits_for_those_behind_too_but_no_other_stream(eng
 def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
     returned = []
 
-    class Borrowing(Steps):
+    class BorrowingPiece(Steps):
         ask = staticmethod(lambda: False)
 
         def chunk(self, index):
@@ -361,15 +361,15 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
             finally:
                 returned.append(index)
 
-    class Failing(Borrowing):
+    class FailingPiece(BorrowingPiece):
         ask = staticmethod(fail)
 
     with pytest.raises(OSError, match="no way"):
-        engine.submit(Failing([], "a").work, wake=False).wait()
+        engine.submit(FailingPiece([], "a").work, wake=False).wait()
     assert returned == [0]
     returned.clear()
     gate = threading.Event()
-    engine.submit(Borrowing([], "a", count=3).work)
+    engine.submit(BorrowingPiece([], "a", count=3).work)
     last = engine.submit(Steps([], "b", chunk=lambda: gate.is_set() and fail()).work)
     gate.set()
     with pytest.raises(OSError, match="no way"):
@@ -448,7 +448,7 @@ def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
 # What the observer of a stream is told.
 
 
-class Log(list):
+class Told(list):
     timeline = None
 
     def collective_begins(self, *event):
@@ -464,7 +464,7 @@ def ticketed(engine, signature, test=lambda: True, stream=None):
 
 
 def test_begin_and_end_of_a_collective_are_told_with_number_call_and_line(engine):
-    engine.main.observer = log = Log()
+    engine.main.observer = log = Told()
     ticketed(engine, Signature("gather"))
     ticketed(engine, Signature("broadcast", "parameters", root=2))
     engine.call(lambda: None).wait()  # local: no collective

@@ -28,6 +28,7 @@ def test_chunks_hold_every_element_once_and_fit(numel, shards, whole):
 # The probe process: real children, some of which are made to crash.
 
 
+@pytest.mark.thorough
 def test_an_mpi_that_can_use_the_memory_passes():
     """Host memory, which every MPI can use; each rank starts a world of its own."""
     assert probe_device_memory("cpu") == ""

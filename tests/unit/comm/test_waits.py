@@ -10,7 +10,7 @@ from mntrain.comm import waits as module
 from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits
 
 
-class Event:
+class DeviceEvent:
     """A point in the work of a device that has done so much by then, in ms."""
 
     def __init__(self, at):
@@ -32,7 +32,7 @@ class Device:
 
     def record_time(self):
         self.recorded += 1
-        return Event(self.now)
+        return DeviceEvent(self.now)
 
 
 @pytest.fixture
