@@ -80,7 +80,7 @@ def talking(cluster, stop):
 
 
 def left(pid, *words):
-    """What there is of the clusters of a process: interfaces, directories, processes."""
+    """Return what there is of the clusters of a process: interfaces, directories, processes."""
     interfaces = [name for name in os.listdir("/sys/class/net") if name.startswith(f"mn{pid}-")]
     directories = Path(tempfile.gettempdir()).glob(f"mntrain-nodes-{pid}-*")
     commands = []

@@ -103,7 +103,7 @@ class Way:
 
 @functools.cache
 def ramp(rank, numel, dtype=torch.float32):
-    """What `rank` puts into a sum: another small multiple of the unit at every place."""
+    """Return what `rank` puts into a sum: another small multiple of the unit at every place."""
     index = torch.arange(numel)
     return (((index * 40503 // 64 + 5 * rank) % 29 - 11) * UNIT[dtype]).to(dtype)
 
@@ -240,7 +240,7 @@ class Drawn:
         return getattr(self.collectives, self.verb)(tensor, *given, **more)
 
     def right(self, tensor):
-        """Whether this rank has its result: one element on the tensor's device."""
+        """Return whether this rank has its result, as one element on the tensor's device."""
         if self.sums:
             expected = sum(self.values(rank, tensor.device) for rank in range(RANKS))
         else:

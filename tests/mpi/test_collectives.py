@@ -117,7 +117,7 @@ def test_bounds_that_do_not_cut_the_tensor_are_refused(ways, verb, bounds):
 
 
 def signed_powers(numel, dtype):
-    """What every rank adds, by rank: far apart in size, often cancelling."""
+    """Return what every rank adds, by rank: far apart in size, often cancelling."""
     generator = torch.Generator().manual_seed(11)
     exponents = 30 * torch.randint(-1, 2, (RANKS, numel), generator=generator)
     signs = 2 * torch.randint(0, 2, (RANKS, numel), generator=generator) - 1

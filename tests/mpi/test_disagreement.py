@@ -149,9 +149,13 @@ CALLS = {
 }
 
 
-def disagree(layout, case):
+@pytest.mark.parametrize("layout", [*VIRTUAL, "small"])
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_differ_raise_one_error_on_all_ranks(request, case, layout):
     calls, words = zip(*CALLS[case], strict=True)
-    world = make_world("lanes", layout)
+    if layout == "small":
+        request.getfixturevalue("small")
+    world = make_world("lanes", None if layout == "small" else layout)
     assert world.sum([1.0]) == [RANKS]
     number = world._engine.main.begun
 
@@ -168,23 +172,6 @@ def disagree(layout, case):
         world.sum([1.0])
     assert refusal(world.close) == text  # waits for nobody
     world.close()  # does nothing the second time
-
-
-@pytest.mark.parametrize("layout", VIRTUAL)
-@pytest.mark.parametrize("case", CALLS)
-def test_calls_that_differ_raise_one_error_on_all_ranks(case, layout):
-    disagree(layout, case)
-
-
-OTHER_PATHS = ("large sizes", "one small", "other verbs")  # the rest is compared alike in both
-SMALL_CALLS = [
-    c if c in OTHER_PATHS else pytest.param(c, marks=pytest.mark.thorough) for c in CALLS
-]
-
-
-@pytest.mark.parametrize("case", SMALL_CALLS)
-def test_small_calls_that_differ_raise_one_error_on_all_ranks(small, case):
-    disagree(None, case)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

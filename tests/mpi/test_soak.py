@@ -71,7 +71,7 @@ class Segment:
 
 
 def state():
-    """What of the process may not grow: memory, descriptors, shared maps, threads."""
+    """Return what of the process may not grow: memory, descriptors, shared maps, threads."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     MPI.COMM_WORLD.Barrier()

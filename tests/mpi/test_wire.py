@@ -19,7 +19,7 @@ names = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 
 @functools.cache
 def addends(numel, dtype=torch.float32, seed=0):
-    """By rank: with more digits than 16 bits hold, some of them too large or too small for fp16."""
+    """Numbers by rank, of more digits than 16 bits hold, some out of the range of fp16."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-26, 18, (RANKS, numel), generator=generator)
     digits = torch.randn(RANKS, numel, generator=generator, dtype=torch.float64)

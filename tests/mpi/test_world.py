@@ -182,7 +182,7 @@ def test_errors_of_some_ranks_are_raised_on_all_with_their_ranks(world):
 
 
 class Every(SyncSchedule):
-    """What ranks compare of a schedule: its public attributes, but not the others."""
+    """A schedule of which ranks compare the public attributes, but not the others."""
 
     def __init__(self, steps):
         self.steps, self._rank = steps, RANK

@@ -75,7 +75,7 @@ def parts_of(batch, micro_batches):
 
 
 def assert_parity_of_devices(world, model, alone, tolerance):
-    """As `assert_parity`, of a model on the GPU."""
+    """Do as `assert_parity`, for a model on the GPU."""
     twin = copy.deepcopy(alone.model)
     twin.load_state_dict(model.state_dict())
     assert_parity(world, twin, alone, tolerance)

@@ -1,4 +1,4 @@
-"""Every verb on device memory, against what must come out, and against the naive oracle."""
+"""The transport of a world, and every verb on device memory, against the naive oracle, too."""
 
 from itertools import product
 
@@ -7,8 +7,9 @@ import torch
 from cases import RANK, UNIT, Case, bits, check_bits, cuts, run, shard
 from worlds import RANKS
 
-from gpu.place import gpu
-from gpu.ranks.transports import transports
+import mntrain
+from gpu.place import CUDA, ON, gpu
+from gpu.ranks.transports import TRANSPORTS, transports
 from mntrain.bench.candidates import Pattern, library_candidate
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
@@ -141,3 +142,21 @@ def test_a_16_bit_wire_sums_exactly_what_16_bits_hold(worlds, transport):
         expected = RANKS * tensor - RANKS * RANK + sum(range(RANKS))
         world.collectives.all_reduce(tensor, wire=torch.bfloat16).wait()
         assert torch.equal(tensor, expected)
+
+
+@transports
+def test_a_world_has_the_requested_transport(worlds, transport):
+    world = worlds(transport)
+    assert world.device.type == ON
+    chosen = transport if CUDA and world.size > 1 else ""
+    assert world.gather(world.transport) == [chosen] * world.size
+
+
+@pytest.mark.skipif(not CUDA, reason="the CPU has no transports to select")
+def test_auto_selects_a_working_transport_the_same_on_all_ranks():
+    with mntrain.init(device=ON) as world:
+        assert world.transport in (TRANSPORTS if world.size > 1 else [""])
+        assert len(set(world.gather(world.transport))) == 1
+        tensor = torch.full((1_000_003,), float(world.rank), device=world.device)
+        world.collectives.all_reduce(tensor).wait()
+        assert (tensor == sum(range(world.size))).all()

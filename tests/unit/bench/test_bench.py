@@ -143,7 +143,7 @@ class SleepingCandidate:
 
 
 class OneRank:
-    """What `take_turns` needs of a communicator, for one rank."""
+    """A communicator of one rank, as far as `take_turns` uses it."""
 
     def bcast(self, value):
         return value

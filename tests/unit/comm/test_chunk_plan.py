@@ -41,7 +41,7 @@ def same_on_all_ranks(several, plan):
 
 
 def covered(parts):
-    """What parts cover, each element once, as runs that do not touch."""
+    """Return what parts cover, each element once, as runs that do not touch."""
     runs = []
     for low, high in sorted(part for part in parts if part[0] < part[1]):
         if runs and runs[-1][1] == low:

@@ -1,4 +1,4 @@
-"""What reports of ranks say about their agreement, without communication."""
+"""The judgement of what ranks report about their calls, without communication."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def stream(name, calls, ranks=None):
 
 
 def report(waits_in="", **calls):
-    """Of a rank with these calls by stream, the last of which is not finished."""
+    """Return the report of a rank with these calls by stream, the last of which is not finished."""
     streams = [stream(name, several) for name, several in calls.items()]
     for each in streams:
         if each.history:

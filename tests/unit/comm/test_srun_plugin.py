@@ -1,4 +1,4 @@
-"""Which PMI plugin of srun each MPI library gets."""
+"""The PMI plugin of srun that each MPI library gets."""
 
 import subprocess
 import sys
