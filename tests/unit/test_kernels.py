@@ -70,35 +70,29 @@ def placed(tensors, offset, device):
 # Sums.
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8, torch.int32, torch.int64], ids=str)
-def test_addends_are_added_in_their_order_and_rounded_once(kernels, dtype):
-    if kernels.own and not dtype.is_floating_point:
-        pytest.skip("sums of integers are torch's")
-    for numel, count in product(kernels.sizes, kernels.counts):
-        addends = far_apart([dtype] * count, numel)
+def test_addends_are_added_in_their_order_and_rounded_once(kernels):
+    integers = [] if kernels.own else [torch.uint8, torch.int32, torch.int64]
+    for dtype, numel, count in product([*FLOATS, *integers], kernels.sizes, kernels.counts):
         if numel > 10_000 and count != 3:
             continue
-        for offset in (0, 1):
+        addends = far_apart([dtype] * count, numel)
+        for offset in (0, 1) if numel < 10_000 else (1,):
             total = torch.ones(numel + 2, dtype=dtype, device=kernels.device)
             kernels.add(placed(addends, offset, kernels.device), total[1:-1])
-            assert bits(total[1:-1]) == bits(summed(addends, dtype))
+            assert bits(total[1:-1]) == bits(summed(addends, dtype)), (dtype, numel, count)
             assert (total[0], total[-1]) == (1, 1)  # nothing beside it is written
 
 
-@pytest.mark.parametrize(
-    ("own", "wire"),
-    [*((dtype, dtype) for dtype in FLOATS), *((o, w) for o in FLOATS[:2] for w in NARROW)],
-    ids=str,
-)
-def test_the_sum_may_replace_any_addend_and_the_others_may_be_narrower(kernels, own, wire):
-    for count in kernels.counts:
+def test_the_sum_may_replace_any_addend_and_the_others_may_be_narrower(kernels):
+    equal = [(dtype, dtype) for dtype in FLOATS]
+    for (own, wire), count in product([*equal, *product(FLOATS[:2], NARROW)], kernels.counts):
         for place in (None, *range(count)):
             addends = far_apart([own if i == place else wire for i in range(count)], 10_003)
             there = placed(addends, 0, kernels.device)
             total = torch.empty(10_003, dtype=own, device=kernels.device)
             total = total if place is None else there[place]
             kernels.add(there, total)
-            assert bits(total) == bits(summed(addends, own))
+            assert bits(total) == bits(summed(addends, own)), (own, wire, count, place)
             for index, (now, before) in enumerate(zip(there, addends, strict=True)):
                 assert index == place or bits(now) == bits(before)
 
@@ -112,13 +106,13 @@ def test_a_16_bit_sum_overflows_only_when_it_is_rounded(kernels):
     assert total.tolist() == [math.inf] * 3
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sums_keep_non_finite_and_subnormal_numbers(kernels, dtype):
+def test_sums_keep_non_finite_and_subnormal_numbers(kernels):
     numbers = [math.nan, math.inf, math.inf, -math.inf], [1, 1, -math.inf, 1], [0, 0, 0, 0]
-    addends = [torch.tensor(row, dtype=dtype, device=kernels.device) for row in numbers]
-    for several in [addends] if kernels.own else [addends, addends[:2]]:
+    for dtype, count in product(FLOATS, [3] if kernels.own else [2, 3]):
+        rows = numbers[:count]
+        addends = [torch.tensor(row, dtype=dtype, device=kernels.device) for row in rows]
         total = torch.empty_like(addends[0])
-        kernels.add(several, total)
+        kernels.add(addends, total)
         assert total.isnan().tolist() == [True, False, True, False]
         assert total[[1, 3]].tolist() == [math.inf, -math.inf]
     small = torch.tensor([1e-40, 3e-42], device=kernels.device)
@@ -128,18 +122,18 @@ def test_sums_keep_non_finite_and_subnormal_numbers(kernels, dtype):
     assert bits(total) == bits(summed([small.cpu()] * 3, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_every_16_bit_number_is_widened_exactly_and_fp32_is_rounded_to_even(kernels, dtype):
-    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+def test_every_16_bit_number_is_widened_exactly_and_fp32_is_rounded_to_even(kernels):
     patterns = torch.arange(-(1 << 31), 1 << 31, 65_521 // 2).to(torch.int32)  # all differ
-    numbers = torch.cat([patterns.view(torch.float32), ties(dtype)])
-    for values, target in ((every, torch.float32), (every.float(), dtype), (numbers, dtype)):
-        out = torch.empty(len(values), dtype=target, device=kernels.device)
-        kernels.add([values.to(kernels.device)], out)
-        expected = values.to(target)
-        assert torch.equal(out.cpu().isnan(), expected.isnan())
-        finite = ~expected.isnan()
-        assert bits(out.cpu()[finite]) == bits(expected[finite])
+    for dtype in NARROW:
+        every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+        numbers = torch.cat([patterns.view(torch.float32), ties(dtype)])
+        for values, target in ((every, torch.float32), (every.float(), dtype), (numbers, dtype)):
+            out = torch.empty(len(values), dtype=target, device=kernels.device)
+            kernels.add([values.to(kernels.device)], out)
+            expected, found = values.to(target), out.cpu()
+            assert torch.equal(found.isnan(), expected.isnan())
+            finite = ~expected.isnan()
+            assert bits(found[finite]) == bits(expected[finite]), dtype
 
 
 def ties(dtype):
@@ -154,34 +148,27 @@ def ties(dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("target", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_product_is_computed_in_fp32_or_wider_and_rounded_once(dtype, target, device):
-    for scale, offset, sizes in (
-        (0.1, 0, SIZES),
-        (0.1, 1, SIZES[:-1]),
-        *((scale, 0, [1000]) for scale in (1.0, 3e-5, -0.0)),
-    ):
-        for numel in sizes:
-            (values,) = far_apart([dtype], numel)
-            (out,) = placed([torch.ones(numel, dtype=target)], offset, device)
-            pack(*placed([values], offset, device), scale, out)
-            expected = packed(values, scale, target)
-            assert out.cpu().equal(expected)
-            assert scale == 0 or bits(out) == bits(expected)
+def test_a_product_is_computed_in_fp32_or_wider_and_rounded_once(device):
+    scales = [*product([0.1], [0, 1], SIZES[:-1]), *product([1.0, 0.1, 3e-5, -0.0], [0], [20_003])]
+    for dtype, target, (scale, offset, numel) in product(FLOATS, FLOATS, scales):
+        (values,) = far_apart([dtype], numel)
+        (out,) = placed([torch.ones(numel, dtype=target)], offset, device)
+        pack(*placed([values], offset, device), scale, out)
+        expected = packed(values, scale, target)
+        assert out.cpu().equal(expected), (dtype, target, scale)
+        assert scale == 0 or bits(out) == bits(expected), (dtype, target, scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("target", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_scale_of_zero_turns_non_finite_numbers_into_zeros(dtype, target, device):
-    odd = torch.tensor([math.nan, math.inf, -math.inf, 1.0], dtype=dtype, device=device)
-    out = torch.ones(4, dtype=target, device=device)
-    pack(odd, 0.0, out)
-    assert out.tolist() == [0.0] * 4
-    pack(odd, 0.5, out)
-    assert out.isnan().tolist() == [True, False, False, False]
-    assert out[1:].tolist() == [math.inf, -math.inf, 0.5]
+def test_a_scale_of_zero_turns_non_finite_numbers_into_zeros(device):
+    for dtype, target in product(FLOATS, FLOATS):
+        odd = torch.tensor([math.nan, math.inf, -math.inf, 1.0], dtype=dtype, device=device)
+        out = torch.ones(4, dtype=target, device=device)
+        pack(odd, 0.0, out)
+        assert out.tolist() == [0.0] * 4
+        pack(odd, 0.5, out)
+        assert out.isnan().tolist() == [True, False, False, False]
+        assert out[1:].tolist() == [math.inf, -math.inf, 0.5]
     small = torch.tensor([1e-40, 3e-42], device=device)
     total = torch.empty_like(small)
     pack(small, 0.5, total)
@@ -206,14 +193,14 @@ def test_squares_of_many_tensors_are_those_of_fp64(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_squares_have_the_same_bits_at_every_address_and_beside_any_tensors(dtype, device):
-    values = far_apart([dtype], 1_000_003)
-    expected = float(square_sums(placed(values, 0, device)))
-    for offset in range(9):
-        (moved,) = placed(values, offset, device)
-        others = placed(far_apart([dtype] * offset, 5000 + offset), 0, device)
-        assert float(square_sums([*others, moved])[-1]) == expected
+def test_squares_have_the_same_bits_at_every_address_and_beside_any_tensors(device):
+    for dtype in FLOATS:
+        values = far_apart([dtype], 1_000_003 if device == "cuda" else 100_003)
+        expected = float(square_sums(placed(values, 0, device)))
+        for offset in range(9):
+            (moved,) = placed(values, offset, device)
+            others = placed(far_apart([dtype] * offset, 5000 + offset), 0, device)
+            assert float(square_sums([*others, moved])[-1]) == expected, (dtype, offset)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -254,13 +241,13 @@ def test_norms_of_fp32_are_those_of_fp64_also_where_squares_leave_its_range(scal
         assert not math.isfinite(norms.global_norm(SingleProcessCollectives(), [values], 2.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_every_stage_has_the_norm_of_a_step(dtype, device):
-    zero, one, two = (norm_of_a_step(stage, dtype, device) for stage in (0, 1, 2))
-    assert one == two
-    # At stage 0 parameters have other addresses, for which a GPU may select another kernel.
-    assert one == pytest.approx(zero, rel=1e-2 if dtype.itemsize < 4 else 1e-5)
+def test_every_stage_has_the_norm_of_a_step(device):
+    for dtype in FLOATS[:3]:
+        zero, one, two = (norm_of_a_step(stage, dtype, device) for stage in (0, 1, 2))
+        assert one == two
+        # At stage 0 parameters have other addresses, for which a GPU may select another kernel.
+        assert one == pytest.approx(zero, rel=1e-2 if dtype.itemsize < 4 else 1e-5)
 
 
 def norm_of_a_step(stage, dtype, device):
