@@ -264,7 +264,7 @@ class LaneOwner:
             new = []
             for spans, buffer, requests in arriving:
                 yield requests.test
-                yield from self._unpack(spans, buffer)
+                yield from self._copy(spans, buffer, back=True)
                 for span in spans:
                     yield from self._publish(chunk, span, self._peers)
         yield Requests.of(*sends).test
@@ -322,11 +322,8 @@ class LaneOwner:
         yield from self._copy(spans, room, back=False)
         return room
 
-    def _unpack(self, spans: Sequence[Span], room: BufferView) -> Steps[None]:
-        """Copy to this rank's spans what has arrived in their `_room`, if it is elsewhere."""
-        yield from self._copy(spans, room, back=True)
-
     def _copy(self, spans: Sequence[Span], room: BufferView, *, back: bool) -> Steps[None]:
+        """Copy this rank's spans to their `_room`, or back from it, if it is elsewhere."""
         if len(spans) == 1 and not self._casts:
             return
         start = 0

@@ -5,7 +5,7 @@ not compare them: a receive without a send waits, until the watchdog ends the jo
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -16,16 +16,7 @@ from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests
 from mntrain.comm.resources import as_bytes
 from zero.collectives import CompletedWork, Work
 
-if TYPE_CHECKING:
-    from mntrain.comm.mpi import Bytes
-
 T = TypeVar("T")
-
-
-class MessageWork(CollectiveWork):
-    """The work of one message. `peer` is the other rank; of any, when it has arrived."""
-
-    peer = -1
 
 
 class Messages:
@@ -47,29 +38,29 @@ class Messages:
         self._missing: list[FoundMessage] = []  # in the order of the receives
         engine.streams.append(self._stream)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> CollectiveWork:
         """Start to send a tensor, which must not change before. Raises ValueError for a bad tag."""
         _check_tag(tag)
-        data = bytes_of(tensor)
+        data = as_bytes(tensor)
 
         def steps() -> Steps[Work]:
             yield self._comm.send(peer, data, tag, empty=True).test
             return CompletedWork()
 
-        work = MessageWork(self._engine, [self._submit(steps())])
-        work.peer = peer
-        return work
+        return CollectiveWork(self._engine, [self._submit(steps())])
 
-    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
+    def receive(
+        self, tensor: Tensor, peer: int | None, tag: int
+    ) -> tuple[CollectiveWork, FoundMessage]:
         """Start to receive into a tensor; with None, from any peer. Raises as `send`.
 
-        `wait` raises RuntimeError for a message of another size.
+        `wait` raises RuntimeError for a message of another size. The message has its `source` when
+        the work is done.
         """
         _check_tag(tag)
-        data = bytes_of(tensor)
+        data, found = as_bytes(tensor), self._comm.find(peer, tag)
 
         def steps() -> Steps[Work]:
-            found = self._comm.find(peer, tag)
             yield self._looked_for(found)
             if found.nbytes != min(data.nbytes, MESSAGE_BYTES):
                 raise RuntimeError(
@@ -77,12 +68,9 @@ class Messages:
                     f"{tag}, and this rank receives {data.nbytes}: give tensors of one size"
                 )
             yield found.receive(data).test
-            work.peer = found.source
             return CompletedWork()
 
-        work = MessageWork(self._engine, [])
-        work._futures = [self._submit(steps())]
-        return work
+        return CollectiveWork(self._engine, [self._submit(steps())]), found
 
     def _looked_for(self, found: FoundMessage) -> Callable[[], bool]:
         """Return the condition that a message is here, after those of earlier receives of the kind.
@@ -116,11 +104,6 @@ class Messages:
 
     def _submit(self, steps: Steps[T]) -> Future[T]:
         return self._engine.submit(steps, stream=self._stream)
-
-
-def bytes_of(tensor: Tensor) -> "Bytes":
-    """Return the memory of a flat tensor for MPI; torch gives that of none no address."""
-    return as_bytes(tensor) if tensor.numel() else np.empty(0, np.uint8)
 
 
 def _check_tag(tag: int) -> None:

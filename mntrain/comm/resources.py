@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,9 @@ def as_bytes(tensor: Tensor) -> "Bytes":
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
     data = tensor.view(torch.uint8)
-    return data if data.is_cuda else data.numpy()
+    if data.is_cuda:
+        return data
+    return data.numpy() if len(data) else np.empty(0, np.uint8)  # torch's has no address
 
 
 class TensorAccess:

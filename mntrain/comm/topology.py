@@ -41,10 +41,8 @@ class Topology:
         """Group ranks by the key of their host: hosts[rank] is equal where memory is shared.
 
         With `ranks_per_node`, each host's ranks are cut, in order, into virtual nodes of that many
-        ranks (the last may have fewer). Raises ValueError if it is not positive.
+        ranks (the last may have fewer).
         """
-        if ranks_per_node is not None and ranks_per_node < 1:
-            raise ValueError(f"ranks per node is {ranks_per_node}: it must be at least 1")
         by_host: dict[Hashable, list[int]] = {}
         for rank, host in enumerate(hosts):
             by_host.setdefault(host, []).append(rank)
@@ -110,13 +108,9 @@ class Topology:
     @cached_property
     def lane_slots(self) -> tuple[int, ...]:
         """The bounds of the lanes in the order of slots: lane k has slots [k] to [k + 1]."""
-        return (0, *accumulate(map(sum, self._counts)))
-
-    @cached_property
-    def _counts(self) -> list[list[int]]:
-        """By lane, the number of slots of each node."""
         lanes = self.smallest_node
-        return [[len(node[lane::lanes]) for node in self.nodes] for lane in range(lanes)]
+        counts = (sum(len(node[lane::lanes]) for node in self.nodes) for lane in range(lanes))
+        return (0, *accumulate(counts))
 
     def __str__(self) -> str:
         """Return a short description: "4 ranks on 2 nodes of 2"."""

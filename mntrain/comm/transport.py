@@ -33,8 +33,6 @@ from zero.kernels import Add
 
 T = TypeVar("T")
 
-TRANSPORTS: tuple[Transport, ...] = ("host", "cuda-aware", "nccl")
-
 PROBE = (sys.executable, "-m", "mntrain.comm.transport")
 PROBE_S = 60.0
 PROBE_SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes: an MPI has several protocols

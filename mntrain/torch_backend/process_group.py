@@ -21,8 +21,7 @@ from mntrain.comm.messages import Messages
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.ticket import Ticket
 from mntrain.torch_backend import verbs
-from mntrain.torch_backend.tracing import untraced
-from mntrain.torch_backend.work import Call, Message
+from mntrain.torch_backend.work import Call, untraced
 from zero.collectives import CompletedWork, Work
 
 NAME = "mntrain"
@@ -405,7 +404,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Send a tensor to a rank of the group."""
         (tensor,) = tensors
         self._check_open()
-        return Message(self._messages.send(_on_host(tensor), peer, tag), [tensor], [])
+        return Call([self._messages.send(_on_host(tensor), peer, tag)], [tensor])
 
     @_verb
     def recv(self, tensors: Sequence[Tensor], peer: int | None, tag: int = 0) -> Call:
@@ -413,7 +412,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         (tensor,) = tensors
         self._check_open()
         data = _like_on_host(tensor)
-        return Message(self._messages.receive(data, peer, tag), [tensor], [(tensor, data)])
+        work, message = self._messages.receive(data, peer, tag)
+        return Call([work], [tensor], [(tensor, data)], message)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Call:
         """Receive a tensor from any rank of the group, which `source_rank` of the work returns."""

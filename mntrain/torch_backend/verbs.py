@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from mntrain.comm.engine import Steps
-from mntrain.comm.messages import bytes_of
 from mntrain.comm.mpi import CheckedRequests, Communicator, Requests
+from mntrain.comm.resources import as_bytes
 from zero.kernels import sum_dtype
 from zero.layout import split
 
@@ -58,10 +58,10 @@ def exchange(
             f"{received[own].numel()}: the lists of sizes must agree"
         )
     peers = [(own + step) % comm.size for step in range(1, comm.size)]
-    receives = [comm.receive(p, bytes_of(received[p]), tag, empty=True) for p in reversed(peers)]
-    sends = Requests.of(*[comm.send(p, bytes_of(sent[p]), tag, empty=True) for p in peers])
+    receives = [comm.receive(p, as_bytes(received[p]), tag, empty=True) for p in reversed(peers)]
+    sends = Requests.of(*[comm.send(p, as_bytes(sent[p]), tag, empty=True) for p in peers])
     received[own].copy_(sent[own])
-    nbytes = [bytes_of(received[p]).nbytes for p in reversed(peers)]
+    nbytes = [as_bytes(received[p]).nbytes for p in reversed(peers)]
     yield CheckedRequests(receives, nbytes, sends).test
 
 
@@ -108,12 +108,12 @@ def gather(
 ) -> Steps[None]:
     """Copy every rank's tensor to the root's `rows`, which are empty on others."""
     if comm.rank != root:
-        yield comm.send(root, bytes_of(own), tag, empty=True).test
+        yield comm.send(root, as_bytes(own), tag, empty=True).test
         return
     rows[root].copy_(own)
     yield Requests.of(
         *[
-            comm.receive(p, bytes_of(row), tag, empty=True)
+            comm.receive(p, as_bytes(row), tag, empty=True)
             for p, row in enumerate(rows)
             if p != root
         ]
@@ -125,9 +125,9 @@ def scatter(
 ) -> Steps[None]:
     """Copy the root's `rows`, which are empty on others, one to each rank's tensor."""
     if comm.rank != root:
-        yield comm.receive(root, bytes_of(own), tag, empty=True).test
+        yield comm.receive(root, as_bytes(own), tag, empty=True).test
         return
     own.copy_(rows[root])
     yield Requests.of(
-        *[comm.send(p, bytes_of(row), tag, empty=True) for p, row in enumerate(rows) if p != root]
+        *[comm.send(p, as_bytes(row), tag, empty=True) for p, row in enumerate(rows) if p != root]
     ).test

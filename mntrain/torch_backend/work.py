@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from inspect import isfunction, unwrap
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,8 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
 from mntrain.comm.collectives import when_done
-from mntrain.comm.messages import MessageWork
+from mntrain.comm.mpi import FoundMessage
 from mntrain.comm.waits import Backoff, pause
-from mntrain.torch_backend.tracing import untraced
 from zero.collectives import Work
 
 # What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run
@@ -24,20 +24,50 @@ from zero.collectives import Work
 _FOLLOWERS = ThreadPoolExecutor(256, thread_name_prefix="mntrain torch future")
 
 Copies = Sequence[tuple[Tensor, Tensor]]
+T = TypeVar("T")
+
+
+def untraced(cls: type[T]) -> type[T]:
+    """Let Dynamo run the methods of a class, and what they call, as they are. Does not import it.
+
+    Compiled code calls a group through C++, as DDP does within forward to agree on its buckets.
+    Dynamo would trace the frames of Python that are called there, and refuses a process group's
+    attributes. Does nothing in a torch that cannot be told so.
+    """
+    with suppress(ImportError):
+        from torch._C._dynamo.eval_frame import (  # noqa: PLC0415 - not in every torch
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+
+        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        for method in filter(isfunction, vars(cls).values()):
+            for function in (method, unwrap(method)):
+                set_code_exec_strategy(function.__code__, skip)
+    return cls
 
 
 @untraced
 class Call(TorchWork):
-    """One call: collectives or a message of the engine, and the copies that follow them.
+    """One call: collectives or messages of the engine, and the copies that follow them.
 
     `outputs` are the caller's tensors, and `copies` pairs of a tensor and what is copied to it,
     once, by the thread that finds the collective done, also if nobody waits. A pair of the same
     memory is no copy. On a GPU, other threads than the caller's copy in a stream of their own, and
-    `wait` lets the current stream wait for them; the host waits for the collective alone.
+    `wait` lets the current stream wait for them; the host waits for the collective alone. `message`
+    is the one that is received, if it is one.
     """
 
-    def __init__(self, works: Sequence[Work], outputs: list[Tensor], copies: Copies = ()) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        outputs: list[Tensor],
+        copies: Copies = (),
+        message: FoundMessage | None = None,
+    ) -> None:
         super().__init__()
+        self._message = message
         self._works, self._outputs = works, outputs
         self._copies = [
             (to, it) for to, it in copies if to.is_sparse or to.data_ptr() != it.data_ptr()
@@ -90,6 +120,14 @@ class Call(TorchWork):
         """Wait, and return the caller's tensors."""
         self.wait()
         return self._outputs
+
+    def source_rank(self) -> int:
+        """Wait, and return the rank of the group that has sent the message."""
+        self.wait()
+        assert self._message is not None
+        return self._message.source
+
+    _source_rank = source_rank
 
     def synchronize(self) -> None:
         """Wait, as `wait`."""
@@ -146,18 +184,3 @@ class Call(TorchWork):
                 self._future.set_exception(error)
             else:
                 self._future.set_result(self._outputs)
-
-
-class Message(Call):
-    """A message between two ranks; its sender is known when it has arrived."""
-
-    def __init__(self, work: MessageWork, outputs: list[Tensor], copies: Copies) -> None:
-        super().__init__([work], outputs, copies)
-        self._message = work
-
-    def source_rank(self) -> int:
-        """Return the rank of the group that has sent it. Waits."""
-        self.wait()
-        return self._message.peer
-
-    _source_rank = source_rank

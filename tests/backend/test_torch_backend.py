@@ -65,7 +65,7 @@ def test_a_process_without_a_launcher_is_told_how_to_start(monkeypatch):
 
 @pytest.mark.thorough
 def test_another_backend_starts_no_mpi_where_ranks_are_given(tmp_path):
-    """As scripts do in a job of Slurm, whose variables name ranks of MPI as well."""
+    """Give ranks, as scripts do in a job of Slurm, whose variables name ranks of MPI as well."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"

@@ -59,10 +59,10 @@ def load(backend):
 
 
 def case_class(module):
-    class Case(module.TestDistBackend, module.DistributedTest._DistTestBase):
+    class TorchCase(module.TestDistBackend, module.DistributedTest._DistTestBase):
         pass
 
-    return Case
+    return TorchCase
 
 
 def run_tests(backend, folder, names):

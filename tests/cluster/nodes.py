@@ -171,7 +171,7 @@ class Cluster:
         _end([self._nodes[host]])
 
     def sent(self, host: str) -> int:
-        """How many bytes the node has put on its link, headers included."""
+        """Return how many bytes the node has put on its link, headers included."""
         devices = Path(f"/proc/{self._nodes[host].pid}/net/dev").read_text()
         return int(devices.partition("eth0:")[2].split()[8])  # after eight figures of receiving
 

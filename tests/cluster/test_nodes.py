@@ -80,7 +80,7 @@ def talking(cluster, stop):
 
 
 def left(pid, *words):
-    """What there is of the clusters of a process: interfaces, directories, processes."""
+    """Return what there is of the clusters of a process: interfaces, directories, processes."""
     interfaces = [name for name in os.listdir("/sys/class/net") if name.startswith(f"mn{pid}-")]
     directories = Path(tempfile.gettempdir()).glob(f"mntrain-nodes-{pid}-*")
     commands = []
@@ -154,37 +154,6 @@ def test_a_link_is_not_faster_than_declared_and_a_job_waits_while_it_is_down(
             wait_until(lambda: cluster.sent("n2") > before + 10_000)
             (tmp_path / "stop").touch()
             assert running.wait(SECONDS) == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("soft", [True, False])
-def test_a_crashed_node_is_gone_and_the_others_stay(make_cluster, tmp_path, soft):
-    with (
-        make_cluster(ranks=(2, 2), link=None) as cluster,
-        talking(cluster, tmp_path / "stop") as (running, library),
-    ):
-        inside = processes_in(cluster, "n2")
-        assert inside
-        cluster.crash("n2", soft=soft)
-        assert not inside & processes().keys()
-        assert subprocess.check_output([*cluster.enter("n1"), "hostname"]) == b"n1\n"
-        # Open MPI 5.0.11 reports success: only what the ranks leave says whether a job was done.
-        assert not soft or running.wait(SECONDS) != 0 or library == "Open"
-
-
-@pytest.mark.thorough
-def test_nodes_share_files_but_neither_memory_nor_names(make_cluster, tmp_path):
-    machine = Path("/etc/hosts").read_bytes()
-    with make_cluster(ranks=(1, 1), link=None) as cluster:
-        one, two = (cluster.enter(host) for host in cluster.hosts)
-        file, memory = tmp_path / "file", Path("/dev/shm", f"test-nodes-{os.getpid()}")
-        subprocess.run([*one, "touch", file, memory], check=True)
-        assert subprocess.run([*two, "test", "-e", file], check=False).returncode == 0
-        assert subprocess.run([*two, "test", "-e", memory], check=False).returncode == 1
-        assert not memory.exists()
-        assert subprocess.check_output([*two, "hostname"]) == b"n2\n"
-        assert b"n1" in subprocess.check_output([*two, "getent", "hosts", "n1"])
-        assert Path("/etc/hosts").read_bytes() == machine
 
 
 @pytest.mark.thorough

@@ -86,7 +86,7 @@ def in_own_group(
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch left. A rank whose output went to a file of its own is not in `stdout`."""
+    """The result of a launch. A rank whose output went to a file of its own is not in `stdout`."""
 
     command: list[str]
     returncode: int

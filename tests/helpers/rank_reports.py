@@ -1,4 +1,4 @@
-"""What every rank of a test session does when a test fails or hangs.
+"""Reports of every rank of a test session when a test fails or hangs.
 
 A rank that fails leaves the others waiting in a collective call. So it prints its failure at once,
 gives the others a few seconds to print theirs, and ends the job: a rank that exits with an error

@@ -17,7 +17,7 @@ from mntrain.comm.staging import StreamOrderedWork
 from zero.kernels import add
 
 
-class Stream:
+class EmulatedStream:
     """A queue of work for a thread, which sometimes pauses before a piece of it."""
 
     def __init__(self, seed):
@@ -39,7 +39,7 @@ class Stream:
             work()
 
 
-class Event:
+class StreamEvent:
     """A point in the work of an emulated stream."""
 
     def __init__(self, stream):
@@ -51,7 +51,7 @@ class Event:
         return self._happened.is_set()
 
 
-class TimedEvent(Event):
+class TimedStreamEvent(StreamEvent):
     """A point whose time is noted when the stream comes to it."""
 
     def __init__(self, stream):
@@ -79,7 +79,7 @@ class LateDevice:
     def __init__(self, seed=0):
         self._tensors = []  # all tensors of the device, kept so that their addresses stay valid
         self._local = threading.local()
-        self._streams = [Stream(seed + i) for i in range(4)]
+        self._streams = [EmulatedStream(seed + i) for i in range(4)]
         self._caller, self._down, self._up, self._side = self._streams
         self.to_host = self.to_device = 0
         self.pinned = 0  # number of pinned pieces of memory
@@ -99,7 +99,7 @@ class LateDevice:
         self.current.add(work)
 
     def synchronize(self):
-        end = Event(self.current)
+        end = StreamEvent(self.current)
         while not end.query():
             time.sleep(1e-4)
 
@@ -114,10 +114,10 @@ class LateDevice:
         )
 
     def record_event(self):
-        return Event(self.current)
+        return StreamEvent(self.current)
 
     def record_time(self):
-        return TimedEvent(self.current)
+        return TimedStreamEvent(self.current)
 
     def wait_on_stream(self, event):
         self.current.add(event.wait)
@@ -153,7 +153,7 @@ class LateDevice:
             stream.add(event.wait)
         for target, source in copies:
             stream.add(lambda target=target, source=source: target.copy_(source))
-        return Event(stream)
+        return StreamEvent(stream)
 
 
 class PromptDevice(LateDevice):
@@ -165,7 +165,7 @@ class PromptDevice(LateDevice):
     def _copy(self, stream, copies, after):
         for target, source in copies:
             target.copy_(source)
-        return Event(stream)
+        return StreamEvent(stream)
 
 
 class GlooGroup:
@@ -202,10 +202,10 @@ class LateGlooGroup(GlooGroup):
 
     def __init__(self, node, device):
         super().__init__(node, None)
-        self._device, self._stream = device, Stream(7)
+        self._device, self._stream = device, EmulatedStream(7)
 
     def alltoall(self, outputs, inputs):
-        ready = Event(self._device.current)
+        ready = StreamEvent(self._device.current)
         exchange = super().alltoall
 
         def run():
@@ -213,7 +213,7 @@ class LateGlooGroup(GlooGroup):
             exchange(outputs, inputs).wait()
 
         self._stream.add(run)
-        end = Event(self._stream)
+        end = StreamEvent(self._stream)
         return StreamOrderedWork(self._device, lambda: end)
 
     def shutdown(self):

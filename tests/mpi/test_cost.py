@@ -1,4 +1,4 @@
-"""What every verb sends, against a list of transfers and closed forms worked out here."""
+"""Messages and bytes of every verb, against transfers and closed forms worked out here."""
 
 import socket
 from itertools import accumulate, chain, pairwise, permutations, product
@@ -98,7 +98,7 @@ def slots_of(nodes):
 
 
 def shard_pieces(nodes, lanes, shard, piece_bytes):
-    """By lane: what travels together, as (holder, elements) of every node; None: nobody's."""
+    """Yield by lane what travels together, as (holder, elements) of every node; None: nobody's."""
     most = max(1, piece_of(sum(shard.values()) // lanes, piece_bytes) // len(nodes))
     for lane in range(lanes):
         columns = [node[lane::lanes] for node in nodes]
@@ -177,7 +177,7 @@ def transfers(algorithm, layout, verb, shards, *, root=0, piece_bytes=PIECE):
 
 
 def bill(algorithm, layout, several, *, near=True, item=ITEM):
-    """By rank: messages and bytes within nodes (`near`: in shared memory), then between them."""
+    """Return messages and bytes by rank: within nodes (`near`: shared memory), then between."""
     node_of = {rank: m for m, node in enumerate(nodes_of(layout)) for rank in node}
     totals = [[0, 0, 0, 0] for _ in range(RANKS)]
     for worker, source, to, elements in several:
@@ -210,7 +210,7 @@ def launch(collectives, verb, tensor, root=0, **given):
 
 
 def cost(world, algorithm, verb, tensor, *, piece_bytes=PIECE, **given):
-    """What one collective adds to the counts of every rank."""
+    """Return what one collective adds to the counts of every rank."""
     collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm, piece_bytes))
     before = usage(world)
     launch(collectives, verb, tensor, **given).wait()

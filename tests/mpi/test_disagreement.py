@@ -57,18 +57,6 @@ def test_streams_are_matched_with_their_own_in_any_order(world, numel):
             assert set(tensor.tolist()) == {RANKS * 10.0**which}
 
 
-def test_a_stream_that_waits_does_not_hold_up_another_one(world):
-    one, two = (world.collectives.add_stream(name) for name in ("one", "two"))
-    first, second = torch.ones(LARGE), torch.ones(LARGE)
-    if RANK == 0:  # the others wait for `two` before they call `one`
-        for work in [one.all_reduce(first), two.all_reduce(second)]:
-            work.wait()
-    else:
-        two.all_reduce(second).wait()
-        one.all_reduce(first).wait()
-    assert set(first.tolist()) == set(second.tolist()) == {RANKS}
-
-
 def models():
     torch.manual_seed(1)
     return [nn.Linear(11, 30), nn.Linear(11, 30)]
@@ -161,9 +149,13 @@ CALLS = {
 }
 
 
-def disagree(layout, case):
+@pytest.mark.parametrize("layout", [*VIRTUAL, "small"])
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_differ_raise_one_error_on_all_ranks(request, case, layout):
     calls, words = zip(*CALLS[case], strict=True)
-    world = make_world("lanes", layout)
+    if layout == "small":
+        request.getfixturevalue("small")
+    world = make_world("lanes", None if layout == "small" else layout)
     assert world.sum([1.0]) == [RANKS]
     number = world._engine.main.begun
 
@@ -180,32 +172,6 @@ def disagree(layout, case):
         world.sum([1.0])
     assert refusal(world.close) == text  # waits for nobody
     world.close()  # does nothing the second time
-
-
-@pytest.mark.parametrize("layout", VIRTUAL)
-@pytest.mark.parametrize("case", CALLS)
-def test_calls_that_differ_raise_one_error_on_all_ranks(case, layout):
-    disagree(layout, case)
-
-
-OTHER_PATHS = ("large sizes", "one small", "other verbs")  # the rest is compared alike in both
-SMALL_CALLS = [
-    c if c in OTHER_PATHS else pytest.param(c, marks=pytest.mark.thorough) for c in CALLS
-]
-
-
-@pytest.mark.parametrize("case", SMALL_CALLS)
-def test_small_calls_that_differ_raise_one_error_on_all_ranks(small, case):
-    disagree(None, case)
-
-
-@pytest.mark.parametrize("algorithm", ["naive", "flat", "leader"])
-def test_other_algorithms_do_not_mix_calls_either(algorithm):
-    world = make_world(algorithm)
-    numel = 1000 if RANK else 999
-    text = refusal(lambda: world.collectives.all_reduce(torch.ones(numel)).wait())
-    assert "rank 0: all_reduce of 999 float32" in text
-    assert refusal(world.close) == text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import RANK, UNIT, Case, Ways, cases, cuts, in_order, run
+from cases import RANK, Case, Ways, cases, cuts, in_order, run
 from worlds import RANKS, VIRTUAL, make_world
 
 from mntrain.comm import chunk_plan
@@ -30,12 +30,6 @@ def test_every_verb_by_levels(ways, algorithm, place):
     for layout in VIRTUAL:
         way = ways(algorithm, layout)
         run(way.world, cases(way, [0, 1, 3, 17, 5003, 70001], roots=[RANKS - 1], place=place))
-
-
-@pytest.mark.parametrize("dtype", UNIT, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_every_dtype_by_levels(ways, dtype):
-    way = ways("lanes", 1)
-    run(way.world, cases(way, [2, 5003], dtype))
 
 
 @pytest.mark.skipif(RANKS != 8, reason="six nodes, of unequal numbers of ranks")

@@ -1,18 +1,15 @@
 """Worlds from `init` to `close`: what they take, what they hold, and what they leave."""
 
-import dataclasses
-import inspect
 import sys
 import threading
 
 import pytest
 import torch
 from mpi4py import MPI
-from worlds import BUT_LAST, RANKS, Worlds, communication_threads, make_world, refusal
+from worlds import BUT_LAST, RANKS, communication_threads, make_world, refusal
 
 import mntrain
 from mntrain.comm import mpi
-from mntrain.config import WorldConfig
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -43,6 +40,8 @@ def test_a_bad_argument_is_refused_by_all_ranks(name, value, words):
     assert said.startswith(f"rank {LAST}: {words}")
     with make_world() as world:  # and nothing is left in the way
         assert world.sum([1.0]) == [RANKS]
+    with pytest.raises(TypeError, match="unexpected argument 'algorithms'"):
+        mntrain.init(algorithms="lanes")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -73,16 +72,12 @@ def communicators(monkeypatch):
     return taken
 
 
-def test_a_world_that_could_not_be_made_leaves_nothing(communicators):
-    before = communication_threads()
-    refusal(mntrain.init, device="cpu", algorithm="no such")
-    assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
-    assert communication_threads() == before
-
-
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.thorough)])
 def test_communicators_are_named_and_freed(communicators, count):
     before = communication_threads()
+    refusal(mntrain.init, device="cpu", algorithm="no such")
+    assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
+    communicators.clear()
     for turn in range(count):
         with make_world("lanes", 1 + turn % 2) as world:
             assert world.sum([turn]) == [turn * RANKS]
@@ -90,21 +85,6 @@ def test_communicators_are_named_and_freed(communicators, count):
     assert {name for _, name in communicators} == {"mntrain world", "mntrain node"}
     assert all(comm == MPI.COMM_NULL for comm, _ in communicators)
     assert communication_threads() == before
-
-
-def test_two_worlds_at_a_time_do_not_meet():
-    worlds = Worlds()
-    first, second = worlds("lanes"), worlds("flat")
-    ones, twos = torch.ones(1000), torch.full((1000,), 2.0)
-    if first.rank % 2:
-        works = [second.collectives.all_reduce(twos), first.collectives.all_reduce(ones)]
-    else:
-        works = [first.collectives.all_reduce(ones), second.collectives.all_reduce(twos)]
-    for work in works:
-        work.wait()
-    assert set(ones.tolist()) == {RANKS}
-    assert set(twos.tolist()) == {2 * RANKS}
-    worlds.close()
 
 
 def test_the_callers_communicator_stays_the_callers():
@@ -156,23 +136,6 @@ def test_a_world_may_be_closed_within_its_block():
     assert COMM.allreduce(1) == RANKS
 
 
-def test_a_closed_world_says_so():
-    with make_world() as world:
-        pass
-    reduce = world.collectives.all_reduce
-    for use, given in ((reduce, torch.zeros(1)), (world.gather, None), (world.sum, [1.0])):
-        with pytest.raises(RuntimeError, match="this world is closed"):
-            use(given)
-
-
-def test_what_is_under_way_is_finished_by_close():
-    tensor = torch.ones(70001)
-    with make_world() as world:
-        work = world.collectives.all_reduce(tensor)
-    work.wait()
-    assert set(tensor.tolist()) == {RANKS}
-
-
 def test_a_world_gives_the_hooks_back(monkeypatch):
     def mine(*_):
         pass
@@ -183,10 +146,3 @@ def test_a_world_gives_the_hooks_back(monkeypatch):
         assert sys.excepthook is not mine
     assert sys.excepthook is mine
     assert threading.excepthook is mine
-
-
-def test_init_takes_the_options_of_communication():
-    names = list(inspect.signature(mntrain.init).parameters)
-    assert names == ["comm", *(field.name for field in dataclasses.fields(WorldConfig))]
-    with pytest.raises(TypeError, match="unexpected argument 'algorithms'"):
-        mntrain.init(algorithms="lanes")

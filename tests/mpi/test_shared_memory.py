@@ -21,13 +21,13 @@ several_a_node = pytest.mark.mpi(min_size=2)
 
 
 def maps():
-    """How many parts of shared memory are mapped in this process."""
+    """Return how many parts of shared memory are mapped in this process."""
     with open("/proc/self/maps") as lines:
         return sum("/memfd:mntrain" in line for line in lines)
 
 
 def descriptors():
-    """How many descriptors of shared memory are open here; MPI opens and closes its own."""
+    """Return how many descriptors of shared memory are open here, but for those of MPI."""
     count = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own is closed
@@ -37,7 +37,7 @@ def descriptors():
 
 @contextlib.contextmanager
 def nothing_left():
-    """What the block takes of the process, it gives back."""
+    """Assert that the block gives back what it takes of the process."""
     gc.collect()  # of what came before
     before = maps(), descriptors()
     yield
@@ -199,7 +199,7 @@ def refuse_maps(monkeypatch):
 
 
 def be_somebody_else(monkeypatch):
-    """As in another namespace of process ids, where this one means another process, or nobody."""
+    """Give the id of another process, as in another namespace of process ids."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
 
 

@@ -12,94 +12,47 @@ import time
 
 import pytest
 import torch
-from cases import CPU, RANK, shard
+from cases import CPU, RANK, Drawn
 from mpi4py import MPI
 from worlds import RANKS, VIRTUAL, make_world
 
-from mntrain.comm import algorithms, mpi
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm import mpi
 from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
 CALLS = int(os.environ.get("MNTRAIN_SOAK", "300"))
 SIZES = [0, 1, 2, 7, 100, 1003, 2048, 5003, 9001, 20011, 40000]  # up to 320 KB
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
-VERBS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 LIGHT_BYTES = 16 << 10  # some of the sizes in some of the dtypes
 MOST_UNDER_WAY = 12
 MOST_GROWTH = 16 << 20  # bytes of memory, between the middle and the end
 
 
-class Call:
-    """One collective, whose result is known beforehand. `common` has the same chance on all."""
+class SoakCall(Drawn):
+    """A random collective on memory of its own, or on some that the node shares."""
 
     def __init__(self, common, world, pool):
-        numel = common.choice(SIZES)
-        dtype = common.choice(DTYPES)
-        self.verb = common.choice(VERBS)
-        self.root = common.randrange(RANKS)
-        self.bounds = None
-        if common.random() < 0.5:
-            inner = sorted(common.choices(range(numel + 1), k=RANKS - 1))
-            self.bounds = [0, *inner, numel]
-        nbytes = numel * dtype.itemsize
-        # As few as one piece a lane, or a few dozens.
-        piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
-        algorithm = common.choice(algorithms.names())
-        self.collectives = world.collectives.replace(
-            choice=AlgorithmChoice(algorithm, piece_bytes),
-            small_message_bytes=common.choice([0, SMALL_MESSAGE_BYTES]),
-        )
+        most = common.choice([0, SMALL_MESSAGE_BYTES])
+        super().__init__(common, world, SIZES, small_message_bytes=most)
         wire = common.choice([None, torch.bfloat16, torch.float16])
-        sums = self.verb in ("all_reduce", "reduce_scatter")
-        self.given = {"wire": wire} if sums and dtype == torch.float32 else {}
-        self.salt = common.randrange(100)
-        place = [common.choice(["plain", "shared"]) for _ in range(RANKS)]
+        self.given = {"wire": wire} if self.sums and self.dtype == torch.float32 else {}
+        places = [common.choice(["plain", "shared"]) for _ in range(RANKS)]
         if common.random() < 0.5:
-            place = place[:1] * RANKS
-        start = common.randrange(16)
-        segment = common.randrange(len(pool))
+            places = places[:1] * RANKS
+        start, segment = common.randrange(16), pool[common.randrange(len(pool))]
         self.segment = None
-        self.tensor = torch.empty(numel, dtype=dtype)
-        if place[RANK] == "shared" and not pool[segment].busy:
-            self.segment = pool[segment]
-            self.tensor = self.segment.lend(start, numel, dtype)
-        self.about = (
-            f"{self.verb} of {numel} {dtype} by {algorithm} in {piece_bytes}, {self.given}, "
-            f"root {self.root}, {self.bounds}, {place}"
-        )
-
-    def values(self, rank):
-        """Small whole numbers: sums of them are exact in every dtype."""
-        index = torch.arange(self.tensor.numel())
-        return (index * 7 + 3 * rank + self.salt) % 11 - 5
+        self.tensor = torch.empty(self.numel, dtype=self.dtype)
+        if places[RANK] == "shared" and not segment.busy:
+            self.segment = segment
+            self.tensor = segment.lend(start, self.numel, self.dtype)
+        self.about += f", {self.given}, {places}"
 
     def start(self):
-        if self.verb == "broadcast":
-            mine = self.values(RANK) if self.root == RANK else -1
-        elif self.verb == "all_gather":
-            mine = torch.full(self.tensor.shape, -1)
-            own = shard(self.collectives, len(mine), self.bounds)
-            mine[own] = self.values(0)[own]
-        else:
-            mine = self.values(RANK)
-        self.tensor.copy_(mine) if torch.is_tensor(mine) else self.tensor.fill_(mine)
-        given = {"broadcast": [self.root], "all_reduce": []}.get(self.verb, [self.bounds])
-        launch = getattr(self.collectives, self.verb)
-        self.work = launch(self.tensor, *given, **self.given)
+        self.work = self.launch(self.tensor.fill_(-1), **self.given)
 
     def finish(self):
         self.work.wait()
-        found = self.tensor.long()
-        mine = slice(None)
-        if self.verb in ("all_reduce", "reduce_scatter"):
-            expected = torch.stack([self.values(rank) for rank in range(RANKS)]).sum(0)
-        else:
-            expected = self.values(self.root if self.verb == "broadcast" else 0)
-        if self.verb == "reduce_scatter":
-            mine = shard(self.collectives, len(found), self.bounds)
-        assert torch.equal(found[mine], expected[mine]), self.about
+        assert self.right(self.tensor), self.about
         if self.segment is not None:
             self.tensor.fill_(-2)  # it is the caller's again
             self.segment.busy = False
@@ -118,7 +71,7 @@ class Segment:
 
 
 def state():
-    """What of the process may not grow: memory, descriptors, shared maps, threads."""
+    """Return what of the process may not grow: memory, descriptors, shared maps, threads."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     MPI.COMM_WORLD.Barrier()
@@ -140,7 +93,7 @@ def play(common, own, worlds, calls):
     for _ in range(calls):
         which = common.randrange(len(worlds))
         world, pool = worlds[which], pools[which]
-        call = Call(common, world, pool)
+        call = SoakCall(common, world, pool)
         if own.random() < 0.1:
             time.sleep(own.uniform(0, 0.003))
         call.start()

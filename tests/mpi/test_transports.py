@@ -162,17 +162,6 @@ def test_slots_are_pinned_until_the_collectives_are_freed(rig):
 # Selection.
 
 
-@pytest.mark.parametrize("requested", TRANSPORTS)
-def test_a_requested_transport_is_used(rig, requested):
-    one = rig(COMM.size)
-    assert one.select(requested) == f"{requested}: as requested"
-    assert one.collectives.transport == requested
-    tensor = one.device.tensor(100).fill_(1)
-    one.collectives.all_reduce(tensor).wait()
-    one.device.synchronize()
-    assert (tensor == COMM.size).all()
-
-
 def test_the_leader_of_each_node_probes_for_cuda_aware_mpi(rig):
     one = rig(1 if COMM.size < 3 else 2)
     probed = []

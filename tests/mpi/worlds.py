@@ -118,5 +118,5 @@ def shared_folder():
 
 
 def communication_threads():
-    """How many threads of worlds live: others, such as timers of the test session, may end."""
+    """Return how many threads of worlds live; others, such as timers of tests, may end."""
     return [thread.name for thread in threading.enumerate()].count("mntrain communication")

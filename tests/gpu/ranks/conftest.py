@@ -3,8 +3,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def worlds():
-    from gpu.ranks.transports import Worlds  # it imports MPI
+    from gpu.ranks.transports import TransportWorlds  # it imports MPI
 
-    kept = Worlds()
+    kept = TransportWorlds()
     yield kept
     kept.close()

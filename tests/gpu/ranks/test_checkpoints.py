@@ -3,18 +3,14 @@
 The losses are those of one process on the CPU that was never interrupted.
 """
 
-import shutil
-import tempfile
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
 from models import net
-from mpi4py import MPI
 from oracle import ADAMW, MAX_NORM, SHARED, Alone, loss_of, mine, samples
 from torch import nn
-from worlds import RANKS
+from worlds import RANKS, shared_folder
 
 import mntrain
 from gpu.place import CUDA, ON, gpu, synchronize
@@ -24,7 +20,6 @@ from mntrain.checkpoint import Manifest, Saver
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
-RANK = MPI.COMM_WORLD.rank
 STEPS, SAVED = 6, 3
 WAYS = [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")] if CUDA else [("cpu", "cpu")]
 WIDE = 2048 if CUDA else 256
@@ -32,12 +27,8 @@ WIDE = 2048 if CUDA else 256
 
 @pytest.fixture
 def folder():
-    """The same new folder on all ranks."""
-    path = MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
-    yield Path(path)
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        shutil.rmtree(path)
+    with shared_folder() as path:
+        yield path
 
 
 def world_on(device):

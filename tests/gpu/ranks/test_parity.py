@@ -75,7 +75,7 @@ def parts_of(batch, micro_batches):
 
 
 def assert_parity_of_devices(world, model, alone, tolerance):
-    """As `assert_parity`, of a model on the GPU."""
+    """Do as `assert_parity`, for a model on the GPU."""
     twin = copy.deepcopy(alone.model)
     twin.load_state_dict(model.state_dict())
     assert_parity(world, twin, alone, tolerance)
@@ -115,24 +115,6 @@ def test_every_stage_equals_one_process_on_the_cpu(worlds, row):
         assert result.clip_coef < 1
     optimizer.close()
     assert_parity_of_devices(world, model, alone, tolerance)
-
-
-@pytest.mark.parametrize(("stage", "partition"), STAGES)
-@transports
-def test_in_fp32_only_roundings_differ(worlds, transport, stage, partition):
-    model = net(torch.float32)
-    alone = Alone(model, SGD)
-    world = worlds(transport)
-    model.to(world.device)
-    optimizer = world.optimizer(model, SGD, stage=stage, partition=partition)
-    for step in range(4):
-        batch = samples(12, step, torch.float32)
-        alone.step(loss_of(alone.model, batch))
-        loss_of(model, to(world.device, mine(world, batch))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
-    assert_parity_of_devices(world, model, alone, tolerance=1e-5)
 
 
 @transports

@@ -12,20 +12,16 @@ import random
 
 import pytest
 import torch
-from cases import RANK, shard
+from cases import RANK, Drawn
 from worlds import RANKS
 
 from gpu.place import ON, gpu, on, sleep, streams, synchronize
 from gpu.ranks.transports import transports
-from mntrain.comm import algorithms
-from mntrain.comm.algorithms import AlgorithmChoice
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
 CALLS = int(os.environ.get("MNTRAIN_SOAK", "2000" if ON == "cuda" else "300"))
 SIZES = [0, 1, 7, 100, 1003, 5003, 20011, 40000, 300_007]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
-VERBS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 MOST_UNDER_WAY = 16
 LONG = 2_000_000  # cycles: about a millisecond
 
@@ -34,33 +30,20 @@ def poison(tensor):
     tensor.fill_(math.nan if tensor.dtype.is_floating_point else -99)
 
 
-class Call:
-    """One collective with a known result. `common` draws the same on all ranks, `own` does not."""
+class StreamCall(Drawn):
+    """A random collective on streams of this rank's own choice, `own`, and with delays on them."""
 
     def __init__(self, common, own, world, choices):
+        super().__init__(common, world, SIZES)
         self._own, self._device = own, world.device
-        self.numel, self.dtype = common.choice(SIZES), common.choice(DTYPES)
-        self.verb, self.root = common.choice(VERBS), common.randrange(RANKS)
-        self.salt = common.randrange(100)
-        algorithm = common.choice(algorithms.names())
-        nbytes = self.numel * self.dtype.itemsize
-        piece_bytes = max(64, nbytes // common.choice([1, 4, 30]))
-        self.collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm, piece_bytes))
-        # Ranks differ in their streams and in the delays of these.
         self.launched = own.choice(choices)
         self.waited = own.choice([self.launched, own.choice(choices)])
         if RANKS == 1:  # the collectives of one rank order nothing
             self.waited = self.launched
-        self.about = f"{self.verb} of {self.numel} {self.dtype} by {algorithm}, root {self.root}"
 
     def _delay(self):
         if self._own.random() < 0.2:
             sleep(self._own.randrange(LONG))
-
-    def _values(self, rank):
-        """Return small integers, whose sums are exact in every dtype."""
-        index = torch.arange(self.numel, device=self._device)
-        return (index * 7 + 3 * rank + self.salt) % 11 - 5
 
     def start(self):
         """Launch the collective before the tensor has been filled."""
@@ -68,13 +51,7 @@ class Call:
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self._device)
             poison(self.tensor)
             self._delay()
-            if self.verb == "all_gather":
-                mine = shard(self.collectives, self.numel)
-                self.tensor[mine] = self._values(0)[mine].to(self.dtype)
-            elif self.verb != "broadcast" or self.root == RANK:
-                self.tensor.copy_(self._values(RANK))
-            root = {"root": self.root} if self.verb == "broadcast" else {}
-            self.work = getattr(self.collectives, self.verb)(self.tensor, **root)
+            self.work = self.launch(self.tensor)
             self._delay()
 
     def finish(self):
@@ -84,14 +61,7 @@ class Call:
             found = self.tensor.clone()
             poison(self.tensor)
             self._delay()
-            mine = slice(None)
-            if self.verb in ("all_reduce", "reduce_scatter"):
-                expected = sum(self._values(rank) for rank in range(RANKS))
-            else:
-                expected = self._values(self.root if self.verb == "broadcast" else 0)
-            if self.verb == "reduce_scatter":
-                mine = shard(self.collectives, self.numel)
-            right = (found[mine].double() == expected[mine].double()).all()
+            right = self.right(found)
             if self.waited is not self.launched:
                 self.tensor.record_stream(self.waited)
         del self.tensor, self.work
@@ -106,7 +76,7 @@ def test_thousands_of_collectives_on_late_streams(worlds, transport):
     choices = streams(world.device, 3)
     under_way, found = [], []
     for _ in range(CALLS):
-        under_way.append(Call(common, own, world, choices))
+        under_way.append(StreamCall(common, own, world, choices))
         under_way[-1].start()
         while len(under_way) > common.randrange(MOST_UNDER_WAY):
             found.append(under_way.pop(own.randrange(len(under_way))).finish())
@@ -130,16 +100,6 @@ def test_a_collective_and_its_stream_wait_for_each_other(worlds, transport, dtyp
                 doubled = tensor * 2  # with no other synchronisation
             synchronize()
             assert (doubled == RANKS * (RANKS + 1)).all()
-
-
-@transports
-def test_work_may_be_waited_for_in_any_order(worlds, transport):
-    world = worlds(transport)
-    tensors = [torch.full((4099,), float(i), device=world.device) for i in range(50)]
-    works = [world.collectives.all_reduce(tensor) for tensor in tensors]
-    for i, (tensor, work) in reversed(list(enumerate(zip(tensors, works, strict=True)))):
-        work.wait()
-        assert (tensor == i * RANKS).all()
 
 
 @transports

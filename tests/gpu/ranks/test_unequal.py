@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
 
 from gpu.place import compute, gpu
-from gpu.ranks.transports import make_world, transports
+from gpu.ranks.transports import transports
 
 pytestmark = [
     pytest.mark.mpi,
@@ -65,16 +65,3 @@ def test_a_rank_with_more_work_gets_fewer_samples_and_the_weights_stay(worlds, t
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parameter.cpu(), expected, rtol=1e-9, atol=1e-9)
     optimizer.close()
-
-
-@transports
-def test_equal_ranks_keep_parts_that_are_about_equal(worlds, transport):
-    worlds(transport)  # skips what does not work here; it knows the speeds of the test above
-    with make_world(transport) as world:
-        model = make_model(world.device)
-        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.05)
-        batches = world.shard(make_loader(), balance=True)
-        sizes = train(batches, model, optimizer, world.device, 1e-3)
-        parts = [size for own in world.gather(sizes) for size in own]
-        assert max(parts) - min(parts) <= BATCH // 6  # they take turns on the device
-        optimizer.close()

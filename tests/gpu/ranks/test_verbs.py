@@ -1,4 +1,4 @@
-"""Every verb on device memory, against what must come out, and against the naive oracle."""
+"""The transport of a world, and every verb on device memory, against the naive oracle, too."""
 
 from itertools import product
 
@@ -7,8 +7,9 @@ import torch
 from cases import RANK, UNIT, Case, bits, check_bits, cuts, run, shard
 from worlds import RANKS
 
-from gpu.place import gpu
-from gpu.ranks.transports import transports
+import mntrain
+from gpu.place import CUDA, ON, gpu
+from gpu.ranks.transports import TRANSPORTS, transports
 from mntrain.bench.candidates import Pattern, library_candidate
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
@@ -24,7 +25,7 @@ PLACES = {"plain": 0, "odd": 1, "odder": 3}  # elements before the tensor, in it
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float64: 1e-15}
 
 
-class Arena:
+class DeviceArena:
     """Device memory to lay tensors into."""
 
     def __init__(self, world):
@@ -39,11 +40,11 @@ class Arena:
         return torch.empty(start + numel, dtype=dtype, device=device)[start:]
 
 
-class Way:
+class DeviceWay:
     """The collectives of a world on a GPU by one algorithm, as `Case` takes them."""
 
     def __init__(self, world, algorithm):
-        self.arena = Arena(world)
+        self.arena = DeviceArena(world)
         self.collectives = world.collectives.replace(choice=AlgorithmChoice(algorithm))
 
 
@@ -60,7 +61,7 @@ class OnDevice(Case):
 @transports
 def test_every_verb_at_sizes_that_do_not_divide(worlds, transport, algorithm, dtype):
     world = worlds(transport)
-    way = Way(world, algorithm)
+    way = DeviceWay(world, algorithm)
     for place in (*PLACES, "allocated"):
         several = [
             OnDevice(way, verb, numel, dtype, place=place)
@@ -77,7 +78,7 @@ def test_every_verb_at_sizes_that_do_not_divide(worlds, transport, algorithm, dt
 @transports
 def test_shards_wherever_the_caller_cuts(worlds, transport, algorithm):
     world = worlds(transport)
-    way = Way(world, algorithm)
+    way = DeviceWay(world, algorithm)
     several = [
         OnDevice(way, verb, numel, bounds=bounds)
         for verb, numel in product(["reduce_scatter", "all_gather"], [7, 9001])
@@ -141,3 +142,21 @@ def test_a_16_bit_wire_sums_exactly_what_16_bits_hold(worlds, transport):
         expected = RANKS * tensor - RANKS * RANK + sum(range(RANKS))
         world.collectives.all_reduce(tensor, wire=torch.bfloat16).wait()
         assert torch.equal(tensor, expected)
+
+
+@transports
+def test_a_world_has_the_requested_transport(worlds, transport):
+    world = worlds(transport)
+    assert world.device.type == ON
+    chosen = transport if CUDA and world.size > 1 else ""
+    assert world.gather(world.transport) == [chosen] * world.size
+
+
+@pytest.mark.skipif(not CUDA, reason="the CPU has no transports to select")
+def test_auto_selects_a_working_transport_the_same_on_all_ranks():
+    with mntrain.init(device=ON) as world:
+        assert world.transport in (TRANSPORTS if world.size > 1 else [""])
+        assert len(set(world.gather(world.transport))) == 1
+        tensor = torch.full((1_000_003,), float(world.rank), device=world.device)
+        world.collectives.all_reduce(tensor).wait()
+        assert (tensor == sum(range(world.size))).all()

@@ -1,4 +1,4 @@
-"""Worlds on the device by transport. A transport that cannot work here is skipped."""
+"""TransportWorlds on the device by transport. A transport that cannot work here is skipped."""
 
 import pytest
 from oracle import SHARED
@@ -25,8 +25,8 @@ def make_world(transport="host", algorithm="lanes", ranks_per_node=2, bucket_mb=
     )
 
 
-class Worlds:
-    """Worlds by transport, algorithm, layout and bucket size, each made once. Collective.
+class TransportWorlds:
+    """TransportWorlds by transport, algorithm, layout and bucket size, each made once. Collective.
 
     One over CUDA-aware MPI takes seconds, in which a child tries the library: ask for few.
     """

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.comm.algorithms import AlgorithmChoice, load
-from mntrain.comm.chunk_plan import NO_RANK, WHOLE_BYTES, Chunk
+from mntrain.comm.algorithms import load
+from mntrain.comm.chunk_plan import NO_RANK, Chunk
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -41,7 +41,7 @@ def same_on_all_ranks(several, plan):
 
 
 def covered(parts):
-    """What parts cover, each element once, as runs that do not touch."""
+    """Return what parts cover, each element once, as runs that do not touch."""
     runs = []
     for low, high in sorted(part for part in parts if part[0] < part[1]):
         if runs and runs[-1][1] == low:
@@ -70,27 +70,6 @@ def lanes_take_turns(pieces, lanes):
 # Schemes.
 
 
-def test_a_scheme_says_what_counts_as_a_node_and_who_owns_which_lane():
-    topology = Topology(((0, 1, 4), (2, 3)))
-    flat, leader, lanes = (load(name).plan(topology, 3) for name in FASTER)
-    assert flat.lane_owners == ((0, 1, 2, 3, 4),)
-    assert (flat.node, flat.local_rank, flat.members) == (3, 0, (3,))
-    assert leader.lane_owners == ((0, 2),)
-    assert lanes.lane_owners == ((0, 2), (1, 3))
-    assert (lanes.node, lanes.local_rank, lanes.members) == (1, 1, (2, 3))
-    with pytest.raises(ValueError, match="unknown algorithm 'ring': choose flat, lanes, leader, n"):
-        load("ring")
-
-
-def test_one_of_several_goes_in_fewer_and_longer_pieces():
-    alone = AlgorithmChoice("lanes", 256 << 10)
-    among = alone.among_others()
-    assert among.algorithm == alone.algorithm
-    assert among.chunk_bytes == 2 * alone.chunk_bytes
-    assert among.min_chunks < alone.min_chunks
-    assert (alone.concurrent, among.concurrent) == (False, True)
-
-
 # All-reduce.
 
 
@@ -106,38 +85,6 @@ def test_sums_cover_every_element_once(topology, algorithm, numel, itemsize, len
         assert len(piece.parts) in (1, nodes)
         assert piece.shard_owners == ()
     lanes_take_turns(pieces, several[0].lanes)
-
-
-@given(topologies(), algorithms, numels, itemsizes, piece_lengths)
-def test_lanes_and_parts_of_sums_are_cut_at_cache_lines(
-    topology, algorithm, numel, itemsize, length
-):
-    scheme = load(algorithm).plan(topology, 0)
-    starts, totals = {}, [0] * scheme.lanes
-    line = 64 // itemsize
-    for piece in scheme.all_reduce(numel, itemsize, length):
-        start = piece.parts[0][0]
-        starts.setdefault(piece.lane, start)
-        totals[piece.lane] += piece.parts[-1][1] - start
-        lengths = [high - low for low, high in piece.parts]
-        # Of what begins within the piece: past its end there is nothing to align.
-        assert all((low - start) % line == 0 or low == high for low, high in piece.parts)
-        assert max(lengths) - min(lengths) <= 2 * line
-    assert all(start % line == 0 for start in starts.values())
-    assert max(totals) - min(totals) <= 2 * line
-
-
-@pytest.mark.parametrize(
-    ("nodes", "nbytes", "parts"),
-    [(1, 1 << 20, 1), (2, 1 << 20, 1), (3, WHOLE_BYTES, 1), (3, WHOLE_BYTES + 4, 3), (5, 1, 1)],
-)
-def test_more_than_two_nodes_share_what_is_not_small(nodes, nbytes, parts):
-    topology = Topology(tuple((node,) for node in range(nodes)))
-    for piece in load("leader").plan(topology, 0).all_reduce(-(-nbytes // 4), 4, 4096):
-        assert len(piece.parts) == parts
-    # As few pieces as may be, of about one length.
-    pieces = load("leader").plan(Topology(((0,), (1,))), 1).all_reduce(1001, 4, 400)
-    assert [high - low for piece in pieces for low, high in piece.parts] == [91] * 11
 
 
 # Reduce-scatter and all-gather.
@@ -186,17 +133,6 @@ def test_shards_are_complete_and_every_piece_has_one_of_every_node(
         assert covered(parts) == all_of(low, high)
         assert parts == sorted(parts)
     lanes_take_turns(pieces, lanes)
-
-
-def test_a_rank_beyond_the_lanes_is_served_by_one_of_them():
-    scheme = load("lanes").plan(Topology(((0, 1, 2), (3, 4))), 0)
-    pieces = scheme.by_shard(split(50, 5), 4, 1 << 20)
-    # Slots go by lane, then by node: ranks 0 and 2, then 3, are served by lane 0.
-    assert [(p.lane, p.shard_owners, p.parts) for p in pieces] == [
-        (0, (0, 3), ((0, 10), (20, 30))),
-        (1, (1, 4), ((30, 40), (40, 50))),
-        (0, (2, NO_RANK), ((10, 20), (0, 0))),
-    ]
 
 
 # Broadcast.

@@ -1,4 +1,4 @@
-"""What reports of ranks say about their agreement, without communication."""
+"""The judgement of what ranks report about their calls, without communication."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mntrain.comm.disagreement import find_disagreement, make_report
-from mntrain.comm.engine import HISTORY, Future, Stream, steps_of
+from mntrain.comm.engine import Future, Stream, steps_of
 from mntrain.comm.ticket import Signature, Ticket, digest_of
 
 
@@ -19,7 +19,7 @@ def stream(name, calls, ranks=None):
 
 
 def report(waits_in="", **calls):
-    """Of a rank with these calls by stream, the last of which is not finished."""
+    """Return the report of a rank with these calls by stream, the last of which is not finished."""
     streams = [stream(name, several) for name, several in calls.items()]
     for each in streams:
         if each.history:
@@ -66,38 +66,12 @@ def test_a_call_after_a_difference_differs_too():
     assert ours.digest != theirs.digest
 
 
-def test_details_are_given_where_the_words_are_alike():
-    calls = [Signature("broadcast", "b", torch.int64, (0, 9), root) for root in (0, 1)]
-    found = find(report(a=[calls[0]]), report(a=[calls[1]]))
-    assert "rank 0: b: broadcast of 9 int64 [bounds (0, 9), root 0, " in found
-    assert "rank 1: b: broadcast of 9 int64 [bounds (0, 9), root 1, " in found
-
-
-def test_only_the_latest_calls_are_kept():
-    long = report(a=[str(number) for number in range(HISTORY + 5)])
-    assert [ticket.number for ticket in long.tickets["a"]] == list(range(5, HISTORY + 5))
-
-
-def test_ranks_that_wait_for_each_other_disagree():
-    found = find(report("a", a=["x"], b=[]), report("b", a=[], b=["y"]), report(a=[], b=[]))
-    assert found.splitlines()[1:3] == [
-        "  rank 0: x (collective 0 of a), called at here",
-        "  rank 1: y (collective 0 of b), called at here",
-    ]
-
-
 def test_a_broadcast_waits_for_its_root_only():
     call = Signature("broadcast", root=0)
     waits = report("a", a=[call], b=[])
     assert find(report("b", a=[call], b=["y"]), waits) is None
     assert find(report("b", a=[], b=["y"]), waits) is not None
     assert find(report("", a=[], b=[]), report("b", a=[], b=["y"]), waits) is None
-
-
-def test_the_root_of_a_group_is_named_by_its_rank_in_the_world():
-    group = stream("group", [], ranks=[2, 5])
-    assert group.awaited_rank(Ticket(Signature("broadcast", root=1), "")) == 5
-    assert group.awaited_rank(Ticket(Signature("all_reduce"), "")) is None
 
 
 @pytest.mark.thorough

@@ -137,18 +137,6 @@ def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(eng
     other.close()
 
 
-@pytest.mark.parametrize("how", ["submit", "call"])
-def test_a_later_task_that_wakes_the_thread_progresses_the_queue_in_order(engine, how):
-    log = []
-    small = engine.submit(Steps(log, "a").work, wake=False)
-    if how == "submit":
-        large = engine.submit(Steps(log, "b").work)
-    else:
-        large = engine.call(lambda: log.append(("b", "enter")) or log.append(("b", "finish")))
-    until(lambda: small.done and large.done)
-    assert of(log, "enter") == of(log, "finish") == ["a", "b"]
-
-
 @pytest.mark.parametrize("chunked", [True, False])
 def test_what_wakes_no_thread_is_left_until_somebody_waits(engine, chunked):
     log, gate = [], threading.Event()
@@ -320,48 +308,6 @@ def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine)
     driver.join(10)
 
 
-class Found:
-    """A watch that finds an error when it is asked for the third time."""
-
-    def __init__(self):
-        self.asked = []
-
-    def look(self, waits_in):
-        self.asked.append(waits_in)
-        return ValueError("ranks disagree") if len(self.asked) == 3 else None
-
-
-@pytest.mark.parametrize("wakes", [True, False])
-def test_what_a_watch_finds_ends_all_streams(monkeypatch, wakes):
-    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 0.05)
-    engine = ProgressEngine()
-    engine.watch, other = Found(), engine.add_stream("other")
-    done = engine.submit(alone([], "a"))
-    assert done.wait() == "a"
-    futures = [engine.submit(Steps([], "b", chunk=lambda: False).work, wake=wakes)]
-    futures.append(engine.submit(alone([], "c", lambda: False), wake=wakes, stream=other))
-    for future in reversed(futures):
-        with pytest.raises(ValueError, match="ranks disagree"):
-            future.wait()
-    with pytest.raises(ValueError, match="ranks disagree"):
-        engine.submit(Steps([], "d").work)
-    assert set(engine.watch.asked) <= {"", "other"}
-    assert engine.abandoned
-    assert done.wait() == "a"
-    engine.close()
-
-
-def test_a_watch_is_not_asked_while_something_moves(engine, monkeypatch):
-    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 0.2)
-    engine.watch = Found()
-    end = time.monotonic() + 0.6
-    while time.monotonic() < end:
-        engine.submit(Steps([], "a").work).wait()
-    time.sleep(0.3)  # idle
-    assert engine.watch.asked == []
-    engine.watch = None
-
-
 # Errors.
 
 
@@ -406,7 +352,7 @@ def test_an_error_reaches_who_waits_for_those_behind_too_but_no_other_stream(eng
 def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
     returned = []
 
-    class Borrowing(Steps):
+    class BorrowingPiece(Steps):
         ask = staticmethod(lambda: False)
 
         def chunk(self, index):
@@ -415,15 +361,15 @@ def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
             finally:
                 returned.append(index)
 
-    class Failing(Borrowing):
+    class FailingPiece(BorrowingPiece):
         ask = staticmethod(fail)
 
     with pytest.raises(OSError, match="no way"):
-        engine.submit(Failing([], "a").work, wake=False).wait()
+        engine.submit(FailingPiece([], "a").work, wake=False).wait()
     assert returned == [0]
     returned.clear()
     gate = threading.Event()
-    engine.submit(Borrowing([], "a", count=3).work)
+    engine.submit(BorrowingPiece([], "a", count=3).work)
     last = engine.submit(Steps([], "b", chunk=lambda: gate.is_set() and fail()).work)
     gate.set()
     with pytest.raises(OSError, match="no way"):
@@ -458,17 +404,12 @@ def test_only_one_thread_at_a_time_moves_them(engine):
 
 def test_busy_seconds_are_those_with_something_under_way(engine):
     assert engine.call(lambda: 7).wait() == 7
-    bad = engine.call(lambda: 1 // 0)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            bad.wait()
-    time.sleep(0.05)
-    assert engine.busy_s < 0.05
     end = time.monotonic() + 0.1
     before = engine.busy_s
+    time.sleep(0.05)  # idle
+    assert engine.busy_s == before
     engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end).work).wait()
-    until(lambda: engine.busy_s - before > 0.09)
-    assert engine.busy_s - before < 10
+    until(lambda: engine.busy_s > before)
 
 
 # The end.
@@ -496,28 +437,6 @@ def test_close_finishes_what_is_queued_and_ends_the_thread():
         engine.call(lambda: None)
 
 
-def test_abandon_ends_the_thread_and_fails_what_is_pending_and_what_comes_later():
-    before = threading.active_count()
-    engine = ProgressEngine()
-    done = engine.submit(Steps([], "a").work)
-    assert done.wait() == "a"
-    pending = [engine.submit(Steps([], "b", chunk=lambda: False).work)]
-    pending.append(engine.submit(Steps([], "c").work, wake=False))
-    pending.append(engine.submit(alone([], "e", lambda: False)))
-    pending.append(engine.call(lambda: None))
-    engine.abandon()
-    assert threading.active_count() == before
-    for future in pending:
-        with pytest.raises(RuntimeError, match="this world was abandoned"):
-            future.wait()
-    for use in (lambda: engine.submit(Steps([], "d").work), lambda: engine.call(lambda: None)):
-        with pytest.raises(RuntimeError, match="this world was abandoned"):
-            use()
-    assert done.wait() == "a"
-    engine.close()  # local now
-    engine.abandon()
-
-
 def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
     threads = []
     engine.prepare(lambda: threads.append(threading.current_thread().name))
@@ -529,7 +448,7 @@ def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
 # What the observer of a stream is told.
 
 
-class Log(list):
+class Told(list):
     timeline = None
 
     def collective_begins(self, *event):
@@ -545,7 +464,7 @@ def ticketed(engine, signature, test=lambda: True, stream=None):
 
 
 def test_begin_and_end_of_a_collective_are_told_with_number_call_and_line(engine):
-    engine.main.observer = log = Log()
+    engine.main.observer = log = Told()
     ticketed(engine, Signature("gather"))
     ticketed(engine, Signature("broadcast", "parameters", root=2))
     engine.call(lambda: None).wait()  # local: no collective

@@ -1,4 +1,4 @@
-"""Which PMI plugin of srun each MPI library gets."""
+"""The PMI plugin of srun that each MPI library gets."""
 
 import subprocess
 import sys
@@ -33,26 +33,25 @@ def test_each_library_has_its_plugin(library, plugin):
     assert srun_plugin(library) == plugin
 
 
-def test_an_unknown_library_is_refused_with_its_name_and_the_fix(capsys, monkeypatch):
-    library = SimpleNamespace(Get_library_version=lambda: "Foo MPI 1.0\nbuilt today")
-    monkeypatch.setattr(mpi, "import_unstarted", lambda: library)
+def missing():
+    raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
+
+
+def unknown():
+    return SimpleNamespace(Get_library_version=lambda: "Foo MPI 1.0\nbuilt today")
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [(unknown, "not known: Foo MPI 1.0; load"), (missing, ": cannot load MPI library; load")],
+)
+def test_an_unknown_or_missing_library_is_one_line_with_a_fix(capsys, monkeypatch, library, words):
+    monkeypatch.setattr(mpi, "import_unstarted", library)
     assert main() == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert "not known: Foo MPI 1.0; load the module" in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"{words} the module" in err
     assert "or set MPI_PLUGIN" in err
-    assert err.count("\n") == 1
-
-
-def test_a_missing_library_is_one_line(capsys, monkeypatch):
-    def fail():
-        raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
-
-    monkeypatch.setattr(mpi, "import_unstarted", fail)
-    assert main() == 2
-    err = capsys.readouterr().err
-    assert ": cannot load MPI library; load the module" in err
-    assert err.count("\n") == 1
 
 
 def test_the_command_prints_the_plugin_of_this_python_without_torch_or_a_start_of_mpi():

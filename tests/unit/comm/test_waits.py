@@ -10,7 +10,7 @@ from mntrain.comm import waits as module
 from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits
 
 
-class Event:
+class DeviceEvent:
     """A point in the work of a device that has done so much by then, in ms."""
 
     def __init__(self, at):
@@ -32,7 +32,7 @@ class Device:
 
     def record_time(self):
         self.recorded += 1
-        return Event(self.now)
+        return DeviceEvent(self.now)
 
 
 @pytest.fixture
@@ -132,18 +132,6 @@ def test_sleeps_grow_with_the_wait_up_to_a_limit(host, waited_s, latency, bandwi
     host.now = waited_s
     delays = [waiting.delay(policy) for policy in (LATENCY_BOUND, BANDWIDTH_BOUND, BACKGROUND)]
     assert delays == pytest.approx([latency, bandwidth, background])
-
-
-def test_after_an_answer_a_thread_sleeps_for_half_of_a_recent_interval(host):
-    waiting = Backoff()
-    assert waiting.quick
-    host.now = 60.0
-    waiting.reset()  # the interval counts as 16 ms at most, by a quarter: 4 ms
-    assert not waiting.quick
-    assert waiting.delay(LATENCY_BOUND) == waiting.delay(BANDWIDTH_BOUND) == pytest.approx(1e-3)
-    assert waiting.delay(BACKGROUND) == pytest.approx(2e-3)
-    host.now += 1.9e-3  # then it looks sixteen times in an interval
-    assert waiting.delay(LATENCY_BOUND) == waiting.delay(BACKGROUND) == pytest.approx(0.25e-3)
 
 
 def test_a_thread_polls_where_recent_answers_came_quickly(host):
