@@ -1,6 +1,7 @@
 """Parameters that are moved, converted or replaced after their optimizer was made."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -188,25 +189,31 @@ def test_a_checkpoint_continues_in_another_memory_format(world, make, folder, st
 
 
 class Counting(nn.Module):
-    """A layer that assigns another tensor to its buffer in each forward."""
+    """A layer that assigns other tensors to its buffers in each forward."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 3)
         self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("latest", None)
+        self.register_buffer("constant", torch.zeros(1), persistent=False)
 
     def forward(self, x):
         y = self.layer(x)
-        self.total = self.total + y.detach().mean(0) + RANK
+        self.latest = y.detach().mean(0) + RANK
+        self.total = self.total + self.latest
         return y
 
 
 @STAGES
-def test_a_buffer_that_was_assigned_is_rank_0s_after_a_step(world, make, stage):
+def test_buffers_of_the_state_dict_are_rank_0s_after_a_step_and_a_skipped_one(world, make, stage):
     model = Counting().double()
-    optimizer = make(model, ADAM, stage=stage)
-    for step in range(2):
-        loss_of(model, *mine(world, batch(step))).backward()
-        expected = world.gather(model.total.tolist())[0]
-        optimizer.step(), optimizer.zero_grad()
-        assert model.total.tolist() == expected
+    optimizer = make(model, ADAM, stage=stage, non_finite="skip")
+    model.constant.fill_(RANK)
+    for step, factor in enumerate((1.0, math.inf)):
+        (loss_of(model, *mine(world, batch(step))) * factor).backward()
+        expected = world.gather((model.total.tolist(), model.latest.tolist()))[0]
+        assert optimizer.step().skipped == (factor != 1.0)
+        optimizer.zero_grad()
+        assert (model.total.tolist(), model.latest.tolist()) == expected
+        assert model.constant.item() == RANK

@@ -92,14 +92,6 @@ def test_statistics_over_all_parameters_are_those_of_torch_at_stage_0(pair, kind
     both.check()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_optimizers_that_no_stage_can_drive_are_refused_by_all_ranks(world, stage):
-    assert "needs a closure" in refusal(world.optimizer, net(), torch.optim.LBFGS, stage=stage)
-    assert "sparse gradients only" in refusal(
-        world.optimizer, net(), torch.optim.SparseAdam, stage=stage
-    )
-
-
 def odd(world, usual, other):
     return other if world.rank == world.size - 1 else usual
 

@@ -1,18 +1,17 @@
-"""What a model's user sees while updated parameters are on their way, and what a rank holds."""
+"""A model while updated parameters are on their way, and what a rank holds.
 
-import copy
+tests/unit/zero/test_arriving.py has every way to read them.
+"""
+
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
-from model_digest import model_digest
-from models import Fickle, Tied, loss_at, net
+from models import Fickle, loss_at
 from mpi4py import MPI
 from oracle import ADAMW, SGD, init, loss_of, mine, modes, samples
 from torch import nn
-from torch.nn import functional
-from worlds import RANKS, refusal
+from worlds import RANKS
 
 from mntrain.comm import hierarchical
 from zero.gradients.stages import UnavailableGradient
@@ -44,28 +43,6 @@ def late(monkeypatch):
 # Reading parameters right after a step.
 
 
-@sharded
-def test_who_kept_parameters_can_wait_for_them(pair, late, stage):
-    both = pair(stage=stage)
-    kept = list(both.model.parameters())
-    both.train(0)
-    both.optimizer.wait_for_parameters()
-    torch.testing.assert_close(kept, list(both.alone.model.parameters()), rtol=1e-10, atol=1e-10)
-
-
-class Attention(nn.Module):
-    """The attention's output layer is never called: its weights are read by the attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.spread, self.last = nn.Linear(5, 16), nn.Linear(16, 3)
-        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        rows = self.spread(x).view(-1, 4, 4)
-        return self.last(self.attend(rows, rows, rows)[0].flatten(1))
-
-
 class Encoder(nn.Module):
     """In evaluation, the layer hands the weights of all its parts to one function."""
 
@@ -76,23 +53,6 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         return self.last(self.layer(self.spread(x).view(-1, 4, 4)).flatten(1))
-
-
-class Keeping(nn.Module):
-    """Reads its own parameters by references that it keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(3))
-        self.kept = [self.weight, self.bias]
-
-    def double(self):
-        for p in self.kept:
-            p.data = p.data.double()
-        return self
-
-    def forward(self, x):
-        return functional.linear(x, *self.kept)
 
 
 class Recurrent(nn.Module):
@@ -118,18 +78,7 @@ class Normed(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-class Borrowing(nn.Module):
-    """Uses the weight of a layer that it never calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last(torch.tanh(functional.linear(x, self.first.weight, self.first.bias)))
-
-
-@pytest.mark.parametrize("kind", [Attention, Encoder, Keeping, Recurrent, Normed, Borrowing, Tied])
+@pytest.mark.parametrize("kind", [Encoder, Recurrent, Normed])
 @sharded
 def test_layers_that_use_weights_in_unusual_ways_train(pair, late, stage, kind):
     torch.manual_seed(5)
@@ -142,36 +91,6 @@ def test_layers_that_use_weights_in_unusual_ways_train(pair, late, stage, kind):
             x, _ = samples(5, seed=50 + step)
             torch.testing.assert_close(both.model(x), both.alone.model(x), rtol=1e-9, atol=1e-9)
     both.check(1e-9)
-
-
-@sharded
-def test_a_copy_of_the_model_is_nobodys_but_the_copiers(pair, late, stage):
-    both = pair(stage=stage)
-    both.train(0)
-    copied = copy.deepcopy(both.model)
-    before = model_digest(copied)
-    both.train(1)
-    assert model_digest(copied) == before
-    copied.load_state_dict(both.model.state_dict())
-    assert model_digest(copied) == model_digest(both.model)
-    if RANK == 0:  # no collective hides in it
-        loss_of(copied, samples(3)).backward()
-        torch.optim.SGD(copied.parameters(), 0.1).step()
-    both.train(2)
-    both.check()
-
-
-@sharded
-def test_an_averaged_model_follows(pair, late, stage):
-    both = pair(stage=stage)
-    models = both.model, both.alone.model
-    averages = [torch.optim.swa_utils.AveragedModel(model) for model in models]
-    for step in range(3):
-        both.train(step)
-        for average, model in zip(averages, models, strict=True):
-            average.update_parameters(model)
-    for ours, theirs in zip(*(average.parameters() for average in averages), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 @sharded
@@ -189,26 +108,6 @@ def test_a_layer_that_comes_later_waits_too(pair, late, stage):
     again.weight, again.bias = both.model[3].weight, both.model[3].bias
     both.model[3] = again
     both.train(3, 4, 5)
-    both.check()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its compiler
-@pytest.mark.parametrize(
-    ("stage", "warm"), [pytest.param(1, False, marks=pytest.mark.thorough), (2, True)]
-)
-def test_a_compiled_model_trains(world, pair, late, stage, warm):
-    torch.compiler.reset()
-    model = net()
-    compiled = torch.compile(model, backend="eager")
-    if warm:  # before there is anything to wait for
-        loss_of(compiled, samples(4)).backward()
-        model.zero_grad()
-    both = pair(model, stage=stage)
-    for step in range(3):
-        batch = samples(4 * RANKS, seed=step)
-        loss_of(both.alone.model, batch).backward()
-        loss_of(compiled, mine(world, batch)).backward()
-        both.update()
     both.check()
 
 
@@ -240,50 +139,7 @@ def test_a_compiled_train_step_trains(world, pair, mode, whole):
 # What a refused or closed optimizer leaves.
 
 
-@modes
-def test_a_refused_optimizer_leaves_no_hooks(world, pair, mode):
-    model = net()
-    said = refusal(world.optimizer, model, torch.optim.SGD, **mode, lr=-1.0)
-    assert "Invalid learning rate" in said
-    both = pair(model, SGD, **mode)
-    both.train(0, 1)
-    both.check()
-
-
-@modes
-def test_a_closed_optimizer_gives_the_model_back_and_it_may_change_its_stage(
-    pair, make, late, mode
-):
-    both = pair(**mode)
-    for turn, stage in enumerate((2, 0, mode["stage"], 1)):
-        both.train(turn)
-        both.optimizer.close()
-        both.alone.optimizer = ADAMW(both.alone.model.parameters())
-        both.optimizer = make(both.model, ADAMW, stage=stage)
-    both.train(4)
-    both.optimizer.close()
-    both.check()
-    if RANK == 0:  # plain torch, on one rank alone
-        plain = ADAMW(both.model.parameters())
-        loss_of(both.model, samples(12)).backward()
-        plain.step()
-
-
 # Buffers, and steps that are thrown away.
-
-
-@modes
-def test_buffers_are_those_of_rank_0_after_a_skipped_step_as_well(world, make, mode):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    optimizer = make(model, SGD, **mode, non_finite="skip")
-    for factor in (1.0, float("inf")):
-        batch = samples(5, seed=RANK)
-        (factor * loss_of(model, batch)).backward()
-        statistics = world.gather([b.tolist() for b in model.buffers()])
-        optimizer.step()
-        optimizer.zero_grad()
-        assert [b.tolist() for b in model.buffers()] == statistics[0]
 
 
 @modes
@@ -344,20 +200,3 @@ def test_at_stage_2_no_rank_ever_holds_all_gradients():
     assert max(held) <= 2 * LAYER
     assert memory.buckets <= 3 * LAYER
     assert memory.gradients <= LAYERS * (LAYER // RANKS + 4)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@sharded
-def test_memory_does_not_grow_from_step_to_step(stage, micro_batches):
-    model = deep()
-    with init(bucket_mb=BUCKET_MB) as world:
-        optimizer = world.optimizer(model, ADAMW, stage=stage, overlap_forward=True)
-        measured = []
-        for _ in range(4):
-            for turn in range(micro_batches):
-                with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
-                    model(torch.ones(2, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            measured.append(optimizer.memory())
-    assert len(set(measured)) == 1

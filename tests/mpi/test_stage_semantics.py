@@ -5,7 +5,6 @@ Compared with plain torch, which every rank runs too.
 
 import math
 from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,11 +12,10 @@ import torch
 from model_digest import model_digest
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, MAX_NORM, SGD, SMALL, init, loss_of, mine, modes, rows, samples
+from oracle import ADAMW, MAX_NORM, SGD, init, loss_of, modes, rows, samples
 from states import gather_slices
 from worlds import RANKS
 
-from mntrain.train.optimization import weight_decay_groups
 from zero import SingleProcessCollectives, ZeroOptimizer
 
 pytestmark = pytest.mark.mpi
@@ -167,28 +165,6 @@ def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(make, mode):
     assert model_digest(model) == before
 
 
-@modes
-def test_collectives_may_run_between_backward_and_step(world, pair, mode):
-    both = pair(**mode)
-    for step in range(3):
-        both.backward(step)
-        both.optimizer.synchronize()
-        assert world.sum([1.0]) == [RANKS]
-        both.update()
-    both.check()
-
-
-@modes
-def test_gradients_thrown_away_leave_nothing_behind(world, pair, mode):
-    both = pair(**mode)
-    for step in range(3):
-        with both.optimizer.no_sync():
-            (1e3 * loss_of(both.model, mine(world, samples(12, seed=99)))).backward()
-        both.optimizer.zero_grad()
-        both.train(step)
-    both.check()
-
-
 # Clipping.
 
 
@@ -220,13 +196,6 @@ def test_every_stage_tells_the_same_of_a_step(world, pair, norm_type):
 # Parameter groups and schedules.
 
 
-@modes
-def test_groups_may_split_buckets_any_way(pair, mode):
-    both = pair(groups=partial(weight_decay_groups, weight_decay=0.5), **mode)
-    both.train(0, 1, 2)
-    both.check()
-
-
 def test_groups_are_those_that_torch_takes(pair):
     def groups(model):
         return [{"params": model[0].weight, "lr": 0.5}, {"params": model[3].parameters()}]
@@ -235,23 +204,6 @@ def test_groups_are_those_that_torch_takes(pair):
     assert [len(group["params"]) for group in both.optimizer.param_groups] == [1, 2]
     both.train(0, 1)
     both.check()  # what is in no group stays
-
-
-@modes
-def test_a_group_may_be_added_later(pair, mode):
-    model = net()
-    model[0].requires_grad_(False)
-    both = pair(model, **mode, max_grad_norm=math.inf)
-    both.train(0, 1)
-    model[0].requires_grad_(True)
-    both.alone.model[0].requires_grad_(True)
-    named = [(f"0.{name}", p) for name, p in model[0].named_parameters()]
-    both.optimizer.add_param_group({"params": named, "lr": 0.05})
-    added = list(both.alone.model[0].parameters())
-    both.alone.optimizer.add_param_group({"params": added, "lr": 0.05})
-    both.train(2, 3, 4)
-    both.check()
-    assert [group["lr"] for group in both.optimizer.param_groups] == [0.01, 0.05]
 
 
 @modes
@@ -287,20 +239,6 @@ def test_frozen_parameters_are_those_of_rank_0(make, stage):
     model[2].requires_grad_(False)
     make(model, SGD, stage=stage)
     assert model_digest(model) == expected
-
-
-def test_buckets_leave_during_backward_whatever_the_groups(worlds, make, monkeypatch):
-    # Decay splits weights from biases; the first layer's bias must not hold up the last layer.
-    world, launched, model = worlds(bucket_mb=SMALL), [], net(torch.float32)
-    optimizer = make(model, ADAMW, world=world, groups=weight_decay_groups(model, 0.1))
-    gradients = optimizer._shard.gradients
-    launch = gradients.launched
-    noted = lambda index, work: launched.append(index) or launch(index, work)  # noqa: E731
-    monkeypatch.setattr(gradients, "launched", noted)
-    model[0].register_full_backward_pre_hook(lambda *_: launched.append("first layer"))
-    model(samples(4, dtype=torch.float32)[0].requires_grad_()).square().mean().backward()
-    optimizer.step()
-    assert launched.index("first layer") > 0
 
 
 @pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -26,12 +26,10 @@ from oracle import (
     Pair,
     assert_close,
     assert_parity,
-    assert_same_weights,
     loss_of,
     mine,
     rows,
     samples,
-    train_in_fp32,
     update,
 )
 from torch import nn
@@ -120,50 +118,6 @@ def test_ranks_have_any_number_of_samples_and_micro_batches_or_none(world):
         both.check()
 
 
-def test_shards_are_in_proportion_to_weights(world):
-    weights = [3, 0, 1, 2][: world.size]
-    for mode in modes()[1:]:
-        both = pair_of(world, shard_weights=weights, **mode)
-        both.train(0, 1)
-        both.check()
-
-
-def test_accumulation_and_gradients_of_whole_parameters(world):
-    for mode in modes():
-        both = pair_of(world, **mode)
-        for step in range(2):
-            batch = samples(24, step)
-            (2 * loss_of(both.alone.model, batch)).backward()  # the sum of two means, as in torch
-            for turn in range(2):
-                part = mine(world, rows(batch, 12 * turn, 12 * turn + 12))
-                with both.optimizer.no_sync() if turn == 0 else nullcontext():
-                    loss_of(both.model, part).backward()
-            for ours, theirs in both.parameters():
-                gradient = both.optimizer.full_gradient(ours)
-                torch.testing.assert_close(gradient, theirs.grad, rtol=EXACT, atol=EXACT)
-            both.update()
-        both.check()
-
-
-def test_stages_of_16_bits_have_the_same_bits_and_master_weights(world):
-    found = []
-    for mode in modes():
-        torch.manual_seed(1)
-        model = net(torch.bfloat16)
-        wide = Alone(net(torch.float32), ADAMW)
-        wide.model.load_state_dict(model.state_dict())
-        optimizer = world.optimizer(model, ADAMW, **mode)
-        for step in range(4):
-            batch = samples(12, step, torch.float32)
-            wide.step(loss_of(wide.model, batch))
-            inputs, targets = mine(world, batch)
-            update(optimizer, loss_of(model, (inputs.bfloat16(), targets)))
-        assert_close(model.float(), wide.model, tolerance=0.05)
-        assert all(piece.tensor.dtype == torch.float32 for piece in optimizer._shard.pieces)
-        found.append(world.gather([p.tolist() for p in model.parameters()]))
-    assert all(weights == found[0][0] for each in found for weights in each)
-
-
 def test_addends_travel_in_16_bits(world):
     for make_hook in (lambda: CommHook(torch.bfloat16), lambda: DDPHook(None, bf16_compress_hook)):
         for mode in modes():
@@ -175,15 +129,6 @@ def test_addends_travel_in_16_bits(world):
                 alone.step(loss_of(alone.model, batch))
                 update(optimizer, loss_of(model, mine(world, batch)))
             assert_parity(world, model, alone, 0.02)
-
-
-def test_a_run_repeats_to_the_bit(world):
-    for stage in (0, 1, 2):
-        first, second = (
-            train_in_fp32(world, ADAMW, 2, stage=stage, max_grad_norm=MAX_NORM) for _ in range(2)
-        )
-        assert first[0] == second[0]
-        assert_same_weights(first, second)
 
 
 def test_the_state_goes_to_plain_torch_and_back_and_to_other_stages(world):
@@ -246,17 +191,6 @@ def test_what_needs_nodes_or_is_distributed_is_refused(world):
         zero.ZeroOptimizer(model, ADAMW, zero.TorchCollectives(), model=model)
     with pytest.raises(ValueError, match="model is wrapped in DistributedDataParallel"):
         world.optimizer(DistributedDataParallel(model), ADAMW)
-
-
-def test_hyperparameters_that_differ_are_told(world):
-    if world.size == 1:
-        return
-    model = net()
-    optimizer = world.optimizer(model, ADAMW, stage=1)
-    optimizer.param_groups[0]["lr"] = 0.1 + world.rank
-    loss_of(model, mine(world, samples(12))).backward()
-    with pytest.raises(RuntimeError, match=r"rank 1 has 1\.1 for lr in group 0, rank 0 has 0\.1"):
-        optimizer.step()
 
 
 def test_one_backward_fills_the_buckets_of_two_optimizers_in_any_order(world):

@@ -66,14 +66,10 @@ class Chained(SimpleNamespace):
         log = []
         model = Chain(log, **options)
         recording = Recording(log)
-        optimizer = ZeroOptimizer(
-            model.named_parameters(),
-            torch.optim.SGD,
-            recording,
-            stage=1,
-            lr=0.1,
-            bucket_bytes=bucket_bytes,
-        )
+        named = list(model.named_parameters())  # buckets are by layer, whatever the groups
+        groups = [{"params": [(n, p) for n, p in named if p.dim() == dim]} for dim in (2, 1)]
+        options = {"stage": 1, "lr": 0.1, "bucket_bytes": bucket_bytes, "model": model}
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, recording, **options)
         # By layer, where its bucket starts. Gradients are allocated after the parameters.
         flats = recording.allocated[len(recording.allocated) // 2 :]
         buckets = [flat.data_ptr() for flat in reversed(flats)]

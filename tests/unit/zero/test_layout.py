@@ -54,14 +54,6 @@ def elements(plan, slot):
     return sum(stop - start for start, stop in (bucket.shard(slot) for bucket in plan))
 
 
-@given(st.integers(0, 10**12), st.integers(1, 300))
-def test_split_covers_everything_in_parts_equal_to_within_one(numel, parts):
-    bounds = split(numel, parts)
-    sizes = [stop - start for start, stop in pairwise(bounds)]
-    assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, parts)
-    assert set(sizes) <= {numel // parts, -(-numel // parts)}
-
-
 @given(st.integers(0, 10**12), WEIGHTS, st.integers(1, 100))
 def test_split_by_weight_is_in_proportion_to_within_one(numel, weights, weight):
     bounds = split_by_weight(numel, weights)
@@ -74,10 +66,8 @@ def test_split_by_weight_is_in_proportion_to_within_one(numel, weights, weight):
 
 
 @given(MODELS, BUCKET_BYTES)
-def test_parameters_of_one_dtype_fill_a_bucket_up_to_the_limit(specs, bucket_bytes):
+def test_parameters_of_one_dtype_fill_a_bucket_up_to_the_limit_last_first(specs, bucket_bytes):
     plan = plan_buckets(specs, bucket_bytes)
-    placed = [e.spec for bucket in plan for e in bucket.entries]
-    assert sorted(placed, key=lambda spec: spec.name) == sorted(specs, key=lambda spec: spec.name)
     for bucket in plan:
         start = 0
         for entry in bucket.entries:
@@ -87,22 +77,6 @@ def test_parameters_of_one_dtype_fill_a_bucket_up_to_the_limit(specs, bucket_byt
         assert {entry.spec.dtype for entry in bucket.entries} == {bucket.dtype}
         if bucket.numel * bucket.dtype.itemsize > bucket_bytes:
             assert len([entry for entry in bucket.entries if entry.spec.numel]) == 1
-
-
-@given(NO_EMPTY_PARAMETERS, BUCKET_BYTES)
-def test_a_bucket_is_closed_only_when_the_next_parameter_does_not_fit(specs, bucket_bytes):
-    plan = plan_buckets(specs, bucket_bytes)
-    for dtype in DTYPES:
-        run = [bucket for bucket in plan if bucket.dtype == dtype]
-        for bucket, following in pairwise(run):
-            next_one = max(following.entries, key=lambda entry: int(entry.spec.name[1:]))
-            both = bucket.numel + next_one.spec.numel
-            assert both * dtype.itemsize > bucket_bytes
-
-
-@given(MODELS, BUCKET_BYTES)
-def test_parameters_of_a_dtype_come_last_first(specs, bucket_bytes):
-    plan = plan_buckets(specs, bucket_bytes)
     for dtype in DTYPES:
         expected = [spec.name for spec in reversed(specs) if spec.dtype == dtype]
         for bucket in plan:
@@ -111,6 +85,22 @@ def test_parameters_of_a_dtype_come_last_first(specs, bucket_bytes):
                 numels = {entry.spec.name: entry.spec.numel for entry in bucket.entries}
                 assert names(bucket) == sorted(run, key=lambda name: numels[name] % 64 != 0)
         assert not expected
+
+
+@given(NO_EMPTY_PARAMETERS, BUCKET_BYTES)
+def test_a_bucket_is_closed_when_the_next_does_not_fit_and_comes_when_it_is_full(
+    specs, bucket_bytes
+):
+    plan = plan_buckets(specs, bucket_bytes)
+    for dtype in DTYPES:
+        run = [bucket for bucket in plan if bucket.dtype == dtype]
+        for bucket, following in pairwise(run):
+            next_one = max(following.entries, key=lambda entry: int(entry.spec.name[1:]))
+            both = bucket.numel + next_one.spec.numel
+            assert both * dtype.itemsize > bucket_bytes
+    backward = [spec.name for spec in reversed(specs)]
+    filled = [max(backward.index(name) for name in names(bucket)) for bucket in plan]
+    assert filled == sorted(filled)
 
 
 def specs_of(*numels):
@@ -134,16 +124,6 @@ def test_known_plans(numels, bucket_bytes, expected):
     assert [names(bucket) for bucket in plan_buckets(specs_of(*numels), bucket_bytes)] == expected
 
 
-@given(NO_EMPTY_PARAMETERS, BUCKET_BYTES)
-def test_buckets_come_in_the_order_in_which_backward_fills_them(specs, bucket_bytes):
-    backward = [spec.name for spec in reversed(specs)]
-    filled = [
-        max(backward.index(name) for name in names(bucket))
-        for bucket in plan_buckets(specs, bucket_bytes)
-    ]
-    assert filled == sorted(filled)
-
-
 # Shards.
 
 
@@ -159,6 +139,9 @@ def test_pieces_of_all_slots_cover_every_element_once_where_its_parameter_lies(
         assert len(bucket.bounds) == cut[0] + 1
         assert (bucket.bounds[0], bucket.bounds[-1]) == (0, bucket.numel)
         assert list(bucket.bounds) == sorted(bucket.bounds)
+        if cut[1] is None:
+            weights = cut[2] if len(cut) == 3 else [1] * cut[0]
+            assert bucket.bounds == split_by_weight(bucket.numel, weights)
         entries = {entry.spec.name: entry for entry in bucket.entries}
         for slot in range(cut[0]):
             place, high = bucket.shard(slot)
@@ -173,14 +156,6 @@ def test_pieces_of_all_slots_cover_every_element_once_where_its_parameter_lies(
                     seen[piece.spec.name][element] += 1
             assert place == high
     assert all(count == 1 for counts in seen.values() for count in counts)
-
-
-@FEWER
-@given(MODELS, BUCKET_BYTES, SHARDS)
-def test_by_element_every_bucket_is_cut_to_within_one_element(specs, bucket_bytes, shards):
-    for bucket in plan_buckets(specs, bucket_bytes, shards):
-        lengths = [stop - start for start, stop in pairwise(bucket.bounds)]
-        assert max(lengths) - min(lengths) <= 1
 
 
 @FEWER

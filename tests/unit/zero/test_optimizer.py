@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 from first_of_two import FirstOfTwo
-from optimizers import BY_PARAMETER, ELEMENTWISE
 from torch import nn
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
@@ -56,15 +55,6 @@ def test_a_model_in_place_of_its_parameters_is_trained_as_they_are():
     mine, theirs = mlp(), mlp()
     train(mine, ZeroOptimizer(mine, SGD, SingleProcessCollectives(), stage=2), inputs(3))
     train(theirs, zero(theirs, SGD), inputs(3))
-    assert_same_weights(mine, theirs)
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE | BY_PARAMETER)
-def test_weights_have_the_bits_of_plain_torch(name):
-    optimizer_class = (ELEMENTWISE | BY_PARAMETER)[name]
-    mine, theirs = (mlp(bias=name not in BY_PARAMETER) for _ in range(2))
-    train(mine, zero(mine, optimizer_class, bucket_bytes=100), inputs(5))
-    train(theirs, optimizer_class(theirs.parameters()), inputs(5))
     assert_same_weights(mine, theirs)
 
 
@@ -144,21 +134,6 @@ def test_parameters_that_are_put_into_groups_by_hand_are_refused(mode, change):
     model(inputs(1)[0]).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"changed by hand.* optimizer\.add_param_group for new"):
         optimizer.step()
-
-
-def test_a_scale_grows_after_two_thousand_good_steps():
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = zero(model, partial(torch.optim.SGD, lr=0.0), loss_scale="dynamic")
-    one = torch.ones(())
-    first = float(optimizer.scale(one))
-    for _ in range(1999):
-        optimizer.backward(model(torch.ones(1, 1)).sum() * 1e-6, 1)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert float(optimizer.scale(one)) == first
-    optimizer.backward(model(torch.ones(1, 1)).sum() * 1e-6, 1)
-    optimizer.step()
-    assert float(optimizer.scale(one)) == 2 * first
 
 
 # Gradients.
@@ -266,6 +241,7 @@ def test_what_is_not_finite_is_named():
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
         ({"lr": -1.0}, "learning rate"),
+        ({"gather_dtype": torch.int8}, r"gather_dtype is torch\.int8: .*torch\.bfloat16"),
     ],
     ids=str,
 )
@@ -420,13 +396,11 @@ def test_parameters_are_the_rounded_master_weights(stage, dtype):
 
 
 @DTYPES
-def test_at_stage_0_they_are_not_rounded_and_other_dtypes_are_refused(dtype):
+def test_at_stage_0_they_are_not_rounded(dtype):
     expected, model = mlp(), mlp()
     train(expected, zero(expected, ADAMW), inputs(3))
     train(model, zero(model, ADAMW, gather_dtype=dtype), inputs(3))
     assert_same_weights(model, expected)
-    with pytest.raises(ValueError, match=r"gather_dtype is torch\.int8: .*torch\.bfloat16"):
-        zero(model, gather_dtype=torch.int8)
 
 
 @SHARDED
