@@ -60,7 +60,7 @@ TEN = torch.arange(10)
     ("loader", "expected"),
     [
         (Reversed(TEN, batch_size=4), [[9], [6, 7], [2, 3]]),
-        (Reversed(TensorDataset(TEN, TEN.double()), batch_size=4), [[9], [6, 7], [2, 3]]),
+        (Reversed(TensorDataset(TEN, 2 * TEN), batch_size=4), [[9], [6, 7], [2, 3]]),
         (Reversed([str(i) for i in range(10)], batch_size=4), [["9"], ["6", "7"], ["2", "3"]]),
         (
             DataLoader(TensorDataset(TEN[:6].view(2, 3)), batch_size=None, collate_fn=tuple),

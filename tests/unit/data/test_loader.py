@@ -52,21 +52,6 @@ def test_the_parts_of_a_loader_are_the_global_batches(size, options):
     assert (drawn == sorted(drawn)) == ("shuffle" not in options)
 
 
-class Logged(DataLoader):
-    """A loader with an __iter__ of its own, whose batches are cut."""
-
-    def __iter__(self):
-        yield from super().__iter__()
-
-
-def test_columns_of_like_tensors_are_cut_where_torchs_collate_has_made_their_list():
-    data = TensorDataset(torch.arange(10.0), torch.arange(10.0) * 2)
-    batches = concatenated(Logged(data, batch_size=4), 3)
-    assert [len(x) for x, _ in batches] == [4, 4, 2]
-    assert torch.equal(torch.cat([x for x, _ in batches]), torch.arange(10.0))
-    assert all(torch.equal(y, 2 * x) for x, y in batches)
-
-
 @pytest.mark.parametrize(("workers", "start_method"), [(0, None), (2, "fork"), (1, "spawn")])
 def test_the_ranks_agree_though_their_random_states_differ(workers, start_method):
     data = TensorDataset(torch.arange(10), torch.arange(10))
