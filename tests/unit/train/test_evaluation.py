@@ -176,7 +176,6 @@ class Divides(Derives):
 @pytest.mark.parametrize(
     ("kind", "best", "names"),
     [
-        (Points, "eval_loss", None),
         (Points, "accuracy:max", "eval_loss"),
         (Nowhere, "accuracy:max", None),
         (Derives, "news root", None),
