@@ -45,7 +45,7 @@ def test_another_tokenizer_is_refused_by_name():
 
 def test_a_run_whose_epochs_are_complete_is_not_resumed():
     complete = FoundCheckpoint(Path("step"), SimpleNamespace(step=5), {})
-    with pytest.raises(AgreedError, match="nothing is left to do; give more --train.epochs,"):
+    with pytest.raises(AgreedError, match=r"nothing is left to do; give more --train\.epochs,"):
         check_left(WORLD, complete, Config(train=TrainConfig(epochs=2)), 5)
 
 
