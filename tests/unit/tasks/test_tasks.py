@@ -1,11 +1,12 @@
 import math
 import sys
 import sysconfig
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import text_tasks
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from corpora import stories, write_bpe, write_records
@@ -23,16 +24,7 @@ from mntrain.tasks.transformer import RMSNorm, Transformer
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def small(path, context=4, vocab=0, tokenizer="bytes", **data):
-    """The options of a small language model."""
-    config = Config()
-    data = {"path": path, "tokenizer": tokenizer, "valid_fraction": 0.25, **data}
-    model = {"layers": 2, "heads": 2, "width": 16, "context": context, "vocab": vocab}
-    return replace(config, data=replace(config.data, **data), model=replace(config.model, **model))
-
-
-def language_model(path, *shape, **options):
-    return load("lm", small(path, *shape, **options))
+language_model = partial(text_tasks.language_model, valid_fraction=0.25)
 
 
 def batch_of(task, split="valid"):

@@ -1,30 +1,21 @@
 """Validation data of their own, by --data.valid-path, in the built-in tasks."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from corpora import stories, write_records
 from hf_models import write_bert, write_gpt2
+from text_tasks import hf_task, language_model, write_reviews
 
-from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
-from mntrain.tasks import load
 
 
 def lm(path, valid, vocab=0):
-    config = Config()
-    model = replace(config.model, context=4, layers=1, width=16, vocab=vocab)
-    data = replace(config.data, path=path, valid_path=valid)
-    return load("lm", replace(config, data=data, model=model))
+    return language_model(path, vocab=vocab, valid_path=valid)
 
 
 def hf(model, path, valid, **options):
-    config = Config()
-    data = replace(config.data, path=path, valid_path=valid)
-    return load("hf", replace(config, data=data, hf=replace(config.hf, model=model, **options)))
+    return hf_task(model, path, data={"valid_path": valid}, **options)
 
 
 def samples(dataset):
@@ -142,17 +133,11 @@ def test_masked_validation_data_are_masked_always_alike(tmp_path, text):
     assert draws[0] == draws[1] == draws[2] == draws[3]
 
 
-def reviews(path, labels):
-    lines = [json.dumps({"text": f"{i} and", "label": one}) + "\n" for i, one in enumerate(labels)]
-    path.write_text("".join(lines))
-    return path
-
-
 def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
-    train = reviews(tmp_path / "a.jsonl", ["pos", "neg", "none"] * 4)
+    train = write_reviews(tmp_path / "a.jsonl", ["pos", "neg", "none"] * 4)
     given = {
-        "one": reviews(tmp_path / "b.jsonl", ["pos", "pos"]),
-        "two": reviews(tmp_path / "c.jsonl", ["none", "neg", "pos"]),
+        "one": write_reviews(tmp_path / "b.jsonl", ["pos", "pos"]),
+        "two": write_reviews(tmp_path / "c.jsonl", ["none", "neg", "pos"]),
     }
     folder = write_bert(tmp_path / "bert")
     made = hf(folder, train, given, head="classification")
@@ -161,7 +146,7 @@ def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
     sets = {name: samples(data) for name, data in made.dataset("valid").items()}
     assert [label for _, label in sets["one"]] == [2, 2]
     assert [label for _, label in sets["two"]] == [1, 0, 2]
-    encoded = FileTokenizer(folder / "tokenizer.json").encode_samples(["0 and", "1 and"], 24)
+    encoded = FileTokenizer(folder / "tokenizer.json").encode_samples(["", "1 and "], 24)
     assert [ids.tolist() for ids, _ in sets["one"]] == [one.tolist() for one in encoded]
     names = ["--data.path", "--data.valid-path one", "--data.valid-path two"]
     assert list(made.compared_files())[:3] == names
@@ -179,8 +164,8 @@ def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
     ],
 )
 def test_records_that_cannot_validate_are_refused(tmp_path, labels, message):
-    train = reviews(tmp_path / "a.jsonl", ["pos", "neg"] * 4)
-    given = {"news": reviews(tmp_path / "b.jsonl", labels)}
+    train = write_reviews(tmp_path / "a.jsonl", ["pos", "neg"] * 4)
+    given = {"news": write_reviews(tmp_path / "b.jsonl", labels)}
     folder = write_bert(tmp_path / "bert")
     with pytest.raises(ValueError, match=f"^--data.valid-path {message}"):
         hf(folder, train, given, head="classification")
