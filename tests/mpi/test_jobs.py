@@ -320,7 +320,7 @@ def test_nothing_is_read_from_a_run_that_another_job_uses(stopped):
     assert "nothing is left to do" in refusal(train, stopped, "--train.steps", "2")
 
 
-class Late(LanguageModel):
+class BreaksLate(LanguageModel):
     """Breaks in the third forward of the last rank, in the way that a subclass says."""
 
     calls = 0
@@ -331,12 +331,12 @@ class Late(LanguageModel):
         return self.broken(model, loss) if RANK == RANKS - 1 and self.calls == 3 else loss
 
 
-class NotANumber(Late):
+class NotANumber(BreaksLate):
     def broken(self, model, loss):
         return Loss(loss.mean * float("nan"), loss.count)
 
 
-class InfiniteGradient(Late):
+class InfiniteGradient(BreaksLate):
     def broken(self, model, loss):
         endless = next(model.parameters()).sum() * 0
         return Loss(loss.mean + (endless.abs() + 0).sqrt(), loss.count)
@@ -348,7 +348,7 @@ class InEvaluation(LanguageModel):
         return loss if model.training else Loss(loss.mean * float("inf"), loss.count)
 
 
-class OddWeights(Late):
+class OddWeights(BreaksLate):
     def broken(self, model, loss):
         next(model.parameters()).data[0] += 1e-3
         return loss

@@ -6,31 +6,16 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from sharding import Log, concatenated, epoch_of, sharded
+from sharding import Log, Numbers, concatenated, epoch_of, sharded
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     Sampler,
     TensorDataset,
 )
 
 from mntrain.data.loader import passes_of
-
-
-class Numbers(Dataset):
-    """Item i is i, and is remembered as asked for. At module level, for spawned workers."""
-
-    def __init__(self, n):
-        self.n, self.asked = n, []
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return torch.tensor(index)
 
 
 def loader_of(data, batch_size=1, workers=0, **options):
@@ -161,14 +146,14 @@ def test_the_passes_over_a_dataset_are_forgotten_with_it():
     assert passes_of(passes, [1]) is None
 
 
-class Augmented(Numbers):
+class RandomDraws(Numbers):
     def __getitem__(self, index):
         return torch.rand(()), random.random(), np.random.random()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_augment_each_epoch_and_rank_differently(persistent):
-    loader = loader_of(Augmented(4), 4, 1, persistent_workers=persistent)
+    loader = loader_of(RandomDraws(4), 4, 1, persistent_workers=persistent)
     seen = []
     for rank in range(2):
         parts = sharded(loader, rank, 2)

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from sharding import Log, in_turns, sharded
+from sharding import Clock, Log, in_turns, sharded
 from torch.utils.data import DataLoader, TensorDataset
 
 from mntrain.balance.loader_balance import LoaderBalance
@@ -27,19 +27,6 @@ class CutLoader:
 
     def __iter__(self):
         return (tuple(batch) for batch in self.made)
-
-
-class Clock:
-    """A rank's own clock, which its test sets."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def mark(self):
-        return self.now
-
-    def own_s(self, start, end):
-        return end - start
 
 
 def balanced(rank, size, gather, clock, kind="cut", **options):

@@ -288,7 +288,7 @@ def test_flops_are_those_of_the_matrices_that_torch_counts_and_of_causal_attenti
     assert task.flops_per_item(nn.Linear(2, 2)) is None
 
 
-class Plain(Task):
+class Bare(Task):
     def model(self):
         return nn.Linear(1, 1)
 
@@ -308,7 +308,7 @@ class Listed(nn.Module):
 
 
 def test_compiled_regions_are_the_outermost_layers_or_the_whole_model(text):
-    task, model = Plain(Config()), Listed()
+    task, model = Bare(Config()), Listed()
     expected = [*model.down, model.up[0], *model.up[1]]
     assert set(task.regions(model)) == set(expected)
     assert len(task.regions(model)) == len(expected)

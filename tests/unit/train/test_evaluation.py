@@ -105,7 +105,7 @@ class Uncollated(Points):
         return samples[99]
 
 
-class Failing(Points):
+class Fails(Points):
     def loss(self, model, batch):
         x, _ = batch
         assert x.dtype == torch.float64, "points must be\nfloat64"
@@ -205,7 +205,10 @@ LINE = r"\(test_evaluation.py, line \d+\)"
     [
         (Unreadable, "a sample of the validation data news cannot be read: KeyError: 'label' "),
         (Uncollated, "collate fails on samples of the validation data: IndexError: list index out"),
-        (Failing, "loss() fails on samples of the validation data: AssertionError: points must be"),
+        (
+            Fails,
+            "loss() fails on samples of the validation data: AssertionError: points must be",
+        ),
     ],
 )
 def test_an_error_of_the_task_is_one_line_with_its_place(kind, sentence):
