@@ -102,7 +102,7 @@ def test_losses_depend_neither_on_the_ranks_nor_on_the_stage(folder, options, mo
     "stage", [2, *(pytest.param(stage, marks=pytest.mark.thorough) for stage in (0, 1))]
 )
 def test_losses_are_those_of_the_reference_run(folder, stage):
-    """To the bit where the processor is the same."""
+    """Compare to the bit where the processor is the same."""
     kept = json.loads(golden.FILE.read_text())
     assert train(folder, *golden.OPTIONS, "--zero.stage", str(stage)) == 0
     same = golden.machine() == kept["machine"]

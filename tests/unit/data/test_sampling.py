@@ -166,7 +166,7 @@ class IndexAndDraws(Numbers):
 
 
 def drawn(size, start, stop, workers, micro_batch_size):
-    """What all ranks draw for their samples, by step and sample."""
+    """Return the random draws of all ranks for their samples, by step and sample."""
     plan = SamplingPlan(23, batch_size=7, seed=5)
     found = {}
     for rank in range(size):

@@ -120,7 +120,7 @@ def loader(dataset, workers=0, batch_size=4, **options):
 
 
 def run(make, size, body):
-    """What body(parts, log) gives on each of the ranks."""
+    """Return what body(parts, log) gives on each of the ranks."""
 
     def rank_body(rank, gather):
         log = Log()

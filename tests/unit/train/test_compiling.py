@@ -34,7 +34,7 @@ class LaunchLog(FirstOfTwo):
 
 
 def recorded(regions_of, backend):
-    """What a backward of a small transformer did: names of gradients, and launches; its loss."""
+    """Run backward of a small transformer; return its gradients and launches in their order."""
     torch.manual_seed(0)
     model = Transformer(layers=LAYERS, width=16, heads=2, context=8, vocab=20)
     tokens = torch.randint(20, (4, 9))

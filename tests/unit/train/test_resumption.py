@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the run that a job continues."""
+"""The comparison of a job with the checkpoint that it continues from."""
 
 from dataclasses import replace
 from pathlib import Path
