@@ -73,6 +73,12 @@ def naming(kind: str, values: Sequence[int]) -> str:
     return f"{kind}{'s' * (len(values) > 1)} {numbers(values)}"
 
 
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the first names, and how many more there are: "a, b and 2 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def alike(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     """Return each different text with its ranks."""
     groups: dict[str, list[int]] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mntrain.checks.finding import first_names
 from mntrain.corpus.records import holds_records, is_saved_dataset, read_fields, saved_files
 
 ID_SUFFIXES = (".bin", ".npy")  # files of token ids
@@ -39,9 +40,8 @@ class CorpusFiles:
     def describe_skipped(self) -> str:
         """Return how many files were left out, with a few names; an empty text if none was."""
         names = [os.path.relpath(file, self.root) for file in self.skipped]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         files = "binary file" if len(names) == 1 else "binary files"
-        return f"skipped {len(names)} {files}: {', '.join(names[:3])}{more}" if names else ""
+        return f"skipped {len(names)} {files}: {first_names(names, 3)}" if names else ""
 
 
 def find_files(path: Path | None, glob: str) -> CorpusFiles:

@@ -31,7 +31,7 @@ IGNORED = -100  # label of a token that is no target
 _RANDOM, _KEPT = 0.1, 0.1  # of the tokens to predict; the others become mask tokens
 
 
-class CausalLM:
+class CausalLM(TokenSplits):
     """Next-token prediction; a sample is a window of length + 1 tokens.
 
     Raises ValueError for data that do not fit the model.
@@ -52,21 +52,12 @@ class CausalLM:
             raise ValueError(f"--hf.max-length {self.length}: leaves no room for a token of text")
         fix = f"the model of {folder.path} has no such token; give tokens of its tokenizer"
         windows = Windows(self.data.tokens, self.content, folder.vocabulary, self.overlap, fix)
-        self.splits = TokenSplits(config, self.data, windows, "--hf.max-length")
-        self.files, self.values = self.splits.files, self.splits.values
+        super().__init__(config, self.data, windows, "--hf.max-length")
         self.tokens_per_item: float | None = 1.0  # computed for each item that the loss counts
 
     def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
         """Return the tokens that are added to a window: none, or the first and the last."""
         return []
-
-    def describe(self) -> str:
-        """Return the amount of data, its split, and how often the run passes over it."""
-        return self.splits.describe()
-
-    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
-        """Return windows (length + 1) of token ids."""
-        return self.splits.dataset(split)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the mean cross-entropy in nats of windows (b, length + 1), counted in tokens."""
@@ -104,7 +95,7 @@ class MaskedLM(CausalLM):
 
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return pairs of token ids and labels; those of validation are masked always alike."""
-        windows = self.splits.dataset(split)
+        windows = super().dataset(split)
         masked = partial(
             MaskedWindows,
             tokenizer=cast(FileTokenizer, self.tokenizer),

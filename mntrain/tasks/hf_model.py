@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mntrain.checks.finding import first_names
 from mntrain.corpus.tokenizer import FileTokenizer, Tokenizer
 from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, HuggingFaceConfig, transformers_library
 
@@ -134,9 +135,7 @@ class ModelFolder:
         """Return where the weights come from."""
         if not self.weights:
             return f"model: {self.config.model_type} with random weights, of {self.config_file}"
-        new = self.new_tensors
-        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
-        random = f"; random: {', '.join(new[:4])}{more}" if new else ""
+        random = f"; random: {first_names(self.new_tensors, 4)}" if self.new_tensors else ""
         return f"model: {self.config.model_type} with the weights of {self.path}{random}"
 
     def run_files(self, tokenizer: Tokenizer | None) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mntrain.checkpoint.format import FILE, MODEL, open_tensors
 from mntrain.checkpoint.reader import find_sound, list_checkpoints
+from mntrain.checks.finding import first_names
 
 _INDEX = "model.safetensors.index.json"  # of Hugging Face: files by name of the tensor
 _SHOWN = 4  # names in a list
@@ -39,10 +40,10 @@ def load_weights(model: nn.Module, path: Path) -> tuple[str, list[str]]:
                 targets[name].copy_(tensor)
                 found.add(name)
         if not found:
-            shown = _listed(unused or list(other_shape.values())) or "no tensor"
+            shown = first_names(unused or list(other_shape.values()), _SHOWN) or "no tensor"
             raise ValueError(
                 f"nothing matches the model. The file has {shown}; the model has "
-                f"{_listed(list(targets))}"
+                f"{first_names(list(targets), _SHOWN)}"
             )
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"--init.from {path}: {error}") from error
@@ -57,7 +58,7 @@ def load_weights(model: nn.Module, path: Path) -> tuple[str, list[str]]:
     loaded = len(targets) - len(missing) - len(other_shape)
     return (
         f"{loaded} of {len(targets)} tensors from {path}",
-        [f"{_listed(names)}: {why}" for why, names in named.items() if names],
+        [f"{first_names(names, _SHOWN)}: {why}" for why, names in named.items() if names],
     )
 
 
@@ -101,13 +102,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matching:
             raise ValueError(
                 f"--init.freeze {pattern}: matches no parameter of the model, which has "
-                f"{_listed(list(named))}"
+                f"{first_names(list(named), _SHOWN)}"
             )
         for name in matching:
             named[name].requires_grad_(False)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

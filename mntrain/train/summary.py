@@ -9,7 +9,7 @@ from typing import Any
 
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
-from mntrain.checks.finding import alike, naming
+from mntrain.checks.finding import alike, first_names, naming
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import PLOT_FILE, REPORT_FILE, json_text
 from mntrain.metrics.plot import draw_at_end
@@ -174,10 +174,7 @@ def _describe_resumption(job: TrainingJob) -> None:
         reporter.note(f"changed since then: {'; '.join(changes)}")
     before = manifest.data.get("files", {})
     if others := [name for name, value in files.items() if before.get(name, value) != value]:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        reporter.warn(
-            f"the data is not that of the checkpoint: {', '.join(others[:3])}{more} changed"
-        )
+        reporter.warn(f"the data is not that of the checkpoint: {first_names(others, 3)} changed")
     if job.data.stream and not files:
         reporter.warn(
             "the training data is a stream, whose content is not compared with that of the "

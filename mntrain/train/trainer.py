@@ -109,7 +109,7 @@ class Trainer:
 
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         self._world = world
-        self._job = job = TrainingJob(world, config, task)
+        self.job = job = TrainingJob(world, config, task)
         self._config = config = job.config
         self._model, self._optimizer = job.model, job.optimizer
         self._reporter = job.reporter
@@ -132,11 +132,6 @@ class Trainer:
             save=self._save_before_error,
         )
 
-    @property
-    def job(self) -> TrainingJob:
-        """The parts of the job."""
-        return self._job
-
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until any rank asks to end; return the summary. Collective.
 
@@ -154,9 +149,9 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         start = time.perf_counter()
         result = self._result
-        with self._job.directory, self._reporter, self._signals as signals:
-            describe_job(self._world, self._job)
-            with closing(self._job.batches), self._job.timeline:
+        with self.job.directory, self._reporter, self._signals as signals:
+            describe_job(self._world, self.job)
+            with closing(self.job.batches), self.job.timeline:
                 self._train()
             with signals.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
@@ -164,13 +159,13 @@ class Trainer:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
             if result.status in EXIT_CODES:
-                result.reason = stop_reason(self._world, signals, self._job.deadline)
+                result.reason = stop_reason(self._world, signals, self.job.deadline)
             elif result.error:
                 result.reason = str(result.error)
-            summary = finish_report(self._world, self._job, result)
+            summary = finish_report(self._world, self.job, result)
             self._world.watchdog.at_end.remove(self._early_end)
         if missing := summary.get("not_written"):
-            AgreedError(loss_text(self._job.run_dir, missing), self._world.rank).report()
+            AgreedError(loss_text(self.job.run_dir, missing), self._world.rank).report()
         if result.error:
             raise result.error
         return summary
@@ -182,7 +177,7 @@ class Trainer:
         """
         try:
             with uncompiled():
-                sample = self._job.task.sample(self._model)
+                sample = self.job.task.sample(self._model)
         except Exception as error:
             self._reporter.warn(f"no sample: {type(error).__name__}: {error}")
             return
@@ -192,24 +187,22 @@ class Trainer:
 
     def _train(self) -> None:
         result = self._result
-        for step in count(self._job.done + 1):
-            self._job.timeline.before_step(step)
+        for step in count(self.job.done + 1):
+            self.job.timeline.before_step(step)
             start = time.perf_counter()
             try:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
                 self._reporter.step(record)
-                self._asked_to_stop = self._job.task.on_step(record) or self._asked_to_stop
+                self._asked_to_stop = self.job.task.on_step(record) or self._asked_to_stop
                 result.status = self._status(step)
                 if result.status != "running":
                     self._signals.agreed()
                     return
                 saving = self._world.recorder.phase("checkpoint", step)
                 with saving, errors_stop(self._world, step):
-                    self._job.checkpointing.after_step(
-                        self._progress(record), self._agreement.flags
-                    )
+                    self.job.checkpointing.after_step(self._progress(record), self._agreement.flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
@@ -218,7 +211,7 @@ class Trainer:
 
     def _progress(self, record: StepRecord) -> Manifest:
         """Return what a checkpoint after a step records of the run. Local."""
-        job = self._job
+        job = self.job
         return Manifest(
             step=record.step,
             config=self._saved_config,
@@ -233,8 +226,8 @@ class Trainer:
 
     def _save_last(self, *, wanted: bool) -> AgreedError | None:
         """Save the last completed step, if wanted and it is not saved; return why that failed."""
-        last, saver = self._result.last, self._job.checkpointing
-        saver.wait(last.step if last else self._job.done)  # it may be of this step
+        last, saver = self._result.last, self.job.checkpointing
+        saver.wait(last.step if last else self.job.done)  # it may be of this step
         if last is None or not wanted or saver.has(last.step):
             return None
         try:
@@ -247,7 +240,7 @@ class Trainer:
     def _save_at_end(self) -> None:
         """Save if wanted or preempted; a failure is the job's result. Collective."""
         result = self._result
-        saves = self._job.saves or result.status == "preempted"
+        saves = self.job.saves or result.status == "preempted"
         error = self._save_last(wanted=saves and not result.error)
         if error and result.status != "interrupted":
             result.status = "failed"
@@ -256,7 +249,7 @@ class Trainer:
             self._reporter.warn(str(error))
 
     def _save_before_error(self) -> None:
-        if error := self._save_last(wanted=self._job.saves):
+        if error := self._save_last(wanted=self.job.saves):
             self._reporter.warn(str(error))
 
     def train_step(self, step: int) -> StepRecord:
@@ -269,22 +262,22 @@ class Trainer:
         being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        with self._agreement.computing(step), self._job.balancing.computing(step, timer):
+        with self._agreement.computing(step), self.job.balancing.computing(step, timer):
             with timer("data"):
-                micro_batches = next(self._job.batches)
+                micro_batches = next(self.job.batches)
             self._forward_backward(step, micro_batches, timer)
         with timer("reduce_wait"):
             self._counts.end_step()
             self._optimizer.synchronize()
             self._agreement.before_update(step)
         self._agreement.end_if_failed(step)
-        lr = self._job.schedule.lr
+        lr = self.job.schedule.lr
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._optimizer.step()
-            if step == self._job.steps:
+            if step == self.job.steps:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
-            self._job.schedule.after_step()
+            self.job.schedule.after_step()
         self._agreement.after_update()
         if self._all_meet(step):
             self._agreement.meet()
@@ -293,7 +286,7 @@ class Trainer:
     def _complete(
         self, step: int, lr: float, update: StepResult, times: Mapping[str, Any]
     ) -> StepRecord:
-        job, means, items = self._job, self._agreement.means, self._agreement.items(step)
+        job, means, items = self.job, self._agreement.means, self._agreement.items(step)
         if means.nonfinite:
             self._reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
         if update.skipped:
@@ -330,7 +323,7 @@ class Trainer:
             self._counts.start(micro_batches)
         waited_s = optimizer.accumulation.waited_s
         for number, batch in enumerate(micro_batches):
-            samples = partial(self._job.data.name_micro_batch, step, number)
+            samples = partial(self.job.data.name_micro_batch, step, number)
             held = optimizer.no_sync() if number < len(micro_batches) - 1 else nullcontext()
             with timer("forward"), noted(rank, f"forward in step {step} of", samples):
                 loss = self._forward(batch)
@@ -342,16 +335,16 @@ class Trainer:
 
     def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
         """Return the task's loss of a micro-batch, and add up its means. Local."""
-        task, precision = self._job.task, self._job.precision
+        task, precision = self.job.task, self.job.precision
         loss = self._counts.checked(precision.loss(task, self._model, batch, self._world.device))
         self._means.add_loss(loss)
         return loss
 
     def _own_flags(self) -> dict[str, float]:
         """Return what this rank asks for; sums over all ranks count after the step. Local."""
-        signals, saves = self._signals, self._job.checkpointing
+        signals, saves = self._signals, self.job.checkpointing
         longest_s = self._longest_step_s * self._agreement.delay
-        near_deadline = self._job.deadline.near(longest_s, saves.longest_s)
+        near_deadline = self.job.deadline.near(longest_s, saves.longest_s)
         return {
             "interrupted": float(signals.interrupted),
             "preempted": float(signals.preempted or near_deadline),
@@ -363,17 +356,17 @@ class Trainer:
         """Return whether all ranks need each other after a step, alike on all of them."""
         flags = self._agreement.flags
         return (
-            step == self._job.last_step
+            step == self.job.last_step
             or self._evaluates(step)
-            or self._job.timeline.meets_after(step)
+            or self.job.timeline.meets_after(step)
             or any(flags[name] for name in ("interrupted", "preempted", "asked_to_stop"))
-            or self._job.checkpointing.acts(step, flags)
+            or self.job.checkpointing.acts(step, flags)
         )
 
     def _evaluates(self, step: int) -> bool:
         every = self._config.train.eval_every
-        due = step == self._job.steps or (every > 0 and step % every == 0)
-        return due and bool(self._job.data.validation_sets)
+        due = step == self.job.steps or (every > 0 and step % every == 0)
+        return due and bool(self.job.data.validation_sets)
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         if not self._evaluates(record.step):
@@ -382,13 +375,13 @@ class Trainer:
             loss, metrics = self.evaluate()
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
-        self._job.schedule.after_evaluation(loss)
+        self.job.schedule.after_evaluation(loss)
         try:
-            score = self._job.best.score(record)
+            score = self.job.best.score(record)
         except ValueError as error:
             raise TrainingStoppedError(str(error), self._world.rank) from None
-        self._result.reason = self._job.best.after_evaluation(score)
-        self._asked_to_stop = self._job.task.on_evaluation(record) or self._asked_to_stop
+        self._result.reason = self.job.best.after_evaluation(score)
+        self._asked_to_stop = self.job.task.on_evaluation(record) or self._asked_to_stop
         return record
 
     def evaluate(self) -> tuple[float, dict[str, float]]:
@@ -398,8 +391,8 @@ class Trainer:
         """
         by_set, rank = {}, self._world.rank
         with evaluating(self._model):
-            for name in self._job.data.validation_sets:
-                for samples, batch in self._job.data.validation_batches(name):
+            for name in self.job.data.validation_sets:
+                for samples, batch in self.job.data.validation_batches(name):
                     with noted(rank, f"evaluation of {samples}"):
                         self._forward(batch)
                 where = f"in evaluation of {name}" if name else "in evaluation"
@@ -407,7 +400,7 @@ class Trainer:
                 if means.nonfinite:
                     raise TrainingStoppedError(f"{where}, the loss is {means.nonfinite}", rank)
                 with noted(rank, f"metrics {where}"):
-                    metrics = self._job.task.derive(means.loss, means.metrics)
+                    metrics = self.job.task.derive(means.loss, means.metrics)
                 by_set[name] = replace(means, metrics=metrics)
         return merge_sets(by_set)
 
@@ -418,9 +411,9 @@ class Trainer:
 
     def _status(self, step: int) -> str:
         flags = self._agreement.flags
-        if step == self._job.steps:
+        if step == self.job.steps:
             return "completed"
-        if step == self._job.last_step:
+        if step == self.job.last_step:
             return "stopped"
         if flags["asked_to_stop"]:
             reasons = self._world.gather(self._asked_to_stop)

@@ -108,10 +108,10 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def summary(folder: Path) -> dict:
-    """What summary.json holds."""
+    """Return the content of summary.json."""
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
 def configuration(folder: Path) -> dict:
-    """What config.toml holds."""
+    """Return the content of config.toml."""
     return tomllib.loads((folder / "run" / "config.toml").read_text())

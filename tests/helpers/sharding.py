@@ -3,8 +3,38 @@
 import threading
 
 import torch
+from torch.utils.data import Dataset
 
 from mntrain.data.loader import Passes, ShardedLoader
+
+
+class Numbers(Dataset):
+    """Item i is i, and is remembered as asked for. At module level, for spawned workers."""
+
+    def __init__(self, n):
+        self.n, self.asked = n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return torch.tensor(index)
+
+
+class Clock:
+    """A time that its test sets, in seconds, and what of it this rank has waited."""
+
+    now = waited = 0.0
+
+    def mark(self):
+        return self.now - self.waited
+
+    def own_s(self, start, end):
+        return end - start
+
+    def perf_counter(self):
+        return self.now
 
 
 def alone(value):

@@ -21,7 +21,7 @@ def start(folder: Path, *options: str, odd: str = 'exec "$@"', ranks: int = 2) -
 
 
 def refused(result: Result, folder: Path) -> str:
-    """What the job says, which must be one line, before anything is made."""
+    """Return the line that the job says; it must be one, before anything is made."""
     assert not result.timed_out, result.report()
     assert result.returncode == 2, result.report()
     said = [line for line in result.stderr.splitlines() if line.startswith("mntrain:")]

@@ -1,6 +1,5 @@
 """The example of an own loop, as a user runs it: stopped and resumed."""
 
-import json
 import os
 import re
 import signal
@@ -11,28 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
+from job import metrics, summary
 from launch import Result, mpirun
 from safetensors.torch import load_file
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop_resume.py"
 
 
-def run(ranks: int, run_dir: Path, *options: object, timeout: float = 100) -> Result:
-    command = [sys.executable, EXAMPLE, run_dir, *map(str, options)]
-    return mpirun(ranks, command, timeout=timeout)
+def run(ranks: int, folder: Path, *options: object) -> Result:
+    command = [sys.executable, EXAMPLE, folder / "run", *map(str, options)]
+    return mpirun(ranks, command, timeout=100)
 
 
-def metrics(run_dir: Path) -> list[dict]:
-    log = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def column(run_dir: Path, name: str) -> list[float]:
-    return [line[name] for line in metrics(run_dir)]
-
-
-def summary(run_dir: Path) -> dict:
-    return json.loads((run_dir / "summary.json").read_text())
+def column(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(folder)]
 
 
 def ckpt(*words: object) -> str:
@@ -42,11 +33,11 @@ def ckpt(*words: object) -> str:
     return result.stdout
 
 
-def signal_master(run_dir: Path, number: int) -> None:
+def signal_master(folder: Path, number: int) -> None:
     """Send a signal to the process that has locked the run, once it has taken five steps."""
-    while len(metrics(run_dir)) < 5:
+    while not (folder / "run" / "metrics.jsonl").exists() or len(metrics(folder)) < 5:
         time.sleep(0.01)
-    process = re.search(r"process (\d+)", (run_dir / ".lock").read_text())
+    process = re.search(r"process (\d+)", (folder / "run" / ".lock").read_text())
     os.kill(int(process[1]), number)
 
 
@@ -65,7 +56,7 @@ def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_pat
     assert (found["status"], found["reason"]) == ("preempted", "SIGTERM on rank 0")
     assert found["checkpoint"].endswith(f"step-{found['steps']:08d}")
     assert 5 <= found["steps"] < 24
-    assert " by 2 ranks on 1 node;" in ckpt("show", parts)
+    assert " by 2 ranks on 1 node;" in ckpt("show", parts / "run")
     resumed = run(3, parts, *steps, "--stage", 2)
     assert (resumed.returncode, resumed.stdout) == (0, "")
     # Where there are fewer cores, and where no job of such ranks has timed the algorithms before.
@@ -82,11 +73,11 @@ def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_pat
 
 def check_commands(tmp_path: Path, whole: Path, parts: Path) -> None:
     """The commands for checkpoints work on those of an own loop."""
-    assert "step-00000024" in ckpt("list", parts)
-    assert "states of scheduler" in ckpt("show", parts)
-    assert ": sound, " in ckpt("verify", parts)
-    for run_dir in (whole, parts):
-        ckpt("export", run_dir, tmp_path / f"{run_dir.name}.safetensors")
+    assert "step-00000024" in ckpt("list", parts / "run")
+    assert "states of scheduler" in ckpt("show", parts / "run")
+    assert ": sound, " in ckpt("verify", parts / "run")
+    for folder in (whole, parts):
+        ckpt("export", folder / "run", tmp_path / f"{folder.name}.safetensors")
     ours, theirs = (load_file(tmp_path / f"{name}.safetensors") for name in ("parts", "whole"))
     assert sorted(ours) == ["0.bias", "0.weight", "2.bias", "2.weight"]
     for name, tensor in theirs.items():

@@ -1,4 +1,4 @@
-"""What other users of a node get of a job: no port but on loopback, and no file."""
+"""A job gives other users of a node no port but on loopback, and no file."""
 
 import sys
 

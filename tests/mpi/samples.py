@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 import mntrain
 
 
-class Samples(Dataset):
+class Witness(Dataset):
     """Item i is i, and where it was made: the process, its threads, and whether it has MPI."""
 
     def __init__(self, count):

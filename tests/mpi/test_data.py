@@ -279,7 +279,7 @@ def test_batches_of_unlike_weights_are_not_mixed_up(world, make):
         loss.backward()
 
 
-class Stream(IterableDataset):
+class Repeated(IterableDataset):
     """All its samples in every reader; `change` is applied to each."""
 
     def __init__(self, data, change=lambda sample: sample):
@@ -289,7 +289,7 @@ class Stream(IterableDataset):
         return map(self.change, self.samples)
 
 
-class Files(Stream):
+class Files(Repeated):
     """The files of a reader, of one sample each."""
 
     def __iter__(self):
@@ -360,9 +360,9 @@ DIVIDED = {
     "iterable": lambda: Batches(lambda: batches_of(Subset(WHOLE, MINE))),
     "iterator": lambda: iter(batches_of(Subset(WHOLE, MINE))),
     "random batches": lambda: Batches(lambda: batches_of(Changed(WHOLE, unlabelled))),
-    "stream": lambda: DataLoader(Stream(MY_SAMPLES), batch_size=4),
-    "stream with workers": lambda: WithWorkers(Stream(MY_SAMPLES), batch_size=4, num_workers=2),
-    "augmented stream": lambda: DataLoader(Stream(MY_SAMPLES, augmented), batch_size=9),
+    "stream": lambda: DataLoader(Repeated(MY_SAMPLES), batch_size=4),
+    "stream with workers": lambda: WithWorkers(Repeated(MY_SAMPLES), batch_size=4, num_workers=2),
+    "augmented stream": lambda: DataLoader(Repeated(MY_SAMPLES, augmented), batch_size=9),
     "used up stream": lambda: DataLoader(OnePass(MY_SAMPLES), batch_size=4),
     "files": lambda: DataLoader(Files(MY_SAMPLES), batch_size=4),
     "files with workers": lambda: WithWorkers(Files(MY_SAMPLES), batch_size=4, num_workers=2),
@@ -377,8 +377,8 @@ EQUAL = {
     "unlabelled": lambda: DataLoader(Changed(WHOLE, unlabelled), batch_size=4),
     "flipped": lambda: DataLoader(Changed(WHOLE, flipped), batch_size=4, shuffle=True),
     "augmented batches": lambda: Batches(lambda: batches_of(Changed(WHOLE, augmented))),
-    "flipped stream": lambda: DataLoader(Stream(ALL_SAMPLES, flipped), batch_size=4),
-    "augmented stream": lambda: DataLoader(Stream(ALL_SAMPLES, augmented), batch_size=4),
+    "flipped stream": lambda: DataLoader(Repeated(ALL_SAMPLES, flipped), batch_size=4),
+    "augmented stream": lambda: DataLoader(Repeated(ALL_SAMPLES, augmented), batch_size=4),
     "used up stream": lambda: DataLoader(OnePass(ALL_SAMPLES), batch_size=4),
     "files": lambda: WithWorkers(Files(ALL_SAMPLES), batch_size=4, num_workers=2),
     "augmented files": lambda: DataLoader(Files(ALL_SAMPLES, unlabelled), batch_size=4),
@@ -447,7 +447,7 @@ def own_loaders():
     return {
         "map": DataLoader(data, batch_size=size, shuffle=bool(len(data))),
         "workers": WithWorkers(data, batch_size=size, num_workers=1),
-        "stream": DataLoader(Stream(rows), batch_size=size),
+        "stream": DataLoader(Repeated(rows), batch_size=size),
         "readers": WithWorkers(Files(rows), batch_size=size, num_workers=2),
         "batches": [tuple(c[i : i + size] for c in part) for i in range(0, len(part[0]), size)],
     }

@@ -465,7 +465,7 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept(folder):
             assert "eval_loss differs between ranks: rank 0 has 0.0, rank 1 has 1.0" in said
 
 
-class Position:
+class Bookmark:
     """A data position of a user's own."""
 
     def __init__(self, at):
@@ -488,12 +488,12 @@ def bare(world):
 def test_a_position_is_restored_on_the_rank_that_had_it(folder, capfd):
     with world_of() as world:
         given = bare(world)
-        common, own = Position(7), Position(10 * RANK)
+        common, own = Bookmark(7), Bookmark(10 * RANK)
         checkpoints = world.checkpoints(folder, **given, common=common, own=own)
         checkpoints.restore()
         checkpoints.save(1, now=True)
     with world_of() as world:
-        common, own = Position(0), Position(-1)
+        common, own = Bookmark(0), Bookmark(-1)
         checkpoints = world.checkpoints(folder, **bare(world), common=common, own=own)
         assert checkpoints.restore() == 1
         assert (common.at, own.at) == (7, 10 * RANK)
@@ -531,7 +531,7 @@ def test_wrong_arguments_of_checkpoints_are_refused(folder):
             ({"schedule": "cosine"}, "schedule is a str without state_dict and"),
             ({"model": nn.Linear(2, 2)}, "optimizer trains parameters that model does"),
             (torchs, "optimizer is not one that world.optimizer() has made"),
-            ({"data": Position(len)}, r"the state has data.at, a builtin_function"),
+            ({"data": Bookmark(len)}, r"the state has data.at, a builtin_function"),
         ]:
             assert message in refusal(world.checkpoints, folder / "run", **given | options)
         world.checkpoints(folder / "run", **given)

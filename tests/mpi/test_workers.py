@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from mpi4py import MPI
-from samples import Samples
+from samples import Witness
 from torch.utils.data import DataLoader
 from worlds import make_world
 
@@ -23,7 +23,7 @@ def test_workers_load_while_collectives_run(method):
     if RANKS != 2:
         pytest.skip("two ranks show it; others only take longer")
     loader = DataLoader(
-        Samples(24),
+        Witness(24),
         batch_size=2,
         num_workers=2,
         multiprocessing_context=method,
@@ -48,7 +48,7 @@ def test_workers_load_while_collectives_run(method):
     assert MPI.COMM_WORLD.allreduce(1) == RANKS
 
 
-class EqualSamples(Samples):
+class EqualWitness(Witness):
     """In place of the process, which differs between ranks: whether it is the one that asks."""
 
     def __init__(self, count):
@@ -62,7 +62,7 @@ class EqualSamples(Samples):
 
 def test_a_sharded_loader_keeps_its_workers_apart_from_the_world():
     workers = {"num_workers": 1, "multiprocessing_context": "fork"}
-    loader = DataLoader(EqualSamples(12), batch_size=6, **workers)
+    loader = DataLoader(EqualWitness(12), batch_size=6, **workers)
     with make_world() as world:
         mine = []
         for index, here, communicates, _ in world.shard(loader):

@@ -183,15 +183,6 @@ def test_changed_files_and_ids_that_the_tokenizer_does_not_list_are_refused(
     assert not is_token_folder(tmp_path / "tokens")
 
 
-def test_what_a_killed_process_has_left_does_not_train(tmp_path):
-    left = tmp_path / ".tokens.12ab34cd.partial" / "tokens"
-    left.mkdir(parents=True)
-    (left / "tokens.bin").write_bytes(b"some")
-    for path in (tmp_path, left):
-        with pytest.raises(ValueError, match="matches no file"):
-            find_files(path, "**/*")
-
-
 def test_the_second_of_two_that_write_one_folder_is_refused(tmp_path, records, at_batch):
     def meanwhile():
         if not (tmp_path / "tokens").exists():

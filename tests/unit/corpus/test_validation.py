@@ -6,7 +6,6 @@ from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import write_token_folder
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import (
-    named_files,
     named_in_errors,
     open_training_tokens,
     open_validation_tokens,
@@ -91,22 +90,3 @@ def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch)
             opened(train, tmp_path / valid, name="")
     assert len(ids(opened(folder, folder / "sub" / "val.txt", glob="a*"))) == 4
     assert len(ids(opened(folder, elsewhere / "b.txt"))) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "label"), [("", "--data.valid-path"), ("news", "--data.valid-path news")]
-)
-def test_errors_and_compared_files_name_the_option_and_the_set(kinds, tmp_path, name, label):
-    paths, given = kinds
-    (tmp_path / "b.jsonl").write_text('{"body": 1}\n')
-    for file, message in [
-        ("gone", f"{label}: {tmp_path}/gone: must be a file or a folder"),
-        ("b.jsonl", f"{label}: {tmp_path}/b.jsonl, line 1 has no field 'text'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            opened(paths["text", 1], tmp_path / file, name=name)
-    found = opened(paths["text", 1], paths["text", 2], given, name=name)
-    assert list(named_files(found.files, label)) == [label, f"{label}: the tokens"]
-    found = opened(paths["tokens", 1], paths["tokens", 2], name=name)
-    names = [f"{label}: {file}" for file in ("manifest.json", "tokens.bin", "tokenizer.json")]
-    assert list(named_files(found.files, label)) == names

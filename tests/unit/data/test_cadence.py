@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from mntrain.balance.cadence import (
     LEAST_STEPS,
     Cadence,
-    StepPlan,
     efficiency,
     micro_batch_counts,
     tuned_anchor,
 )
 from mntrain.balance.shares import INTERVAL, REVISION, BatchNumber, Pace
 from mntrain.data.randomness import permuted
-from mntrain.data.sampling import BEGIN, CadenceSampling, Position
+from mntrain.data.sampling import BEGIN, CadenceSampling
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
@@ -37,27 +36,12 @@ def paces(speeds, communication_s, drawn=0):
 # ---- counts by speed ----
 
 
-@pytest.mark.parametrize(
-    ("anchor", "speeds", "counts"),
-    [
-        (10, (4.0, 1.0, 2.0), (40, 10, 20)),
-        (3, (100.0, 100.0), (3, 3)),
-        (1, (1.4, 1.0, 1.6), (1, 1, 2)),
-        (2, (1.45, 1.0), (3, 2)),
-        (7, (5.0,), (7,)),
-        (10, (1e-3, 1e3), (10, 10**7)),
-    ],
-)
-def test_counts_are_in_proportion_to_speeds(anchor, speeds, counts):
-    assert micro_batch_counts(anchor, speeds) == counts
-
-
 @given(st.integers(1, 50), SPEEDS)
-def test_the_slowest_has_the_anchor_and_nobody_less(anchor, speeds):
+def test_counts_are_the_anchor_in_proportion_to_speeds(anchor, speeds):
     counts = micro_batch_counts(anchor, speeds)
     assert counts[speeds.index(min(speeds))] == anchor == min(counts)
-    times = [count / speed for count, speed in zip(counts, speeds, strict=True)]
-    assert max(times) - min(times) <= 1 / min(speeds)
+    for count, speed in zip(counts, speeds, strict=True):
+        assert abs(count - anchor * (speed / min(speeds))) <= 0.5
 
 
 # ---- the anchor ----
@@ -103,15 +87,6 @@ def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, targ
 
 
 # ---- the plans of a job ----
-
-
-def test_a_plan_follows_the_speeds_behind_what_is_drawn():
-    cadence = make()
-    assert cadence.plans == [StepPlan(BatchNumber(0, 0), 10, (10, 10))]
-    # 10 micro-batches of 4 samples take 40 s on rank 1, 8 % of which are communication.
-    plan = cadence.revise(paces((4.0, 1.0), 3.2, drawn=14))
-    assert plan == StepPlan(BatchNumber(0, 15), 10, (40, 10), pytest.approx(0.08))
-    assert [cadence.index(BatchNumber(0, step)) for step in (0, 14, 15, 99)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -238,14 +213,9 @@ def test_the_order_of_samples_is_that_of_any_run(data):
         seen += batch
         lengths.append(sampling.at(step).length(step))
         assert lengths[-1] == len(batch)
-        if (
-            len(batch)
-            == sum(cadence.plans[cadence.index(BatchNumber(0, step))].counts) * micro_batch
-        ):
-            assert (
-                tuple(map(len, by_rank))
-                == cadence.plans[cadence.index(BatchNumber(0, step))].counts
-            )
+        counts = cadence.plans[cadence.index(BatchNumber(0, step))].counts
+        if len(batch) == sum(counts) * micro_batch:
+            assert tuple(map(len, by_rank)) == counts
             assert all(len(one) == micro_batch for rank in by_rank for one in rank)
         if step % INTERVAL == INTERVAL - 1:
             speeds = data.draw(st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
@@ -260,21 +230,6 @@ def test_the_order_of_samples_is_that_of_any_run(data):
         begin, end = sampling.at(before).position(before), sampling.at(after).position(after)
         ends = (end.epoch - begin.epoch) * samples + end.offset - begin.offset
         assert ends == lengths[before]
-
-
-def test_a_resumed_run_goes_on_at_the_next_sample():
-    cadence = make(2, 3, 100, max_anchor=0)
-    sampling = CadenceSampling(cadence, 100, seed=5, drop_last=False, origin=BEGIN)
-    first = [*drawn(sampling, range(11), 2, 3)]
-    cadence.revise(paces((2.0, 1.0), 0.0, drawn=10))
-    first += drawn(sampling, range(11, 14), 2, 3)
-    begin = sampling.at(14).position(14)
-    resumed = make(3, 2, 100, max_anchor=None, first=14)
-    origin = Position(14, begin.epoch, begin.offset)
-    rest = CadenceSampling(resumed, 100, seed=5, drop_last=False, origin=origin)
-    both = [*first, *drawn(rest, range(14, 30), 3, 2)]
-    seen = [sample for step in both for rank in step for one in rank for sample in one]
-    assert seen == order(100, 5, len(seen) // 100 + 1)[: len(seen)]
 
 
 def test_the_last_batch_is_divided_in_proportion_or_left_out():

@@ -60,7 +60,7 @@ TEN = torch.arange(10)
     ("loader", "expected"),
     [
         (Reversed(TEN, batch_size=4), [[9], [6, 7], [2, 3]]),
-        (Reversed(TensorDataset(TEN, TEN.double()), batch_size=4), [[9], [6, 7], [2, 3]]),
+        (Reversed(TensorDataset(TEN, 2 * TEN), batch_size=4), [[9], [6, 7], [2, 3]]),
         (Reversed([str(i) for i in range(10)], batch_size=4), [["9"], ["6", "7"], ["2", "3"]]),
         (
             DataLoader(TensorDataset(TEN[:6].view(2, 3)), batch_size=None, collate_fn=tuple),
@@ -124,7 +124,7 @@ def test_columns_in_a_list_are_cut_by_row():
         assert torch.equal(torch.cat([part[index] for part, _ in got]), column)
 
 
-class Graph:
+class Opaque:
     pass
 
 
@@ -138,8 +138,12 @@ class Graph:
         (TypeError, {"x": [torch.zeros(8, 1), torch.zeros(8, 1)]}, "or a tuple of columns"),
         (TypeError, [torch.zeros(8)], "list of 1 tensors may be"),
         (TypeError, (torch.zeros(2, 3), (1, 0)), "tuple of 2 numbers"),
-        (TypeError, Graph(), "a batch with a Graph cannot be cut"),
-        (TypeError, {"x": torch.zeros(3), "graph": Graph()}, "a batch with a Graph cannot be cut"),
+        (TypeError, Opaque(), "a batch with a Opaque cannot"),
+        (
+            TypeError,
+            {"x": torch.zeros(3), "graph": Opaque()},
+            "a batch with a Opaque cannot",
+        ),
         (TypeError, {1, 2, 3}, "a batch with a set cannot be cut"),
     ],
 )

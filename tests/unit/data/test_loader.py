@@ -6,31 +6,16 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from sharding import Log, concatenated, epoch_of, sharded
+from sharding import Log, Numbers, concatenated, epoch_of, sharded
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     Sampler,
     TensorDataset,
 )
 
 from mntrain.data.loader import passes_of
-
-
-class Numbers(Dataset):
-    """Item i is i, and is remembered as asked for. At module level, for spawned workers."""
-
-    def __init__(self, n):
-        self.n, self.asked = n, []
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return torch.tensor(index)
 
 
 def loader_of(data, batch_size=1, workers=0, **options):
@@ -50,21 +35,6 @@ def test_the_parts_of_a_loader_are_the_global_batches(size, options):
     drawn = torch.cat([x for x, _ in whole]).tolist()
     assert len(set(drawn)) == len(drawn)
     assert (drawn == sorted(drawn)) == ("shuffle" not in options)
-
-
-class Logged(DataLoader):
-    """A loader with an __iter__ of its own, whose batches are cut."""
-
-    def __iter__(self):
-        yield from super().__iter__()
-
-
-def test_columns_of_like_tensors_are_cut_where_torchs_collate_has_made_their_list():
-    data = TensorDataset(torch.arange(10.0), torch.arange(10.0) * 2)
-    batches = concatenated(Logged(data, batch_size=4), 3)
-    assert [len(x) for x, _ in batches] == [4, 4, 2]
-    assert torch.equal(torch.cat([x for x, _ in batches]), torch.arange(10.0))
-    assert all(torch.equal(y, 2 * x) for x, y in batches)
 
 
 @pytest.mark.parametrize(("workers", "start_method"), [(0, None), (2, "fork"), (1, "spawn")])
@@ -176,14 +146,14 @@ def test_the_passes_over_a_dataset_are_forgotten_with_it():
     assert passes_of(passes, [1]) is None
 
 
-class Augmented(Numbers):
+class RandomDraws(Numbers):
     def __getitem__(self, index):
         return torch.rand(()), random.random(), np.random.random()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_augment_each_epoch_and_rank_differently(persistent):
-    loader = loader_of(Augmented(4), 4, 1, persistent_workers=persistent)
+    loader = loader_of(RandomDraws(4), 4, 1, persistent_workers=persistent)
     seen = []
     for rank in range(2):
         parts = sharded(loader, rank, 2)

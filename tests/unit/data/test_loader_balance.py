@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from sharding import Log, in_turns, sharded
+from sharding import Clock, Log, in_turns, sharded
 from torch.utils.data import DataLoader, TensorDataset
 
 from mntrain.balance.loader_balance import LoaderBalance
@@ -29,19 +29,6 @@ class CutLoader:
         return (tuple(batch) for batch in self.made)
 
 
-class Clock:
-    """A rank's own clock, which its test sets."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def mark(self):
-        return self.now
-
-    def own_s(self, start, end):
-        return end - start
-
-
 def balanced(rank, size, gather, clock, kind="cut", **options):
     """A rank's parts of a loader, and what it was told of them."""
     log, workers = Log(), options.get("workers", 0)
@@ -51,9 +38,9 @@ def balanced(rank, size, gather, clock, kind="cut", **options):
 
 
 def parts_by_rank(costs, kind="indexed", *, passes=1, saves=False, rooms=(), **options):
-    """What each rank gets: for each pass a list of (samples, share); costs are seconds a sample.
+    """Return the parts of each rank: for each pass a list of (samples, share).
 
-    With `saves`, rank 0 does something else for a long time after every fifth batch. `rooms` are
+    `costs` are seconds a sample. With `saves`, rank 0 does something else for a long time after every fifth batch. `rooms` are
     the factors by which the memory of each rank may grow.
     """
 

@@ -13,7 +13,7 @@ from mntrain.data.streams import StreamBatches
 BROKEN = 7
 
 
-class Broken(Dataset):
+class Labelless(Dataset):
     """13 samples, of which one cannot be loaded. At module level, for spawned workers."""
 
     def __len__(self):
@@ -25,7 +25,7 @@ class Broken(Dataset):
         return index
 
 
-class BrokenTogether(Broken):
+class LabellessTogether(Labelless):
     def __getitems__(self, indices):
         return [self[index] for index in indices]
 
@@ -66,8 +66,8 @@ def holding(plan, sample):
 @pytest.mark.parametrize(
     ("dataset", "collate", "phase", "all_of_it"),
     [
-        (Broken(), None, "loading", False),
-        (BrokenTogether(), None, "loading", True),
+        (Labelless(), None, "loading", False),
+        (LabellessTogether(), None, "loading", True),
         (range(13), collated, "collating", True),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, w
 
 def test_a_validation_sample_is_noted_by_its_index_in_the_dataset():
     chosen = [1, 4, BROKEN, 9]
-    found = validation_batches(Broken(), chosen, options(data="validation data news"))
+    found = validation_batches(Labelless(), chosen, options(data="validation data news"))
     with pytest.raises(KeyError) as raised:
         list(found)
     assert raised.value.__notes__ == [

@@ -71,7 +71,7 @@ def test_samples_that_differ_have_other_digests_and_equal_ones_have_one(one, oth
     assert (fields_of([one]) == fields_of([other])) == same
 
 
-class Numbers(Dataset):
+class Generating(Dataset):
     """So many numbers; it notes those that were drawn, and holds what an access opens."""
 
     def __init__(self, count, draw=lambda index: index):
@@ -102,7 +102,7 @@ class Numbers(Dataset):
     ids=["bare", "subset", "concatenated"],
 )
 def test_drawing_leaves_the_dataset_and_the_default_generators_as_they_were(wrapped):
-    dataset = Numbers(4, lambda index: (random.random(), np.random.rand(), torch.rand(1)))
+    dataset = Generating(4, lambda index: (random.random(), np.random.rand(), torch.rand(1)))
     states = random.getstate(), dataset.generator.getstate()
     torchs = torch.get_rng_state(), dataset.torchs.get_state()
     numpys = np.random.get_state()[1].tolist()
@@ -119,12 +119,12 @@ def test_drawing_leaves_the_dataset_and_the_default_generators_as_they_were(wrap
 
 
 def test_a_sample_that_cannot_be_drawn_counts_as_its_exception_and_a_whole_dataset_not_at_all():
-    class Whole(Numbers):
+    class Whole(Generating):
         def __copy__(self):
             raise TypeError("there is one of me")
 
     def draw(index):
         raise FileNotFoundError(f"/node1/{index}.png")
 
-    assert of_samples(Numbers(1, draw), [0]).content == fields_of(["FileNotFoundError"])
+    assert of_samples(Generating(1, draw), [0]).content == fields_of(["FileNotFoundError"])
     assert of_samples(Whole(3), [0]).content == {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from sharding import Numbers
 
 from mntrain.data.sampling import (
     LoaderOptions,
@@ -25,19 +25,6 @@ PLANS = st.builds(
     order=st.sampled_from([None, range(60)]),
 )
 SIZES = st.integers(1, 9)
-
-
-class Numbers(Dataset):
-    """Item i is i. At module level, for spawned workers."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
 
 
 def as_list_plus_one(samples):
@@ -171,7 +158,7 @@ def test_batches_are_the_plans_micro_batches_over_epochs(size, workers):
         assert [[piece.tolist() for piece in pieces] for pieces in got] == expected
 
 
-class Augmented(Numbers):
+class IndexAndDraws(Numbers):
     """Item i is i, and what each of the default generators draws for it."""
 
     def __getitem__(self, index):
@@ -179,12 +166,12 @@ class Augmented(Numbers):
 
 
 def drawn(size, start, stop, workers, micro_batch_size):
-    """What all ranks draw for their samples, by step and sample."""
+    """Return the random draws of all ranks for their samples, by step and sample."""
     plan = SamplingPlan(23, batch_size=7, seed=5)
     found = {}
     for rank in range(size):
         options = options_of(rank, size, micro_batch_size, workers, collate=list)
-        steps = batches(Augmented(23), plan, options, range(start, stop))
+        steps = batches(IndexAndDraws(23), plan, options, range(start, stop))
         for step, micro_batches in enumerate(steps, start):
             for samples in micro_batches:
                 found |= {(step, one[0]): one[1:] for one in samples}

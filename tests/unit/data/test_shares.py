@@ -52,11 +52,6 @@ def test_no_move_of_a_sample_makes_a_batch_faster(samples, speeds):
                 assert max(p / s for p, s in zip(moved, speeds, strict=True)) >= taken
 
 
-def test_shares_are_in_proportion_to_speeds():
-    assert counts(40, (3.0, 1.0, 1.0)) == [24, 8, 8]
-    assert counts(100, (1000.0, 1.0)) == [97, 3]  # at least 5 % of 50
-
-
 @given(st.integers(1, 300), SPEEDS, st.data())
 def test_no_share_is_above_its_ranks_limit(samples, speeds, data):
     equal = -(-samples // len(speeds))

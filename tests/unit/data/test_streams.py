@@ -16,7 +16,7 @@ WORKERS = [0, 1, 2]
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
-class Whole(IterableDataset):
+class Entire(IterableDataset):
     """Yields all samples, whoever asks; shuffles by a default generator."""
 
     def __init__(self, n, shuffle=False):
@@ -27,7 +27,7 @@ class Whole(IterableDataset):
         return iter(order)
 
 
-class Stateful(Whole):
+class Seekable(Entire):
     """Continues where its state says, and counts what it reads."""
 
     start = at = read = 0
@@ -45,7 +45,7 @@ class Stateful(Whole):
         self.start = state["next"]
 
 
-class Own(Whole):
+class Parted(Entire):
     """Yields its worker's samples: every n-th, and of the first `long` ones the first worker's."""
 
     long = 0
@@ -60,7 +60,7 @@ class Own(Whole):
         return iter(self.samples())
 
 
-class OwnStateful(Own):
+class PartedSeekable(Parted):
     start = at = 0
 
     def __iter__(self):
@@ -76,11 +76,11 @@ class OwnStateful(Own):
         self.start = state["at"]
 
 
-class Uneven(Own):
+class Uneven(Parted):
     long = 9
 
 
-class Empty(Own):
+class Empty(Parted):
     """Only the last reader has samples."""
 
     def samples(self):
@@ -88,7 +88,7 @@ class Empty(Own):
         return range(self.n) if info.id == info.num_workers - 1 else []
 
 
-class Ranged(Whole):
+class Ranged(Entire):
     """Yields a range that a worker_init_fn cuts, as in torch's documentation."""
 
     def __iter__(self):
@@ -103,7 +103,7 @@ def cut_range(worker):
     info.dataset.bounds = n * info.id // info.num_workers, n * (info.id + 1) // info.num_workers
 
 
-class Batches(Whole):
+class Chunks(Entire):
     """Yields whole batches, of unequal sizes."""
 
     def __iter__(self):
@@ -120,7 +120,7 @@ def loader(dataset, workers=0, batch_size=4, **options):
 
 
 def run(make, size, body):
-    """What body(parts, log) gives on each of the ranks."""
+    """Return what body(parts, log) gives on each of the ranks."""
 
     def rank_body(rank, gather):
         log = Log()
@@ -163,13 +163,13 @@ def seed_by_reader(worker):
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_whole_streams_make_the_same_global_batches_everywhere(size, workers, drop_last):
     expected = [list(range(low, min(low + 4, 13))) for low in range(0, 13, 4)]
-    make = partial(loader, Whole(13), workers, drop_last=drop_last, worker_init_fn=seed_by_reader)
+    make = partial(loader, Entire(13), workers, drop_last=drop_last, worker_init_fn=seed_by_reader)
     assert global_batches(run(make, size, epoch)) == expected[: 3 if drop_last else 4]
     seen = [sample for samples in run(make, size, evaluate) for sample in samples]
     assert sorted(seen) == list(range(12 if drop_last else 13))
-    make = partial(loader, Batches(11), workers, batch_size=None)
+    make = partial(loader, Chunks(11), workers, batch_size=None)
     assert global_batches(run(make, size, epoch)) == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9, 10]]
-    assert run(partial(loader, Own(0), workers), size, epoch) == [[]] * size
+    assert run(partial(loader, Parted(0), workers), size, epoch) == [[]] * size
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -189,7 +189,7 @@ def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent
     options = {"persistent_workers": True} if persistent else {}
     orders = []
     for size in (1, 2):
-        make = partial(loader, Whole(10, shuffle=True), workers, **options)
+        make = partial(loader, Entire(10, shuffle=True), workers, **options)
         ranks = run(make, size, two_epochs)
         orders.append([global_batches(epochs) for epochs in zip(*ranks, strict=True)])
     assert orders[0] == orders[1]
@@ -200,7 +200,7 @@ def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", [Own, Uneven, Empty, OwnStateful])
+@pytest.mark.parametrize("kind", [Parted, Uneven, Empty, PartedSeekable])
 def test_streams_of_their_own_give_each_sample_once(size, workers, kind):
     make = partial(loader, kind(23), workers)
     ranks = run(make, size, epoch)
@@ -218,7 +218,7 @@ def test_a_worker_init_fn_may_cut_the_stream(size, workers):
     assert sorted(chain(*global_batches(run(make, size, epoch)))) == list(range(23))
 
 
-class Buffered(Own):
+class Buffered(Parted):
     """Shuffles by a buffer, with a default generator."""
 
     def __iter__(self):
@@ -248,7 +248,7 @@ def test_a_shuffled_stream_of_its_own_is_resumed_where_it_was(size, done):
         assert resumed == whole
 
 
-class Late(Whole):
+class Tardy(Entire):
     def __iter__(self):
         yield 0
         assert get_worker_info().id is not None
@@ -256,13 +256,13 @@ class Late(Whole):
 
 
 def test_a_dataset_that_asks_late_for_its_worker_is_refused():
-    with pytest.raises(RuntimeError, match="Late read get_worker_info\\(\\) after its first"):
-        list(sharded(loader(Late(2)), gather=alone))
-    for _ in sharded(loader(Own(4), batch_size=2), gather=alone):
+    with pytest.raises(RuntimeError, match="Tardy read get_worker_info\\(\\) after its first"):
+        list(sharded(loader(Tardy(2)), gather=alone))
+    for _ in sharded(loader(Parted(4), batch_size=2), gather=alone):
         assert get_worker_info() is None  # between samples
 
 
-class Augmented(Whole):
+class Drawing(Entire):
     """Draws from every default generator; with a stream of its own if it reads the id."""
 
     def __init__(self, n, own):
@@ -289,7 +289,7 @@ def test_readers_of_their_own_streams_draw_unlike_random_numbers(workers):
     def collate(samples):
         return torch.tensor(samples, dtype=torch.float64).unbind(1)
 
-    ranks = run(partial(loader, Augmented(6, own=True), workers, collate_fn=collate), 2, batches)
+    ranks = run(partial(loader, Drawing(6, own=True), workers, collate_fn=collate), 2, batches)
     drawn = [sample[1:] for samples in ranks for sample in samples]
     # The first sample of a stream is drawn before it is known to be one.
     assert len(set(drawn)) == len(drawn) - (2 * max(1, workers) - 1)
@@ -316,7 +316,7 @@ def continued(make, size, done, batches_before):
     return global_batches(run(make, size, after))
 
 
-@pytest.mark.parametrize("kind", [Whole, Stateful])
+@pytest.mark.parametrize("kind", [Entire, Seekable])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_whole_stream_is_resumed_behind_the_last_batch(kind, sizes, workers):
@@ -327,10 +327,10 @@ def test_a_whole_stream_is_resumed_behind_the_last_batch(kind, sizes, workers):
 
 
 def test_a_stateful_stream_is_not_read_again():
-    data = Stateful(30)
+    data = Seekable(30)
     parts = sharded(loader(data))
     list(itertools.islice(parts, 3))
-    fresh = Stateful(30)
+    fresh = Seekable(30)
     resumed = sharded(loader(fresh))
     resumed.load_state_dict(parts.state_dict())
     got = [batch.tolist() for batch in resumed]
@@ -339,7 +339,7 @@ def test_a_stateful_stream_is_not_read_again():
     assert next(iter(resumed)).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", [Uneven, OwnStateful])
+@pytest.mark.parametrize("kind", [Uneven, PartedSeekable])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_of_their_own_are_resumed_behind_the_last_batch(kind, workers):
     make = partial(loader, kind(29), workers)
@@ -350,17 +350,19 @@ def test_streams_of_their_own_are_resumed_behind_the_last_batch(kind, workers):
 
 def test_streams_of_their_own_are_resumed_by_as_many_readers():
     state = run(
-        partial(loader, Own(30), 1), 2, lambda parts, log: [next(iter(parts)), parts.state_dict()]
+        partial(loader, Parted(30), 1),
+        2,
+        lambda parts, log: [next(iter(parts)), parts.state_dict()],
     )[0][1]
     for size, workers, message in ((1, 1, "on 2 ranks, but"), (2, 2, "of 1 readers .* here are 2")):
-        parts = sharded(loader(Own(30), workers), 0, size)
+        parts = sharded(loader(Parted(30), workers), 0, size)
         parts.load_state_dict(state)
         with pytest.raises(ValueError, match=message):
             next(iter(parts))
 
 
 def test_passes_over_one_stream_do_not_mix():
-    parts = sharded(loader(Whole(8)))
+    parts = sharded(loader(Entire(8)))
     first, second = iter(parts), iter(parts)
     assert next(first).tolist() == next(second).tolist() == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="another pass over this stream has begun"):

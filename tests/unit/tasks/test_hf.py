@@ -1,6 +1,5 @@
-import json
 import pickle
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,34 +7,20 @@ import pytest
 import torch
 from corpora import stories, write_records
 from hf_models import write_bert, write_gpt2
+from text_tasks import hf_task as task
+from text_tasks import write_reviews
 from torch.utils.data import default_collate
 from transformers import RobertaConfig
 
-from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
-from mntrain.tasks import load
 from mntrain.tasks.hf import IGNORED, MaskedWindows, pad_batch
 
-
-def task(model, path, tokenizer="auto", **options):
-    config = Config()
-    data = replace(config.data, path=path, tokenizer=tokenizer)
-    return load("hf", replace(config, data=data, hf=replace(config.hf, model=model, **options)))
-
-
-def classifier(model, path, **options):
-    return task(model, path, head="classification", **options)
+classifier = partial(task, head="classification")
 
 
 @pytest.fixture
 def text(tmp_path):
     return write_records(tmp_path / "a.jsonl", stories(200))
-
-
-def write_reviews(path, labels):
-    lines = [{"text": "12 and " * (i % 5), "label": label} for i, label in enumerate(labels)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def first_batch(made, split="train", size=4):
@@ -230,7 +215,11 @@ def folders(tmp_path, monkeypatch):
         ("text", {}, "text: there is no config.json"),
         ("gpt2", {"max_length": 33}, "--hf.max-length 33: the model of .* takes at most 32"),
         ("gpt2", {"head": "masked-lm"}, "has no model for --hf.head masked-lm"),
-        ("bert", {"tokenizer": "bytes", "head": "masked-lm"}, "the tokenizer has no mask token"),
+        (
+            "bert",
+            {"data": {"tokenizer": "bytes"}, "head": "masked-lm"},
+            "the tokenizer has no mask token",
+        ),
         ("small", {}, "the tokenizer has 300 tokens, and the model of .* only 290"),
         ("bare", {}, "has no tokenizer.json: give --data.tokenizer"),
         ("pickled", {}, r"weights of another kind \(x.gguf\)"),

@@ -1,11 +1,12 @@
 import math
 import sys
 import sysconfig
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import text_tasks
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from corpora import stories, write_bpe, write_records
@@ -23,29 +24,11 @@ from mntrain.tasks.transformer import RMSNorm, Transformer
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def small(path, context=4, vocab=0, tokenizer="bytes", **data):
-    """The options of a small language model."""
-    config = Config()
-    data = {"path": path, "tokenizer": tokenizer, "valid_fraction": 0.25, **data}
-    model = {"layers": 2, "heads": 2, "width": 16, "context": context, "vocab": vocab}
-    return replace(config, data=replace(config.data, **data), model=replace(config.model, **model))
-
-
-def language_model(path, *shape, **options):
-    return load("lm", small(path, *shape, **options))
+language_model = partial(text_tasks.language_model, valid_fraction=0.25)
 
 
 def batch_of(task, split="valid"):
     return torch.stack(list(task.dataset(split)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small gain nothing from more, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -101,10 +84,7 @@ def test_a_task_is_loaded_from_the_current_directory(modules):
     task = load("own.part:Mine", config)
     assert isinstance(task, Task)
     assert task.config is config
-    assert task.collate is None
     assert task.sample(task.model(), "a prompt") is None
-    assert task.describe_data() is None
-    assert task.compared_values() == {}
     assert str(modules) in sys.path
 
 
@@ -230,18 +210,6 @@ def transformer(seed=0):
     return Transformer(layers=2, width=16, heads=2, context=12, vocab=20)
 
 
-def test_logits_do_not_depend_on_later_tokens():
-    model = transformer()
-    tokens = torch.randint(20, (3, 12))
-    changed = tokens.clone()
-    changed[:, 7:] = (changed[:, 7:] + 1) % 20
-    before, after = model(tokens), model(changed)
-    assert before.shape == (3, 12, 20)
-    torch.testing.assert_close(before[:, :7], after[:, :7])
-    assert not torch.allclose(before[:, 7], after[:, 7])
-    torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_attention_equals_the_explicit_formula(kv_heads):
     torch.manual_seed(0)
@@ -320,7 +288,7 @@ def test_flops_are_those_of_the_matrices_that_torch_counts_and_of_causal_attenti
     assert task.flops_per_item(nn.Linear(2, 2)) is None
 
 
-class Plain(Task):
+class Bare(Task):
     def model(self):
         return nn.Linear(1, 1)
 
@@ -340,7 +308,7 @@ class Listed(nn.Module):
 
 
 def test_compiled_regions_are_the_outermost_layers_or_the_whole_model(text):
-    task, model = Plain(Config()), Listed()
+    task, model = Bare(Config()), Listed()
     expected = [*model.down, model.up[0], *model.up[1]]
     assert set(task.regions(model)) == set(expected)
     assert len(task.regions(model)) == len(expected)
@@ -460,24 +428,12 @@ def test_the_tokenizer_is_among_what_is_compared(tmp_path, documents):
 # ---- the example ----
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"), [(EXAMPLES.parent, "examples.digits:Digits"), (EXAMPLES, "digits:Digits")]
-)
-def test_the_digits_are_loaded_or_name_the_package_to_install(modules, monkeypatch, folder, name):
-    monkeypatch.chdir(folder)
-    with monkeypatch.context() as patch:
-        for module in ("sklearn", "sklearn.datasets"):
-            patch.setitem(sys.modules, module, None)
-        with pytest.raises(ImportError, match=r"scikit-learn: pip install 'mntrain\[examples\]'"):
-            load(name, Config())
-    pytest.importorskip("sklearn")
-    task = load(name, Config())
-    train, valid = task.dataset("train"), task.dataset("valid")
-    assert (len(train) + len(valid), len(valid)) == (1797, round(0.05 * 1797))
-    model, (images, labels) = task.model().eval(), valid[:]
-    loss = task.loss(model, [images, labels])
-    assert loss.count == len(valid)
-    assert loss.metrics["accuracy"] == (model(images).argmax(1) == labels).float().mean()
+def test_the_digits_name_the_package_to_install(modules, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    for module in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=r"scikit-learn: pip install 'mntrain\[examples\]'"):
+        load("digits:Digits", Config())
 
 
 # ---- what a task returns ----

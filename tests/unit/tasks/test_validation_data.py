@@ -1,30 +1,21 @@
 """Validation data of their own, by --data.valid-path, in the built-in tasks."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from corpora import stories, write_records
 from hf_models import write_bert, write_gpt2
+from text_tasks import hf_task, language_model, write_reviews
 
-from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
-from mntrain.tasks import load
 
 
 def lm(path, valid, vocab=0):
-    config = Config()
-    model = replace(config.model, context=4, layers=1, width=16, vocab=vocab)
-    data = replace(config.data, path=path, valid_path=valid)
-    return load("lm", replace(config, data=data, model=model))
+    return language_model(path, vocab=vocab, valid_path=valid)
 
 
 def hf(model, path, valid, **options):
-    config = Config()
-    data = replace(config.data, path=path, valid_path=valid)
-    return load("hf", replace(config, data=data, hf=replace(config.hf, model=model, **options)))
+    return hf_task(model, path, data={"valid_path": valid}, **options)
 
 
 def samples(dataset):
@@ -57,14 +48,14 @@ def test_train_bin_trains_as_a_whole_and_val_bin_validates(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("vocab", [0, 50])
-def test_token_ids_outside_the_vocabulary_are_refused(tmp_path, vocab):
+def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
     np.arange(40).astype("<u2").tofile(tmp_path / "train.bin")
     np.array([1, 2, 3, 4, 50]).astype("<u2").tofile(tmp_path / "val.bin")
     given = {"code": tmp_path / "val.bin"}
-    message = rf"^--data.valid-path code: .* id 50, outside the vocabulary of {vocab or 40}, "
-    with pytest.raises(ValueError, match=message):
-        lm(tmp_path / "train.bin", given, vocab)
+    for vocab, known in ((0, 40), (50, 50)):
+        message = rf"^--data.valid-path code: .* id 50, outside the vocabulary of {known}, "
+        with pytest.raises(ValueError, match=message):
+            lm(tmp_path / "train.bin", given, vocab)
     lm(tmp_path / "train.bin", given, vocab=51)
 
 
@@ -121,7 +112,8 @@ def test_a_causal_model_validates_on_text_by_its_own_tokenizer(tmp_path, text):
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     encoded = [token for one in tokenizer.encode(stories(90)[50:]) for token in (*one, 0)]
     assert tokens(made.dataset("valid")["b"]) == encoded[: (len(encoded) - 1) // 32 * 32 + 1]
-    assert {"--data.path", "--data.valid-path b"} <= set(made.compared_files())
+    names = ["--data.path", "the tokens", "--data.valid-path b", "--data.valid-path b: the tokens"]
+    assert list(made.compared_files())[: len(names)] == names
     np.full(99, 304, "<u2").tofile(tmp_path / "v.bin")
     np.zeros(99, "<u2").tofile(tmp_path / "t.bin")
     with pytest.raises(ValueError, match=r"valid-path: .* 304, outside the vocabulary of 304"):
@@ -141,17 +133,11 @@ def test_masked_validation_data_are_masked_always_alike(tmp_path, text):
     assert draws[0] == draws[1] == draws[2] == draws[3]
 
 
-def reviews(path, labels):
-    lines = [json.dumps({"text": f"{i} and", "label": one}) + "\n" for i, one in enumerate(labels)]
-    path.write_text("".join(lines))
-    return path
-
-
 def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
-    train = reviews(tmp_path / "a.jsonl", ["pos", "neg", "none"] * 4)
+    train = write_reviews(tmp_path / "a.jsonl", ["pos", "neg", "none"] * 4)
     given = {
-        "one": reviews(tmp_path / "b.jsonl", ["pos", "pos"]),
-        "two": reviews(tmp_path / "c.jsonl", ["none", "neg", "pos"]),
+        "one": write_reviews(tmp_path / "b.jsonl", ["pos", "pos"]),
+        "two": write_reviews(tmp_path / "c.jsonl", ["none", "neg", "pos"]),
     }
     folder = write_bert(tmp_path / "bert")
     made = hf(folder, train, given, head="classification")
@@ -160,7 +146,7 @@ def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
     sets = {name: samples(data) for name, data in made.dataset("valid").items()}
     assert [label for _, label in sets["one"]] == [2, 2]
     assert [label for _, label in sets["two"]] == [1, 0, 2]
-    encoded = FileTokenizer(folder / "tokenizer.json").encode_samples(["0 and", "1 and"], 24)
+    encoded = FileTokenizer(folder / "tokenizer.json").encode_samples(["", "1 and "], 24)
     assert [ids.tolist() for ids, _ in sets["one"]] == [one.tolist() for one in encoded]
     names = ["--data.path", "--data.valid-path one", "--data.valid-path two"]
     assert list(made.compared_files())[:3] == names
@@ -178,8 +164,8 @@ def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
     ],
 )
 def test_records_that_cannot_validate_are_refused(tmp_path, labels, message):
-    train = reviews(tmp_path / "a.jsonl", ["pos", "neg"] * 4)
-    given = {"news": reviews(tmp_path / "b.jsonl", labels)}
+    train = write_reviews(tmp_path / "a.jsonl", ["pos", "neg"] * 4)
+    given = {"news": write_reviews(tmp_path / "b.jsonl", labels)}
     folder = write_bert(tmp_path / "bert")
     with pytest.raises(ValueError, match=f"^--data.valid-path {message}"):
         hf(folder, train, given, head="classification")

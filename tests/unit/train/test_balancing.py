@@ -4,27 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sharding import Clock
 
 from mntrain.balance import own_pace
 from mntrain.balance.own_pace import BatchNumber, Pace
 from mntrain.train.balancing import Balancing, Straggler, Stragglers
 
 PHASES = {"data": 0.5, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.0}
-
-
-class Clock:
-    """The time of all, in seconds, and what of it this rank has waited."""
-
-    now = waited = 0.0
-
-    def mark(self):
-        return self.now - self.waited
-
-    def own_s(self, start, end):
-        return end - start
-
-    def perf_counter(self):
-        return self.now
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from zero import ZeroOptimizer
 LAYERS = 3
 
 
-class Recording(FirstOfTwo):
+class LaunchLog(FirstOfTwo):
     """Writes down each launch of a bucket."""
 
     def __init__(self):
@@ -34,12 +34,12 @@ class Recording(FirstOfTwo):
 
 
 def recorded(regions_of, backend):
-    """What a backward of a small transformer did: names of gradients, and launches; its loss."""
+    """Run backward of a small transformer; return its gradients and launches in their order."""
     torch.manual_seed(0)
     model = Transformer(layers=LAYERS, width=16, heads=2, context=8, vocab=20)
     tokens = torch.randint(20, (4, 9))
     expected = model(tokens[:, :-1], tokens[:, 1:]).item()
-    recording = Recording()
+    recording = LaunchLog()
     optimizer = ZeroOptimizer(
         model.named_parameters(),
         torch.optim.SGD,
@@ -61,7 +61,7 @@ def recorded(regions_of, backend):
     return recording.log, gradients
 
 
-class Own(nn.Linear):
+class OwnLinear(nn.Linear):
     """Not torch's own."""
 
     def forward(self, x):
@@ -111,7 +111,7 @@ def test_layers_of_one_kind_are_compiled_once():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch is older than 2.6")
-@pytest.mark.parametrize("kind", [nn.Linear, Own])
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
 def test_what_is_run_as_written_is_not_compiled_and_the_rest_is(kind):
     def refusing(graph, inputs):
         raise AssertionError("it was compiled")

@@ -105,7 +105,7 @@ class Uncollated(Points):
         return samples[99]
 
 
-class Failing(Points):
+class Fails(Points):
     def loss(self, model, batch):
         x, _ = batch
         assert x.dtype == torch.float64, "points must be\nfloat64"
@@ -176,7 +176,6 @@ class Divides(Derives):
 @pytest.mark.parametrize(
     ("kind", "best", "names"),
     [
-        (Points, "eval_loss", None),
         (Points, "accuracy:max", "eval_loss"),
         (Nowhere, "accuracy:max", None),
         (Derives, "news root", None),
@@ -206,7 +205,10 @@ LINE = r"\(test_evaluation.py, line \d+\)"
     [
         (Unreadable, "a sample of the validation data news cannot be read: KeyError: 'label' "),
         (Uncollated, "collate fails on samples of the validation data: IndexError: list index out"),
-        (Failing, "loss() fails on samples of the validation data: AssertionError: points must be"),
+        (
+            Fails,
+            "loss() fails on samples of the validation data: AssertionError: points must be",
+        ),
     ],
 )
 def test_an_error_of_the_task_is_one_line_with_its_place(kind, sentence):

@@ -8,7 +8,7 @@ from torch import nn
 from mntrain.train.initialization import freeze, load_weights
 
 
-class Net(nn.Module):
+class TiedNet(nn.Module):
     """A model with a tied weight, a buffer, and 16-bit parameters."""
 
     def __init__(self, width=3):
@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 def net(seed, **options):
     torch.manual_seed(seed)
-    return Net(**options)
+    return TiedNet(**options)
 
 
 def without_ties(model):

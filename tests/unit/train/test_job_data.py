@@ -21,7 +21,7 @@ class Endless:
         return index
 
 
-class Stream(IterableDataset):
+class Unending(IterableDataset):
     """Numbers without an end."""
 
     def __iter__(self):
@@ -79,8 +79,8 @@ def test_there_need_be_no_validation_and_sets_without_samples_are_left_out(valid
             {"news": points(1000), "code": points(2), "none": points(0)},
             "33 training and 1,002 validation samples; 100 steps are 50 epochs",
         ),
-        (Stream(), None, "a stream to train on, and no validation samples"),
-        (Stream(), points(5), "a stream to train on, and 5 validation samples"),
+        (Unending(), None, "a stream to train on, and no validation samples"),
+        (Unending(), points(5), "a stream to train on, and 5 validation samples"),
     ],
 )
 def test_the_data_are_described_by_their_numbers(train, valid, said):
@@ -90,10 +90,10 @@ def test_the_data_are_described_by_their_numbers(train, valid, said):
 def test_epochs_become_steps_where_they_can_be_counted():
     assert data_of(points(65), None).steps(TrainConfig(epochs=2)) == 6  # of 32, 32 and 1
     assert data_of(points(65), None).steps(TrainConfig(steps=7)) == 7
-    assert data_of(Stream(), None).steps(TrainConfig()) == 200
+    assert data_of(Unending(), None).steps(TrainConfig()) == 200
     said = "^--train.epochs 2: the training data is an IterableDataset, .*; give --train.steps$"
     with pytest.raises(ValueError, match=said):
-        data_of(Stream(), None).steps(TrainConfig(epochs=2))
+        data_of(Unending(), None).steps(TrainConfig(epochs=2))
     cadence = Config(task="own:Task", balance=BalanceConfig(mode="cadence"))
     with pytest.raises(
         ValueError, match=r"^--train.epochs 2: with --balance.mode cadence, .* give"

@@ -21,7 +21,7 @@ from zero.trials import check_arguments
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Scaled(nn.Module):
+class WithGain(nn.Module):
     """A matrix, a convolution, a bias, and a gain without dimensions."""
 
     def __init__(self):
@@ -137,7 +137,7 @@ def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
     def ids(*parameters):
         return {id(p) for p in parameters}
 
-    model = Scaled()
+    model = WithGain()
     linear, conv = model.linear, model.conv.weight
     assert named(weight_decay_groups(model, 0.3)) == [
         (ids(linear.weight, conv), 0.3),
@@ -233,7 +233,7 @@ def test_lists_of_options_are_the_tuples_that_optimizers_document_and_dashes_und
 
 
 def test_a_task_brings_an_optimizer_with_its_groups_or_one_of_all_parameters():
-    model = Scaled()
+    model = WithGain()
     groups = [{"params": [model.gain], "lr": 3.0}, {"params": model.linear.parameters()}]
     brought = partial(torch.optim.SGD, groups, lr=0.5, momentum=0.9)
     name, choice = choose_optimizer(Plain(brought), model, OptimConfig(lr=7.0), CPU)
@@ -248,7 +248,7 @@ def test_a_task_brings_an_optimizer_with_its_groups_or_one_of_all_parameters():
 @pytest.mark.parametrize("wrong", [torch.optim.SGD, partial(torch.optim.SGD, [], 0.1), 3])
 def test_a_task_that_brings_no_partial_or_no_scheduler_is_told_what_to_return(wrong):
     with pytest.raises(ValueError, match=r"optimizer\(\) of the task returned .*functools.partial"):
-        choose_optimizer(Plain(wrong), Scaled(), OptimConfig(), CPU)
+        choose_optimizer(Plain(wrong), WithGain(), OptimConfig(), CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     with pytest.raises(ValueError, match=r"schedule\(\) of the task returned a float"):
         Schedule(Plain(scheduled=0.5), optimizer, OptimConfig(), 5)
@@ -293,20 +293,15 @@ def test_a_scheduler_of_plateaus_sees_evaluations_only():
             {"betas": [0.9]},
             r"AdamW refuses .*betas=\(0.9,\).* \(IndexError: .*\); it takes lr=0.001, betas=",
         ),
-        ("AdamW", {"betas": [0.9, 0.9, 0.9]}, r"it takes lr=0.001, betas=\(0.9, 0.999\), "),
-        ("Adam", {"betas": 0.9, "amsgrad": True}, "Adam refuses .*betas=0.9"),
         ("NAdam", {"eps": "small"}, "NAdam refuses .*eps='small'"),
         ("AdamW", {"capturable": True}, "AdamW refuses .*capturable=True"),
         ("AdamW", {"beta": 0.9}, "AdamW refuses beta=0.9 .*; it takes lr=|; it takes .*betas"),
-        ("AdamW", {"fused": True, "foreach": True}, "refuses .*fused=True, foreach=True"),
         ("SGD", {"nesterov": True}, "SGD refuses .*nesterov=True"),
-        ("SGD", {"momentum": "much"}, "SGD refuses .*momentum='much'"),
-        ("Muon", {"betas": [0.9]}, r"Muon refuses .*betas=\(0.9,\)"),
         ("Muon", {"iterations": 2.5}, "Muon refuses .*iterations=2.5"),
     ],
 )
 def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, options, refused):
-    model = Scaled()
+    model = WithGain()
     task = Plain()
     task.regions = lambda model: [model]
     _, choice = choose_optimizer(task, model, OptimConfig(name=name, options=options), CPU)
@@ -317,7 +312,7 @@ def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, opti
 
 def test_an_error_of_the_task_is_a_sentence_with_its_line():
     task, line = Plain(), r".* \(test_optimization.py, line \d+\)$"
-    optimizer = torch.optim.SGD(Scaled().parameters())
+    optimizer = torch.optim.SGD(WithGain().parameters())
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, gamma=0.5)
     with pytest.raises(ValueError, match=r"^--task lm: schedule\(\) fails: TypeError: Step" + line):
         Schedule(task, optimizer, OptimConfig(), 10)

@@ -22,8 +22,6 @@ from mntrain.train.plan.job_plan import JobPlan, smallest
 from mntrain.train.plan.traffic import Travel
 from zero.layout import ParameterSpec, plan_buckets
 
-CORPUS = "one and two make three\n" * 100
-
 
 class Tokens(Task):
     """The built-in model on random tokens."""

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from corpora import stories, write_bpe, write_records
 from job import completed, train
 
@@ -31,15 +30,6 @@ class Speaking(Silent):
     def sample(self, model):
         return f"{model.weight.shape}\\x1b[31m"
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """A model this small gains nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

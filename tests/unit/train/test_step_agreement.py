@@ -1,4 +1,4 @@
-"""What a rank does whose step has failed, while others have not ended theirs."""
+"""The end of a step that has failed on a rank, while others have not ended theirs."""
 
 import threading
 from types import SimpleNamespace
