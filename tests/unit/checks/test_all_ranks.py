@@ -7,7 +7,7 @@ import torch
 
 from mntrain.checks import all_ranks
 from mntrain.checks.all_ranks import RankFacts, collect
-from mntrain.checks.finding import Finding, naming, passed
+from mntrain.checks.finding import Finding, passed
 
 VERSIONS = {"mntrain": "0.1.0", "torch": "2.6.0", "MPI": "MPICH 5", "mpi4py": "4", "Python": "3.12"}
 
@@ -141,14 +141,6 @@ def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
     assert own.physical <= len(own.cores) <= own.host_cores
     assert all_ranks.versions([own, own]).status == "pass"
     assert names([replace(own, findings={}, threads=0)]) == set()
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 0, 2, 1], "ranks 0 to 2, 5")],
-)
-def test_numbers_are_written_as_ranges(values, words):
-    assert naming("rank", values) == words
 
 
 # Threads of torch
