@@ -118,21 +118,6 @@ def test_a_hosts_own_finding_is_named_by_host():
     assert {check.__name__ for check in all_ranks.CHECKS} < found.keys()
 
 
-@pytest.mark.parametrize(
-    ("facts", "shares"),
-    [
-        ([fact()], [4]),
-        ([fact()] * 3, [1, 1, 1]),
-        ([fact(), other_host()], [4, 4]),
-        ([fact(physical=2)], [2]),  # two logical cores for each physical one
-        ([fact([0]), fact([1, 2, 3])], [1, 3]),
-        ([fact([0])] * 4, [1] * 4),
-    ],
-)
-def test_ranks_share_the_physical_cores(facts, shares):
-    assert [all_ranks.fair_threads(facts, rank) for rank in range(len(facts))] == shares
-
-
 def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

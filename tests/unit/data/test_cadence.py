@@ -16,7 +16,7 @@ from mntrain.balance.cadence import (
 )
 from mntrain.balance.shares import INTERVAL, REVISION, BatchNumber, Pace
 from mntrain.data.randomness import permuted
-from mntrain.data.sampling import BEGIN, CadenceSampling, Position
+from mntrain.data.sampling import BEGIN, CadenceSampling
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
@@ -249,21 +249,6 @@ def test_the_order_of_samples_is_that_of_any_run(data):
         begin, end = sampling.at(before).position(before), sampling.at(after).position(after)
         ends = (end.epoch - begin.epoch) * samples + end.offset - begin.offset
         assert ends == lengths[before]
-
-
-def test_a_resumed_run_goes_on_at_the_next_sample():
-    cadence = make(2, 3, 100, max_anchor=0)
-    sampling = CadenceSampling(cadence, 100, seed=5, drop_last=False, origin=BEGIN)
-    first = [*drawn(sampling, range(11), 2, 3)]
-    cadence.revise(paces((2.0, 1.0), 0.0, drawn=10))
-    first += drawn(sampling, range(11, 14), 2, 3)
-    begin = sampling.at(14).position(14)
-    resumed = make(3, 2, 100, max_anchor=None, first=14)
-    origin = Position(14, begin.epoch, begin.offset)
-    rest = CadenceSampling(resumed, 100, seed=5, drop_last=False, origin=origin)
-    both = [*first, *drawn(rest, range(14, 30), 3, 2)]
-    seen = [sample for step in both for rank in step for one in rank for sample in one]
-    assert seen == order(100, 5, len(seen) // 100 + 1)[: len(seen)]
 
 
 def test_the_last_batch_is_divided_in_proportion_or_left_out():
