@@ -20,7 +20,6 @@ from mntrain.checkpoint.format import (
     MODEL,
     OPTIMIZER,
     RANDOM,
-    RANGE_BYTES,
     REPLICAS,
     Manifest,
     decode_values,
@@ -108,10 +107,12 @@ def verify(
 
     Each of `size` callers verifies a different part. Raises ValueError for damaged bytes.
     """
-    buffer = memoryview(bytearray(RANGE_BYTES))
-    for name in files:
+    own = {name: content.checksums[name][rank::size] for name in files}
+    longest = max((part.length for parts in own.values() for part in parts), default=0)
+    buffer = memoryview(bytearray(longest))
+    for name, parts in own.items():
         with (path / name).open("rb") as file:
-            for start, length, checksum in content.checksums[name][rank::size]:
+            for start, length, checksum in parts:
                 data = buffer[:length]
                 file.seek(start)
                 if file.readinto(data) != length or zlib.crc32(data) != checksum:

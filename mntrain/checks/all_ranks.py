@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -114,6 +115,7 @@ def _physical_core(core: int) -> str:
         return str(core)
 
 
+@cache  # takes some 15 ms
 def _source_digest() -> str:
     """Return eight hexadecimal digits of the Python sources of this distribution."""
     root = Path(__file__).parents[2]

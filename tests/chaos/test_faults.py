@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the job with one report, which names the rank and the place."""
+"""Faults of one rank end the job with one report, which names the rank and the place."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from chaos.injection import Fault, inject
 from chaos.kinds import KINDS
 
-QUICK = {("killed", 1), ("continues", 0)}
+QUICK = {("killed", 1), ("continues", 0), ("hang", 1)}
 # Each is found as another kind is, which stays in continuous integration.
 ALIKE = {"memory", "raises after backward", "vanishes", "segfault", "spins", "never leaves"}
 ALIKE |= {"another shape", "another dtype", "one more", "stops early", "late to a broadcast"}
@@ -53,8 +53,26 @@ def test_a_fault_is_reported_once_with_its_rank(kind, rank):
     assert own.count("warning: ") <= 1, result.report()
     if kind == "none":
         assert own == ""
+    elif kind == "hang":
+        expect_stacks(result)
+    elif kind == "raises":
+        assert result.stderr.count("KeyError: 'a bug of one rank'") == 1, result.report()
+        for other in {0, 1, 2} - {rank}:
+            learned = f"rank {other} learns of rank {rank}: KeyError: 'a bug of one rank'"
+            assert learned in result.stdout, result.report()
     if expected.nodes and not expected.completes:
         assert outcome.seconds < 30
+
+
+def expect_stacks(result):
+    """The report has the stacks of the ranks that wait for rank 1, and of the cause."""
+    report = result.stderr[result.stderr.index("mntrain: error: ") :]
+    assert re.search(r"ranks 0, 2 on \S+ have waited \d+ s for rank 1 on", report), result.report()
+    called = r"in gradient bucket 0: reduce_scatter of 2632 float32 \(collective \d+ of optimizer 1"
+    assert re.search(called, report), result.report()
+    waiting = report[report.index("stack of ranks 0, 2") :]
+    assert re.search(r'fault.py", line \d+, in train\n    loss.backward\(\)', waiting)
+    assert "time.sleep(1000)" in report
 
 
 @pytest.mark.parametrize(
@@ -73,22 +91,3 @@ def test_a_fault_is_reported_once_with_its_rank(kind, rank):
 def test_a_fault_while_nodes_wait_in_an_exchange_is_reported_with_its_rank(kind, sync):
     outcome = run(kind, 1, sync=sync)
     assert outcome.right, outcome.result.report()
-
-
-def test_a_hang_is_reported_with_the_stacks_of_those_that_wait_and_of_the_cause():
-    result = run("hang", 1).result
-    report = result.stderr[result.stderr.index("mntrain: error: ") :]
-    assert re.search(r"ranks 0, 2 on \S+ have waited \d+ s for rank 1 on", report), result.report()
-    called = r"in gradient bucket 0: all_reduce of 2632 float32 \(collective \d+ of optimizer 1"
-    assert re.search(called, report), result.report()
-    waiting = report[report.index("stack of ranks 0, 2") :]
-    assert re.search(r'fault.py", line \d+, in train\n    loss.backward\(\)', waiting)
-    assert "time.sleep(1000)" in report
-
-
-def test_the_exception_of_a_rank_is_raised_by_the_others():
-    result = run("raises", 1).result
-    assert result.stderr.count("KeyError: 'a bug of one rank'") == 1, result.report()
-    for other in (0, 2):
-        learned = f"rank {other} learns of rank 1: KeyError: 'a bug of one rank'"
-        assert learned in result.stdout, result.report()

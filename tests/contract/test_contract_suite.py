@@ -6,47 +6,29 @@ import pytest
 from launch import run_suite
 
 RANKS = Path(__file__).parent / "ranks"
+SUITES = {  # the number of ranks, and options of pytest
+    # Every script that is not thorough, at two of the three stages.
+    "quick": (2, []),
+    "alone": (1, []),
+    # Of four ranks, some have no sample of a batch, or no gradient of a layer.
+    "unequal": (4, ["--all", "-k", "unequal or token_means or another_part"]),
+    # The pairs of script and stage that the quick set leaves out.
+    "rest": (3, ["--all", "-m", "thorough"]),
+    "all": (3, ["--all"]),
+}
+MARKS = {"quick": [], "unequal": [pytest.mark.thorough]}
 
 
-def check(ranks, *arguments, everything):
-    options = {"timeout": 600, "test_timeout": 240, "everything": everything}
-    result = run_suite(ranks, [RANKS, *arguments], **options)
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=MARKS.get(name, [pytest.mark.exhaustive])) for name in SUITES],
+)
+def test_scripts_train_as_under_ddp(request, name):
+    everything, rest = (request.config.getoption(option) for option in ("--all", "--rest"))
+    if everything and (name == "quick" or (name == "rest" and not rest)):
+        pytest.skip("all scripts run on three ranks instead")
+    ranks, options = SUITES[name]
+    result = run_suite(ranks, [RANKS, *options], timeout=600, test_timeout=240, everything=False)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)
-
-
-@pytest.mark.timeout(660)
-def test_scripts_train_as_under_ddp(request):
-    """On two ranks, every script that is not thorough, at two of the three stages."""
-    if request.config.getoption("--all"):
-        pytest.skip("all scripts run on three ranks instead")
-    check(2, everything=False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(660)
-def test_scripts_train_on_one_rank():
-    check(1, everything=False)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(660)
-def test_scripts_whose_ranks_differ_train_on_four():
-    """Of four ranks, some have no sample of a batch, or no gradient of a layer."""
-    check(4, "-k", "unequal or token_means or another_part", everything=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(660)
-def test_scripts_train_as_under_ddp_at_the_stages_that_are_left_out_on_two_ranks(request):
-    """On three ranks, the pairs of script and stage that are marked thorough."""
-    if request.config.getoption("--all") and not request.config.getoption("--rest"):
-        pytest.skip("all scripts run on three ranks instead")
-    check(3, "-m", "thorough", everything=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(660)
-def test_all_scripts_train_as_under_ddp():
-    """On three ranks, at every stage."""
-    check(3, everything=True)

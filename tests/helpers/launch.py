@@ -70,11 +70,26 @@ class Launcher(Protocol):
 
 @contextlib.contextmanager
 def in_own_group(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str], **options: Any
+    command: Sequence[str | Path],
+    folder: Path,
+    *,
+    ranks: int = 0,
+    env: Mapping[str, str] | None = None,
+    stderr: Any = subprocess.PIPE,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in a process group of its own, of which nothing is left at the end."""
+    """Run a command in a process group of its own, of which nothing is left at the end.
+
+    It runs on so many ranks, or without mpirun. `env` adds to the environment.
+    """
+    own = OPEN_MPI_ENVIRONMENT if is_open_mpi() else {}
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, start_new_session=True, **options
+        [*(mpirun_words(ranks) if ranks else []), *map(str, command)],
+        cwd=folder,
+        env={**os.environ, **own, "OMP_NUM_THREADS": "1", **(env or {})},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
     )
     try:
         yield process
@@ -130,6 +145,11 @@ def find_mpirun() -> str:
     return found
 
 
+def mpirun_words(ranks: int) -> list[str]:
+    """Return the beginning of a command line on so many ranks of this machine."""
+    return [find_mpirun(), "-n", str(ranks), *(OPEN_MPI_OPTIONS if is_open_mpi() else [])]
+
+
 @functools.cache
 def is_open_mpi() -> bool:
     version = subprocess.run([find_mpirun(), "--version"], check=True, capture_output=True)
@@ -163,10 +183,9 @@ def mpirun(
     if cluster is not None:
         words, settings = cluster.mpirun(words)
     else:
-        options = OPEN_MPI_OPTIONS if is_open_mpi() else []
         # UCX ends MPI_Init if an interface that it found vanishes, as those of emulated nodes do.
         settings = {} if is_open_mpi() else {"UCX_NET_DEVICES": "lo"}
-        words = [find_mpirun(), "-n", str(ranks), *options, *words]
+        words = [*mpirun_words(ranks), *words]
     with tempfile.TemporaryDirectory(prefix="mpirun-") as name:
         folder, start = Path(name), time.time()
         stacks, timed_out, left = {}, False, []

@@ -96,40 +96,6 @@ def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(
         assert "it ran on, but did not call" in after
 
 
-OWN_LOOP = """
-import os, sys, time
-import mntrain, torch
-
-with mntrain.init(device="cpu") as world:
-    model = torch.nn.Linear(300, 400)
-    optimizer = world.optimizer(model, torch.optim.AdamW)
-    with world.metrics(sys.argv[1]) as metrics:
-        for step in range(1, 6):
-            if world.rank == 1 and step == 3:
-                time.sleep(5)  # until the others wait
-                os._exit(0)
-            model(torch.ones(2, 300)).sum().backward()
-            optimizer.step()
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_leaves_an_own_loop_is_named(tmp_path):
-    line = OWN_LOOP[: OWN_LOOP.index("model(torch.ones")].count("\n") + 1
-    (tmp_path / "own.py").write_text(OWN_LOOP)
-    run = tmp_path / "run"
-    name, ended = f"rank 1 on {os.uname().nodename} stopped first.", threading.Event()
-    with ThreadPoolExecutor() as pool:
-        pool.submit(kill_once_diagnosed, run, ended, name)  # if the launcher waits for ever
-        mpirun(3, [sys.executable, tmp_path / "own.py", run], timeout=100)
-        ended.set()
-    text = autopsy(run).stdout
-    assert text.splitlines()[1] == name, text
-    assert "is gone" in text
-    assert "waiting   ranks 0, 2 on" in text
-    assert f"at {tmp_path / 'own.py'}:{line}" in text
-
-
 EARLY = """
 import ctypes, os, signal, sys, time
 import mntrain

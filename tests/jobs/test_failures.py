@@ -1,4 +1,4 @@
-"""When things break: one clear error, a quick end, an exit code that is not 0, nothing lost."""
+"""Failures of jobs: one clear error, a quick end, an exit code that is not 0, nothing lost."""
 
 import json
 import os
@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 from job import LATE, SMALL, autopsy, completed, losses, metrics, summary, train, write_corpus
-from launch import (
-    OPEN_MPI_ENVIRONMENT,
-    OPEN_MPI_OPTIONS,
-    find_mpirun,
-    in_own_group,
-    is_open_mpi,
-    mpirun,
-)
+from launch import in_own_group, is_open_mpi, mpirun
 
 TASKS = (
     LATE
@@ -269,13 +262,10 @@ def interrupted(
 ) -> subprocess.CompletedProcess:
     """Start a long job, press Ctrl-C so many times once it has taken some steps, and wait."""
     write_corpus(folder)
-    options = OPEN_MPI_OPTIONS if is_open_mpi() else []
-    command = [find_mpirun(), "-n", "2", *options, sys.executable, "-m", "mntrain", *SMALL]
+    command = [sys.executable, "-m", "mntrain", *SMALL]
     command += ["--data.path", str(folder / "corpus.txt"), "--run.dir", str(folder / "run")]
     command += ["--train.steps", "100000", "--task", f"broken:{task}", *more]
-    environment = os.environ | (OPEN_MPI_ENVIRONMENT if is_open_mpi() else {})
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with in_own_group(command, folder, environment | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
+    with in_own_group(command, folder, ranks=2) as process:
         log = folder / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 60
         while not log.exists() or log.read_text().count("\n") < lines:
@@ -396,11 +386,7 @@ print("end")
 @pytest.mark.parametrize("world", ["open", pytest.param("closed", marks=pytest.mark.thorough)])
 def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
     (tmp_path / "late.py").write_text(LATE_AT_EXIT)
-    options = OPEN_MPI_OPTIONS if is_open_mpi() else []
-    command = [find_mpirun(), "-n", "3", *options, sys.executable, "late.py", world]
-    environment = os.environ | (OPEN_MPI_ENVIRONMENT if is_open_mpi() else {})
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with in_own_group(command, tmp_path, environment | {"OMP_NUM_THREADS": "1"}, **pipes) as job:
+    with in_own_group([sys.executable, "late.py", world], tmp_path, ranks=3) as job:
         lines = []
         for line in job.stderr:
             lines.append(line)

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from launch import OPEN_MPI_ENVIRONMENT, OPEN_MPI_OPTIONS, find_mpirun, in_own_group, is_open_mpi
+from launch import in_own_group, is_open_mpi, mpirun_words
 
 # A library that takes long to import, and turns whatever interrupts it into another error.
 SLOW_LIBRARY = """
@@ -25,19 +25,13 @@ def path(folder):
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
-def ctrl_c(command, folder, ready):
+def ctrl_c(command, folder, ready, ranks=0):
     """Run a command in a folder, press Ctrl-C once `ready()`, and return the finished process."""
-    environment = os.environ | (OPEN_MPI_ENVIRONMENT if is_open_mpi() else {})
+    words = ["env", "--default-signal=INT"]  # ignored in background jobs
+    command = [*words, *(mpirun_words(ranks) if ranks else []), *command]
     with (
         (folder / "stderr").open("w") as stderr,
-        in_own_group(
-            ["env", "--default-signal=INT", *map(str, command)],  # ignored in background jobs
-            folder,
-            environment | path(folder),
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        ) as process,
+        in_own_group(command, folder, env=path(folder), stderr=stderr) as process,
     ):
         deadline = time.monotonic() + 60
         while not ready():
@@ -55,12 +49,9 @@ def ctrl_c(command, folder, ready):
 def test_ctrl_c_while_a_library_is_imported_prints_one_line(tmp_path, library, ranks):
     (tmp_path / f"{library}.py").write_text(SLOW_LIBRARY)
     (tmp_path / "importing").mkdir()
+    importing, expected = tmp_path / "importing", max(1, ranks)
     command = [sys.executable, "-m", "mntrain"]
-    if ranks:
-        options = OPEN_MPI_OPTIONS if is_open_mpi() else []
-        command = [find_mpirun(), "-n", ranks, *options, *command]
-    importing = tmp_path / "importing"
-    done = ctrl_c(command, tmp_path, lambda: len(list(importing.iterdir())) == max(1, ranks))
+    done = ctrl_c(command, tmp_path, lambda: len(list(importing.iterdir())) == expected, ranks)
     said = [line for line in (done.stdout + done.stderr).splitlines() if "[mpiexec" not in line]
     if ranks and is_open_mpi():  # its mpirun kills the ranks, and always returns 1
         assert (done.returncode, "".join(said)) == (1, "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyte
 import pytest
 from job import SMALL, write_corpus
-from launch import OPEN_MPI_OPTIONS, environment, find_mpirun, is_open_mpi
+from launch import environment, mpirun_words
 from reports import emulate, lines_of
 from terminals import pseudo_terminal
 
@@ -39,8 +39,7 @@ NAMES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMN
 
 def command_line(folder: Path, *options: str, ranks: int = 2) -> list[str]:
     words = ["--data.path", str(write_corpus(folder)), "--run.dir", str(folder / "run"), *SMALL]
-    launcher = [find_mpirun(), "-n", str(ranks), *(OPEN_MPI_OPTIONS if is_open_mpi() else [])]
-    return [*launcher, sys.executable, "-m", "mntrain", *words, *options]
+    return [*mpirun_words(ranks), sys.executable, "-m", "mntrain", *words, *options]
 
 
 def emulated_run(

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SMALL, completed, configuration, losses, metrics, summary, train, write_corpus
-from launch import TESTS, mpirun
+from job import completed, configuration, losses, metrics, summary, train
+from launch import TESTS
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.recorder.recording import FILE_BYTES
@@ -113,28 +113,6 @@ def ckpt(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.thorough
-def test_checkpoints_are_listed_and_shown(tmp_path, stopped):
-    listed = ckpt("list", stopped / "run")
-    assert listed.returncode == 0
-    assert listed.stdout.index("step-00000002") < listed.stdout.index("step-00000001")
-    shown = ckpt("show", stopped / "run")
-    assert "after step 2, saved " in shown.stdout
-    assert "by 1 rank on 1 node;" in shown.stdout
-    nothing = ckpt("list", tmp_path)
-    assert nothing.returncode == 1
-    assert nothing.stderr.count("has no checkpoints: give the folder of a run") == 1
-    assert ckpt("list").returncode == 2
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> Path:
-    """A run that has stopped after two of its six steps."""
-    folder = tmp_path_factory.mktemp("stopped")
-    completed(train(1, folder, "--run.stop-after", "2", *ONE_EACH))
-    return folder
-
-
 OLD = TESTS / "data" / "checkpoint-0.1"
 OLD_OPTIONS = [
     *("--data.path", str(OLD / "corpus.txt"), "--zero.stage", "2", "--train.precision"),
@@ -184,17 +162,6 @@ def test_a_full_disk_leaves_checkpoints_intact(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_may_change_its_batch_size_and_sees_every_sample_once(parts):
-    epoch = ["--train.batch-size", "8", "--data.valid-fraction", "0"]
-    completed(train(2, parts, *ONE_EACH, *epoch, "--run.stop-after", "2"))
-    changed = ["--train.batch-size", "20", "--run.allow-change", "batch-size"]
-    result = completed(train(3, parts, *ONE_EACH, *epoch, *changed))
-    assert "changed since then: --train.batch-size was 8, is 20" in result.stdout
-    # 60 windows an epoch: two steps of 8, two of 20, and the 4 that are left.
-    assert [line["samples"] for line in metrics(parts)] == [8, 8, 20, 20, 4, 20]
-
-
-@pytest.mark.thorough
 def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
     train(2, tmp_path, "--run.stop-after", "2")
     same = completed(train(2, tmp_path, "--run.stop-after", "4"))
@@ -207,16 +174,3 @@ def test_a_resumed_run_says_which_options_and_data_have_changed(tmp_path):
     other = completed(train(3, tmp_path, "--optim.lr", "0.001"))
     assert "changed since then: --optim.lr was 0.003, is 0.001\n" in other.stdout
     assert other.stderr.count("the data is not that of the checkpoint: the size of") == 1
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_cannot_save_fails(tmp_path):
-    corpus = write_corpus(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    command = [sys.executable, "-m", "mntrain", *SMALL, "--data.path", str(corpus)]
-    command += ["--run.dir", str(tmp_path / "run"), "--run.stop-after", "2"]
-    result = mpirun(2, command, timeout=100)
-    assert result.returncode == 1
-    assert result.stderr.count("step-00000002 was not saved: ") == 1
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

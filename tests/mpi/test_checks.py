@@ -2,21 +2,16 @@
 
 import json
 import os
-import re
-import time
 
 import pytest
 import torch
 from mpi4py import MPI
 
 import mntrain
-from mntrain import ranks
 from mntrain.__main__ import main
-from mntrain.checks.all_ranks import collect
 from mntrain.comm import mpi
 from mntrain.comm.links import measure, rounds
 from mntrain.errors import AgreedError
-from mntrain.world import World
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -48,22 +43,6 @@ def test_another_version_on_one_rank_is_one_error_on_all(monkeypatch):
         monkeypatch.setattr(torch, "__version__", "0.0")
     with pytest.raises(AgreedError, match=rf"torch differs between ranks.*rank {LAST} .* has 0\.0"):
         mntrain.init()
-
-
-@pytest.mark.parametrize("shift", [3600.0, -3600.0])
-def test_a_clock_that_is_off_is_found_at_the_start(shift, monkeypatch):
-    real = time.time
-    if RANK == LAST:
-        monkeypatch.setattr(ranks.time, "time", lambda: real() + shift)
-        monkeypatch.setattr(
-            ranks, "collect", lambda **given: collect(**{**given, "host_key": LAST})
-        )
-    with World() as world:
-        found = world.findings["clocks"]
-    assert found.status == "warn"
-    hours = float(re.search(r"is ([\d.]+) s or more", found.text)[1])
-    assert 3500 < hours <= 3601
-    assert ("ahead" if shift > 0 else "behind") in found.text
 
 
 def test_every_pair_is_measured_once_and_alike_on_all_ranks(comm):

@@ -101,10 +101,6 @@ def test_another_number_of_samples_is_named(world):
     assert said.startswith(f"{name} differs between ranks: {BUT_LAST} 4, rank {RANKS - 1} has 5: ")
 
 
-def test_rounding_of_another_processor_is_no_difference(world):
-    compare(world, lambda index: torch.linspace(0, 1, 9) * (1 + world.rank * 1e-6))
-
-
 def test_files_of_a_task_are_compared_and_one_that_is_missing_is_told(world, tmp_path, monkeypatch):
     (tmp_path / "a").write_text(odd(world, "usual", "another"))
     monkeypatch.setattr(Own, "files", {"a": tmp_path / "a"})

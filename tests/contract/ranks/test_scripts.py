@@ -26,6 +26,7 @@ SCRIPT_MODULES = (data, gradients, models, parameters, passes, transformers_mode
 COMM = MPI.COMM_WORLD
 TOLERANCE = 1e-10
 LOCAL = "local "  # begins the name of a value that differs between ranks
+KEPT = []  # the world of the last script, unless that was refused
 
 pytestmark = [
     pytest.mark.mpi,
@@ -37,6 +38,13 @@ pytestmark = [
     # Of DDP, for scripts that use all parameters in some of their steps.
     pytest.mark.filterwarnings("ignore:find_unused_parameters:UserWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_world():
+    yield
+    for world in KEPT:
+        world.close()
 
 
 def marks_of(script, stage, turn):
@@ -59,17 +67,18 @@ def test_script(case):
     if script.needs and shutil.which(script.needs) is None:
         pytest.skip(f"there is no {script.needs} here")
     refused = stage in script.refused and (COMM.size > 1 or script.refused_alone)
-    # Not a context manager: after a failure, pytest reports, and then the job is ended.
-    world = mntrain.init(device="cpu", bucket_mb=2e-4, ranks_per_node=2)
+    # After a failure the world is not closed: pytest reports, and then the job is ended.
+    world = KEPT.pop() if KEPT else mntrain.init(device="cpu", bucket_mb=2e-4, ranks_per_node=2)
     if refused:
         assert_refused(script.train, Here(world, stage), script.refused[stage])
         with suppress(AgreedError):  # of ranks that disagree, raised again
             world.close()
+        world.close()
     else:
         actual = values(script.train(Here(world, stage)))
         assert_same_bits_on_all_ranks(actual)
         assert_close(actual, reference(script))
-    world.close()
+        KEPT.append(world)
 
 
 @cache

@@ -129,14 +129,6 @@ def test_a_checkpoint_equals_itself(saved, ckpt):
     assert out == f"A: {label}\nB: {label}\nequal bit for bit: {count}; different: 0\n"
 
 
-def test_diff_lists_what_training_changed(saved, ckpt):
-    code, out, _ = ckpt("diff", newest(saved / "run").with_name("step-00000001"), saved / "run")
-    assert code == 1
-    assert out.count("1.0 and 2.0") == out.count("/step ")
-    for name in ("tokens.weight/step", "tokens.weight/exp_avg ", "coarse.bias/master "):
-        assert name in out
-
-
 def test_diff_lists_tensors_of_one_side_only_and_mismatched_ones(saved, ckpt):
     code, out, _ = ckpt("diff", saved / "run", saved / "Other")
     assert code == 1

@@ -18,22 +18,19 @@ def ranges(device="cpu"):
     return [TensorRange("file", str(i), one.to(device), i) for i, one in enumerate(tensors)]
 
 
-def test_copies_keep_the_values_when_the_originals_change():
-    originals = ranges()
-    expected = [one.flat.clone() for one in originals]
-    buffer = SnapshotBuffer(torch.device("cpu"))
-    copied = buffer.copy(originals)
-    for one in originals:
-        one.flat.zero_()
-    for copy, one, before in zip(copied, originals, expected, strict=True):
-        assert torch.equal(copy.flat, before)
-        assert copy._replace(flat=one.flat) == one
-        assert copy.flat.data_ptr() % min(64, before.element_size()) == 0
-
-
-def test_memory_is_reused_and_grows_if_needed():
-    buffer, originals = SnapshotBuffer(torch.device("cpu")), ranges()
-    places = [[copy.flat.data_ptr() for copy in buffer.copy(originals)] for _ in range(2)]
+def test_copies_keep_the_values_in_memory_that_is_reused_and_grows():
+    buffer, places = SnapshotBuffer(torch.device("cpu")), []
+    for _ in range(2):
+        originals = ranges()
+        expected = [one.flat.clone() for one in originals]
+        copied = buffer.copy(originals)
+        for one in originals:
+            one.flat.zero_()
+        for copy, one, before in zip(copied, originals, expected, strict=True):
+            assert torch.equal(copy.flat, before)
+            assert copy._replace(flat=one.flat) == one
+            assert copy.flat.data_ptr() % min(64, before.element_size()) == 0
+        places.append([copy.flat.data_ptr() for copy in copied])
     assert places[0] == places[1]
     large = [TensorRange("file", "large", torch.randn(5000), 0)]
     [copy] = buffer.copy(large)

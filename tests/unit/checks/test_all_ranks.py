@@ -7,7 +7,7 @@ import torch
 
 from mntrain.checks import all_ranks
 from mntrain.checks.all_ranks import RankFacts, collect
-from mntrain.checks.finding import Finding, naming, passed
+from mntrain.checks.finding import Finding, passed
 
 VERSIONS = {"mntrain": "0.1.0", "torch": "2.6.0", "MPI": "MPICH 5", "mpi4py": "4", "Python": "3.12"}
 
@@ -118,21 +118,6 @@ def test_a_hosts_own_finding_is_named_by_host():
     assert {check.__name__ for check in all_ranks.CHECKS} < found.keys()
 
 
-@pytest.mark.parametrize(
-    ("facts", "shares"),
-    [
-        ([fact()], [4]),
-        ([fact()] * 3, [1, 1, 1]),
-        ([fact(), other_host()], [4, 4]),
-        ([fact(physical=2)], [2]),  # two logical cores for each physical one
-        ([fact([0]), fact([1, 2, 3])], [1, 3]),
-        ([fact([0])] * 4, [1] * 4),
-    ],
-)
-def test_ranks_share_the_physical_cores(facts, shares):
-    assert [all_ranks.fair_threads(facts, rank) for rank in range(len(facts))] == shares
-
-
 def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -141,14 +126,6 @@ def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
     assert own.physical <= len(own.cores) <= own.host_cores
     assert all_ranks.versions([own, own]).status == "pass"
     assert names([replace(own, findings={}, threads=0)]) == set()
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 0, 2, 1], "ranks 0 to 2, 5")],
-)
-def test_numbers_are_written_as_ranges(values, words):
-    assert naming("rank", values) == words
 
 
 # Threads of torch

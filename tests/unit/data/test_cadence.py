@@ -1,4 +1,4 @@
-"""Whole micro-batches by speed: how many, when that changes, and which samples they have."""
+"""Whole micro-batches by speed: their numbers, revisions of these, and their samples."""
 
 from itertools import chain, pairwise
 
@@ -99,6 +99,11 @@ def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, targ
         # A step has at most an epoch: 100 micro-batches.
         ({"samples": 403}, (24.0, 1.0), 3.2, (10, 10), (96, 4)),
         ({"tunes": False}, (2.0, 1.0), 400.0, (10, 10), (20, 10)),
+        ({"samples": 4000}, (1.0, 1.0), 160.0, (10, 10), (500, 500)),  # half of an epoch each
+        ({"samples": 4000, "max_anchor": 20}, (1.0, 1.0), 160.0, (10, 10), (20, 20)),
+        # A step in ten of an epoch, by itself: 100 micro-batches.
+        ({"samples": 4000, "max_anchor": None}, (1.0, 1.0), 160.0, (10, 10), (50, 50)),
+        ({"samples": 4000, "max_anchor": 3}, (4.0, 1.0), 160.0, (3, 3), (12, 3)),
     ],
 )
 def test_plans_before_and_after_an_interval(options, speeds, communication_s, before, after):
@@ -129,17 +134,6 @@ def test_a_rank_that_recovers_gets_its_micro_batches_back():
     assert [plan.first.batch for plan in cadence.plans] == [0, 1, 61]
     fast, recovered = cadence.latest.counts
     assert recovered <= fast < 1.2 * recovered
-
-
-@pytest.mark.parametrize(
-    ("max_anchor", "anchors"), [(0, (10, 500)), (3, (3, 3)), (20, (10, 20)), (None, (10, 50))]
-)
-def test_the_anchor_stays_below_its_limit(max_anchor, anchors):
-    # An epoch has 1,000 micro-batches: 100 in each of 10 steps.
-    cadence = make(samples=4000, max_anchor=max_anchor)
-    assert cadence.latest.anchor == anchors[0]
-    cadence.revise(paces((1.0, 1.0), 160.0))
-    assert cadence.latest.anchor == anchors[1]
 
 
 def test_an_anchor_at_its_automatic_limit_does_not_follow_noise():

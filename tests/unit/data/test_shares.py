@@ -1,4 +1,4 @@
-"""Shares of a batch by speed: what they are, and when they change."""
+"""Shares of a batch by speed, and their revisions."""
 
 from itertools import chain, pairwise
 

@@ -1,4 +1,4 @@
-"""What other trainers have made, and saves without a process group."""
+"""Models that other trainers have made, and saves without a process group."""
 
 import sys
 from functools import partial
@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.first_of_two import FirstOfTwo
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.errors import ADVICE, advise
@@ -21,34 +22,32 @@ from zero.collectives import SingleProcessCollectives
 from zero.optimizer import ZeroOptimizer
 
 
+class Sharded(FSDPModule, nn.Linear):
+    """A layer after fully_shard."""
+
+
 def like(kind):
     """An instance of a wrapper that no process group has made."""
-    made = kind.__new__(kind)
+    made = object.__new__(kind)
     nn.Module.__init__(made)
     return made
 
 
-@pytest.mark.parametrize("kind", [DistributedDataParallel, DataParallel])
-def test_a_wrapped_model_is_refused_as_a_whole_or_in_part(kind):
-    with pytest.raises(ValueError, match=rf"model is wrapped in {kind.__name__}: give the module"):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (DistributedDataParallel, "is wrapped in DistributedDataParallel: give the module"),
+        (DataParallel, "is wrapped in DataParallel: give the module"),
+        (FullyShardedDataParallel, "is sharded by torch.distributed: leave"),
+        (Sharded, "is sharded by torch.distributed: leave"),
+    ],
+)
+def test_what_others_distribute_is_refused_as_a_whole_or_in_part(kind, said):
+    with pytest.raises(ValueError, match=f"model {said}"):
         check_model(like(kind), 1)
-    with pytest.raises(ValueError, match=r"model\.1 is wrapped"):
+    with pytest.raises(ValueError, match=rf"model\.1 {said}"):
         check_model(nn.Sequential(nn.Linear(1, 1), like(kind)), 1)
     check_model(nn.Linear(1, 1), 1)
-
-
-def test_a_sharded_model_is_refused():
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    class Sharded(FSDPModule, nn.Linear):
-        pass
-
-    module = nn.Linear(1, 1)
-    module.__class__ = Sharded  # as fully_shard does
-    with pytest.raises(ValueError, match=r"model\.0 is sharded by torch.distributed: leave"):
-        check_model(nn.Sequential(module), 1)
-    with pytest.raises(ValueError, match="model is sharded by torch"):
-        check_model(like(FullyShardedDataParallel), 1)
 
 
 def test_an_accelerator_that_trains_each_rank_alone_is_found(monkeypatch):

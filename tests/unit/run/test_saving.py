@@ -1,19 +1,9 @@
 """Intervals between saves."""
 
-import time
-
 import pytest
 
 from mntrain.config import CheckpointConfig
 from mntrain.run.saving import SaveInterval
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A monotonic clock that the test sets, by changing clock[0]."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 @pytest.mark.parametrize(("every", "steps"), [("3", [3, 6, 9]), ("0", [])])
@@ -24,29 +14,23 @@ def test_an_interval_in_steps(every, steps):
     assert not interval.due_now()
 
 
-def test_an_interval_in_minutes(clock):
-    interval = SaveInterval("1.5min", mtbf_hours=24)
+@pytest.mark.parametrize(
+    ("every", "first_s", "cost_s", "then_s"),
+    [
+        ("1.5min", 90.0, 0.1, 90.0),
+        ("auto", 0.0, 0.5, 293.9),  # sqrt(2 * 0.5 s * 24 h)
+    ],
+)
+def test_an_interval_by_the_clock(clock, every, first_s, cost_s, then_s):
+    interval = SaveInterval(every, mtbf_hours=24)
     assert interval.wanted
     assert not interval.due_after(1)
-    clock[0] += 89
-    assert not interval.due_now()
-    clock[0] += 2
-    assert interval.due_now()
-    interval.saved(cost_s=0.1)
-    assert not interval.due_now()
-    clock[0] += 91
-    assert interval.due_now()
-
-
-def test_auto_saves_at_once_and_then_as_often_as_its_cost_allows(clock):
-    interval = SaveInterval("auto", mtbf_hours=24)
-    assert interval.wanted
-    assert interval.due_now()
-    interval.saved(cost_s=0.5)
-    clock[0] += 293  # sqrt(2 * 0.5 s * 24 h) is 293.9 s
-    assert not interval.due_now()
-    clock[0] += 2
-    assert interval.due_now()
+    for seconds in (first_s, then_s):
+        clock[0] += max(0.0, seconds - 1)
+        assert interval.due_now() == (seconds == 0)
+        clock[0] += 2
+        assert interval.due_now()
+        interval.saved(cost_s)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mntrain import rank_info
 from mntrain.run import shard_sizes
 from mntrain.run.shard_sizes import check_shard_by, describe, free_by_rank, weigh
 
@@ -50,13 +49,6 @@ def test_the_line_names_each_ranks_part():
     assert describe([25, 75], [1, 0]) == "zero: shards by memory: ranks have 75, 25 %"
     line = describe([1] + [3] * 33, range(34))
     assert line == "zero: shards by memory: ranks have 1 to 3 %"
-
-
-def test_the_free_memory_is_that_of_the_device(monkeypatch):
-    monkeypatch.setattr(rank_info, "available_memory", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 + device.index, 80))
-    assert rank_info.free_memory(torch.device("cpu")) == 5
-    assert rank_info.free_memory(torch.device("cuda", 1)) == 8
 
 
 def test_unknown_memory_is_refused_where_it_counts(monkeypatch):

@@ -5,17 +5,7 @@ import signal
 import time
 from unittest.mock import MagicMock
 
-import pytest
-
 from mntrain.run.signals import Deadline, SignalRequests
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A monotonic clock that the test sets, by changing clock[0]."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 def slurm(seconds: float) -> dict[str, str]:

@@ -1,6 +1,5 @@
-"""Who waits for whom, from made-up statuses."""
+"""Search for the ranks that others wait for, in made-up statuses."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -113,9 +112,3 @@ def test_a_debugger_is_named():
     found = asked([waits("w", 1), ({"w": 1},)])
     found.statuses[1] = status(1, {"w": 1}, debugged=True)
     assert "in no collective, in a debugger, at train.py:1" in found.details()
-
-
-def test_a_status_survives_its_message():
-    for own in (wait("w", 2), wait("g", 0, ranks=[1, 2]), None):
-        original = status(1, {"w": 3}, own)
-        assert RankStatus.from_message(json.loads(json.dumps(original._asdict()))) == original

@@ -1,4 +1,4 @@
-"""When a monitor asks, warns and ends the job, by messages that tests make up."""
+"""Questions, warnings and reports of a monitor, by messages that tests make up."""
 
 import time
 from functools import partial
@@ -9,7 +9,7 @@ import pytest
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
 from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, Monitor
-from mntrain.watchdog.rank_status import EXIT, RankStatus
+from mntrain.watchdog.rank_status import RankStatus
 
 
 class Channel:
@@ -312,22 +312,3 @@ def test_a_process_that_ends_after_the_world_is_lost_once_all_others_are_at_the_
     assert world.ends == []  # rank 0 has work left
     come(world, 0)
     assert world.ends[0][0] == ("rank 2 on b is lost: its process has ended without the end of MPI")
-
-
-def test_who_is_late_at_the_exit_is_told_and_ends_no_job(make):
-    world = make(0)
-    come(world, 0, 1)
-
-    def status(rank):
-        wait = Wait(EXIT, 0, "its end", "", 10.0) if rank < 2 else None
-        return RankStatus({"w": 5, EXIT: int(rank < 2)}, wait, "stack\n", "a.py:2")
-
-    world.status = status
-    world.hear(2, "left")
-    world.hear(1, "waiting", ends=False)
-    world.answer(1, 2)
-    assert world.warnings == [
-        "ranks 0, 1 on a have waited 10 s at the exit for rank 2 on b, which has not reached the "
-        "end of the job\n  rank 2 on b (process 102): in no collective, at a.py:2\n    stack"
-    ]
-    assert world.ends == []

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import threading
 import time
 from types import SimpleNamespace
 
@@ -14,27 +13,24 @@ from mntrain.watchdog.side_channel import SideChannel
 from mntrain.watchdog.thread import Watchdog
 
 SECRET = b"s" * 32
-REPORT = {"rank": 2, "host": "a", "kind": "KeyError", "message": "of one\nrank", "traceback": ""}
 
 
 class Job:
-    """The watchdogs by rank, and the reports of failures that each has heard of."""
+    """The watchdogs by rank."""
 
-    def __init__(self, *, timeout=100.0, addresses=lambda found: found):
+    def __init__(self, *, addresses=lambda found: found):
         listeners = {rank: socket.create_server(("127.0.0.1", 0)) for rank in (0, 1)}
         own = SimpleNamespace(host="a", host_key=0, pid=os.getpid(), pid_namespace="")
         facts = [own] * 3
         monitors = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
         engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
         engine.progress = lambda futures: None
-        self.heard = {rank: [] for rank in range(3)}
-        self.ranks, self.seen = [], {rank: [] for rank in range(3)}
+        self.ranks = []
         for rank in range(3):
             channel = SideChannel(rank, SECRET, listeners.get(rank))
-            options = {"channel": channel, "monitors": monitors, "fail": self.heard[rank].append}
-            options["note_end"] = self.seen[rank].append
+            options = {"channel": channel, "monitors": monitors, "fail": None, "note_end": None}
             self.ranks.append(
-                Watchdog(rank, facts, engine, timeout=timeout, warn_after=1.0, **options)
+                Watchdog(rank, facts, engine, timeout=100.0, warn_after=1.0, **options)
             )
 
     def connected(self):
@@ -62,26 +58,6 @@ def job():
     made.close()
 
 
-def test_a_failure_is_heard_by_all_others_and_waits_until_they_left(job, monkeypatch):
-    monkeypatch.setattr(watchdogs, "ABORT_S", 600)  # at which it no longer waits
-    wait_for(job.connected)
-    ends = []
-    job.ranks[0].at_end.append(lambda status, reason: ends.append((status, reason)))
-    telling = threading.Thread(target=job.ranks[2].tell_failure, args=(REPORT,))
-    telling.start()
-    wait_for(lambda: job.heard[0] and job.heard[1])
-    assert telling.is_alive()
-    for rank in (0, 1):
-        job.ranks[rank].leave()
-    telling.join(60)
-    assert not telling.is_alive()
-    assert job.heard[2] == []
-    assert all(report == REPORT for rank in (0, 1) for report in job.heard[rank])
-    wait_for(lambda: ends)
-    job.ranks[0].end_run("lost", "a rank that ends after it")
-    assert ends == [("crashed", "rank 2 on a failed with KeyError: of one")]
-
-
 def test_only_rank_0_says_how_a_run_ends_and_an_error_of_one_summary_is_printed(job, capsys):
     ends = []
     job.ranks[0].at_end.append(lambda status, reason: 1 / 0)
@@ -106,20 +82,6 @@ def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeyp
         wait_for(job.connected)
     finally:
         job.close()
-
-
-def test_ranks_at_the_exit_go_on_when_all_are_there_and_none_that_leaves_is_lost(job, capsys):
-    wait_for(job.connected)
-    job.ranks[2].leave_world()
-    for rank in (0, 2):
-        job.ranks[rank].arrive_at_exit()
-    assert not any(rank._all_at_exit.is_set() for rank in job.ranks)
-    job.ranks[1].arrive_at_exit()
-    wait_for(lambda: all(rank._all_at_exit.is_set() for rank in job.ranks))
-    assert all(rank._none_unknown for rank in job.ranks)
-    for rank in job.ranks:
-        rank.close()
-    assert capsys.readouterr().err == ""
 
 
 def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_closed():
