@@ -17,7 +17,7 @@ from mntrain.config import CommConfig, DataConfig, ModelConfig, TrainConfig
 from mntrain.errors import AgreedError
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.verify_command import VerifyConfig, parse, run, verify_task
+from mntrain.train.verify.verify_command import VerifyConfig, parse, run, verify_task
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
