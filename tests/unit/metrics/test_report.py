@@ -1,4 +1,4 @@
-"""What the master's reporter says, on real rich consoles."""
+"""Output of the master's reporter, on real rich consoles."""
 
 import io
 import math
@@ -16,11 +16,13 @@ from reports import (
     reporting,
     run_steps,
     screen,
+    skipped,
     summary,
     used,
 )
 from rich.cells import cell_len
 
+from mntrain.metrics.registry import METRICS, count_text, short_time
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
 from mntrain.run.final_report import final_lines
@@ -51,6 +53,26 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (METRICS["loss"].format, 1e-7, "1.0000e-07"),
+        (METRICS["loss"].format, 12.5, "12.500"),
+        (count_text, 0, "0"),
+        (count_text, 3.71234, "3.71"),
+        (count_text, 812, "812"),
+        (count_text, 1.2e6, "1,200,000"),
+        (short_time, 0.0, "0 us"),
+        (short_time, 2.13e-5, "21.3 us"),
+        (short_time, 0.01234, "12.3 ms"),
+        (short_time, 0.42, "0.42 s"),
+        (short_time, 75.0, "75.00 s"),
+    ],
+)
+def test_numbers_are_short(function, value, text):
+    assert function(value) == text
+
+
 # Where the ranks run
 
 
@@ -61,9 +83,6 @@ def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown():
     assert second == f"ranks 8 to 15: node 1 on n1: {of_rank}"
     assert len(lines) == 17
     assert last == "... and 109 more lines"
-
-
-def test_a_rank_with_a_gpu_shows_which_one():
     model = "NVIDIA H100 80GB HBM3"
     where = places(2, 2, device="cuda:0")
     gpus = [replace(one, gpu=f"{one.rank}f6d1c2a-4000", model=model) for one in where]
@@ -93,17 +112,20 @@ def test_a_log_has_a_line_now_and_then(tmp_path, steps, of, step_s, said):
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_loss_that_is_not_finite_is_shown(tmp_path, loss, terminal):
-    on = console(terminal)
-    with reporting(tmp_path, on) as reporter:
-        reporter.step(record(1))
-        changes = {"loss": loss, "grad_norm": loss, "eval_loss": loss}
-        reporter.step(record(2, **changes, eval_metrics={"accuracy": 0.93}))
-    lines = screen(on)
-    assert f"step 2  eval loss {loss}  accuracy 0.93" in lines
-    assert any(f"loss {loss}  " in line for line in lines)
+def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(tmp_path, terminal):
+    changes = {"loss": math.nan, "grad_norm": math.inf, "eval_loss": -math.inf}
+    odd = record(2, **changes, eval_metrics={"accuracy": 0.93})
+    shown = []
+    for second in (odd, skipped(2)):
+        on = console(terminal)
+        with reporting(tmp_path, on) as reporter:
+            reporter.step(record(1))
+            reporter.step(second)
+        shown.append(screen(on))
+    assert "step 2  eval loss -inf  accuracy 0.93" in shown[0]
+    assert any("loss nan  lr 2.9e-03  norm inf" in line for line in shown[0])
+    assert any("loss 2.4312  lr 2.9e-03" in line and "norm" not in line for line in shown[1])
 
 
 def test_a_line_tells_loss_rate_norm_speed_and_time_left(tmp_path):

@@ -1,4 +1,4 @@
-"""What the master's reporter writes: metrics.jsonl and summary.json."""
+"""Files of the master's reporter: metrics.jsonl and summary.json."""
 
 import io
 import json
@@ -18,22 +18,17 @@ def strict(text: str) -> dict:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_each_step_is_on_disk_at_once_as_a_line_of_json(tmp_path):
+def test_each_step_is_a_line_of_json_at_once_and_numbers_that_json_lacks_are_null(tmp_path):
+    nan, inf = math.nan, math.inf
+    steps = [record(1), record(2, loss=nan, metrics={"a": -inf, "b": 1.0}), skipped(3, loss=inf)]
     with reporting(tmp_path, console(False)) as reporter:
-        for number in (1, 2, 3):
-            reporter.step(record(number))
+        for number, step in enumerate(steps, 1):
+            reporter.step(step)
             lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
             assert [strict(line)["step"] for line in lines] == list(range(1, number + 1))
-    assert strict(lines[0]) == record(1).to_json()
-
-
-def test_numbers_that_json_lacks_become_null_and_a_skipped_step_lacks_some(tmp_path):
-    nan, inf = math.nan, math.inf
-    with reporting(tmp_path, console(False)) as reporter:
-        reporter.step(record(1, loss=nan, metrics={"a": -inf, "b": 1.0}))
-        reporter.step(skipped(2, loss=inf))
         finish(reporter, final_loss=nan, ranks=[rank(0, share=nan)])
-    done, left_out = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, done, left_out = map(strict, lines)
+    assert first == record(1).to_json()
     assert done["loss"] is done["metrics"]["a"] is left_out["loss"] is None
     assert done["metrics"]["b"] == 1.0
     assert {"grad_norm", "clip_coef", "clipped_norm"} == done.keys() - left_out.keys() - {"metrics"}
@@ -60,23 +55,21 @@ def test_summary_is_written_after_all_else(tmp_path):
         reporter.step(record(2))
 
 
-def test_summary_replaces_an_old_one_as_a_whole(tmp_path):
-    path = tmp_path / "summary.json"
+def test_summary_replaces_an_old_one_as_a_whole_or_leaves_it(tmp_path, monkeypatch):
+    path, files = tmp_path / "summary.json", ["metrics.jsonl", "summary.json"]
     path.write_text("old")
     with path.open() as reader:
         finished(tmp_path, run_dir=tmp_path)
         assert reader.read() == "old"  # who had it open keeps the old file
     assert strict(path.read_text())["run_dir"] == str(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == files
 
-
-def test_failed_write_leaves_the_old_summary_and_nothing_else(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError("no space left")
 
-    (tmp_path / "summary.json").write_text("old")
+    path.write_text("old")
     monkeypatch.setattr(os, "fsync", full)
     with reporting(tmp_path, console(False)) as reporter:
         assert finish(reporter) == ["summary.json (no space left)"]
-    assert (tmp_path / "summary.json").read_text() == "old"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+    assert path.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == files
