@@ -66,6 +66,11 @@ def test_options_of_the_command_line(line, expected):
             "--train.precision fp8",
             "--train.precision: Input should be 'fp32', 'bf16', 'bf16-pure' or 'fp16', not 'fp8'",
         ),
+        (
+            "--zero.shard-by memory",
+            "--zero.shard-by memory: has no effect at --zero.stage 0; give --zero.stage 1 or 2, "
+            "or leave it out",
+        ),
         ("--train.steps 1e3", "--train.steps: Input should be a valid integer, not '1e3'"),
         (
             "--train.steps 200 --train.epochs 3",
@@ -150,7 +155,7 @@ def test_all_problems_are_reported_at_once(argv, options):
     assert [line.split(": ")[1] for line in refused(*argv)] == options
 
 
-def test_help_lists_every_option_with_its_default_and_examples(capsys):
+def test_help_lists_every_option_with_its_default(capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(["--help"])
     out, err = capsys.readouterr()
@@ -160,8 +165,6 @@ def test_help_lists_every_option_with_its_default_and_examples(capsys):
         if dataclasses.is_dataclass(inner):
             for option in dataclasses.fields(inner):
                 assert flag_of(f"{section.name}.{option_name(option.name)}") in out
-    assert "mpirun -n 4 python -m mntrain --config run.toml" in out
-    assert "FLOAT|none" in out
     assert "--data.valid-path [NAME=]PATH [[NAME=]PATH ...]" in out
-    assert "1: the optimizer's state. 2: gradients too." in " ".join(out.replace("│", " ").split())
+    assert "FLOAT|none" in out
     assert "(default: 32)" in out

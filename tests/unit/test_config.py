@@ -1,6 +1,5 @@
-"""The options themselves: what they refuse on construction."""
+"""Refusals of the options on construction."""
 
-import dataclasses
 import math
 
 import pytest
@@ -27,13 +26,10 @@ from zero.comm_hooks.between_nodes import BetweenNodesHook
         (DataConfig, "valid_fraction", -0.1),
         (DataConfig, "worker_start", "thread"),
         (ModelConfig, "layers", 0),
-        (OptimConfig, "max_grad_norm", -1.0),
         (OptimConfig, "min_lr_fraction", 1.1),
-        (TrainConfig, "precision", "fp8"),
         (TrainConfig, "compile", "no"),
         (TrainConfig, "batchsize", 1),
         (CommConfig, "algorithm", "no such"),
-        (CommConfig, "bucket_mb", 0.0),
         (ZeroConfig, "shard_by", "disk"),
         (RunConfig, "dir", 3),
         (RunConfig, "seed", 2**32),
@@ -47,11 +43,6 @@ def test_bad_value_is_refused_on_construction(section, name, bad):
         section(**{name: bad})
 
 
-def test_shards_by_memory_need_a_stage_with_shards():
-    with pytest.raises(ValueError, match=r"no effect at --zero.stage 0; give --zero.stage 1 or 2"):
-        ZeroConfig(shard_by="memory")
-
-
 def test_a_file_in_the_package_is_a_compression(monkeypatch, tmp_path):
     assert "int8" in compression.names()
     for name in compression.names():
@@ -63,8 +54,3 @@ def test_a_file_in_the_package_is_a_compression(monkeypatch, tmp_path):
     assert compression.select_hook("zz5", None) == "a hook"
     with pytest.raises(ValueError, match="compress zz5 and a comm_hook both say"):
         compression.select_hook("zz5", BetweenNodesHook())
-
-
-def test_configuration_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().train.steps = 5
