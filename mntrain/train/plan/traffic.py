@@ -92,34 +92,34 @@ def _by_messages(verb: str, nbytes: int, topology: Topology, algorithm: str) -> 
     return Sent(nbytes * within, nbytes * (total - within))
 
 
-def step(plan: Sequence[Bucket], stage: int, topology: Topology, travel: Travel) -> Sent:
-    """Return what the gradients and parameters of a step send."""
+def step(
+    plan: Sequence[Bucket],
+    stage: int,
+    topology: Topology,
+    travel: Travel,
+    code: Code | None = None,
+) -> Sent:
+    """Return what the gradients and parameters of a step send.
+
+    With a `code` (--comm.compress), gradients cross nodes as codes.
+    """
     total = Sent(0, 0)
     for bucket in plan:
         for verb, own, wire, times in travel.parts(stage, bucket.dtype.itemsize):
-            sizes = {"itemsize": own, "wire": wire}
-            total += collective(verb, bucket, topology, travel.algorithm, **sizes) * times
+            if code is not None and verb != "all_gather":
+                sent = _coded(verb, bucket, topology, code)
+            else:
+                sent = collective(verb, bucket, topology, travel.algorithm, itemsize=own, wire=wire)
+            total += sent * times
     return total
 
 
-def coded_step(
-    plan: Sequence[Bucket], stage: int, topology: Topology, travel: Travel, code: Code
-) -> Sent:
-    """Return what a step sends whose gradients cross nodes as codes (--comm.compress).
-
-    The owner of a lane sends the code of its node's sum to every other node.
-    """
-    nodes, total = len(topology.nodes), Sent(0, 0)
+def _coded(verb: str, bucket: Bucket, topology: Topology, code: Code) -> Sent:
+    """Return what is sent if the owner of a lane sends its node's sum to every other as a code."""
+    nodes = len(topology.nodes)
     unequal = len(set(map(len, topology.nodes))) > 1  # then shards lie on other ranks than lanes
-    halves = 2 if not stage or unequal else 1
-    for bucket in plan:
-        cuts = [bucket.bounds[slot] for slot in topology.lane_slots]
-        codes = sum(aligned(code.nbytes(high - low)) for low, high in pairwise(cuts) if low < high)
-        within = sum(halves * (len(node) - 1) * bucket.nbytes for node in topology.nodes)
-        coded = Sent(within, nodes * (nodes - 1) * codes)
-        (_, _, _, times), *others = travel.parts(stage, bucket.dtype.itemsize)
-        total += coded * times
-        for verb, own, wire, _ in others:
-            sizes = {"itemsize": own, "wire": wire}
-            total += collective(verb, bucket, topology, travel.algorithm, **sizes)
-    return total
+    halves = 2 if verb == "all_reduce" or unequal else 1
+    cuts = [bucket.bounds[slot] for slot in topology.lane_slots]
+    codes = sum(aligned(code.nbytes(high - low)) for low, high in pairwise(cuts) if low < high)
+    within = sum(halves * (len(node) - 1) * bucket.nbytes for node in topology.nodes)
+    return Sent(within, nodes * (nodes - 1) * codes)
