@@ -119,15 +119,15 @@ def test_a_description_brings_its_options(monkeypatch):
 
     @dataclass(frozen=True)
     @sync._with_options
-    class Section:
+    class MoreOptions:
         """As `SyncConfig`."""
 
-    options = Section.__pydantic_fields__
+    options = MoreOptions.__pydantic_fields__
     assert options.keys() - SyncConfig.__pydantic_fields__.keys() == {"part"}
     assert (options["part"].annotation, options["part"].default) == (float | None, None)
     assert options["part"].description == "a part."
     assert options["outer_lr"].description.endswith(", and of halved (none: 1.5).")
-    assert Section(every=5, part="none") == Section(every=5)
+    assert MoreOptions(every=5, part="none") == MoreOptions(every=5)
     with pytest.raises(ValueError, match=r"give --sync.mode local-sgd, diloco, .* or halved, or"):
         SyncConfig(every=5)
 

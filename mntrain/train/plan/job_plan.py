@@ -20,7 +20,7 @@ from mntrain.train.optimization import choose_optimizer
 from mntrain.train.plan import activations, traffic
 from mntrain.train.plan.bench_file import BenchFile
 from mntrain.train.plan.plan_options import PlanOptions
-from mntrain.train.plan.traffic import Sent, Travel
+from mntrain.train.plan.traffic import SentBytes, Travel
 from zero.comm_hooks.between_nodes import BetweenNodesHook
 from zero.comm_hooks.codes import FP32
 from zero.layout import Bucket, ParameterSpec, plan_buckets
@@ -43,7 +43,7 @@ class PlannedJob:
     least: Memory  # by role, over ranks
     most: Memory
     activations: int | None  # estimated; None if unknown
-    sent: Sent | None  # None with a sync schedule
+    sent: SentBytes | None  # None with a sync schedule
     seconds: float | None  # of this communication, if known
 
     @property
@@ -233,7 +233,7 @@ class JobPlan:
 
     def _communication(
         self, plan: Sequence[Bucket], stage: int, topology: Topology, micro_batches: int
-    ) -> tuple[Sent, float | None]:
+    ) -> tuple[SentBytes, float | None]:
         """Return what a step sends, and the seconds that this takes if they are known."""
         comm = self._options.comm
         wire, gather = _ITEMSIZES[comm.wire_dtype], _ITEMSIZES[comm.gather_dtype]
