@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mntrain import sync, train
     from mntrain.errors import AgreedError, RemoteRankError
     from mntrain.tasks import Loss, Task
-    from mntrain.train.verification import verify
+    from mntrain.train.verify.verification import verify
     from mntrain.world import World, init
 else:  # hidden from type checkers, for which any name would exist
     _MODULES = {
@@ -39,7 +39,7 @@ else:  # hidden from type checkers, for which any name would exist
         "Task": "mntrain.tasks",
         "World": "mntrain.world",
         "init": "mntrain.world",
-        "verify": "mntrain.train.verification",
+        "verify": "mntrain.train.verify.verification",
     }
 
     def __getattr__(name: str) -> object:

@@ -82,7 +82,7 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
     quiet = launched and not {"-h", "--help"} & set(words)  # the ranks first tell each other
     parse: Callable[..., Any] = cli.parse if command == "train" else bench_options.parse
     if command == "verify":
-        from mntrain.train import verify_command
+        from mntrain.train.verify import verify_command
 
         parse = verify_command.parse
     try:

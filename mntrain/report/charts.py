@@ -1,14 +1,14 @@
-"""Charts of a page, drawn by matplotlib as SVG that stands in HTML. One process, no display."""
+"""Charts of a page, drawn by matplotlib as files of SVG. One process, no display."""
 
 import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import numpy as np
+from markupsafe import Markup
 
 from mntrain.metrics.plot import Curve, colours_of, draw_panel
 
@@ -30,110 +30,108 @@ _LABEL = 24  # characters
 _SLOW = "tab:red"
 
 
-class Charts:
-    """Draws the charts of one page; names inside of them are unique in it."""
+def curves(panel: Mapping[str, Sequence[Curve | None]]) -> bytes:
+    """Return the curves of a metric and its evaluations, each by run."""
+    runs = len(next(iter(panel.values())))
 
-    def __init__(self) -> None:
-        self._numbers = count(1)
+    def draw(axes: "Axes") -> None:
+        handles = draw_panel(axes, panel, colours_of(runs))
+        axes.set(xlabel="step", ylabel="")
+        axes.locator_params(axis="x", integer=True)
+        if runs == 1 and len(handles) > 1:
+            axes.legend(handles.values(), handles, frameon=False, fontsize="small")
 
-    def curves(self, panel: Mapping[str, Sequence[Curve | None]]) -> str:
-        """Return the curves of a metric and its evaluations, each by run."""
-        runs = len(next(iter(panel.values())))
+    return _draw(draw)
 
-        def draw(axes: "Axes") -> None:
-            handles = draw_panel(axes, panel, colours_of(runs))
-            axes.set(xlabel="step", ylabel="")
-            axes.locator_params(axis="x", integer=True)
-            if runs == 1 and len(handles) > 1:
-                axes.legend(handles.values(), handles, frameon=False, fontsize="small")
 
-        return self._draw(draw)
+def by_rank_and_step(curves: Mapping[str, Curve], unit: str) -> bytes:
+    """Return the curves of ranks over the steps, by label."""
 
-    def by_rank_and_step(self, curves: Mapping[str, Curve], unit: str) -> str:
-        """Return the curves of ranks over the steps, by label."""
+    def draw(axes: "Axes") -> None:
+        colours = colours_of(max(2, len(curves)))
+        for (label, curve), colour in zip(curves.items(), colours, strict=False):
+            axes.plot(*curve, label=label, color=colour, linewidth=0.8)
+        axes.set(xlabel="step")
+        axes.locator_params(axis="x", integer=True)
+        _finish(axes, "y", unit, legend=True)
 
-        def draw(axes: "Axes") -> None:
-            colours = colours_of(max(2, len(curves)))
-            for (label, curve), colour in zip(curves.items(), colours, strict=False):
-                axes.plot(*curve, label=label, color=colour, linewidth=0.8)
-            axes.set(xlabel="step")
-            axes.locator_params(axis="x", integer=True)
-            _finish(axes, "y", unit, legend=True)
+    return _draw(draw)
 
-        return self._draw(draw)
 
-    def by_rank(
-        self,
-        parts: Mapping[str, Sequence[float]],
-        unit: str,
-        slow: Sequence[int] = (),
-    ) -> str:
-        """Return a bar for each rank, of parts that add up. Bars of `slow` ranks are red."""
+def by_rank(
+    parts: Mapping[str, Sequence[float]],
+    unit: str,
+    slow: Sequence[int] = (),
+) -> bytes:
+    """Return a bar for each rank, of parts that add up. Bars of `slow` ranks are red."""
 
-        def draw(axes: "Axes") -> None:
-            bottom = np.zeros(len(next(iter(parts.values()))))
-            for number, (name, values) in enumerate(parts.items()):
-                at = range(len(values))
-                colours = [_SLOW if rank in slow else f"C{number}" for rank in at]
-                axes.bar(at, values, bottom=bottom, label=name, color=colours)
-                bottom += values
-            axes.set(xlabel="rank")
-            axes.locator_params(axis="x", integer=True)
-            _finish(axes, "y", unit, legend=len(parts) > 1)
+    def draw(axes: "Axes") -> None:
+        bottom = np.zeros(len(next(iter(parts.values()))))
+        for number, (name, values) in enumerate(parts.items()):
+            at = range(len(values))
+            colours = [_SLOW if rank in slow else f"C{number}" for rank in at]
+            axes.bar(at, values, bottom=bottom, label=name, color=colours)
+            bottom += values
+        axes.set(xlabel="rank")
+        axes.locator_params(axis="x", integer=True)
+        _finish(axes, "y", unit, legend=len(parts) > 1)
 
-        return self._draw(draw)
+    return _draw(draw)
 
-    def phases(self, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> str:
-        """Return a horizontal bar for each run, of the mean seconds of phases of a step."""
 
-        def draw(axes: "Axes") -> None:
-            left = np.zeros(len(labels))
-            at = range(len(labels))
-            for name, values in parts.items():
-                axes.barh(at, values, left=left, label=name, height=0.6)
-                left += values
-            axes.set_yticks(at, list(map(_short, labels)))
-            axes.tick_params(axis="y", length=0)
-            axes.invert_yaxis()
-            _finish(axes, "x", "s", legend=True)
+def phases(labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> bytes:
+    """Return a horizontal bar for each run, of the mean seconds of phases of a step."""
 
-        return self._draw(draw, height=1.5 + 0.3 * len(labels))
+    def draw(axes: "Axes") -> None:
+        left = np.zeros(len(labels))
+        at = range(len(labels))
+        for name, values in parts.items():
+            axes.barh(at, values, left=left, label=name, height=0.6)
+            left += values
+        axes.set_yticks(at, list(map(_short, labels)))
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        _finish(axes, "x", "s", legend=True)
 
-    def scaling(
-        self, ranks: Sequence[int], values: Sequence[float], ideal: Sequence[float], *, log: bool
-    ) -> str:
-        """Return the measured values over the number of ranks, and the ideal line."""
+    return _draw(draw, height=1.5 + 0.3 * len(labels))
 
-        def draw(axes: "Axes") -> None:
-            axes.plot(ranks, ideal, "--", color="0.5", label="ideal")
-            axes.plot(ranks, values, "o", label="measured")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(set(ranks)), map(str, sorted(set(ranks))))
-            if log:
-                axes.set_yscale("log", base=2)
-                axes.yaxis.set_major_formatter("{x:g}")
-            else:
-                axes.set_ylim(0, None)
-            axes.minorticks_off()
-            axes.set(xlabel="ranks")
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize="small")
 
-        return self._draw(draw)
+def scaling(
+    ranks: Sequence[int], values: Sequence[float], ideal: Sequence[float], *, log: bool
+) -> bytes:
+    """Return the measured values over the number of ranks, and the ideal line."""
 
-    def _draw(self, draw: Callable[["Axes"], None], height: float = _HEIGHT) -> str:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
+    def draw(axes: "Axes") -> None:
+        axes.plot(ranks, ideal, "--", color="0.5", label="ideal")
+        axes.plot(ranks, values, "o", label="measured")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(set(ranks)), map(str, sorted(set(ranks))))
+        if log:
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+        else:
+            axes.set_ylim(0, None)
+        axes.minorticks_off()
+        axes.set(xlabel="ranks")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
 
-        content = io.BytesIO()
-        with mpl.rc_context(_STYLE), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
-            figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-            draw(figure.subplots())
-            none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            figure.savefig(content, format="svg", metadata=none)
-        return _embedded(content.getvalue(), f"chart{next(self._numbers)}-")
+    return _draw(draw)
+
+
+def _draw(draw: Callable[["Axes"], None], height: float = _HEIGHT) -> bytes:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    content = io.BytesIO()
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(figure.subplots())
+        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(content, format="svg", metadata=none)
+    return content.getvalue()
 
 
 def _short(label: str) -> str:
@@ -156,7 +154,7 @@ def _finish(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
         axes.figure.legend(ncols=columns, frameon=False, fontsize="small", **place)
 
 
-def _embedded(svg: bytes, prefix: str) -> str:
+def embedded(svg: bytes, prefix: str) -> Markup:
     """Return an SVG file as an element of HTML: its ids begin with a prefix, if they are used."""
     root = ElementTree.fromstring(svg)
     used = set(re.findall(rb'(?:url\(#|href="#)([^)"]+)', svg))
@@ -175,4 +173,5 @@ def _embedded(svg: bytes, prefix: str) -> str:
     for style in root.findall("defs/style/.."):
         root.remove(style)  # it would hold for the whole page
     del root.attrib["width"], root.attrib["height"]
-    return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
+    text = ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
+    return Markup(text)

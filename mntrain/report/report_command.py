@@ -18,8 +18,7 @@ from mntrain.config import Config
 from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
 from mntrain.metrics.plot import Curve, LoggedRun, colours_of, expect_drawable, panel_of
 from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
-from mntrain.report import scaling
-from mntrain.report.charts import Charts
+from mntrain.report import charts, scaling
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
 from mntrain.report.run_files import RunFiles, differing, read_runs
 
@@ -76,8 +75,8 @@ def page_of(runs: Sequence[RunFiles]) -> str:
 
     labels = [run.label for run in runs]
     title = f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs"
-    logs, charts = [run.log for run in runs], Charts()
-    parts: dict[str, Callable[[Section, RunFiles, Charts, str], None]] = {
+    logs = [run.log for run in runs]
+    parts: dict[str, Callable[[Section, RunFiles, str], None]] = {
         "Memory": _add_memory,
         "Communication": _add_communication,
         "Speed of ranks": _add_ranks,
@@ -85,9 +84,9 @@ def page_of(runs: Sequence[RunFiles]) -> str:
     }
     sections = [
         _result(runs),
-        Section("Curves", [*_curves(logs, charts)]),
-        _speed(logs, charts),
-        *(_of_each(title, add, runs, charts) for title, add in parts.items()),
+        Section("Curves", [*_curves(logs)]),
+        _speed(logs),
+        *(_of_each(title, add, runs) for title, add in parts.items()),
         _options(runs),
     ]
     legend = list(zip(labels, map(to_hex, colours_of(len(runs))), strict=False))
@@ -97,14 +96,13 @@ def page_of(runs: Sequence[RunFiles]) -> str:
 
 def _of_each(
     title: str,
-    add: Callable[[Section, RunFiles, Charts, str], None],
+    add: Callable[[Section, RunFiles, str], None],
     runs: Sequence[RunFiles],
-    charts: Charts,
 ) -> Section:
     """Return a section to which each run adds its own; titles name the run if there are several."""
     section = Section(title)
     for run in runs:
-        add(section, run, charts, f"{run.label}: " if len(runs) > 1 else "")
+        add(section, run, f"{run.label}: " if len(runs) > 1 else "")
     return section
 
 
@@ -136,7 +134,7 @@ def _parts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _curves(logs: Sequence[LoggedRun], charts: Charts) -> Iterator[tuple[str, str]]:
+def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, bytes]]:
     """Yield the curves of what the display shows of a step, and of what own loops log."""
     names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
     for name in names:
@@ -146,7 +144,7 @@ def _curves(logs: Sequence[LoggedRun], charts: Charts) -> Iterator[tuple[str, st
             yield words(name.removeprefix("metrics/")), charts.curves(panel)
 
 
-def _speed(logs: Sequence[LoggedRun], charts: Charts) -> Section:
+def _speed(logs: Sequence[LoggedRun]) -> Section:
     """Return the throughput, and where the time of a step goes."""
     section = Section("Speed")
     for name, title in _TIMES.items():
@@ -183,7 +181,7 @@ def phase_means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {**means, "other": max(0.0, means["step_s"] - sum(means[n] for n in PHASES))}
 
 
-def _add_memory(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+def _add_memory(section: Section, run: RunFiles, of: str) -> None:
     ranks = run.summary.get("ranks", [])
     for name, where in (("peak_memory", "of the process"), ("peak_device_memory", "on the GPU")):
         if any(rank.get(name) for rank in ranks):
@@ -203,7 +201,7 @@ def _add_memory(section: Section, run: RunFiles, charts: Charts, of: str) -> Non
     section.add(table_of(rows, f"{of}memory of a rank"))
 
 
-def _add_communication(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+def _add_communication(section: Section, run: RunFiles, of: str) -> None:
     ranks = run.summary.get("ranks", [])
     sent = {where: [rank[f"{level}_bytes"] for rank in ranks] for level, where in _LEVELS.items()}
     if any(map(any, sent.values())):
@@ -225,7 +223,7 @@ def _add_communication(section: Section, run: RunFiles, charts: Charts, of: str)
         section.add(table_of(rows, f"{of}all ranks"))
 
 
-def _add_ranks(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+def _add_ranks(section: Section, run: RunFiles, of: str) -> None:
     """Add the speed of each rank, and which are slow."""
     ranks, slow = run.summary.get("ranks", []), run.slow_ranks()
     if ranks and all(rank.get("own_s") and rank.get("samples") for rank in ranks):
@@ -253,7 +251,7 @@ def _rank_curves(log: LoggedRun, name: str) -> dict[str, Curve]:
     return dict(zip(("least", "median", "most"), ((steps, part) for part in spread), strict=True))
 
 
-def _add_history(section: Section, run: RunFiles, charts: Charts, of: str) -> None:
+def _add_history(section: Section, run: RunFiles, of: str) -> None:
     if saves := run.summary.get("checkpoints"):
         section.add(table_of([saves], f"{of}saves of the last job"))
     section.add(table_of([*run.checkpoints()], f"{of}checkpoints in the run's folder"))

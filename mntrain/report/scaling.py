@@ -9,7 +9,7 @@ import numpy as np
 from mntrain.checkpoint.format import read_manifest
 from mntrain.checkpoint.reader import list_checkpoints
 from mntrain.metrics.registry import WARMUP_STEPS
-from mntrain.report.charts import Charts
+from mntrain.report import charts
 from mntrain.report.page import Section, render, side_by_side, table_of, text_of
 from mntrain.report.run_files import RunFiles, differing
 
@@ -83,7 +83,7 @@ def page_of(runs: Sequence[RunFiles]) -> str:
     if len(epochs) > 1:
         raise ValueError(f"--scaling: epochs have {_listed(epochs)} samples: give runs of one task")
     samples = next(iter(epochs), _MANY)
-    base, charts = points[0], Charts()
+    base = points[0]
     rows = [
         {
             "run": one.run.label,

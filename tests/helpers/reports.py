@@ -8,8 +8,10 @@ from pathlib import Path
 import pyte
 from rich.console import Console
 
+from mntrain.config import LogConfig
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.report import Reporter
+from mntrain.metrics.writers import MetricsFiles
 from mntrain.rank_info import Place, Usage
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role
@@ -73,6 +75,21 @@ def rank(number: int, **changes) -> dict:
     fields |= {"gpu": "", "model": "", "device_memory": 0, "reserved_memory": 0}
     fields |= {"peak_reserved_memory": 0, "pinned_memory": 0}
     return fields | changes
+
+
+def line(step: int, **changes) -> dict:
+    """A line of metrics.jsonl."""
+    return record(step, **changes).to_json()
+
+
+def write(folder: Path, log: LogConfig, *lines: dict, succeeded: bool = True) -> list[str]:
+    """Write the lines of one job, and return its warnings."""
+    warnings: list[str] = []
+    files = MetricsFiles(folder, log, warnings.append)
+    for one in lines:
+        files.write(one)
+    files.close(succeeded=succeeded)
+    return warnings
 
 
 def skipped(step: int, **changes) -> StepRecord:

@@ -198,7 +198,7 @@ def test_an_evaluation_within_an_epoch_is_the_pass_that_counts(world):
         assert len(batch) == 2
 
 
-class Whole(IterableDataset):
+class WholeStream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(2.0 * RANKS + 1))
 
@@ -210,7 +210,7 @@ class Apart(IterableDataset):
 
 def test_a_stream_has_an_order_if_all_ranks_read_it(world):
     with torch.no_grad():
-        outputs = list(world.shard(DataLoader(Whole(), batch_size=RANKS + 1)))
+        outputs = list(world.shard(DataLoader(WholeStream(), batch_size=RANKS + 1)))
     assert torch.equal(world.gather_in_order(outputs), torch.arange(2.0 * RANKS + 1))
     loader = DataLoader(TensorDataset(torch.arange(3.0)))
     for shard in (world.shard(loader, divided=True), world.shard(DataLoader(Apart()))):

@@ -17,7 +17,7 @@ from mntrain.config import CommConfig, DataConfig, ModelConfig, TrainConfig
 from mntrain.errors import AgreedError
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.verify_command import VerifyConfig, parse, run, verify_task
+from mntrain.train.verify.verify_command import VerifyConfig, parse, run, verify_task
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -29,7 +29,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
 SCRIPT = PAGE.partition("```python\n")[2].partition("```")[0]
 
 
-class Numbers(Dataset):
+class Points(Dataset):
     """Points and values, the same on all ranks."""
 
     def __init__(self):
@@ -43,7 +43,7 @@ class Numbers(Dataset):
         return self.x[index], self.y[index]
 
 
-class Augmented(Numbers):
+class AugmentedByReads(Points):
     """Samples that depend on how many this process has read before."""
 
     reads = 0
@@ -53,7 +53,7 @@ class Augmented(Numbers):
         return self.x[index] * (1 + self.reads % 5), self.y[index]
 
 
-class Net(nn.Module):
+class ShiftedNet(nn.Module):
     def __init__(self, *more):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 24), *more, nn.Tanh(), nn.Linear(24, 3))
@@ -70,14 +70,14 @@ def loop(
     *,
     more=(),
     kind=ADAMW,
-    data=Numbers,
+    data=Points,
     batches=lambda world, loader: world.shard(loader),
     prepare=lambda world, model: None,
     loss_of=functional.mse_loss,
     micro=1,
 ):
     torch.manual_seed(0)
-    model = Net(*(layer() for layer in more))
+    model = ShiftedNet(*(layer() for layer in more))
     prepare(world, model)
     optimizer = world.optimizer(model, kind.func, stage=stage, **kind.keywords)
     loader = DataLoader(data(), batch_size=BATCH // micro, shuffle=True)
@@ -115,7 +115,7 @@ def test_a_loop_that_is_right_passes(capsys, changes):
     assert (verdict.text in capsys.readouterr().out) == (RANK == 0)
 
 
-class Whole(torch.optim.Optimizer):
+class DividedByNorm(torch.optim.Optimizer):
     """Divides by the norm of all gradients of some tensors that it is given."""
 
     sizes = range(140, 300)  # which no trial has
@@ -162,11 +162,11 @@ FAULTS = {
         "random numbers are drawn in forward",
     ),
     "a buffer on one rank": ({"prepare": shift_on_one_rank}, "the difference in the"),
-    "statistics of all parameters": ({"kind": partial(Whole, lr=0.1)}, "stage 1: "),
+    "statistics of all parameters": ({"kind": partial(DividedByNorm, lr=0.1)}, "stage 1: "),
     "a sum": ({"loss_of": partial(functional.mse_loss, reduction="sum")}, "a sum in place of a m"),
     "the same samples": ({"batches": lambda world, loader: loader}, "train on the same samples"),
     "a parameter is skipped": ({"prepare": skip_on_one_rank}, "in the gradient of layers.0.bias"),
-    "augmentation by rank": ({"data": Augmented}, "in another order"),
+    "augmentation by rank": ({"data": AugmentedByReads}, "in another order"),
     "batch norm of each rank": ({"more": [partial(nn.BatchNorm1d, 24)]}, "the difference in the"),
 }
 
@@ -192,7 +192,7 @@ class WrongCount(LanguageModel):
         return Loss(loss.mean * len(batch) / self.config.train.batch_size, loss.count)
 
 
-class Stream(IterableDataset):
+class InOrder(IterableDataset):
     """The samples of a dataset, in their order."""
 
     def __init__(self, samples):
@@ -205,7 +205,7 @@ class Stream(IterableDataset):
 class Streaming(LanguageModel):
     def dataset(self, split):
         found = super().dataset(split)
-        return Stream(found) if split == "train" else found
+        return InOrder(found) if split == "train" else found
 
 
 def job(folder: Path, task: str, **more) -> VerifyConfig:

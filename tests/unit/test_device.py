@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
 
 
-class Graph:
+class MovableGraph:
     def to(self, device, non_blocking):
         return "moved", device, non_blocking
 
 
 def test_a_batch_keeps_its_structure_and_its_values():
     batch = {"pair": Pair(torch.arange(3), [torch.ones(2)]), "name": "b", "more": (1, None)}
-    moved = move({**batch, "graph": Graph()}, CPU)
+    moved = move({**batch, "graph": MovableGraph()}, CPU)
     assert moved["pair"].x.tolist() == [0, 1, 2]
     assert moved["pair"].y[0].dtype == torch.float32
     assert (moved["name"], moved["more"]) == ("b", (1, None))

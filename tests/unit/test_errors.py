@@ -11,7 +11,7 @@ from mntrain.equal_values import compare, expect_same
 from mntrain.errors import AgreedError, ExceptionWatch
 
 
-class JobEndedError(Exception):
+class AbortedError(Exception):
     """In place of the end of the job."""
 
 
@@ -20,7 +20,7 @@ def own_hooks(monkeypatch):
     """Abort by an exception, and restore the interpreter's hooks."""
 
     def abort(code):
-        raise JobEndedError(code)
+        raise AbortedError(code)
 
     monkeypatch.setattr(mpi, "abort", abort)
     monkeypatch.setattr(errors.time, "sleep", lambda seconds: None)
@@ -63,7 +63,7 @@ def test_a_users_hook_is_called_once_by_two_worlds_and_when_the_earlier_one_is_c
     first, second = installed(), installed()
     errors = KeyError("of two"), KeyError("after the first")
     for error in errors:
-        with pytest.raises(JobEndedError):
+        with pytest.raises(AbortedError):
             leave_uncaught(error)
         if error is errors[0]:
             first.uninstall()
@@ -105,7 +105,7 @@ def test_a_hook_that_was_installed_later_and_reaches_none_before_comes_below(mon
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: told.append(error))
     watch.install()  # again, as the end of a world does
     error = KeyError("a bug")
-    with pytest.raises(JobEndedError):
+    with pytest.raises(AbortedError):
         leave_uncaught(error)
     assert told == [error]
     assert "rank 1 of 4 on host failed" in capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_a_hook_that_was_installed_later_and_reaches_none_before_comes_below(mon
 def test_a_users_hook_that_fails_hides_nothing_and_the_job_ends(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", lambda *exception: 1 / 0)
     installed()
-    with pytest.raises(JobEndedError):
+    with pytest.raises(AbortedError):
         leave_uncaught(KeyError("a bug"))
     err = capsys.readouterr().err
     assert "rank 1 of 4 on host failed" in err

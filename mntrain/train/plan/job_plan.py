@@ -14,13 +14,13 @@ from torch.utils.data import IterableDataset, default_collate
 from mntrain import compression, tasks
 from mntrain.comm.topology import Topology
 from mntrain.ranks import TRAVEL_DTYPES
-from mntrain.train.compiling import PRECISIONS, Precision
+from mntrain.train.compiling import PRECISIONS
 from mntrain.train.initialization import freeze
 from mntrain.train.optimization import choose_optimizer
 from mntrain.train.plan import activations, traffic
 from mntrain.train.plan.bench_file import BenchFile
 from mntrain.train.plan.plan_options import PlanOptions
-from mntrain.train.plan.traffic import Sent, Travel
+from mntrain.train.plan.traffic import SentBytes, Travel
 from zero.comm_hooks.between_nodes import BetweenNodesHook
 from zero.comm_hooks.codes import FP32
 from zero.layout import Bucket, ParameterSpec, plan_buckets
@@ -43,7 +43,7 @@ class PlannedJob:
     least: Memory  # by role, over ranks
     most: Memory
     activations: int | None  # estimated; None if unknown
-    sent: Sent | None  # None with a sync schedule
+    sent: SentBytes | None  # None with a sync schedule
     seconds: float | None  # of this communication, if known
 
     @property
@@ -126,10 +126,14 @@ class JobPlan:
             with torch.device("meta"):
                 made = self._task.model()
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._note(f"the model was made on the CPU, since it needs memory: {reason}")
+            self._note_on_cpu("the model was made", "it", error)
             made = self._task.model()
-        model = made if dtype is None else made.to(dtype)
+        return self._prepared(made, dtype)
+
+    def _prepared(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+        """Cast and freeze a model in place, as a job does, and return it."""
+        if dtype is not None:
+            model.to(dtype)
         freeze(model, self._options.init.freeze)
         return model
 
@@ -184,8 +188,7 @@ class JobPlan:
         try:
             return [on(slot=slot) for slot in slots]
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._note(f"the optimizer runs on the CPU, since it needs memory: {reason}")
+            self._note_on_cpu("the optimizer runs", "it", error)
             return [on(slot=slot, device="cpu") for slot in slots]
 
     def _hook(self, plan: Sequence[Bucket], topology: Topology) -> tuple[int, int]:
@@ -204,30 +207,16 @@ class JobPlan:
 
     def _measure_activations(self, precision: str, samples: int) -> int | None:
         """Return the bytes of a micro-batch's forward and backward, or None if it fails."""
-        dtypes, recompute = PRECISIONS[precision], self._options.train.recompute
+        task, dtypes, recompute = self._task, PRECISIONS[precision], self._options.train.recompute
         model = self._model(dtypes.parameters)
         try:
             batch = self._batch(samples)
-            return activations.activation_bytes(
-                self._task, model, batch, dtypes, recompute=recompute
-            )
+            return activations.activation_bytes(task, model, batch, dtypes, recompute=recompute)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self._note(f"activations were measured on the CPU, since the model needs memory: {reason}")
-        return self._run_on_cpu(dtypes, samples)
-
-    def _run_on_cpu(self, dtypes: Precision, samples: int) -> int | None:
+            self._note_on_cpu("activations were measured", "the model", error)
         try:
-            made = self._task.model()
-            model = made if dtypes.parameters is None else made.to(dtypes.parameters)
-            freeze(model, self._options.init.freeze)
-            return activations.measure(
-                self._task,
-                model,
-                self._batch(samples),
-                dtypes,
-                recompute=self._options.train.recompute,
-            )
+            model, batch = self._prepared(task.model(), dtypes.parameters), self._batch(samples)
+            return activations.measure(task, model, batch, dtypes, recompute=recompute)
         except Exception as error:
             self._note(f"activations are unknown: {type(error).__name__}: {error}")
             return None
@@ -244,17 +233,21 @@ class JobPlan:
 
     def _communication(
         self, plan: Sequence[Bucket], stage: int, topology: Topology, micro_batches: int
-    ) -> tuple[Sent, float | None]:
+    ) -> tuple[SentBytes, float | None]:
         """Return what a step sends, and the seconds that this takes if they are known."""
         comm = self._options.comm
         wire, gather = _ITEMSIZES[comm.wire_dtype], _ITEMSIZES[comm.gather_dtype]
         travel = Travel(comm.algorithm, micro_batches, wire, gather)
         hook = compression.select_hook(comm.compress, None)
         if isinstance(hook, BetweenNodesHook) and len(topology.nodes) > 1:
-            return traffic.coded_step(plan, stage, topology, travel, hook.code), None
+            return traffic.step(plan, stage, topology, travel, hook.code), None
         sent = traffic.step(plan, stage, topology, travel)
         seconds = self._bench.step_s(plan, stage, topology, travel) if self._bench else None
         return sent, seconds
+
+    def _note_on_cpu(self, what: str, subject: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._note(f"{what} on the CPU, since {subject} needs memory: {reason}")
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

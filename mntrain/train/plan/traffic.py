@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from mntrain.comm import algorithms, collectives
 from mntrain.comm.topology import Topology
@@ -10,18 +11,11 @@ from zero.comm_hooks.codes import Code, aligned
 from zero.layout import Bucket
 
 
-@dataclass(frozen=True)
-class Sent:
+class SentBytes(NamedTuple):
     """Bytes that all ranks together send, as they are counted: see docs/metrics.md."""
 
     node: float  # within nodes
     cross: float  # between them
-
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(self.node + other.node, self.cross + other.cross)
-
-    def __mul__(self, factor: float) -> "Sent":
-        return Sent(self.node * factor, self.cross * factor)
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Travel:
 
 def collective(
     verb: str, bucket: Bucket, topology: Topology, algorithm: str, *, itemsize: int, wire: int
-) -> Sent:
+) -> SentBytes:
     """Return what a collective on a bucket in shared memory sends.
 
     `verb` is all_reduce, reduce_scatter or all_gather; elements have `itemsize` bytes, and `wire`
@@ -71,10 +65,10 @@ def collective(
         lanes = topology.smallest_node if algorithm == "lanes" else 1
         owned = [bucket.shard(topology.slots[r]) for n in topology.nodes for r in n[lanes:]]
         within += itemsize * sum(high - low for low, high in owned)
-    return Sent(within, halves * (len(topology.nodes) - 1) * bucket.numel * wire)
+    return SentBytes(within, halves * (len(topology.nodes) - 1) * bucket.numel * wire)
 
 
-def _by_messages(verb: str, nbytes: int, topology: Topology, algorithm: str) -> Sent:
+def _by_messages(verb: str, nbytes: int, topology: Topology, algorithm: str) -> SentBytes:
     """Return what an algorithm sends in which every rank is a node of its own."""
     ranks, halves = range(topology.size), 2 if verb == "all_reduce" else 1
     if algorithm == "naive":  # every rank sends all to every other
@@ -89,37 +83,38 @@ def _by_messages(verb: str, nbytes: int, topology: Topology, algorithm: str) -> 
         ]
     within = sum(part for a, b, part in parts if topology.node(a) == topology.node(b))
     total = sum(part for _, _, part in parts)
-    return Sent(nbytes * within, nbytes * (total - within))
+    return SentBytes(nbytes * within, nbytes * (total - within))
 
 
-def step(plan: Sequence[Bucket], stage: int, topology: Topology, travel: Travel) -> Sent:
-    """Return what the gradients and parameters of a step send."""
-    total = Sent(0, 0)
+def step(
+    plan: Sequence[Bucket],
+    stage: int,
+    topology: Topology,
+    travel: Travel,
+    code: Code | None = None,
+) -> SentBytes:
+    """Return what the gradients and parameters of a step send.
+
+    With a `code` (--comm.compress), gradients cross nodes as codes.
+    """
+    node = cross = 0.0
     for bucket in plan:
         for verb, own, wire, times in travel.parts(stage, bucket.dtype.itemsize):
-            sizes = {"itemsize": own, "wire": wire}
-            total += collective(verb, bucket, topology, travel.algorithm, **sizes) * times
-    return total
+            if code is not None and verb != "all_gather":
+                sent = _coded(verb, bucket, topology, code)
+            else:
+                sent = collective(verb, bucket, topology, travel.algorithm, itemsize=own, wire=wire)
+            node += sent.node * times
+            cross += sent.cross * times
+    return SentBytes(node, cross)
 
 
-def coded_step(
-    plan: Sequence[Bucket], stage: int, topology: Topology, travel: Travel, code: Code
-) -> Sent:
-    """Return what a step sends whose gradients cross nodes as codes (--comm.compress).
-
-    The owner of a lane sends the code of its node's sum to every other node.
-    """
-    nodes, total = len(topology.nodes), Sent(0, 0)
+def _coded(verb: str, bucket: Bucket, topology: Topology, code: Code) -> SentBytes:
+    """Return what is sent if the owner of a lane sends its node's sum to every other as a code."""
+    nodes = len(topology.nodes)
     unequal = len(set(map(len, topology.nodes))) > 1  # then shards lie on other ranks than lanes
-    halves = 2 if not stage or unequal else 1
-    for bucket in plan:
-        cuts = [bucket.bounds[slot] for slot in topology.lane_slots]
-        codes = sum(aligned(code.nbytes(high - low)) for low, high in pairwise(cuts) if low < high)
-        within = sum(halves * (len(node) - 1) * bucket.nbytes for node in topology.nodes)
-        coded = Sent(within, nodes * (nodes - 1) * codes)
-        (_, _, _, times), *others = travel.parts(stage, bucket.dtype.itemsize)
-        total += coded * times
-        for verb, own, wire, _ in others:
-            sizes = {"itemsize": own, "wire": wire}
-            total += collective(verb, bucket, topology, travel.algorithm, **sizes)
-    return total
+    halves = 2 if verb == "all_reduce" or unequal else 1
+    cuts = [bucket.bounds[slot] for slot in topology.lane_slots]
+    codes = sum(aligned(code.nbytes(high - low)) for low, high in pairwise(cuts) if low < high)
+    within = sum(halves * (len(node) - 1) * bucket.nbytes for node in topology.nodes)
+    return SentBytes(within, nodes * (nodes - 1) * codes)

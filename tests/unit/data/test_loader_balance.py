@@ -40,8 +40,8 @@ def balanced(rank, size, gather, clock, kind="cut", **options):
 def parts_by_rank(costs, kind="indexed", *, passes=1, saves=False, rooms=(), **options):
     """Return the parts of each rank: for each pass a list of (samples, share).
 
-    `costs` are seconds a sample. With `saves`, rank 0 does something else for a long time after every fifth batch. `rooms` are
-    the factors by which the memory of each rank may grow.
+    `costs` are seconds a sample. With `saves`, rank 0 does something else for a long time after
+    every fifth batch. `rooms` are the factors by which the memory of each rank may grow.
     """
 
     def body(rank, gather):

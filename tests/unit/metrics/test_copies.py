@@ -5,29 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-from reports import record
+from reports import line, write
 
 from mntrain.config import LogConfig
 from mntrain.metrics import copies
-from mntrain.metrics.files import flatten, read_metrics
+from mntrain.metrics.files import flatten
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.run.directory import rewind
 
 MLFLOW, PROMETHEUS = LogConfig(mlflow="digits & <b>"), LogConfig(prometheus=True)
-
-
-def write(folder: Path, log: LogConfig, *lines: dict, succeeded: bool = True) -> list[str]:
-    """One job's lines; returns its warnings."""
-    warnings: list[str] = []
-    files = MetricsFiles(folder, log, warnings.append)
-    for line in lines:
-        files.write(line)
-    files.close(succeeded=succeeded)
-    return warnings
-
-
-def line(step: int, **changes) -> dict:
-    return record(step, **changes).to_json()
 
 
 @pytest.fixture(params=["file", pytest.param("sqlite", marks=pytest.mark.thorough)])
@@ -87,16 +73,6 @@ def test_a_resumed_run_is_one_run_of_mlflow_with_every_step_once(tmp_path, store
     assert [one.info.run_id == run.info.run_id for one in runs(store)] == [True, False]
 
 
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
-def test_an_error_of_mlflow_is_one_warning(tmp_path, store, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    [warning] = write(tmp_path, MLFLOW, line(1), line(2))
-    assert warning.startswith("MLflow gets no more metrics: MlflowException: ")
-    assert [found["step"] for found in read_metrics(tmp_path)] == [1, 2]
-
-
 def samples(folder: Path) -> dict[tuple[str, str], float]:
     """The values of metrics.prom by name and by what a label besides the run's name says."""
     parser = pytest.importorskip("prometheus_client.parser")
@@ -111,7 +87,7 @@ def samples(folder: Path) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_prometheus_reads_the_last_values_with_their_units(tmp_path):
+def test_prometheus_reads_the_last_values_with_their_units(tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     folder = tmp_path / 'ru"n\n'
     folder.mkdir()
@@ -132,10 +108,7 @@ def test_prometheus_reads_the_last_values_with_their_units(tmp_path):
     names = {name for name, _ in found}
     assert not {"mntrain_slow_ranks", "mntrain_grad_norm", "mntrain_error"} & names
     assert os.listdir(folder).count("metrics.prom") == len(os.listdir(folder)) - 1
-
-
-def test_the_file_for_prometheus_is_replaced_once_a_second(tmp_path, monkeypatch):
-    pytest.importorskip("prometheus_client")
+    # It is replaced once a second.
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     files = MetricsFiles(tmp_path, PROMETHEUS, pytest.fail)

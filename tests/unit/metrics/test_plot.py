@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mntrain.metrics import plot
-from mntrain.metrics.files import flatten
-from mntrain.metrics.plot import LoggedRun, running_mean
+from mntrain.metrics.plot import running_mean
 
 mpl = pytest.importorskip("matplotlib")
 FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
@@ -35,19 +34,8 @@ def lines(count: int, scale: float = 1.0) -> list[dict]:
     return made
 
 
-def logged(*given: dict) -> LoggedRun:
-    return LoggedRun("run", Path("run"), [flatten(line) for line in given])
-
-
 def draw(*words: object) -> int:
     return plot.run([str(word) for word in words])
-
-
-def test_curves_lie_over_the_steps_that_have_a_value():
-    assert logged(*lines(10)).curve("eval_loss")[0].tolist() == [5, 10]
-    steps, losses = logged(*lines(3)).curve("loss")
-    assert steps.tolist() == [1, 2, 3]
-    assert losses == pytest.approx([3, 2.5, 2 + 1 / 3])
 
 
 def test_the_running_mean_weights_recent_values_and_skips_missing_ones():
@@ -75,6 +63,10 @@ def test_a_run_has_its_loss_its_running_mean_and_its_evaluations(tmp_path):
         file.write('{"step": 103, "lo')  # as a kill leaves it
     [axes] = figure([run], ["loss"]).axes
     each, mean, evaluation = axes.lines
+    assert axes.get_yscale() == "linear"
+    axes = figure([run], ["loss"], log=True).axes[0]
+    assert axes.get_yscale() == "log"
+    assert sum(bool(label.get_text()) for label in axes.get_yticklabels(which="both")) >= 3
     assert each.get_ydata()[:100].tolist() == [2 + 1 / step for step in range(1, 101)]
     assert np.isnan(each.get_ydata()[100:]).tolist() == [True]
     assert len(mean.get_ydata()) == 101
@@ -87,8 +79,8 @@ def test_a_run_has_its_loss_its_running_mean_and_its_evaluations(tmp_path):
         assert drawn == [[step / 10 for step in range(1, 11)], [0.5, 0.5]]
 
 
-@pytest.mark.parametrize("count", [2, 10, 14])
-def test_each_run_has_a_colour_of_its_own_that_the_legend_names(tmp_path, count):
+def test_each_run_has_a_colour_of_its_own_that_the_legend_names(tmp_path):
+    count = 14
     paths = [make(tmp_path / f"r{index}", lines(9, index + 1)) for index in range(count)]
     drawn = figure(paths, ["loss"])
     colours = [mpl.colors.to_hex(line.get_color()) for line in drawn.axes[0].lines[:count]]
@@ -103,9 +95,14 @@ NAMES = ["_hidden $x^", "a" * 200, "lr=3e-4 " * 25, "ä\n\tb"]
 
 
 @pytest.mark.parametrize(
-    "names", [NAMES, [f"run {index}" for index in range(25)], *map(list, zip(NAMES))]
+    ("names", "log"),
+    [
+        (NAMES, True),
+        ([f"run {index}" for index in range(25)], False),
+        (["_$x^ ä\n\tb " + "a" * 180], False),
+    ],
+    ids=["long names", "many", "one"],
 )
-@pytest.mark.parametrize("log", [False, True])
 def test_no_text_is_cut_off(tmp_path, names, log):
     paths = [make(tmp_path / name, lines(60)) for name in names]
     drawn = figure(paths, ["loss", "accuracy"], log=log)
@@ -126,14 +123,6 @@ def test_no_text_is_cut_off(tmp_path, names, log):
         clean = name.replace("$", r"\$").replace("\n", "\ufffd").replace("\t", "\ufffd")
         assert clean.replace(" ", "") in shown
     assert drawn.axes[0].get_position().height * height > 200  # pixels are left for the curves
-
-
-def test_the_vertical_axis_is_logarithmic_only_if_asked(tmp_path):
-    run = make(tmp_path / "a", lines(100))
-    assert figure([run], ["loss"]).axes[0].get_yscale() == "linear"
-    axes = figure([run], ["loss"], log=True).axes[0]
-    assert axes.get_yscale() == "log"
-    assert sum(bool(label.get_text()) for label in axes.get_yticklabels(which="both")) >= 3
 
 
 @pytest.mark.parametrize(
@@ -158,7 +147,6 @@ def test_default_files_are_in_the_run_or_here_for_several(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("none", "none has no metrics.jsonl: give the folder of a run"),
         ("empty", "empty has no metrics.jsonl: give the folder of a run"),
         ("begun", "begun: its metrics.jsonl has no step yet"),
         (
@@ -187,6 +175,10 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
     assert err.startswith(f"mntrain: {message}")
     assert err.count("\n") == 1
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"metrics.jsonl"}
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert draw("a") == 2
+    needs = "which is not installed: pip install 'mntrain[plot]'"
+    assert capsys.readouterr().err == f"mntrain: plot needs matplotlib, {needs}\n"
 
 
 def test_the_command_needs_neither_torch_nor_mpi(tmp_path):
@@ -213,11 +205,3 @@ def test_a_job_draws_in_a_process_of_its_own_or_says_why_not(tmp_path, monkeypat
     monkeypatch.setitem(plot.JOB_LIMITS_S, "plot", 0.01)
     why = plot.draw_at_end("plot", tmp_path)
     assert why == f"it took more than 0.01 s; python -m mntrain plot {tmp_path} draws it"
-
-
-def test_without_matplotlib_the_command_to_install_it_is_named(tmp_path, monkeypatch, capsys):
-    make(tmp_path, lines(3))
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    needs = "which is not installed: pip install 'mntrain[plot]'"
-    assert draw(tmp_path) == 2
-    assert capsys.readouterr().err == f"mntrain: plot needs matplotlib, {needs}\n"

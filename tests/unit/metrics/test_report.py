@@ -1,7 +1,9 @@
-"""What the master's reporter says, on real rich consoles."""
+"""Output of the master's reporter, on real rich consoles, and its files."""
 
 import io
+import json
 import math
+import os
 import re
 import sys
 from dataclasses import replace
@@ -12,15 +14,18 @@ from reports import (
     finish,
     finished,
     places,
+    rank,
     record,
     reporting,
     run_steps,
     screen,
+    skipped,
     summary,
     used,
 )
 from rich.cells import cell_len
 
+from mntrain.metrics.registry import METRICS, count_text, short_time
 from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
 from mntrain.run.final_report import final_lines
@@ -51,6 +56,26 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (METRICS["loss"].format, 1e-7, "1.0000e-07"),
+        (METRICS["loss"].format, 12.5, "12.500"),
+        (count_text, 0, "0"),
+        (count_text, 3.71234, "3.71"),
+        (count_text, 812, "812"),
+        (count_text, 1.2e6, "1,200,000"),
+        (short_time, 0.0, "0 us"),
+        (short_time, 2.13e-5, "21.3 us"),
+        (short_time, 0.01234, "12.3 ms"),
+        (short_time, 0.42, "0.42 s"),
+        (short_time, 75.0, "75.00 s"),
+    ],
+)
+def test_numbers_are_short(function, value, text):
+    assert function(value) == text
+
+
 # Where the ranks run
 
 
@@ -61,9 +86,6 @@ def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown():
     assert second == f"ranks 8 to 15: node 1 on n1: {of_rank}"
     assert len(lines) == 17
     assert last == "... and 109 more lines"
-
-
-def test_a_rank_with_a_gpu_shows_which_one():
     model = "NVIDIA H100 80GB HBM3"
     where = places(2, 2, device="cuda:0")
     gpus = [replace(one, gpu=f"{one.rank}f6d1c2a-4000", model=model) for one in where]
@@ -93,17 +115,20 @@ def test_a_log_has_a_line_now_and_then(tmp_path, steps, of, step_s, said):
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_loss_that_is_not_finite_is_shown(tmp_path, loss, terminal):
-    on = console(terminal)
-    with reporting(tmp_path, on) as reporter:
-        reporter.step(record(1))
-        changes = {"loss": loss, "grad_norm": loss, "eval_loss": loss}
-        reporter.step(record(2, **changes, eval_metrics={"accuracy": 0.93}))
-    lines = screen(on)
-    assert f"step 2  eval loss {loss}  accuracy 0.93" in lines
-    assert any(f"loss {loss}  " in line for line in lines)
+def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(tmp_path, terminal):
+    changes = {"loss": math.nan, "grad_norm": math.inf, "eval_loss": -math.inf}
+    odd = record(2, **changes, eval_metrics={"accuracy": 0.93})
+    shown = []
+    for second in (odd, skipped(2)):
+        on = console(terminal)
+        with reporting(tmp_path, on) as reporter:
+            reporter.step(record(1))
+            reporter.step(second)
+        shown.append(screen(on))
+    assert "step 2  eval loss -inf  accuracy 0.93" in shown[0]
+    assert any("loss nan  lr 2.9e-03  norm inf" in line for line in shown[0])
+    assert any("loss 2.4312  lr 2.9e-03" in line and "norm" not in line for line in shown[1])
 
 
 def test_a_line_tells_loss_rate_norm_speed_and_time_left(tmp_path):
@@ -349,3 +374,70 @@ def test_statistics_of_a_run_that_did_not_complete(tmp_path, status, loss):
     assert facts_of(lines).get("final loss") == (None if loss is None else "nan")
     assert "eval loss" not in facts_of(lines)
     assert lines[-1] == "runs/a"
+
+
+# Files
+
+
+def strict(text: str) -> dict:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_each_step_is_a_line_of_json_at_once_and_numbers_that_json_lacks_are_null(tmp_path):
+    nan, inf = math.nan, math.inf
+    steps = [record(1), record(2, loss=nan, metrics={"a": -inf, "b": 1.0}), skipped(3, loss=inf)]
+    with reporting(tmp_path, console(False)) as reporter:
+        for number, step in enumerate(steps, 1):
+            reporter.step(step)
+            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+            assert [strict(line)["step"] for line in lines] == list(range(1, number + 1))
+        finish(reporter, final_loss=nan, ranks=[rank(0, share=nan)])
+    first, done, left_out = map(strict, lines)
+    assert first == record(1).to_json()
+    assert done["loss"] is done["metrics"]["a"] is left_out["loss"] is None
+    assert done["metrics"]["b"] == 1.0
+    assert {"grad_norm", "clip_coef", "clipped_norm"} == done.keys() - left_out.keys() - {"metrics"}
+    assert (done["skipped"], left_out["skipped"]) == (False, True)
+    written = strict((tmp_path / "summary.json").read_text())
+    assert written["final_loss"] is written["ranks"][0]["share"] is None
+
+
+def test_summary_is_written_after_all_else(tmp_path):
+    written = tmp_path / "summary.json"
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            assert not written.exists()
+            return super().write(text)
+
+    on = console(True, file=Watched())
+    with Reporter(True, tmp_path, 4, on) as reporter:
+        reporter.step(record(1))
+        finish(reporter)
+        assert strict(written.read_text()) == summary()
+        reporter.close()
+    with pytest.raises(RuntimeError, match="step 2 was reported outside"):
+        reporter.step(record(2))
+
+
+def test_summary_replaces_an_old_one_as_a_whole_or_leaves_it(tmp_path, monkeypatch):
+    path, files = tmp_path / "summary.json", ["metrics.jsonl", "summary.json"]
+    path.write_text("old")
+    with path.open() as reader:
+        finished(tmp_path, run_dir=tmp_path)
+        assert reader.read() == "old"  # who had it open keeps the old file
+    assert strict(path.read_text())["run_dir"] == str(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == files
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with reporting(tmp_path, console(False)) as reporter:
+        assert finish(reporter) == ["summary.json (no space left)"]
+    assert path.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == files

@@ -62,48 +62,40 @@ def found(folder: Path, command: str, columns: int = 70) -> list[int] | None:
     return json.loads((folder / "result").read_text())
 
 
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("command", "shown"),
     [
-        "RANK",
-        "mpirun pipe RANK",
-        "mpirun pty RANK",
-        "mpirun pipe hydra_pmi_proxy pipe RANK",
-        "mpirun pipe sh -c 'RANK; true'",
+        ("RANK", True),
+        ("mpirun pipe RANK", True),
+        ("mpirun pty RANK", True),
+        ("mpirun pipe hydra_pmi_proxy pipe RANK", True),
+        ("mpirun pipe sh -c 'RANK; true'", True),
+        ("RANK 2> file", False),
+        ("mpirun pipe RANK 2> file", False),
+        # The output goes elsewhere, is changed, or is another user's.
+        ("mpirun pipe RANK | cat", None),
+        ("mpirun pty RANK | cat", None),
+        ("mpirun pipe hydra_pmi_proxy pipe RANK | cat", None),
+        ("mpirun pipe RANK > file", None),
+        ("driver pipe RANK", None),
+        ("driver pipe mpirun pipe RANK", None),
+        ("mpirun -l pipe RANK", None),
+        ("mpirun --tag-output pty RANK", None),
+        ("RANK | cat", None),
+        ("RANK > file", None),
+        pytest.param("mpirun pipe RANK nobody", None, marks=ROOT),
     ],
 )
-def test_the_terminal_of_the_user_is_found_if_it_has_a_size(tmp_path, command):
-    assert found(tmp_path, command) == [70, 20, True]
+def test_the_terminal_of_the_user_is_found_if_it_gets_the_output(tmp_path, command, shown):
+    assert found(tmp_path, command) == (None if shown is None else [70, 20, shown])
+
+
+@pytest.mark.parametrize("command", ["RANK", "mpirun pty RANK"])
+def test_a_terminal_without_a_size_is_none(tmp_path, command):
     assert found(tmp_path, command, columns=0) is None
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "mpirun pipe RANK | cat",
-        "mpirun pty RANK | cat",
-        "mpirun pipe hydra_pmi_proxy pipe RANK | cat",
-        "mpirun pipe RANK > file",
-        "driver pipe RANK",
-        "driver pipe mpirun pipe RANK",
-        "mpirun -l pipe RANK",
-        "mpirun --tag-output pty RANK",
-        "RANK | cat",
-        "RANK > file",
-    ],
-)
-def test_there_is_none_where_the_output_goes_elsewhere_or_is_changed(tmp_path, command):
-    assert found(tmp_path, command) is None
-
-
-@pytest.mark.parametrize("command", ["RANK 2> file", "mpirun pipe RANK 2> file"])
-def test_stderr_in_a_file_is_told_from_stderr_on_the_terminal(tmp_path, command):
-    assert found(tmp_path, command) == [70, 20, False]
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_there_is_none_where_the_launcher_is_another_users(tmp_path):
-    assert found(tmp_path, "mpirun pipe RANK nobody") is None
 
 
 def test_a_size_is_that_of_the_moment_and_none_after_the_process(tmp_path):

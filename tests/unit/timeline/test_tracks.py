@@ -21,13 +21,13 @@ PLACE = Place(3, "n2", 1, 0, "cpu", 1)
 def clock(monkeypatch):
     """The time of events, in seconds; tests set it."""
 
-    class Clock:
+    class SetClock:
         now = 100.0
 
         def perf_counter(self):
             return self.now
 
-    made = Clock()
+    made = SetClock()
     monkeypatch.setattr(event_log, "time", made)
     return made
 

@@ -49,11 +49,11 @@ class Stubborn(Tokens):
         return model
 
     def dataset(self, split):
-        class Stream(IterableDataset):
+        class RandomRows(IterableDataset):
             def __iter__(self):
                 return iter(torch.randn(30, Tokens.context + 1))
 
-        return Stream() if split == "train" else None
+        return RandomRows() if split == "train" else None
 
     def loss(self, model, batch):
         out = model(batch / model.norm)

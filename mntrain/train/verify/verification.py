@@ -11,8 +11,7 @@ A loss, gradient or weight of all ranks is right if its distance from one proces
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,7 +21,7 @@ from mntrain.comm import algorithms, mpi
 from mntrain.config import CommConfig
 from mntrain.data.source import rebuilt
 from mntrain.errors import AgreedError
-from mntrain.train.recorded_steps import Distance, RecordedRun
+from mntrain.train.verify.recorded_steps import Distance, RecordedRun, Run
 from mntrain.world import World, init
 from zero.agreement import differing
 from zero.norms import NonFiniteGradientError
@@ -34,9 +33,6 @@ MARGIN = 16  # four bits beyond what three other orders happen to show
 ORDERS = 3
 # One rounding to the wire dtype of a variant, beside that of the parameters' dtype.
 _JITTER = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
-
-# Runs the steps in a world, with the options of a variant, and the number of an order: 0 as it is.
-Run: TypeAlias = Callable[[World, dict[str, Any], int], Iterable[float] | None]
 
 
 class Variant(NamedTuple):
@@ -177,13 +173,14 @@ class _Reference:
         """Run the steps once, and then in other orders. Local."""
         alone = {**options, "ranks_per_node": None}
         with _OneProcess(mpi.comm_of_one(), **alone) as world:
-            self.first = first = _recorded(run, world, {"stage": 0}, RecordedRun(keeps=True))
+            self.first = first = RecordedRun(keeps=True)
+            first.record(run, world, {"stage": 0})
             if not first.steps:
                 self.wrong = "one process alone took no step of an optimizer of world.optimizer"
                 return
             for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
-                given = {"stage": 0, "micro": size}
-                self.divided[size] = _recorded(run, world, given, RecordedRun(keeps=True))
+                self.divided[size] = RecordedRun(keeps=True)
+                self.divided[size].record(run, world, {"stage": 0, "micro": size})
             jitters = {0.0, *(_jitter(options, variant) for variant in chosen)}
             eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
             for jitter in jitters:
@@ -191,7 +188,8 @@ class _Reference:
                 for order in range(1, ORDERS + 1):
                     world.order = order
                     other = RecordedRun(first, jitter=max(jitter, eps))
-                    self.others[jitter].append(_recorded(run, world, {"stage": 0}, other, order))
+                    other.record(run, world, {"stage": 0}, order)
+                    self.others[jitter].append(other)
             world.order = 0
             self.wrong = self._depends_on_order(eps)
             if also is not None and not self.wrong:
@@ -270,27 +268,6 @@ class _Shuffled:
             yield self._draws.sample(list(batch), len(batch))
 
 
-def _recorded(
-    run: Run, world: World, options: dict[str, Any], recorded: RecordedRun, order: int = 0
-) -> RecordedRun:
-    """Run the steps in a world, and record them. Collective in it."""
-    random.seed(0)
-    torch.manual_seed(0)
-    with suppress(ImportError):
-        import numpy as np  # noqa: PLC0415 - optional
-
-        np.random.seed(0)
-    with recorded.recording():
-        recorded.losses = [float(loss) for loss in run(world, options, order) or ()]
-    if recorded.first is not None:
-        for step, loss, other in zip(
-            recorded.steps, recorded.losses, recorded.first.losses, strict=False
-        ):
-            relative = abs(loss - other) / max(abs(other), 1e-300)
-            step.distances = {"loss": Distance(relative, 2.0**-23), **step.distances}
-    return recorded
-
-
 def _compare(
     run: Run,
     variant: Variant,
@@ -302,7 +279,7 @@ def _compare(
     recorded = RecordedRun(reference.divided.get(variant.options.get("micro", 0), reference.first))
     try:
         with World(comm, **{**options, **variant.comm}) as world:
-            _recorded(run, world, variant.options, recorded)
+            recorded.record(run, world, variant.options)
             by_rank = world.gather([(step.digests, step.inputs) for step in recorded.steps])
             jitter = _jitter(options, variant)
             found = None

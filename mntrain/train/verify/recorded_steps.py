@@ -5,11 +5,13 @@ first run keeps them; of others only their distances from it remain.
 """
 
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -20,8 +22,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from mntrain.world import World
 from zero.checksum import checksum
 from zero.optimizer import ZeroOptimizer
+
+# Runs the steps in a world, with the options of a variant, and the number of an order: 0 as it is.
+Run: TypeAlias = Callable[[World, dict[str, Any], int], Iterable[float] | None]
 
 _CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the same samples
 
@@ -46,7 +52,7 @@ class RecordedStep:
 
 
 class RecordedRun:
-    """The steps of a run within `recording`, beside those of the `first` run if this rank has it.
+    """The steps of a run that is recorded, beside those of the `first` run if this rank has it.
 
     With `keeps`, it is such a first run itself, whose tensors are kept. `jitter` changes
     each element of a gradient by at most so many times its size, or the usual size of the
@@ -65,9 +71,21 @@ class RecordedRun:
         self._step = RecordedStep()
         self._optimizers: list[ZeroOptimizer] = []
 
+    def record(self, run: Run, world: World, options: dict[str, Any], order: int = 0) -> None:
+        """Run the steps in a world, from the same seeds each time. Collective in it."""
+        random.seed(0)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        with self._hooks():
+            self.losses = [float(loss) for loss in run(world, options, order) or ()]
+        if self.first is not None:
+            for step, loss, other in zip(self.steps, self.losses, self.first.losses, strict=False):
+                relative = abs(loss - other) / max(abs(other), 1e-300)
+                step.distances = {"loss": Distance(relative, 2.0**-23), **step.distances}
+
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Enclose the run. Each step is collective in its world."""
+    def _hooks(self) -> Iterator[None]:
+        """Enclose the run."""
         seen, given = set[nn.Module](), dict[nn.Module, float]()
 
         def before_call(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -22,9 +22,9 @@ from mntrain.cli import parse_options
 from mntrain.config import CheckpointConfig, Config, LogConfig
 from mntrain.config_types import STRICT
 from mntrain.errors import AgreedError
-from mntrain.train.recorded_steps import Distance, RecordedRun
 from mntrain.train.trainer import Trainer
-from mntrain.train.verification import Variant, Verdict, _recorded, examine, variants
+from mntrain.train.verify.recorded_steps import Distance, RecordedRun
+from mntrain.train.verify.verification import Variant, Verdict, examine, variants
 from mntrain.world import World
 
 STEPS = 4
@@ -99,7 +99,7 @@ class _Runs:
     def __init__(self, config: Config, ranks: int, folder: Path) -> None:
         self._config, self._ranks, self._folder = config, ranks, folder
         self._number = 0
-        self._batch_size = 1  # of the last run
+        self._batch_size, self._batch_norm = 1, False  # of the last run
 
     def __call__(self, world: World, options: dict[str, Any], order: int) -> Iterable[float]:
         """Take the steps, and return their losses. Collective in the world."""
@@ -111,16 +111,12 @@ class _Runs:
         share = -(-self._batch_size // self._ranks)
         largest = -(-share // -(-share // self._config.train.micro_batch_size))
         size = -(-largest // 2) if largest > 1 else 2
-        models: list[Any] = []
-
-        def run(world: World, options: dict[str, Any], order: int) -> Iterable[float]:
-            return self._steps(world, 0, size, 0, parts=1, keep=models.append)
-
-        other = _recorded(run, world, {}, RecordedRun(first))
+        other = RecordedRun(first)
+        other.record(lambda *_: self._steps(world, 0, size, 0, parts=1), world, {})
         distance = other.steps[0].distances.get("whole gradient", Distance(0.0, 0.0))
         if distance.relative <= max(distance.rounding, 0.0) ** 0.5:  # less than half of the digits
             return ""
-        if any(isinstance(module, _BatchNorm) for module in models[0].modules()):
+        if self._batch_norm:
             return ""  # its statistics are those of a micro-batch
         hint = ""
         if abs(other.steps[0].factor - 1) > 0.01:
@@ -133,14 +129,7 @@ class _Runs:
         )
 
     def _steps(
-        self,
-        world: World,
-        stage: int,
-        micro: int,
-        order: int,
-        *,
-        parts: int,
-        keep: Callable[[Any], object] = lambda model: None,
+        self, world: World, stage: int, micro: int, order: int, *, parts: int
     ) -> list[float]:
         given, self._number = self._config, self._number + 1
         zero = replace(given.zero, stage=stage, shard_by=given.zero.shard_by if stage else "equal")
@@ -162,7 +151,7 @@ class _Runs:
         )
         trainer = Trainer(world, config)
         job = trainer.job
-        keep(job.model)
+        self._batch_norm = any(isinstance(layer, _BatchNorm) for layer in job.model.modules())
         steps, self._batch_size = min(STEPS, job.last_step), given.train.batch_size
         if world.size == 1 and not job.data.stream:
             self._batch_size = job.data.batch_size(1)

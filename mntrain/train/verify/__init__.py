@@ -1,0 +1,1 @@
+"""Verification: the first steps on all ranks, beside those of one process."""
