@@ -45,6 +45,7 @@ def test_help_is_printed_without_importing_torch_or_mpi():
     assert not imported & {"torch", "mpi4py", "mntrain.train.trainer"}
 
 
+@pytest.mark.thorough
 def test_package_gives_each_name_it_lists_once_asked_for():
     program = (
         "import sys, mntrain\n"

@@ -37,6 +37,7 @@ def alone(command, **environment):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [[*MNTRAIN, *SMALL], [*MNTRAIN, "bench"]])
 def test_the_mpirun_of_another_mpi_is_one_sentence_with_the_fix(command, tmp_path):
     ended = alone([*command], **STRANGE)

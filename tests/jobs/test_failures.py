@@ -383,7 +383,8 @@ print("end")
 """
 
 
-@pytest.mark.parametrize("world", ["open", pytest.param("closed", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", ["open", "closed"])
 def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
     (tmp_path / "late.py").write_text(LATE_AT_EXIT)
     with in_own_group([sys.executable, "late.py", world], tmp_path, ranks=3) as job:

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from launch import mpirun
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -16,6 +17,7 @@ ROWS = re.findall(
 RUN_EACH = "import runpy, sys; [runpy.run_path(p, run_name='__main__') for p in sys.argv[1:]]"
 
 
+@pytest.mark.thorough
 def test_the_scripts_of_the_page_run(tmp_path):
     paths = [tmp_path / f"script_{number}.py" for number in range(len(SCRIPTS))]
     for path, text in zip(paths, SCRIPTS, strict=True):

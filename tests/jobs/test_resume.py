@@ -120,7 +120,8 @@ OLD_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_checkpoint_of_version_0_1_is_sound_and_resumed(tmp_path, ranks):
     verified = ckpt("verify", OLD / "step-00000003")
     assert (verified.returncode, verified.stderr) == (0, "")
