@@ -112,7 +112,8 @@ def report(page: dict[str, Any]) -> str:
     about = (
         "Two emulated nodes of one rank, which is bound to a core; the first one's link has 1 "
         f"Gbit/s, the second one's {page['link'].replace('gbit', ' Gbit/s')}. The built-in task "
-        f"with its default model of 0.9 M parameters, {BATCH} windows of 128 bytes a step where steps have a batch size. The "
+        f"with its default model of 0.9 M parameters, {BATCH} windows of 128 "
+        "bytes a step where steps have a batch size. The "
         f"median over rounds (least to most) of samples per second in the last {1 - WARM:.0%} of "
         "the steps, over the ideal: the sum of what both ranks compute in a second of their own "
         "time, in the job with equal parts of the same round."
