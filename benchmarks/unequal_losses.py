@@ -161,8 +161,8 @@ def report(page: dict[str, Any], name: str) -> str:
     about = (
         "The built-in task with its default model of 0.9 M parameters on windows of 128 bytes, two "
         f"ranks that are bound to one core each; {COMPETITORS} processes that compute share "
-        f"the core of rank 1. Every run ends after about {page['samples']:,} windows, with the same "
-        "learning rate in each step. The "
+        f"the core of rank 1. Every run ends after about {page['samples']:,} windows, with the "
+        "same learning rate in each step. The "
         "loss is over 64 validation windows, in nats per byte; means, minima and maxima are over "
         "seeds. Seconds are those of steps, without evaluations."
     )
