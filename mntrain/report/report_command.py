@@ -118,8 +118,10 @@ def _result(runs: Sequence[RunFiles]) -> Section:
             if name in _NESTED:
                 facts |= {_NESTED[name] + inner: item for inner, item in (value or {}).items()}
                 facts |= {"ranks": facts.pop("size")} if "size" in facts else {}
-            elif not any(isinstance(part, Mapping) for part in _parts(value)):
-                facts.setdefault(name, value)
+            else:  # of several optimizers, a list such as of their stages
+                parts = value if isinstance(value, list) else [value]
+                if not any(isinstance(part, Mapping) for part in parts):
+                    facts.setdefault(name, value)
         hidden = ("reason", "error")  # in the status
         shown = {n: v for n, v in facts.items() if v not in (None, "", []) and n not in hidden}
         by_run.append(shown)
@@ -127,11 +129,6 @@ def _result(runs: Sequence[RunFiles]) -> Section:
             section.texts.append("\n".join([*([run.label] if len(runs) > 1 else []), *run.end]))
     section.add(side_by_side([run.label for run in runs], by_run))
     return section
-
-
-def _parts(value: Any) -> list[Any]:
-    """Return what a value of a summary consists of, such as a stage for each optimizer."""
-    return value if isinstance(value, list) else [value]
 
 
 def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, bytes]]:
