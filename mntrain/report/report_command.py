@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from mntrain.cli import to_toml
 from mntrain.config import Config
@@ -131,7 +132,7 @@ def _result(runs: Sequence[RunFiles]) -> Section:
     return section
 
 
-def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, bytes]]:
+def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, Markup]]:
     """Yield the curves of what the display shows of a step, and of what own loops log."""
     names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
     for name in names:
