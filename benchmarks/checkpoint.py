@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import option_types
-from emulated import HERE, Nodes, environment_line, facts, folders, write
+from emulated import HERE, Nodes, environment_line, facts, folders, table, write
 
 MIB = 2**20
 
@@ -158,7 +158,8 @@ def report(page: dict[str, Any]) -> str:
     for job in jobs:
         count = f"{job['ranks']} rank{'s' * (job['ranks'] > 1)}"
         copied = job["state_bytes"] / job["memcpy_s"] / 1e9
-        lines += ["", f"## {count}, mntrain stage {job['stage']}", "", *table(job), ""]
+        lines += ["", f"## {count}, mntrain stage {job['stage']}", ""]
+        lines += [*table(["", *COLUMNS], rows(job)), ""]
         lines.append(f"A memcpy of the state takes {job['memcpy_s']:.3f} s, {copied:.1f} GB/s.")
         lines += ["", *(f"- {what}: {words}." for what, words in job["ways"].items())]
         lines += [f"- {what} is not available: {why}." for what, why in job["absent"].items()]
@@ -199,9 +200,8 @@ METHOD = [
 ]
 
 
-def table(job: dict[str, Any]) -> list[str]:
-    """Return a Markdown table with one row per method."""
-    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'--:|' * len(COLUMNS)}"]
+def rows(job: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the cells of each method."""
     for row in job["rows"]:
         low, high = row["save_range_s"]
         cells = [row["what"], f"{row['save_s']:.2f} ({low:.2f} to {high:.2f})"]
@@ -214,8 +214,7 @@ def table(job: dict[str, Any]) -> list[str]:
         memory = [row[key] for key in ("peak_bytes", "peak_bytes_of_all")]
         cells.append("" if None in memory else "{:.0f} ({:.0f})".format(*(m / MIB for m in memory)))
         cells.append(formatted(row["file_bytes"], ".1f", 1e6))
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        yield cells
 
 
 def formatted(value: float | None, spec: str, unit: float = 1) -> str:

@@ -11,14 +11,14 @@ about 7 minutes per MPI.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 from pathlib import Path
 from typing import Any
 
 import figures
 import option_types
-from emulated import HERE, Layout, environment_line, facts, folders, need_nodes, nodes, write
+from emulated import HERE, Layout, facts, folders, heading, need_nodes, nodes, table, write
 
 from mntrain.bench.hardware_limits import HardwareLimits
 
@@ -105,25 +105,22 @@ def report(page: dict[str, Any], name: str) -> str:
     """Return the page as Markdown."""
     jobs = page["jobs"]
     verbs = list(dict.fromkeys(row["verb"] for row in jobs[0]["rows"]))
-    lines = [
-        f"# Collectives, {page['layout']}",
-        "",
-        f"{environment_line(page, jobs[0]['versions'])}. fp32. Each figure is the median time of "
+    about = (
+        "fp32. Each figure is the median time of "
         "the slowest rank in milliseconds, with the speed as a percentage of the limit's. All "
         "candidates of one MPI take turns in one job, in random order, and every result is "
-        "verified. Command:",
-        "",
-        f"    {page['command']}",
-        "",
-        f"The limit is {page['limit']}.",
-    ]
+        "verified."
+    )
+    title = f"Collectives, {page['layout']}"
+    lines = heading(page, title, jobs[0]["versions"], about)
+    lines.append(f"The limit is {page['limit']}.")
     for verb in verbs:
-        lines += ["", f"## {verb}", "", *table(jobs, verb, cell)]
-        lines += limit_rows(jobs[0], verb)
+        whole = of_sizes(jobs, verb, cell, limit_rows(jobs[0], verb))
+        lines += ["", f"## {verb}", "", *whole]
         if all("cpu_s" in row for row in jobs[0]["rows"]):
             lines += ["", f"CPU of a rank for {verb}, in milliseconds: user and system seconds "]
             lines[-1] += "of all its threads, the mean over ranks, the median over turns."
-            lines += ["", *table(jobs, verb, lambda row: ms(row["cpu_s"]))]
+            lines += ["", *of_sizes(jobs, verb, lambda row: ms(row["cpu_s"]))]
     if "all_reduce" in verbs:
         lines += ["", f"![all_reduce: % of the limit against size](../img/{name}.svg)"]
     absent = [(job, *peer) for job in jobs for peer in job["absent"].items()]
@@ -133,33 +130,33 @@ def report(page: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(
-    jobs: list[dict[str, Any]], verb: str, cell: Callable[[dict[str, Any]], str]
+def of_sizes(
+    jobs: list[dict[str, Any]],
+    verb: str,
+    cell: Callable[[dict[str, Any]], str],
+    more: Sequence[list[str]] = (),
 ) -> list[str]:
-    """Return a Markdown table: candidates by sizes."""
+    """Return a Markdown table: candidates by sizes, and `more` rows."""
     rows = [row for row in jobs[0]["rows"] if row["verb"] == verb]
     sizes = sorted({row["mib"] for row in rows})
-    lines = ["| | " + " | ".join(size_label(size) for size in sizes) + " |"]
-    lines.append("|---|" + "--:|" * len(sizes))
+    found: list[list[str]] = []
     for job in jobs:
         if len(jobs) > 1:
-            lines.append(f"| **{job['library']}** |" + " |" * len(sizes))
+            found.append([f"**{job['library']}**", *[""] * len(sizes)])
         job_rows = [row for row in job["rows"] if row["verb"] == verb]
         cells = {(row["what"], row["mib"]): row for row in job_rows}
-        for what in dict.fromkeys(row["what"] for row in job_rows):
-            row = (cells[what, size] for size in sizes)
-            lines.append(f"| {what} | " + " | ".join(map(cell, row)) + " |")
-    return lines
+        names = dict.fromkeys(row["what"] for row in job_rows)
+        found += [[what, *(cell(cells[what, size]) for size in sizes)] for what in names]
+    return table(["", *map(size_label, sizes)], [*found, *more])
 
 
-def limit_rows(job: dict[str, Any], verb: str) -> list[str]:
+def limit_rows(job: dict[str, Any], verb: str) -> list[list[str]]:
     """Return the last rows of a table: the limit, and a copy by one rank within a node."""
     limits = {row["mib"]: row["limit_s"] for row in job["rows"] if row["verb"] == verb}
-    lines = ["| *limit* | " + " | ".join(ms(limits[size]) for size in sorted(limits)) + " |"]
+    found = [["*limit*", *(ms(limits[size]) for size in sorted(limits))]]
     if alone := {copy["mib"]: copy["alone_s"] for copy in job["copies"]}:
-        cells = " | ".join(ms(alone[size]) for size in sorted(limits))
-        lines.append(f"| *copy by one rank alone* | {cells} |")
-    return lines
+        found.append(["*copy by one rank alone*", *(ms(alone[size]) for size in sorted(limits))])
+    return found
 
 
 def cell(row: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import option_types
 from collectives import ms, size_label
-from emulated import HERE, Layout, environment_line, facts, folders, need_nodes, nodes, write
+from emulated import HERE, Layout, facts, folders, heading, need_nodes, nodes, table, write
 
 VARIANTS = ("mntrain stage 0", "mntrain stage 1", "mntrain stage 2", "mntrain stage 0, bf16 wire")
 CANDIDATE = "mntrain lanes"
@@ -99,24 +99,19 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
 def report(page: dict[str, Any]) -> str:
     """Return the page as Markdown."""
     commits = page["commits"]
+    title = f"Old and new code compared, {page['layout']}"
+    about = f"Old: {commits['old']}; new: {commits['new']}."
     lines = [
-        f"# Old and new code compared, {page['layout']}",
-        "",
-        f"{environment_line(page, page['jobs'][0]['versions'])}. Old: {commits['old']}; new: "
-        f"{commits['new']}. Command:",
-        "",
-        f"    {page['command']}",
-        "",
+        *heading(page, title, page["jobs"][0]["versions"], about),
         f"Rounds: {page['rounds']}. In each round, every job runs with both checkouts, one right "
         "after the other. Times are medians over the rounds, in milliseconds. A step is compared "
         "by its multiple of compute only, which alternates with it in the same job; an all-reduce "
         "(lanes, fp32) by its time. new / old is the median of the ratios within a round, with the "
         "minimum and the maximum.",
         "",
-        "| | old, ms | new, ms | old, × compute only | new, × compute only "  # noqa: RUF001
-        "| new / old (min - max) |",
-        "|---|--:|--:|--:|--:|--:|",
     ]
+    head = ["", "old, ms", "new, ms", "old, × compute only", "new, × compute only"]  # noqa: RUF001
+    rows = []
     cases: dict[str, dict[str, list[tuple[float, float | None]]]] = {}
     for job in page["jobs"]:
         for case, figure in figures_of(job).items():
@@ -133,8 +128,8 @@ def report(page: dict[str, Any]) -> str:
             for old, new in zip(found["old"], found["new"], strict=True)
         ]
         cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.2f} - {max(ratios):.2f})")
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([case, *cells])
+    return "\n".join([*lines, *table([*head, "new / old (min - max)"], rows)]) + "\n"
 
 
 if __name__ == "__main__":

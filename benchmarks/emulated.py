@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -185,6 +185,19 @@ def environment_line(facts: dict[str, Any], versions: dict[str, str]) -> str:
     return f"{facts['date']}; {machine}; " + ", ".join(
         f"{name} {number}" for name, number in versions.items()
     )
+
+
+def heading(page: dict[str, Any], title: str, versions: dict[str, str], about: str) -> list[str]:
+    """Return the first lines of a page: its title, what was measured where, and the command."""
+    line = f"{environment_line(page, versions)}. {about} Command:"
+    return [f"# {title}", "", line, "", f"    {page['command']}", ""]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> list[str]:
+    """Return a Markdown table: its first columns are `texts`, the others numbers."""
+    rule = "|---" * texts + "|--:" * (len(head) - texts) + "|"
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return [first, rule, *others]
 
 
 def folders(output: Path) -> tuple[Path, Path]:

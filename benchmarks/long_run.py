@@ -20,7 +20,7 @@ from typing import Any
 import figures
 import option_types
 import torch
-from emulated import HERE, environment_line, facts, folders, here, output_of, write
+from emulated import HERE, facts, folders, heading, here, output_of, table, write
 
 from mntrain.config import Config
 
@@ -106,38 +106,35 @@ def report(page: dict[str, Any]) -> str:
     config, runs = Config(), page["runs"]
     shape, batch = config.model, config.train.batch_size
     steps = len(next(iter(runs.values()))["losses"])
-    lines = [
-        "# A long run beside nanoGPT's recipe",
-        "",
-        f"{environment_line(page, {'torch': page['torch']})}. Models of {shape.layers} layers, "
-        f"{shape.heads} heads and width {shape.width} on windows of {shape.context} bytes, "
+    about = (
+        f"Models of {shape.layers} layers, {shape.heads} heads and width {shape.width} on windows "
+        f"of {shape.context} bytes, "
         f"{batch} windows a step, {steps:,} steps: {steps * batch * shape.context / 1e6:.1f} "
         "million bytes of text. The validation loss is the mean over the same "
         f"{EVAL_SAMPLES:,} windows. mntrain runs with its defaults on {page['ranks']} ranks; "
         "nanoGPT's recipe (learned positions, LayerNorm, GELU, its learning rate for small models, "
-        "no dropout) in plain torch in one process. One seed. Command:",
-        "",
-        f"    {page['command']}",
-        "",
+        "no dropout) in plain torch in one process. One seed."
+    )
+    evaluations = list(zip(*(run["evaluations"] for run in runs.values()), strict=True))
+    rows = [
+        [f"{row[0]['step']:,}", *(f"{record['eval_loss']:.4f}" for record in row)]
+        for row in evaluations[:: -max(1, len(evaluations) // ROWS)][::-1]
+    ]
+    rows.append(["minutes", *(f"{run['seconds'] / 60:.1f}" for run in runs.values())])
+    title = "A long run beside nanoGPT's recipe"
+    lines = [
+        *heading(page, title, {"torch": page["torch"]}, about),
         "It runs:",
         "",
         *(f"    {run['command']}" for run in runs.values()),
         "",
         "Validation loss in nats per byte:",
         "",
-        "| step | " + " | ".join(runs) + " |",
-        "|--:|" + "--:|" * len(runs),
+        *table(["step", *runs], rows, texts=0),
+        "",
+        *([page["note"], ""] if "note" in page else []),
+        "![validation loss against step](../img/long-run.svg)",
     ]
-    evaluations = [run["evaluations"] for run in runs.values()]
-    rows = list(zip(*evaluations, strict=True))
-    for row in rows[:: -max(1, len(rows) // ROWS)][::-1]:
-        losses = " | ".join(f"{record['eval_loss']:.4f}" for record in row)
-        lines.append(f"| {row[0]['step']:,} | {losses} |")
-    minutes = " | ".join(f"{run['seconds'] / 60:.1f}" for run in runs.values())
-    lines += [f"| minutes | {minutes} |", ""]
-    if "note" in page:
-        lines += [page["note"], ""]
-    lines.append("![validation loss against step](../img/long-run.svg)")
     return "\n".join(lines) + "\n"
 
 

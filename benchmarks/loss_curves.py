@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 import figures
-from emulated import Layout, environment_line, facts, folders, nodes, write
+from emulated import Layout, facts, folders, heading, nodes, table, write
 
 WIRES = ("fp32", "bf16", "fp16")
 LAST = 10  # steps in the final mean
@@ -61,28 +61,22 @@ def report(page: dict[str, Any], name: str) -> str:
     library, _, version = page["library"].rpartition(" ")
     losses, count = page["losses"], len(page["losses"]["fp32"])
     steps = sorted({1, *range(count // ROWS, count, max(1, count // ROWS)), count} - {0})
+    about = (
+        f"The built-in task on {page['topology']} (virtual nodes), with the same seed. Gradients "
+        "are fp32 and cross nodes in the wire dtype."
+    )
+    rows = {str(step): [values[step - 1] for values in losses.values()] for step in steps}
+    last = min(LAST, count)
+    rows[f"mean of the last {last}"] = [mean(values[-last:]) for values in losses.values()]
+    cells = ([name, *(f"{value:.5f}" for value in values)] for name, values in rows.items())
     lines = [
-        "# Training loss by wire dtype",
-        "",
-        f"{environment_line(page, {library: version})}. The built-in task on "
-        f"{page['topology']} (virtual nodes), with the same seed. Gradients are fp32 and cross "
-        "nodes in the wire dtype. Command:",
-        "",
-        f"    {page['command']}",
-        "",
+        *heading(page, "Training loss by wire dtype", {library: version}, about),
         "It runs:",
         "",
         *(f"    {command}" for command in page["commands"].values()),
         "",
-        "| step | " + " | ".join(losses) + " |",
-        "|--:|" + "--:|" * len(losses),
+        *table(["step", *losses], cells, texts=0),
     ]
-    for step in steps:
-        row = " | ".join(f"{values[step - 1]:.5f}" for values in losses.values())
-        lines += [f"| {step} | {row} |"]
-    last = min(LAST, count)
-    means = " | ".join(f"{mean(values[-last:]):.5f}" for values in losses.values())
-    lines.append(f"| mean of the last {last} | {means} |")
     for wire in WIRES[1:]:
         differences = [abs(a - b) for a, b in zip(losses[wire], losses["fp32"], strict=True)]
         largest = max(differences)

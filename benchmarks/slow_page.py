@@ -6,7 +6,7 @@ from statistics import mean, median
 from typing import Any
 
 import figures
-from emulated import environment_line, folders, write
+from emulated import folders, heading, table, write
 from slow_modes import MODES, SYNCHRONOUS, WARM_UP
 
 PALETTE = (*figures.OURS, *figures.OTHERS, figures.BASELINE, "#be185d", "#65a30d", "#0d9488")
@@ -112,21 +112,20 @@ def spent(mode: str, steps: float, cost: dict[str, float]) -> float:
 def report(page: dict[str, Any], name: str) -> str:
     """Return the page as Markdown."""
     runs = page["runs"]
-    lines = [
-        f"# Losses over slow links{TITLES.get(name, '')}",
-        "",
-        f"{environment_line(page, {'torch': page['torch']})}. The built-in task with "
-        f"{page['model'] or 'its default model of 0.9 M parameters'}, on two nodes of one rank: "
+    about = (
+        f"The built-in task with {page['model'] or 'its default model of 0.9 M parameters'}, on "
+        "two nodes of one rank: "
         f"windows of {page['context']} bytes, {page['batch_size']} a step, {page['steps']:,} "
         "steps, AdamW with its default schedule. The validation loss is over "
         f"{page['eval_samples']} windows, in nats per byte, of the mean "
         "of the nodes' parameters. Modes that exchange rarely begin with "
         f"{WARM_UP} synchronous steps. Peers "
         "(*DDP*, *PostLocalSGD*) are torch's own, over gloo, with the same weights, samples, "
-        "schedule and clipping. Command:",
-        "",
-        f"    {page['command']}",
-        "",
+        "schedule and clipping."
+    )
+    title = f"Losses over slow links{TITLES.get(name, '')}"
+    lines = [
+        *heading(page, title, {"torch": page["torch"]}, about),
         "It runs, for each seed:",
         "",
         *(f"    {command_of(made)}" for made in runs.values()),
@@ -157,11 +156,9 @@ def command_of(made: dict[str, Any]) -> str:
 
 def loss_table(page: dict[str, Any]) -> list[str]:
     """Return a Markdown table of losses and bytes."""
-    lines = [
-        "| mode | seeds | validation loss, mean | min - max | vs. fp32 | kB per step | "
-        "fewer bytes | with the warm-up |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    head = ["mode", "seeds", "validation loss, mean", "min - max", "vs. fp32", "kB per step"]
+    head += ["fewer bytes", "with the warm-up"]
+    rows = []
     plain = final_losses(page["runs"][SYNCHRONOUS])
     costs = {mode: step_bytes(page, mode) for mode in page["runs"]}
     for mode, made in page["runs"].items():
@@ -174,9 +171,10 @@ def loss_table(page: dict[str, Any]) -> list[str]:
             fewer = known[SYNCHRONOUS] / known[mode]
             sent = [f"{known[mode] / 1e3:,.1f}", times(fewer), times(whole[0] / whole[1])]
         spread = f"{min(losses.values()):.4f} - {max(losses.values()):.4f}"
-        cells = [mode, f"{len(losses)}", f"{mean(losses.values()):.4f}", spread, against, *sent]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(
+            [mode, f"{len(losses)}", f"{mean(losses.values()):.4f}", spread, against, *sent]
+        )
+    return table(head, rows)
 
 
 def time_table(page: dict[str, Any], link: str, name: str) -> list[str]:
@@ -195,13 +193,12 @@ def time_table(page: dict[str, Any], link: str, name: str) -> list[str]:
         f"evaluations, from these multiples of {alone_seconds(page) * 1e3:.1f} ms, the median of "
         "computing alone; the last column is the loss that synchronous fp32 has reached by then.",
         "",
-        "| mode | × compute only | min - max | minutes | loss | loss of fp32 by then |",  # noqa: RUF001
-        "|---|--:|--:|--:|--:|--:|",
     ]
-    for variant in ("compute only, barriers",):
-        if turns := multiple(page, link, variant):
-            spread = f"{min(turns):.2f} - {max(turns):.2f}"
-            lines.append(f"| {variant} | {median(turns):.3f} | {spread} | | | |")
+    head = ["mode", "× compute only", "min - max", "minutes", "loss"]  # noqa: RUF001
+    rows, variant = [], "compute only, barriers"
+    if turns := multiple(page, link, variant):
+        spread = f"{min(turns):.2f} - {max(turns):.2f}"
+        rows.append([variant, f"{median(turns):.3f}", spread, "", "", ""])
     for mode in seconds:
         turns = multiple(page, link, MODES[mode].variant) or []
         end = spent(mode, page["steps"], seconds)
@@ -215,7 +212,8 @@ def time_table(page: dict[str, Any], link: str, name: str) -> list[str]:
             f"{loss:.4f}",
             f"{then:.4f}" if then is not None else "",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
+    lines += table([*head, "loss of fp32 by then"], rows)
     if absent := [mode for mode in page["runs"] if mode not in seconds]:
         lines += ["", f"Not timed: {', '.join(absent)}."]
     image = f"../img/{name}-time-{link}.svg"

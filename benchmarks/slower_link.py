@@ -25,11 +25,12 @@ from emulated import (
     HEAP,
     HERE,
     LIMIT_S,
-    environment_line,
     facts,
     folders,
+    heading,
     need_nodes,
     output_of,
+    table,
     write,
 )
 from nodes import Cluster
@@ -108,22 +109,16 @@ def train(cluster: Cluster, way: str, competitors: int) -> dict[str, Any]:
 
 def report(page: dict[str, Any]) -> str:
     """Return the page as Markdown."""
-    lines = [
-        "# A node with a slower link",
-        "",
-        f"{environment_line(page, {'torch': page['torch']})}. Two emulated nodes of one rank, "
-        f"which is bound to a core; the first one's link has 1 Gbit/s, the second one's "
-        f"{page['link'].replace('gbit', ' Gbit/s')}. The built-in task with its default model of "
-        f"0.9 M parameters, {BATCH} windows of 128 bytes a step where steps have a batch size. The "
+    about = (
+        "Two emulated nodes of one rank, which is bound to a core; the first one's link has 1 "
+        f"Gbit/s, the second one's {page['link'].replace('gbit', ' Gbit/s')}. The built-in task "
+        f"with its default model of 0.9 M parameters, {BATCH} windows of 128 "
+        "bytes a step where steps have a batch size. The "
         f"median over rounds (least to most) of samples per second in the last {1 - WARM:.0%} of "
         "the steps, over the ideal: the sum of what both ranks compute in a second of their own "
-        "time, in the job with equal parts of the same round. Command:",
-        "",
-        f"    {page['command']}",
-        "",
-        "| processes that compete with rank 1 | way | of the ideal | samples of ranks in a step |",
-        "|--:|---|--:|--:|",
-    ]
+        "time, in the job with equal parts of the same round."
+    )
+    rows = []
     for competitors in COMPETITORS:
         for way in WAYS:
             jobs = jobs_of(page, competitors, way)
@@ -132,8 +127,11 @@ def report(page: dict[str, Any]) -> str:
             samples = " + ".join(
                 f"{median(s):.0f}" for s in zip(*(j["samples"] for j in jobs), strict=True)
             )
-            lines.append(f"| {competitors} | {way} | {ratio} | {samples} |")
-    return "\n".join(lines) + "\n"
+            rows.append([str(competitors), way, ratio, samples])
+    head = ["processes that compete with rank 1", "way", "of the ideal"]
+    head.append("samples of ranks in a step")
+    first = heading(page, "A node with a slower link", {"torch": page["torch"]}, about)
+    return "\n".join([*first, *table(head, rows, texts=2)]) + "\n"
 
 
 def jobs_of(page: dict[str, Any], competitors: int, way: str) -> list[dict[str, Any]]:

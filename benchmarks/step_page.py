@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from emulated import HEAP, environment_line, folders, write
+from emulated import HEAP, folders, heading, table, write
 
 MIB = 2**20
 HEAP_NOTE = (
@@ -36,13 +36,18 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
 def report(page: dict[str, Any], name: str) -> str:
     """Return the page of a layout as Markdown."""
     present = [row for row in page["rows"] if "absent" not in row]
+    title, about = f"A training step, {page['layout']}", f"{model(page)}. {HEAP_NOTE}"
+    rows = [
+        [row["what"], *cells(row)]
+        if "absent" not in row
+        else [row["what"], f"not available: {row['absent']}", *[""] * (len(COLUMNS) - 1)]
+        for row in page["rows"]
+    ]
+    if page["floor_s"]:
+        floor = f"{page['floor_s']:.3f}"
+        rows.append(["all-reduce at line rate", *[""] * 5, floor, *[""] * 4])
     lines = [
-        f"# A training step, {page['layout']}",
-        "",
-        f"{environment_line(page, page['versions'])}. {model(page)}. {HEAP_NOTE} Command:",
-        "",
-        f"    {page['command']}",
-        "",
+        *heading(page, title, page["versions"], about),
         "The machine's speed differs between jobs. So in the job of each variant, its steps "
         "alternate with those of as many ranks that only compute, without communication: "
         f"{page['turns']} turns each, of {page['steps']} steps{intervals(page)} after a warm-up "
@@ -66,18 +71,9 @@ def report(page: dict[str, Any], name: str) -> str:
         loss_agreement(page),
         *([page["note"]] if "note" in page else []),
         "",
-        f"| | {' | '.join(COLUMNS)} |",
-        f"|---|{'--:|' * len(COLUMNS)}",
+        *table(["", *COLUMNS], rows),
     ]
-    for row in page["rows"]:
-        if "absent" in row:
-            lines.append(
-                f"| {row['what']} | not available: {row['absent']} |{' |' * (len(COLUMNS) - 1)}"
-            )
-        else:
-            lines.append("| " + " | ".join([row["what"], *cells(row)]) + " |")
     if page["floor_s"]:
-        lines.append(f"| all-reduce at line rate |{' |' * 5} {page['floor_s']:.3f} |{' |' * 4}")
         lines += [
             "",
             "The last row is the time of an fp32 all-reduce over the nodes at line rate; with the "
@@ -94,16 +90,13 @@ def report(page: dict[str, Any], name: str) -> str:
 def regimes_report(pages: list[dict[str, Any]]) -> str:
     """Return one page for several multiples of the time in which gradients travel."""
     first = pages[0]
+    title = "A training step where computing takes longer than sending"
+    about = (
+        f"A GPT of {first['gradient_bytes'] / 4e6:.1f} M parameters (gradient "
+        f"{first['gradient_bytes'] / 1e6:.1f} MB) in fp32, AdamW, one thread per rank. {HEAP_NOTE}"
+    )
     lines = [
-        "# A training step where computing takes longer than sending",
-        "",
-        f"{environment_line(first, first['versions'])}. A GPT of "
-        f"{first['gradient_bytes'] / 4e6:.1f} M parameters (gradient "
-        f"{first['gradient_bytes'] / 1e6:.1f} MB) in fp32, AdamW, one thread per rank. {HEAP_NOTE} "
-        "Command:",
-        "",
-        f"    {first['command']}",
-        "",
+        *heading(first, title, first["versions"], about),
         "Larger micro-batches compute for longer, and send as much. In the job of each row, its "
         "steps alternate with those of as many ranks that only compute: "
         f"{first['turns']} turns each, of {first['steps']} steps after a warm-up step. *exposed* "
@@ -112,11 +105,8 @@ def regimes_report(pages: list[dict[str, Any]]) -> str:
     ]
     for page in pages:
         lines += ["", f"## {page['layout']}, {regime(page)}", ""]
-        columns = ["× compute only", "min - max", "exposed, s", "CPU beyond compute, s"]  # noqa: RUF001
-        lines += [f"| | {' | '.join(columns)} | vs. best peer |", f"|---|{'--:|' * 5}"]
-        for row in page["rows"]:
-            if "absent" not in row:
-                lines.append("| " + " | ".join([row["what"], *cells(row)[:5]]) + " |")
+        present = (row for row in page["rows"] if "absent" not in row)
+        lines += table(["", *COLUMNS[:5]], ([row["what"], *cells(row)[:5]] for row in present))
     return "\n".join(lines) + "\n"
 
 
@@ -181,33 +171,30 @@ def state_table(rows: list[dict[str, Any]]) -> list[str]:
         return []
     roles = list(rows[0]["state"]["measured"])
     lines = ["", "Model state on the rank that holds most, MiB:", ""]
-    lines += ["| | " + " | ".join(roles) + " |", "|---|" + "--:|" * len(roles)]
-    for row in rows:
-        values = (f"{row['state']['measured'][role] / MIB:.1f}" for role in roles)
-        lines.append(f"| {row['what']} | " + " | ".join(values) + " |")
-    return lines
+    cells = (
+        [row["what"], *(f"{row['state']['measured'][role] / MIB:.1f}" for role in roles)]
+        for row in rows
+    )
+    return lines + table(["", *roles], cells)
 
 
 def solo_report(page: dict[str, Any]) -> str:
     """Return the page of a single process as Markdown."""
+    title = "A training step in a single process, compared with a plain torch loop"
+    rows = (
+        [name, f"{way['median_s']:.4f}", f"{way['ratio']:.4f}"]
+        for name, way in page["ways"].items()
+    )
     lines = [
-        "# A training step in a single process, compared with a plain torch loop",
-        "",
-        f"{environment_line(page, page['versions'])}. {model(page)}. {HEAP_NOTE} Command:",
-        "",
-        f"    {page['command']}",
-        "",
+        *heading(page, title, page["versions"], f"{model(page)}. {HEAP_NOTE}"),
         "All variants take turns in one process: each takes a step on the same batch, in random "
         f"order, {page['steps']} times. The columns are the median time of a step, and the median "
         "ratio to the plain loop's step on the same batch. The plain loop runs twice; the "
         "difference is noise. mntrain computes the gradient norm in every step, as training with "
         "clipping does, so one plain loop computes it as well.",
         "",
-        "| | step, s | × plain torch |",  # noqa: RUF001 - a multiplication sign
-        "|---|--:|--:|",
+        *table(["", "step, s", "× plain torch"], rows),  # noqa: RUF001 - a multiplication sign
     ]
-    for name, way in page["ways"].items():
-        lines.append(f"| {name} | {way['median_s']:.4f} | {way['ratio']:.4f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import figures
 import option_types
 import torch
-from emulated import HERE, environment_line, facts, folders, here, output_of, write
+from emulated import HERE, facts, folders, heading, here, output_of, table, write
 
 COMPETITORS = (0, 1, 3)
 MODES = ("off", "throughput")
@@ -123,24 +123,19 @@ def read(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def report(page: dict[str, Any]) -> str:
     """Return the page as Markdown."""
-    lines = [
-        "# Ranks of unequal speed",
-        "",
-        f"{environment_line(page, {'torch': page['torch']})}. The built-in task with its default "
-        f"model of 0.9 M parameters, {page['batch_size']} windows of 128 bytes a step, "
+    about = (
+        f"The built-in task with its default model of 0.9 M parameters, {page['batch_size']} "
+        "windows of 128 bytes a step, "
         f"{page['steps']} steps, two ranks that are bound to one core each. Processes that compute "
         "compete for the core of rank 1. Samples per second are those of the median step after the "
         f"first {WARM:.0%}. The ideal is the sum of what each rank computes in a second of its own "
         "time, from the jobs with equal parts of the same round; its median is shown. Equal and "
         "balanced parts are shown as ratios to it, and in the fifth column balanced parts to equal "
-        "ones: medians over rounds (least to most). Command:",
-        "",
-        f"    {page['command']}",
-        "",
-        "| processes that compete | ideal, samples/s | equal parts | balanced | "
-        "balanced / equal parts | samples of rank 1 |",
-        "|--:|--:|--:|--:|--:|--:|",
-    ]
+        "ones: medians over rounds (least to most)."
+    )
+    head = ["processes that compete", "ideal, samples/s", "equal parts", "balanced"]
+    head += ["balanced / equal parts", "samples of rank 1"]
+    rows = []
     for competitors in COMPETITORS:
         jobs = [job for job in page["jobs"] if job["competitors"] == competitors]
         if not jobs:
@@ -156,8 +151,9 @@ def report(page: dict[str, Any]) -> str:
         ]
         parts = [last_part(job, page["batch_size"]) for job in by_mode["throughput"]]
         of_batch = f"{min(parts)} to {max(parts)} of {page['batch_size']}"
-        row = [str(competitors), f"{median(ideals):.1f}", *cells, of_batch]
-        lines.append(f"| {' | '.join(row)} |")
+        rows.append([str(competitors), f"{median(ideals):.1f}", *cells, of_batch])
+    first = heading(page, "Ranks of unequal speed", {"torch": page["torch"]}, about)
+    lines = [*first, *table(head, rows, texts=0)]
     if "note" in page:
         lines += ["", page["note"]]
     if "release" in page:

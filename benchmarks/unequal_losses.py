@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import figures
 import option_types
 import torch
-from emulated import HERE, environment_line, facts, folders, here, output_of, write
+from emulated import HERE, facts, folders, heading, here, output_of, table, write
 
 COMPETITORS = 3
 EVALUATIONS = 10
@@ -158,27 +158,17 @@ def loss_at(line: Sequence[tuple[float, float]], x: float) -> float:
 def report(page: dict[str, Any], name: str) -> str:
     """Return the page as Markdown."""
     plain = list(page["runs"][EQUAL].values())
-    lines = [
-        "# Losses on ranks of unequal speed",
-        "",
-        f"{environment_line(page, {'torch': page['torch']})}. The built-in task with its default "
-        "model of 0.9 M parameters on windows of 128 bytes, two ranks that are bound to one core "
-        f"each; {COMPETITORS} processes that compute share the core of rank 1. Every run ends "
-        f"after about {page['samples']:,} windows, with the same learning rate in each step. The "
+    about = (
+        "The built-in task with its default model of 0.9 M parameters on windows of 128 bytes, two "
+        f"ranks that are bound to one core each; {COMPETITORS} processes that compute share "
+        f"the core of rank 1. Every run ends after about {page['samples']:,} windows, with the "
+        "same learning rate in each step. The "
         "loss is over 64 validation windows, in nats per byte; means, minima and maxima are over "
-        "seeds. Seconds are those of steps, without evaluations. Command:",
-        "",
-        f"    {page['command']}",
-        "",
-        *([page["note"], ""] if "note" in page else []),
-        "It runs, for each seed:",
-        "",
-        *(f"    {next(iter(runs.values()))['command']}" for runs in page["runs"].values()),
-        "",
-        "| division | steps | samples per s | seconds | loss at the end | min - max | "
-        "loss of equal parts by then |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+        "seeds. Seconds are those of steps, without evaluations."
+    )
+    head = ["division", "steps", "samples per s", "seconds", "loss at the end", "min - max"]
+    head.append("loss of equal parts by then")
+    rows = []
     for way, made in page["runs"].items():
         runs = list(made.values())
         losses = [run["points"][-1][2] for run in runs]
@@ -193,8 +183,15 @@ def report(page: dict[str, Any], name: str) -> str:
             f"{min(losses):.3f} - {max(losses):.3f}",
             "" if way == EQUAL else f"{by_then:.3f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += [
+        rows.append(cells)
+    lines = [
+        *heading(page, "Losses on ranks of unequal speed", {"torch": page["torch"]}, about),
+        *([page["note"], ""] if "note" in page else []),
+        "It runs, for each seed:",
+        "",
+        *(f"    {next(iter(runs.values()))['command']}" for runs in page["runs"].values()),
+        "",
+        *table(head, rows),
         "",
         f"![validation loss against samples](../img/{name}-samples.svg)",
         "",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -274,28 +274,22 @@ def draw_panel(
     """Draw the curves of all runs, and return a line for each kind. `colours` are `colours_of`."""
     handles = {}
     single = len(next(iter(panel.values()))) == 1
-    for curve, style, run in _curves_with_styles(panel):
-        points = _POINTS if len(curve[0]) < _SHORT else {}
-        colour = colours[int(style == "evaluation") if single else run]
-        [line] = axes.plot(*curve, color=colour, **{**_STYLES[style], **points})
-        handles[style] = line
+    for name, by_run in panel.items():
+        evaluation = name.startswith("eval_")
+        for run, curve in enumerate(by_run):
+            if curve is None:
+                continue
+            lines = {"evaluation" if evaluation else "each step": curve}
+            if not evaluation and (means := running_mean(curve[1])) is not None:
+                lines["running mean"] = curve[0], means
+            points = _POINTS if len(curve[0]) < _SHORT else {}
+            colour = colours[int(evaluation) if single else run]
+            for style, line in lines.items():
+                [handles[style]] = axes.plot(*line, color=colour, **{**_STYLES[style], **points})
     axes.set_ylabel(next(iter(panel)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return handles
-
-
-def _curves_with_styles(
-    panel: Mapping[str, Sequence[Curve | None]],
-) -> Iterator[tuple[Curve, str, int]]:
-    """Yield each line of a panel, its style, and the number of its run."""
-    for name, by_run in panel.items():
-        evaluation = name.startswith("eval_")
-        for run, curve in enumerate(by_run):
-            if curve is not None:
-                yield curve, "evaluation" if evaluation else "each step", run
-                if not evaluation and (means := running_mean(curve[1])) is not None:
-                    yield (curve[0], means), "running mean", run
 
 
 def _legible(label: str) -> str:

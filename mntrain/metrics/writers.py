@@ -42,7 +42,7 @@ class MetricsFiles:
 
     def __init__(self, run_dir: Path, log: LogConfig, warn: Callable[[str], None]) -> None:
         self.missing: list[str] = []
-        """What was not written, a text for each file; complete after `close`."""
+        """Names of what was not written, a text for each file; complete after `close`."""
         self._warn, self._open = warn, True
         self._path = run_dir / METRICS_FILE
         with suppress(OSError):  # the first line waits

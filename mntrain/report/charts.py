@@ -1,4 +1,4 @@
-"""Charts of a page, drawn by matplotlib as files of SVG. One process, no display."""
+"""Charts of a page, drawn by matplotlib as SVG that stands in HTML. One process, no display."""
 
 import io
 import re
@@ -22,6 +22,7 @@ _SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _STYLE: Any = {
     "font.size": 9.0,
     "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": None,  # ids are random, and so unique in a page
     "font.family": "sans-serif",
     "path.simplify_threshold": 0.5,  # of a pixel, in curves of many steps
     "text.parse_math": False,
@@ -30,7 +31,7 @@ _LABEL = 24  # characters
 _SLOW = "tab:red"
 
 
-def curves(panel: Mapping[str, Sequence[Curve | None]]) -> bytes:
+def curves(panel: Mapping[str, Sequence[Curve | None]]) -> Markup:
     """Return the curves of a metric and its evaluations, each by run."""
     runs = len(next(iter(panel.values())))
 
@@ -44,7 +45,7 @@ def curves(panel: Mapping[str, Sequence[Curve | None]]) -> bytes:
     return _draw(draw)
 
 
-def by_rank_and_step(curves: Mapping[str, Curve], unit: str) -> bytes:
+def by_rank_and_step(curves: Mapping[str, Curve], unit: str) -> Markup:
     """Return the curves of ranks over the steps, by label."""
 
     def draw(axes: "Axes") -> None:
@@ -62,7 +63,7 @@ def by_rank(
     parts: Mapping[str, Sequence[float]],
     unit: str,
     slow: Sequence[int] = (),
-) -> bytes:
+) -> Markup:
     """Return a bar for each rank, of parts that add up. Bars of `slow` ranks are red."""
 
     def draw(axes: "Axes") -> None:
@@ -79,7 +80,7 @@ def by_rank(
     return _draw(draw)
 
 
-def phases(labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> bytes:
+def phases(labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Markup:
     """Return a horizontal bar for each run, of the mean seconds of phases of a step."""
 
     def draw(axes: "Axes") -> None:
@@ -98,7 +99,7 @@ def phases(labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> bytes
 
 def scaling(
     ranks: Sequence[int], values: Sequence[float], ideal: Sequence[float], *, log: bool
-) -> bytes:
+) -> Markup:
     """Return the measured values over the number of ranks, and the ideal line."""
 
     def draw(axes: "Axes") -> None:
@@ -120,7 +121,7 @@ def scaling(
     return _draw(draw)
 
 
-def _draw(draw: Callable[["Axes"], None], height: float = _HEIGHT) -> bytes:
+def _draw(draw: Callable[["Axes"], None], height: float = _HEIGHT) -> Markup:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -131,7 +132,7 @@ def _draw(draw: Callable[["Axes"], None], height: float = _HEIGHT) -> bytes:
         draw(figure.subplots())
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(content, format="svg", metadata=none)
-    return content.getvalue()
+    return _embedded(content.getvalue())
 
 
 def _short(label: str) -> str:
@@ -154,24 +155,19 @@ def _finish(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
         axes.figure.legend(ncols=columns, frameon=False, fontsize="small", **place)
 
 
-def embedded(svg: bytes, prefix: str) -> Markup:
-    """Return an SVG file as an element of HTML: its ids begin with a prefix, if they are used."""
+def _embedded(svg: bytes) -> Markup:
+    """Return an SVG file as an element of HTML, with those ids that are used."""
     root = ElementTree.fromstring(svg)
     used = set(re.findall(rb'(?:url\(#|href="#)([^)"]+)', svg))
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         for name, value in list(element.attrib.items()):
-            if name == "id":
+            if name == "id" and value.encode() not in used:
                 del element.attrib[name]
-                if value.encode() in used:
-                    element.attrib[name] = prefix + value
             elif name == f"{{{_LINK}}}href":
                 del element.attrib[name]
-                element.attrib["href"] = f"#{prefix}{value.removeprefix('#')}"
-            elif value.startswith("url(#"):
-                element.attrib[name] = f"url(#{prefix}{value.removeprefix('url(#')}"
+                element.attrib["href"] = value
     for style in root.findall("defs/style/.."):
         root.remove(style)  # it would hold for the whole page
     del root.attrib["width"], root.attrib["height"]
-    text = ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
-    return Markup(text)
+    return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=False))

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.resources import files
-from itertools import count
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
@@ -17,7 +16,6 @@ from markupsafe import Markup
 from rich.filesize import decimal
 
 from mntrain.metrics.registry import count_text, short_time
-from mntrain.report.charts import embedded
 
 _BYTES = re.compile(r"(^|_)(bytes|memory)$")
 _NUMBER = re.compile(r"-?[\d.,]+( \S+|%)?$|\N{EN DASH}$")
@@ -44,7 +42,7 @@ class Section:
     """A part of a page; one without content is left out."""
 
     title: str
-    charts: list[tuple[str, bytes]] = field(default_factory=list)  # a title, and SVG
+    charts: list[tuple[str, Markup]] = field(default_factory=list)  # a title, and SVG
     texts: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
@@ -61,8 +59,6 @@ def render(
     environment = Environment(
         autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True
     )
-    numbers = count(1)  # so that names inside of charts are unique in the page
-    environment.filters["embedded"] = lambda svg: embedded(svg, f"chart{next(numbers)}-")
     template = environment.from_string(files(__package__).joinpath("page.html").read_text("utf-8"))
     shown = [s for s in sections if s.charts or s.texts or s.tables]
     return template.render(title=title, notes=notes, legend=legend, sections=shown) + "\n"

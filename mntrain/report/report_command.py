@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from mntrain.cli import to_toml
 from mntrain.config import Config
@@ -118,8 +119,10 @@ def _result(runs: Sequence[RunFiles]) -> Section:
             if name in _NESTED:
                 facts |= {_NESTED[name] + inner: item for inner, item in (value or {}).items()}
                 facts |= {"ranks": facts.pop("size")} if "size" in facts else {}
-            elif not any(isinstance(part, Mapping) for part in _parts(value)):
-                facts.setdefault(name, value)
+            else:  # of several optimizers, a list such as of their stages
+                parts = value if isinstance(value, list) else [value]
+                if not any(isinstance(part, Mapping) for part in parts):
+                    facts.setdefault(name, value)
         hidden = ("reason", "error")  # in the status
         shown = {n: v for n, v in facts.items() if v not in (None, "", []) and n not in hidden}
         by_run.append(shown)
@@ -129,12 +132,7 @@ def _result(runs: Sequence[RunFiles]) -> Section:
     return section
 
 
-def _parts(value: Any) -> list[Any]:
-    """Return what a value of a summary consists of, such as a stage for each optimizer."""
-    return value if isinstance(value, list) else [value]
-
-
-def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, bytes]]:
+def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, Markup]]:
     """Yield the curves of what the display shows of a step, and of what own loops log."""
     names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
     for name in names:

@@ -30,8 +30,8 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name.startswith("on") or (re.search(r"//", value or "") and "xmlns" not in name):
                 self.problems.append(f"{tag} {name}={value}")
-        if tag == "script":
-            self.problems.append("a script")
+        if tag == "script" or (tag == "use" and "href" not in dict(attrs)):
+            self.problems.append(f"{tag}: {attrs}")
 
     def handle_endtag(self, tag):
         if not self.open or self.open.pop() != tag:

@@ -73,7 +73,7 @@ def planned(config):
 
 
 def measured(config, folder):
-    """What summary.json says of a job, whose directory is empty at first."""
+    """The summary.json of a job, whose directory is empty at first."""
     if RANK == 0:
         shutil.rmtree(folder / "run", ignore_errors=True)
     meet()

@@ -1,4 +1,4 @@
-"""What a world reports of memory, traffic and compression, against the tensors and closed forms."""
+"""A world's report of memory, traffic and compression, against the tensors and closed forms."""
 
 import gc
 

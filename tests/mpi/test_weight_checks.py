@@ -54,7 +54,7 @@ def loss(model, step):
 
 
 def refusal(optimizer, model, step):
-    """What a step raises on all ranks."""
+    """The error that a step raises on all ranks."""
     loss(model, step).backward()
     with pytest.raises(DifferentWeightsError) as error:
         optimizer.step()

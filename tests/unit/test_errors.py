@@ -43,7 +43,7 @@ def installed(rank=1, size=4):
 
 
 def leave_uncaught(error):
-    """What the interpreter does with an exception that nobody catches."""
+    """Do what the interpreter does with an exception that nobody catches."""
     try:
         raise error
     except type(error):

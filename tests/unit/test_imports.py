@@ -1,4 +1,4 @@
-"""Who imports whom, and that importing starts nothing."""
+"""Imports go downward through the layers, and importing starts nothing."""
 
 import ast
 import functools
@@ -66,7 +66,7 @@ def layer(module):
 
 
 def package(module):
-    """What the table names: the module itself, or the inner package that it is in."""
+    """The name in the table: the module itself, or the inner package that it is in."""
     return "zero" if module.split(".")[0] == "zero" else ".".join(module.split(".")[:2])
 
 
@@ -103,7 +103,7 @@ def test_zero_imports_torch_and_itself_only():
 
 
 def imports_mpi(nodes):
-    """Whether one of the nodes imports mpi4py, and not for type checkers alone."""
+    """True if one of the nodes imports mpi4py, and not for type checkers alone."""
     nodes = list(nodes)
     guards = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     typing = {below for guard in guards for below in ast.walk(guard)}

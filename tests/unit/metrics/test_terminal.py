@@ -43,7 +43,7 @@ with open("result", "w") as file:
 
 
 def found(folder: Path, command: str, columns: int = 70) -> list[int] | None:
-    """What a rank finds: columns, lines, and whether stderr is shown there, too.
+    """The terminal that a rank finds: columns, lines, and whether stderr is shown there, too.
 
     The command runs on a terminal with 20 lines. In it, RANK is the rank, and `mpirun`,
     `hydra_pmi_proxy` and `driver` are programs that run a command with `pipe` or `pty`.

@@ -200,7 +200,7 @@ def wandb(monkeypatch):
 WANDB = LogConfig(wandb="digits")
 
 
-def test_wandb_gets_flat_values_the_configuration_and_the_end(tmp_path, wandb):
+def test_wandb_gets_flat_values_the_configuration_and_the_end_of_each_job(tmp_path, wandb):
     run_dir = tmp_path / "run-7"
     run_dir.mkdir()
     (run_dir / "config.toml").write_text("[optim]\nlr = 0.5\n")
@@ -212,18 +212,13 @@ def test_wandb_gets_flat_values_the_configuration_and_the_end(tmp_path, wandb):
     assert expected.items() <= run.options.items()
     assert run.options["settings"].finish_timeout <= 60
     assert run.exit_code == 0
+    rewind(run_dir, 1)
     MetricsFiles(run_dir, WANDB, pytest.fail).close()
     assert wandb.runs[1].exit_code == 1  # it did not end well
-
-
-def test_a_resumed_run_is_the_same_one_at_wandb_and_one_that_starts_over_is_not(tmp_path, wandb):
-    write(tmp_path, WANDB, line(1), line(2))
-    rewind(tmp_path, 1)
-    write(tmp_path, WANDB, line(2))
-    rewind(tmp_path, 0)
-    write(tmp_path, WANDB, line(1))
-    first, second, third = (run.options["id"] for run in wandb.runs)
-    assert first == second != third
+    rewind(run_dir, 0)
+    write(run_dir, WANDB, line(1))
+    first, resumed, anew = (run.options["id"] for run in wandb.runs)
+    assert first == resumed != anew
 
 
 @pytest.mark.parametrize("when", ["at the start", "later"])
