@@ -251,7 +251,7 @@ def test_blocking_calls_of_two_streams_in_other_orders_raise_one_error(world):
     assert "(collective 0 of two)" in text
 
 
-@pytest.mark.parametrize("late", [0, LAST])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.thorough), LAST])
 def test_a_rank_that_is_late_is_waited_for(world, late):
     stream = world.collectives.add_stream("one")
     for turn in range(2):
@@ -280,6 +280,7 @@ needs_thread_multiple = pytest.mark.skipif(
 )
 
 
+@pytest.mark.thorough
 @needs_thread_multiple
 def test_each_of_several_threads_may_have_a_world_of_its_own():
     several, wrong = [make_world("lanes") for _ in range(3)], []
