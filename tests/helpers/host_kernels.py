@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mntrain import kernels as device_kernels
-from mntrain.kernels import DeviceKernels
+from mntrain import device_kernels
+from mntrain.device_kernels import DeviceKernels
 
 COMPILER = shutil.which("g++")
 

@@ -162,7 +162,7 @@ def test_any_length_of_a_piece(ways, scheme, piece_bytes):
 
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_collectives_that_wake_no_thread(ways, monkeypatch, algorithm, layout):
-    monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", 1 << 20)
+    monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", 1 << 20)
     way = ways(algorithm, layout, 200)
     for place in PLACES:
         several = cases(way, [3, 1003], roots=[RANKS - 1], place=place)
@@ -177,7 +177,7 @@ def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_othe
     """Some ranks wait at once, others after more collectives, which may wake the thread."""
     way = ways("lanes", VIRTUAL[-1])
     for limit, late in product((0, 1 << 20), range(RANKS)):
-        monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", limit)
+        monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", limit)
         for small in (way, way.gathered()):
             first, second = cases(small, [17], roots=[0])[:2]
             works = [first.launch()]

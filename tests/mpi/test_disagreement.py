@@ -12,7 +12,7 @@ from oracle import assert_close, update
 from torch import nn
 from worlds import RANKS, VIRTUAL, make_world, refusal
 
-from mntrain.comm import collectives, engine
+from mntrain.comm import engine, world_collectives
 from mntrain.errors import AgreedError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -40,8 +40,8 @@ def world():
 @pytest.fixture
 def small(monkeypatch):
     """Let worlds made in a test exchange small tensors in one step, as users' worlds do."""
-    monkeypatch.setattr(collectives, "SMALL_MESSAGE_BYTES", 64 << 10)
-    monkeypatch.setattr(collectives, "NO_WAKE_BYTES", 128 << 10)
+    monkeypatch.setattr(world_collectives, "SMALL_MESSAGE_BYTES", 64 << 10)
+    monkeypatch.setattr(world_collectives, "NO_WAKE_BYTES", 128 << 10)
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])

@@ -13,7 +13,7 @@ from host_kernels import COMPILER, kernels_of_the_host
 from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 from torch import nn
 
-from mntrain.kernels import MAX_ADDENDS, DeviceKernels, can_add
+from mntrain.device_kernels import MAX_ADDENDS, DeviceKernels, can_add
 from zero import norms
 from zero.collectives import SingleProcessCollectives
 from zero.kernels import add, pack, square_sums

@@ -8,10 +8,10 @@ from itertools import cycle
 
 import pytest
 
-from mntrain.comm.collectives import CollectiveWork, when_done
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
+from mntrain.comm.world_collectives import CollectiveWork, when_done
 from zero.collectives import CompletedWork
 
 WINDOW = 5
