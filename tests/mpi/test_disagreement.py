@@ -174,6 +174,15 @@ def test_calls_that_differ_raise_one_error_on_all_ranks(request, case, layout):
     world.close()  # does nothing the second time
 
 
+def test_ranks_that_disagree_leave_each_others_memory_alone():
+    world = make_world("lanes")
+    tensor = world.collectives.allocate(1000, torch.float32, torch.device("cpu")).fill_(RANK)
+    part = tensor[: 999 if RANK else 1000]
+    refusal(lambda: world.collectives.all_reduce(part).wait())
+    assert set(tensor.tolist()) == {RANK}
+    refusal(world.close)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_sum_that_one_rank_alone_calls_in_training_raises_one_error(small, stage):
     world, model = make_world("lanes"), nn.Linear(11, 30)
