@@ -58,7 +58,7 @@ class Messages:
         the work is done.
         """
         _check_tag(tag)
-        data, found = as_bytes(tensor), self._comm.find(peer, tag)
+        data, found = as_bytes(tensor), FoundMessage(self._comm.as_mpi4py, peer, tag)
 
         def steps() -> Steps[Work]:
             yield self._looked_for(found)
