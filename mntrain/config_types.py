@@ -15,6 +15,13 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_le
 T = TypeVar("T")
 
 
+def unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return each value once, in order. Raises ValueError if there is none."""
+    if not values:
+        raise ValueError("must have at least one value")
+    return tuple(dict.fromkeys(values))
+
+
 def _parse_none(value: Any) -> Any:
     return None if value == "none" else value
 

@@ -26,18 +26,18 @@ from mntrain.checks.finding import Finding
 from mntrain.checks.host import StartError
 from mntrain.comm import mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.messages import Messages
 from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
+from mntrain.comm.world_collectives import Transport, WorldCollectives
 from mntrain.config import WorldConfig
 from mntrain.config_types import construct
+from mntrain.device_kernels import DeviceKernels
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
-from mntrain.kernels import DeviceKernels
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
@@ -97,7 +97,7 @@ class Ranks:
         topology: the node of every rank.
         places: the host, device and threads of every rank, by rank.
         collectives: a `zero.Collectives` over all ranks.
-        kernels: sums on the device (`mntrain.kernels.DeviceKernels`).
+        kernels: sums on the device (`mntrain.device_kernels.DeviceKernels`).
         algorithm: name of the algorithm that reduces full buckets.
         settings: the options (`mntrain.config.WorldConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mntrain import errors
 from mntrain.checkpoint.objects import Stateful
 from mntrain.checks.finding import print_warnings
-from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import WorldConfig
 from mntrain.data.loader import ShardedLoader, ShardRegistry
 from mntrain.errors import AgreedError

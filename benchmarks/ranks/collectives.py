@@ -26,7 +26,7 @@ from mntrain.bench.candidates import (
 from mntrain.bench.hardware_limits import copy_speed
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 
 MIB = 2**20
 ALGORITHMS = [name for name in algorithms.names() if name != "naive"]

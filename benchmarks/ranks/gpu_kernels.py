@@ -11,7 +11,7 @@ from common import report
 from gpu_facts import facts
 from torch import Tensor
 
-from mntrain.kernels import DeviceKernels
+from mntrain.device_kernels import DeviceKernels
 from zero.kernels import Add, add
 
 NUMELS = (1 << 16, 1 << 22)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from mntrain.bench.candidates import Candidate, Pattern, source_and_target
-from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 
 
 class WireDtypeCollectives:

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from mntrain.cli import parse_options
 from mntrain.comm import algorithms
 from mntrain.config import Device
-from mntrain.config_types import STRICT, OptionalPath, OrNone
+from mntrain.config_types import STRICT, OptionalPath, OrNone, unique
 
 _PROGRAM = "python -m mntrain bench"
 _DESCRIPTION = f"""Measure the collectives of this cluster and those of its MPI library, and the
@@ -38,12 +38,6 @@ def _parse_size(word: Any) -> Any:
     return nbytes
 
 
-def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not values:
-        raise ValueError("must have at least one value")
-    return tuple(dict.fromkeys(values))
-
-
 @dataclass(frozen=True, config=STRICT)
 class BenchCommOptions:
     """Virtual nodes."""
@@ -59,18 +53,18 @@ class BenchOptions:
 
     sizes: Annotated[
         tuple[Annotated[int, BeforeValidator(_parse_size)], ...],
-        AfterValidator(lambda sizes: _unique(tuple(sorted(sizes)))),
+        AfterValidator(lambda sizes: unique(tuple(sorted(sizes)))),
     ] = Field(
         default=("4K", "64K", "1M", "16M", "64M"),
         validate_default=True,
         description="sizes of the tensor in bytes, such as 64K or 1M. K, M, G: powers of 1024.",
     )
-    verbs: Annotated[tuple[Verb, ...], AfterValidator(_unique)] = Field(
+    verbs: Annotated[tuple[Verb, ...], AfterValidator(unique)] = Field(
         default=VERBS, description=f"collectives to measure, of {', '.join(VERBS)}."
     )
     algorithms: Annotated[
         tuple[Literal[ALGORITHMS], ...],  # type: ignore[valid-type]
-        AfterValidator(_unique),
+        AfterValidator(unique),
     ] = Field(
         default=("lanes", "leader", "flat"),
         description=f"algorithms to measure, of {', '.join(ALGORITHMS)}.",

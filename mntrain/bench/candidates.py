@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.waits import pause
+from mntrain.comm.world_collectives import WorldCollectives
 from zero.layout import split
 
 NATIVE = {

@@ -94,9 +94,9 @@ def _lead(
     def transfer(there: int, back: int) -> float:
         """Send bytes and receive others; return the seconds that it takes."""
         start = time.perf_counter()
-        comm.send(peer, _numbers(there, back).view(np.uint8), counted=False).wait()
+        comm.send(peer, _numbers(there, back).view(np.uint8)).wait()
         if there > 0:
-            comm.send(peer, data[:there], counted=False).wait()
+            comm.send(peer, data[:there]).wait()
         received = answer.view(np.uint8) if back == _ANSWER_BYTES else data[:back]
         comm.receive(peer, received).wait()
         return time.perf_counter() - start
@@ -128,7 +128,7 @@ def _lead(
     trip_s = median(times[1:] or times)
     there = rate(lambda nbytes: transfer(nbytes, _ANSWER_BYTES))
     back = rate(lambda nbytes: transfer(0, nbytes))
-    comm.send(peer, _numbers(_STOP, 0).view(np.uint8), counted=False).wait()
+    comm.send(peer, _numbers(_STOP, 0).view(np.uint8)).wait()
     return LinkSpeed(comm.rank, peer, trip_s / 2 * 1e6, there, back, segments, resent)
 
 
@@ -146,7 +146,7 @@ def _follow(comm: Communicator, peer: int, most_bytes: int) -> None:
             sent = _numbers(now[0] - before[0], now[1] - before[1]).view(np.uint8)
         elif there:
             comm.receive(peer, data[:there]).wait()
-        comm.send(peer, sent, counted=False).wait()
+        comm.send(peer, sent).wait()
 
 
 def _numbers(first: int, second: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

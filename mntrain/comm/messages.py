@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.collectives import CollectiveWork
 from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
 from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
+from mntrain.comm.world_collectives import CollectiveWork
 from zero.collectives import CompletedWork, Work
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Messages:
         the work is done.
         """
         _check_tag(tag)
-        data, found = as_bytes(tensor), self._comm.find(peer, tag)
+        data, found = as_bytes(tensor), FoundMessage(self._comm.as_mpi4py, peer, tag)
 
         def steps() -> Steps[Work]:
             yield self._looked_for(found)

@@ -123,10 +123,6 @@ class Communicator:
         ends = self.traffic.at_end(self.levels[peer])
         return Requests([self._comm.Irecv(part, peer, tag) for part in parts], ends)
 
-    def find(self, peer: int | None, tag: int) -> FoundMessage:
-        """Return a message to this rank that is looked for; a peer of None is any."""
-        return FoundMessage(self._comm, peer, tag)
-
     def gather_unequal(self, own: Bytes, lengths: Sequence[int]) -> tuple[Requests, bytearray]:
         """Start to gather buffers of these lengths, by rank, end to end. Collective. Not counted.
 
@@ -288,10 +284,10 @@ class CheckedRequests(Requests):
 
 
 class FoundMessage:
-    """A message whose sender and size are known once it has arrived.
+    """A message to this rank, whose sender and size are known once it has arrived.
 
-    `source` and `nbytes` are valid then; a long message has several parts, and `nbytes` is of the
-    first.
+    A peer of None is any. `source` and `nbytes` are valid then; a long message has several parts,
+    and `nbytes` is of the first.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
@@ -321,9 +317,9 @@ class FoundMessage:
         """Start to receive the parts into `data`. `test` raises for others than of its length."""
         assert self._message is not None
         first, *others = _messages(data) or [data]
-        later = Requests([self._comm.Irecv(part, self.source, self._tag) for part in others])
-        parts = Requests([self._message.Irecv(first), *later._requests])
-        return CheckedRequests([parts], [data.nbytes], Requests([]))
+        requests = [self._message.Irecv(first)]
+        requests += [self._comm.Irecv(part, self.source, self._tag) for part in others]
+        return CheckedRequests([Requests(requests)], [data.nbytes], Requests([]))
 
 
 def tag_count() -> int:

@@ -24,11 +24,11 @@ import torch
 
 from mntrain.comm import mpi, nccl
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.collectives import Transport, WorldCollectives
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.topology import Topology
+from mntrain.comm.world_collectives import Transport, WorldCollectives
 from zero.kernels import Add
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
-from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.recorder.events import Recorder
 
 Reduction = Literal["mean", "sum", "max", "same", "master", "each"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mntrain import compression, equal_values
-from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.run.shard_sizes import check_shard_by, measure_weights

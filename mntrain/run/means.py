@@ -7,7 +7,7 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, combined_refusals
 from zero.step_message import StepMessage
 

@@ -15,11 +15,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _world
 
 from mntrain.comm import small_messages
-from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import Steps
 from mntrain.comm.messages import Messages
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.ticket import Ticket
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.torch_backend import verbs
 from mntrain.torch_backend.work import Call, untraced
 from zero.collectives import CompletedWork, Work

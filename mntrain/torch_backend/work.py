@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
-from mntrain.comm.collectives import when_done
 from mntrain.comm.mpi import FoundMessage
 from mntrain.comm.waits import Backoff, pause
+from mntrain.comm.world_collectives import when_done
 from zero.collectives import Work
 
 # What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run

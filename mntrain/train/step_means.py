@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.engine import Future
 from mntrain.comm.waits import Waits
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
 from mntrain.tasks import Loss, Losses, Max, Mean, Metric, Task, check_loss, loss_of

@@ -18,7 +18,7 @@ from typing import Any
 from mntrain import tasks
 from mntrain.checkpoint import Manifest
 from mntrain.cli import RefusedOptionsError, from_mapping
-from mntrain.comm.collectives import WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, ExceptionWatch, TrainingStoppedError

@@ -24,7 +24,7 @@ def run(ranks, name, *words, **options):
     "ranks", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4)), *RANKS[1::2]]
 )
 def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
-    result = completed(run(ranks, "verbs.py"))
+    result = completed(run(ranks, "torch_verbs.py"))
     assert result.stdout.count("14 tests passed") == ranks
 
 

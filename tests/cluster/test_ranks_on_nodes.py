@@ -53,7 +53,7 @@ def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, 
     "ranks", [pytest.param((2, 1), marks=pytest.mark.exhaustive), (2, 2)]
 )
 def test_every_verb_of_the_torch_backend_has_its_result_between_nodes(make_cluster, ranks):
-    script = MPI_TESTS.parent / "backend" / "scripts" / "verbs.py"
+    script = MPI_TESTS.parent / "backend" / "scripts" / "torch_verbs.py"
     with make_cluster(ranks=ranks, link="1gbit") as cluster:
         result = completed(
             mpirun(sum(ranks), [sys.executable, script], timeout=100, cluster=cluster)

@@ -1,7 +1,7 @@
 """Device of the tests of this folder: the GPUs of this machine, which the ranks share.
 
     GPU_TESTS_ON=cpu python tests/helpers/launch.py 2 tests/gpu/ranks
-    GPU_TESTS_ON=cpu python -m pytest tests/gpu/test_jobs.py
+    GPU_TESTS_ON=cpu python -m pytest tests/gpu/test_gpu_jobs.py
 
 run most of them on the CPU.
 """

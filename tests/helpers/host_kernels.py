@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mntrain import kernels as device_kernels
-from mntrain.kernels import DeviceKernels
+from mntrain import device_kernels
+from mntrain.device_kernels import DeviceKernels
 
 COMPILER = shutil.which("g++")
 
@@ -116,13 +116,17 @@ class HostModule:
         return launch
 
 
-def kernels_of_the_host(folder):
-    """Return DeviceKernels whose device is the host."""
+def sums_on_the_host(folder):
+    """Return `add` of DeviceKernels whose device is the host. Fails for sums that are torch's."""
     nothing = contextlib.nullcontext()
     cupy = SimpleNamespace(
         RawModule=lambda code, options, backend: HostModule(folder, code),
-        cuda=SimpleNamespace(Device=lambda index: nothing),
+        cuda=SimpleNamespace(
+            Device=lambda index: nothing,
+            Stream=SimpleNamespace(from_external=lambda stream: nothing),
+        ),
     )
+    stream = SimpleNamespace(__cuda_stream__=lambda: (0, 0))
     processors = SimpleNamespace(multi_processor_count=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_kernels.importlib, "import_module", {"cupy": cupy}.__getitem__)
@@ -130,5 +134,11 @@ def kernels_of_the_host(folder):
         patch.setattr(device_kernels, "BLOCKS_PER_MULTIPROCESSOR", 2)  # several runs per thread
         made = DeviceKernels(torch.device("cuda", 0))
     assert made.name == "cupy", made.why
-    made._current_stream = lambda: nothing
-    return made
+
+    def by_kernel(addends, total):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+            patch.setattr(device_kernels, "add", None)
+            made.add(addends, total)
+
+    return by_kernel

@@ -24,7 +24,7 @@ AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "stale_rounds", "exc
 AT_THREE += ("agreement", "changed_parameters", "full_state", "metrics_over_ranks")
 AT_THREE += ("second_optimizer", "sync_batchnorm", "weighted_exchanges", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
-_ABOVE = ("balance", "comparison", "compression", "data", "losses")
+_ABOVE = ("balance", "comparison", "compression", "data", "default_device", "losses")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
 _ABOVE += ("stages", "state", "exchanges", "sync_schedule", "cadence", "shard_by")
 _ABOVE += ("rank_clipping", "rare_jobs", "stale_rounds", "weighted_exchanges")

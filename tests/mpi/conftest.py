@@ -26,11 +26,11 @@ def in_chunks() -> Iterator[None]:
     if "torch" not in sys.modules:  # no test uses collectives, and the import takes seconds
         yield
         return
-    from mntrain.comm import collectives
+    from mntrain.comm import world_collectives
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "SMALL_MESSAGE_BYTES", 0)
-        patch.setattr(collectives, "NO_WAKE_BYTES", 0)
+        patch.setattr(world_collectives, "SMALL_MESSAGE_BYTES", 0)
+        patch.setattr(world_collectives, "NO_WAKE_BYTES", 0)
         yield
 
 

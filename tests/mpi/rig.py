@@ -6,9 +6,9 @@ from devices import GlooGroup, LateGlooGroup, PromptDevice, late_add
 
 import mntrain
 from mntrain.comm.algorithms import AlgorithmChoice
-from mntrain.comm.collectives import WorldCollectives
 from mntrain.comm.staging import Devices
 from mntrain.comm.transport import TransportContext, TransportError, select_transport
+from mntrain.comm.world_collectives import WorldCollectives
 from zero.kernels import add
 
 SLOT_BYTES = 4096

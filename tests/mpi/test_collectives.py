@@ -8,6 +8,7 @@ from cases import (
     PLACES,
     RANK,
     UNIT,
+    VERBS,
     Case,
     bits,
     cases,
@@ -90,32 +91,6 @@ def test_bounds_are_the_callers_again_at_once(ways):
     assert torch.equal(tensor, ramp(0, len(tensor)))
 
 
-@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
-@pytest.mark.parametrize(
-    "bounds",
-    [
-        (),
-        (7,),
-        (*[0] * (RANKS - 1), 7),
-        (*[0] * (RANKS + 1), 7),
-        (*[0] * RANKS, 6),
-        (*[0] * RANKS, 8),
-        (1, *[7] * RANKS),
-        (-1, *[7] * RANKS),
-        (0, *[8] * (RANKS - 1), 7) if RANKS > 1 else (7, 0),
-        (0, *range(RANKS - 1, 0, -1), 7) if RANKS > 2 else (7, *[0] * RANKS),
-    ],
-    ids=str,
-)
-def test_bounds_that_do_not_cut_the_tensor_are_refused(ways, verb, bounds):
-    words = (
-        f"bounds {bounds} do not cut 7 elements into {RANKS} shards: give {RANKS + 1} indices "
-        "that never decrease, from 0 to 7"
-    )
-    with pytest.raises(ValueError, match=re.escape(words)):
-        getattr(ways().collectives, verb)(torch.zeros(7), bounds)
-
-
 def signed_powers(numel, dtype):
     """Return what every rank adds, by rank: far apart in size, often cancelling."""
     generator = torch.Generator().manual_seed(11)
@@ -162,7 +137,7 @@ def test_any_length_of_a_piece(ways, scheme, piece_bytes):
 
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_collectives_that_wake_no_thread(ways, monkeypatch, algorithm, layout):
-    monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", 1 << 20)
+    monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", 1 << 20)
     way = ways(algorithm, layout, 200)
     for place in PLACES:
         several = cases(way, [3, 1003], roots=[RANKS - 1], place=place)
@@ -177,7 +152,7 @@ def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_othe
     """Some ranks wait at once, others after more collectives, which may wake the thread."""
     way = ways("lanes", VIRTUAL[-1])
     for limit, late in product((0, 1 << 20), range(RANKS)):
-        monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", limit)
+        monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", limit)
         for small in (way, way.gathered()):
             first, second = cases(small, [17], roots=[0])[:2]
             works = [first.launch()]
@@ -242,21 +217,36 @@ def test_a_parameter_that_requires_grad_is_reduced_in_place(ways):
     assert tensor.tolist() == [RANKS] * 3
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(2, 3), torch.zeros(()), torch.zeros(6)[::2], torch.zeros(1).expand(3)],
-    ids=["2-D", "0-D", "strided", "expanded"],
-)
-def test_what_is_not_flat_and_contiguous_is_refused(ways, verb, tensor):
+def refused():
+    """Yield calls that cannot be made, and what is said of them."""
+    cuts_nothing = [
+        (),
+        (7,),
+        (*[0] * (RANKS - 1), 7),
+        (*[0] * (RANKS + 1), 7),
+        (*[0] * RANKS, 6),
+        (*[0] * RANKS, 8),
+        (1, *[7] * RANKS),
+        (-1, *[7] * RANKS),
+        (0, *[8] * (RANKS - 1), 7) if RANKS > 1 else (7, 0),
+        (0, *range(RANKS - 1, 0, -1), 7) if RANKS > 2 else (7, *[0] * RANKS),
+    ]
+    for verb, bounds in product(["reduce_scatter", "all_gather"], cuts_nothing):
+        words = f"bounds {bounds} do not cut 7 elements into {RANKS} shards: give {RANKS + 1} "
+        words += "indices that never decrease, from 0 to 7"
+        yield verb, torch.zeros(7), (bounds,), re.escape(words)
+    odd = torch.zeros(2, 3), torch.zeros(()), torch.zeros(6)[::2], torch.zeros(1).expand(3)
     words = (
         r"a flat contiguous tensor, not one of shape .* and strides .*: give the view\(-1\) of a"
     )
-    with pytest.raises(ValueError, match=words):
-        getattr(ways().collectives, verb)(tensor)
+    for verb, tensor in product(VERBS, odd):
+        yield verb, tensor, (), words
+    for root in (-1, RANKS):
+        words = f"root {root} is no rank of this world: 0 to {RANKS - 1}"
+        yield "broadcast", torch.zeros(1), (root,), words
 
 
-@pytest.mark.parametrize("root", [-1, RANKS])
-def test_a_root_outside_the_world_is_refused(ways, root):
-    with pytest.raises(ValueError, match=f"root {root} is no rank of this world: 0 to {RANKS - 1}"):
-        ways().collectives.broadcast(torch.zeros(1), root)
+def test_calls_that_cannot_be_made_are_refused(ways):
+    for verb, tensor, given, words in refused():
+        with pytest.raises(ValueError, match=words):
+            getattr(ways().collectives, verb)(tensor, *given)

@@ -12,7 +12,7 @@ from oracle import assert_close, update
 from torch import nn
 from worlds import RANKS, VIRTUAL, make_world, refusal
 
-from mntrain.comm import collectives, engine
+from mntrain.comm import engine, world_collectives
 from mntrain.errors import AgreedError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -40,8 +40,8 @@ def world():
 @pytest.fixture
 def small(monkeypatch):
     """Let worlds made in a test exchange small tensors in one step, as users' worlds do."""
-    monkeypatch.setattr(collectives, "SMALL_MESSAGE_BYTES", 64 << 10)
-    monkeypatch.setattr(collectives, "NO_WAKE_BYTES", 128 << 10)
+    monkeypatch.setattr(world_collectives, "SMALL_MESSAGE_BYTES", 64 << 10)
+    monkeypatch.setattr(world_collectives, "NO_WAKE_BYTES", 128 << 10)
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])
@@ -174,6 +174,15 @@ def test_calls_that_differ_raise_one_error_on_all_ranks(request, case, layout):
     world.close()  # does nothing the second time
 
 
+def test_ranks_that_disagree_leave_each_others_memory_alone():
+    world = make_world("lanes")
+    tensor = world.collectives.allocate(1000, torch.float32, torch.device("cpu")).fill_(RANK)
+    part = tensor[: 999 if RANK else 1000]
+    refusal(lambda: world.collectives.all_reduce(part).wait())
+    assert set(tensor.tolist()) == {RANK}
+    refusal(world.close)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_sum_that_one_rank_alone_calls_in_training_raises_one_error(small, stage):
     world, model = make_world("lanes"), nn.Linear(11, 30)
@@ -251,7 +260,7 @@ def test_blocking_calls_of_two_streams_in_other_orders_raise_one_error(world):
     assert "(collective 0 of two)" in text
 
 
-@pytest.mark.parametrize("late", [0, LAST])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.thorough), LAST])
 def test_a_rank_that_is_late_is_waited_for(world, late):
     stream = world.collectives.add_stream("one")
     for turn in range(2):
@@ -280,6 +289,7 @@ needs_thread_multiple = pytest.mark.skipif(
 )
 
 
+@pytest.mark.thorough
 @needs_thread_multiple
 def test_each_of_several_threads_may_have_a_world_of_its_own():
     several, wrong = [make_world("lanes") for _ in range(3)], []

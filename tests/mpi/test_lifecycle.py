@@ -1,8 +1,5 @@
 """Worlds from `init` to `close`: what they take, what they hold, and what they leave."""
 
-import sys
-import threading
-
 import pytest
 import torch
 from mpi4py import MPI
@@ -134,15 +131,3 @@ def test_a_world_may_be_closed_within_its_block():
         world.close()
         assert not optimizer.param_groups[0]["momentum"]
     assert COMM.allreduce(1) == RANKS
-
-
-def test_a_world_gives_the_hooks_back(monkeypatch):
-    def mine(*_):
-        pass
-
-    monkeypatch.setattr(sys, "excepthook", mine)
-    monkeypatch.setattr(threading, "excepthook", mine)
-    with make_world():
-        assert sys.excepthook is not mine
-    assert sys.excepthook is mine
-    assert threading.excepthook is mine

@@ -6,8 +6,8 @@ from cases import PLACES, RANK, Way, bits, cases, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
 from mntrain.comm import small_messages
-from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
 from mntrain.comm.hierarchical import small_collective
+from mntrain.comm.world_collectives import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -97,7 +97,7 @@ def test_a_world_gathers_what_is_small_unless_it_is_told_not_to(gathers, monkeyp
     with make_world("lanes", VIRTUAL[-1]) as world:
         world.collectives.all_reduce(torch.ones(3)).wait()
         assert gathers == []  # by these tests' conftest
-    monkeypatch.setattr("mntrain.comm.collectives.SMALL_MESSAGE_BYTES", SMALL_MESSAGE_BYTES)
+    monkeypatch.setattr("mntrain.comm.world_collectives.SMALL_MESSAGE_BYTES", SMALL_MESSAGE_BYTES)
     with make_world("lanes", VIRTUAL[-1]) as world:
         assert world.sum([1.0, 2.0]) == [RANKS, 2 * RANKS]
         assert gathers == [2]

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from worlds import RANKS, VIRTUAL, make_world
 
 from mntrain.comm import mpi
-from mntrain.comm.collectives import SMALL_MESSAGE_BYTES
+from mntrain.comm.world_collectives import SMALL_MESSAGE_BYTES
 
 pytestmark = pytest.mark.mpi
 
@@ -114,7 +114,7 @@ def play(common, own, worlds, calls):
 @pytest.mark.thorough
 @pytest.mark.timeout(60 + CALLS / 10)
 def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
-    monkeypatch.setattr("mntrain.comm.collectives.NO_WAKE_BYTES", LIGHT_BYTES)
+    monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", LIGHT_BYTES)
     worlds = [make_world("lanes", layout) for layout in {None, VIRTUAL[-1], max(1, RANKS // 2)}]
     common, own = random.Random(7), random.Random(RANK)
     states = []

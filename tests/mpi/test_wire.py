@@ -68,8 +68,10 @@ def test_each_nodes_sum_is_rounded_and_so_is_the_sum_of_them(ways, algorithm, la
         check_bits(way.world, [whole])
 
 
-@pytest.mark.parametrize("piece_bytes", [200, 1000])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("piece_bytes", [200, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "place", [p if p == "mixed" else pytest.param(p, marks=pytest.mark.thorough) for p in PLACES]
+)
 def test_any_length_of_a_piece(ways, piece_bytes, place):
     everyone = addends(1003)
     for layout, wire, algorithm in product(LAYOUTS, WIRES, ["lanes", "leader"]):

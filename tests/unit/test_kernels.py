@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu.place import ON, gpu
-from host_kernels import COMPILER, kernels_of_the_host
+from host_kernels import COMPILER, sums_on_the_host
 from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 from torch import nn
 
-from mntrain.kernels import MAX_ADDENDS, DeviceKernels, can_add
+from mntrain.device_kernels import MAX_ADDENDS, DeviceKernels, can_add
 from zero import norms
 from zero.collectives import SingleProcessCollectives
 from zero.kernels import add, pack, square_sums
@@ -40,13 +40,8 @@ FEW = [0, 1, 7, 2048, 2049, 4_099]  # elements, for the threads of the host
 def kernels(request, tmp_path_factory):
     """Sums by torch, by the source of the CUDA kernel, and by CuPy, with the sizes to try."""
     if request.param == "source":
-        host = kernels_of_the_host(tmp_path_factory.mktemp("kernels"))
-
-        def by_kernel(addends, total):
-            assert can_add([addend.dtype for addend in addends], total.dtype)
-            host.add(addends, total)
-
-        return SimpleNamespace(add=by_kernel, device="cpu", sizes=FEW, counts=[1, 3, 4], own=True)
+        sums = sums_on_the_host(tmp_path_factory.mktemp("kernels"))
+        return SimpleNamespace(add=sums, device="cpu", sizes=FEW, counts=[1, 3, 4], own=True)
     sums = cupy_kernels().add if request.param == "cupy" else add
     device = "cpu" if request.param == "torch" else ON
     return SimpleNamespace(add=sums, device=device, sizes=SIZES, counts=[1, 2, 3, 5], own=False)

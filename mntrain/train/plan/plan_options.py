@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from mntrain.cli import parse_options
 from mntrain.config import Config
-from mntrain.config_types import STRICT, OptionalPath, OrNone
+from mntrain.config_types import STRICT, OptionalPath, OrNone, unique
 
 _PROGRAM = "python -m mntrain plan"
 _DESCRIPTION = f"""Say what a job will take, before it runs: the memory of a rank by role, and the
@@ -35,12 +35,6 @@ def _parse_memory(word: Any) -> Any:
     return nbytes
 
 
-def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not values:
-        raise ValueError("must have at least one value")
-    return tuple(dict.fromkeys(values))
-
-
 def _numbers(words: Any) -> Any:
     """Return words as whole numbers; others as they are."""
     try:
@@ -60,9 +54,9 @@ class PlanOptions(Config):
     ranks: Annotated[
         tuple[Ranks, ...],
         BeforeValidator(_numbers),
-        AfterValidator(lambda ranks: _unique(tuple(sorted(ranks)))),
+        AfterValidator(lambda ranks: unique(tuple(sorted(ranks)))),
     ] = Field(default=(1, 2, 4, 8), description="numbers of ranks.")
-    precisions: Annotated[tuple[Precision, ...], AfterValidator(_unique)] = Field(
+    precisions: Annotated[tuple[Precision, ...], AfterValidator(unique)] = Field(
         default=("fp32", "bf16", "bf16-pure"),
         description="precisions, a table for each: as those of --train.precision.",
     )

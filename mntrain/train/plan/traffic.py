@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from mntrain.comm import algorithms, collectives
+from mntrain.comm import algorithms, world_collectives
 from mntrain.comm.topology import Topology
 from zero.comm_hooks.codes import Code, aligned
 from zero.layout import Bucket
@@ -56,7 +56,7 @@ def collective(
     the owner of a lane reads and writes in the memory of its node's ranks.
     """
     size, halves = bucket.numel * itemsize, 2 if verb == "all_reduce" else 1
-    if size * topology.size <= collectives.SMALL_MESSAGE_BYTES:  # every rank gathers them
+    if size * topology.size <= world_collectives.SMALL_MESSAGE_BYTES:  # every rank gathers them
         return _by_messages(verb, size, topology, "naive")
     if algorithm not in ("lanes", "leader"):
         return _by_messages(verb, bucket.numel * min(itemsize, wire), topology, algorithm)

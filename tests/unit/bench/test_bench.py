@@ -172,7 +172,7 @@ def test_candidates_take_turns_after_a_warm_up_until_the_time_limit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, pytest.param(90, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, pytest.param(96, marks=pytest.mark.thorough)])
 def test_every_partial_sum_of_the_pattern_is_exact(size, dtype):
     patterns = [Pattern(rank, size, dtype, torch.device("cpu")) for rank in range(size)]
     for order in (patterns, patterns[::-1]):

@@ -5,13 +5,14 @@ import signal
 import threading
 import time
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 
-from mntrain.comm.collectives import CollectiveWork, when_done
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
+from mntrain.comm.world_collectives import CollectiveWork, when_done
 from zero.collectives import CompletedWork
 
 WINDOW = 5
@@ -306,6 +307,15 @@ def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine)
     assert driver.is_alive()
     gate.set()
     driver.join(10)
+
+
+def test_ranks_do_not_compare_their_calls_in_a_short_wait(engine, monkeypatch):
+    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 60)
+    asked, end = [], time.monotonic() + 0.1
+    engine.watch = SimpleNamespace(look=asked.append)
+    engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end).work).wait()
+    engine.watch = None
+    assert asked == []
 
 
 # Errors.

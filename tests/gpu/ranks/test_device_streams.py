@@ -3,7 +3,7 @@
 Memory holds NaN until the input of a collective is written, late and on the stream, and again as
 soon as the result has been read. An access at a wrong time finds the NaN. A longer run:
 
-    MNTRAIN_SOAK=20000 python tests/helpers/launch.py 4 tests/gpu/ranks/test_streams.py
+    MNTRAIN_SOAK=20000 python tests/helpers/launch.py 4 tests/gpu/ranks/test_device_streams.py
 """
 
 import math
