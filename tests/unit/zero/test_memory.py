@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, FirstOfTwo, zero
 from handmade import Lion
 from torch import nn
 
 from mntrain.optim import Muon
-from zero import SingleProcessCollectives, ZeroOptimizer
+from zero import SingleProcessCollectives
 from zero.layout import ParameterSpec, plan_buckets
 from zero.memory import Memory
 
@@ -25,7 +25,6 @@ KEPT = {
     "momentum": (partial(torch.optim.SGD, momentum=0.9), 1, 0),
     "Lion": (Lion, 1, 0),
 }
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 PLACES = pytest.mark.parametrize("place", [(1, 0), (2, 0), (3, 2), (4, 1)], ids=str)
 BUCKET = 400  # bytes
 
@@ -56,7 +55,7 @@ def closed_form(specs, tensors, extra, *, stage, size, slot):
     return Memory(parameters, gradients, 0, master, state)
 
 
-class Model(nn.Module):
+class LayersOfDtypes(nn.Module):
     """Linear layers of several dtypes, a scalar and an empty parameter."""
 
     def __init__(self, *dtypes):
@@ -80,9 +79,7 @@ def specs_of(model):
 
 def measured(model, optimizer_class, world=SingleProcessCollectives, micro_batches=1, **options):
     """What an optimizer holds after two steps."""
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), optimizer_class, world(), bucket_bytes=BUCKET, **options
-    )
+    optimizer = zero(model, optimizer_class, world, bucket_bytes=BUCKET, **options)
     for _ in range(2):
         for turn in range(micro_batches):
             with optimizer.no_sync() if turn < micro_batches - 1 else nullcontext():
@@ -109,7 +106,7 @@ DTYPES = {
 def test_an_optimizer_holds_the_closed_form(place, stage, dtypes, kind, micro_batches):
     size, rank = place
     optimizer_class, tensors, extra = KEPT[kind]
-    model = Model(*dtypes)
+    model = LayersOfDtypes(*dtypes)
     model.layers[0].requires_grad_(False)
     specs = specs_of(model)
     found = measured(model, optimizer_class, one_of(size, rank), micro_batches, stage=stage)
@@ -135,7 +132,7 @@ PER_PARAMETER = {
 
 @pytest.mark.parametrize(("dtype", "stage"), PER_PARAMETER, ids=str)
 def test_adams_bytes_a_parameter_are_those_of_the_table(dtype, stage):
-    model = Model(dtype)
+    model = LayersOfDtypes(dtype)
     model.scale.requires_grad_(False)
     model.layers = nn.ModuleList([nn.Linear(9, 10).to(dtype)])  # one bucket, of two equal shards
     found = measured(model, ADAM, FirstOfTwo, stage=stage)
@@ -147,9 +144,9 @@ def test_rows_and_columns_of_adafactor_and_parameters_that_are_added_count():
     model = nn.Sequential(nn.Linear(9, 20))
     found = measured(model, torch.optim.Adafactor, stage=1, partition="parameter")
     assert found.state == 4 * (9 + 20) + 4 + 4 * 20 + 4
-    model = Model(torch.float32)
+    model = LayersOfDtypes(torch.float32)
     (name, first), *rest = model.named_parameters()
-    optimizer = ZeroOptimizer(rest, ADAM, SingleProcessCollectives(), stage=1)
+    optimizer = zero(rest, ADAM, stage=1)
     optimizer.add_param_group({"params": [(name, first)], "amsgrad": True})
     model(torch.ones(2, 9)).square().mean().backward()
     optimizer.step()
@@ -166,18 +163,13 @@ def test_rows_and_columns_of_adafactor_and_parameters_that_are_added_count():
 def test_another_stage_is_predicted_as_it_is_then_measured(stage, dtypes):
     options = {"partition": "parameter", "gather_dtype": torch.bfloat16, "shard_weights": [2, 0, 3]}
     world = one_of(3, 2)
-    at_0 = measured(Model(*dtypes), ADAM, world, partition="parameter")
-    optimizer = ZeroOptimizer(
-        Model(*dtypes).named_parameters(),
-        ADAM,
-        world(),
-        stage=stage,
-        bucket_bytes=BUCKET,
-        **options,
+    at_0 = measured(LayersOfDtypes(*dtypes), ADAM, world, partition="parameter")
+    optimizer = zero(
+        LayersOfDtypes(*dtypes), ADAM, world, stage=stage, bucket_bytes=BUCKET, **options
     )
     assert optimizer.predicted_memory(stage=0) == at_0
     assert optimizer.predicted_memory() == measured(
-        Model(*dtypes), ADAM, world, stage=stage, **options
+        LayersOfDtypes(*dtypes), ADAM, world, stage=stage, **options
     )
 
 
@@ -195,9 +187,8 @@ def test_the_state_of_every_optimizer_is_predicted(kind):
         matrices = [pair for pair in named if pair[1].dim() == 2]
         others = [pair for pair in named if pair[1].dim() != 2]
         groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
-    optimizer = ZeroOptimizer(
-        groups, optimizer_class, one_of(3, 1)(), stage=2, partition="parameter", lr=1e-3
-    )
+    options = {"stage": 2, "partition": "parameter", "lr": 1e-3}
+    optimizer = zero(groups, optimizer_class, one_of(3, 1), **options)
     model(torch.ones(2, 9)).square().mean().backward()
     optimizer.step()
     assert optimizer.predicted_memory() == optimizer.memory()
