@@ -50,7 +50,7 @@ class LoneNodes:
         return sum(list(model.parameters())[index].detach() for model in self.models) / NODES
 
     def send(self, node, index, change, code=None, keeps=1.0):
-        """What a node sends of a change of a parameter, and of what it has not sent before."""
+        """Return what a node sends of a change, and of what it has not sent before."""
         whole = change + keeps * self.left[node][index]
         sent = coded(code, whole) if code else whole
         self.left[node][index] = whole - sent
@@ -64,13 +64,13 @@ class LoneNodes:
 
 
 def keep_world():
-    """What a fixture yields from: a world of some nodes."""
+    """Yield a world of some nodes, for a fixture."""
     with init(ranks_per_node=PER_NODE) as world:
         yield world
 
 
 def keep_optimizers(world, kind=ADAMW, *, whole=False, **usual):
-    """What a fixture yields from: a function that makes optimizers, which are closed at the end.
+    """Yield a function that makes optimizers, which are closed at the end, for a fixture.
 
     With `whole`, stages 1 and 2 have whole parameters, whose codes are the same at all stages.
     """
@@ -100,7 +100,7 @@ def digests(world, model):
 
 
 def coded(code, values):
-    """What the code of one node's values stands for."""
+    """Return what the code of one node's values stands for."""
     left, written = (
         values.flatten().clone(),
         torch.zeros(code.nbytes(values.numel()), dtype=torch.uint8),

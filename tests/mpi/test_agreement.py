@@ -1,4 +1,4 @@
-"""What ranks must have in common in a step: hyperparameters, gradients, and counts of steps."""
+"""Hyperparameters, gradients and counts of steps, which ranks must have in common."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def loss(model, step=0):
 
 
 def refusal(optimizer, model):
-    """What a step raises on all ranks; it changes nothing, and later ones go on."""
+    """Return the words that a step raises on all ranks; nothing changes, and later ones go on."""
     optimizer.wait_for_parameters()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError) as error:

@@ -338,7 +338,7 @@ def cross_bytes(world):
 
 
 def agreement_bytes(world):
-    """What ranks send to agree on whether all is finite, and on what nodes weigh. Collective."""
+    """Bytes with which ranks agree whether all is finite, and on weights. Collective."""
     before = cross_bytes(world)
     world.collectives.all_reduce(torch.zeros(1 + RANKS, dtype=torch.float64)).wait()
     return cross_bytes(world) - before

@@ -1,4 +1,4 @@
-"""Which torch optimizers can be sharded, and how: each equals itself in one process."""
+"""Sharded torch optimizers, each of which equals itself in one process."""
 
 from functools import partial
 

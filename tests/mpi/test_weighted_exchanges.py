@@ -71,7 +71,7 @@ def take_step(model, optimizer, step):
 
 
 def drift_of(node, steps):
-    """How far a node goes in steps of its own, and their samples."""
+    """Return the way of a node in steps of its own, and their samples."""
     ranks = range(node * PER_NODE, (node + 1) * PER_NODE)
     batches = [torch.cat([samples_of(rank, step) for rank in ranks]) for step in steps]
     return LR * sum(batch.mean(0) for batch in batches), sum(map(len, batches))

@@ -1,4 +1,4 @@
-"""What the gradients of an accumulation add up to, what they weigh, and what is refused."""
+"""The sums and weights of gradients in an accumulation, and refusals."""
 
 import math
 import weakref

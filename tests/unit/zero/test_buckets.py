@@ -1,4 +1,4 @@
-"""When buckets are launched, in which order, and what a rank's gradient is said to stand for."""
+"""Launches of buckets: their time, order, units and wire dtypes; and backward passes that fail."""
 
 from types import SimpleNamespace
 

@@ -23,7 +23,7 @@ def values_of(numel, dtype=torch.float32, seed=0):
 
 
 def sent(code, values):
-    """What a code of flat values decodes to beside what there is, and what it lacks."""
+    """Decode a code of flat values; return that, and what the code lacks."""
     written = torch.full((code.nbytes(len(values)),), 255, dtype=torch.uint8)
     left, total = values.clone(), torch.zeros_like(values)
     code.encode(left, written)

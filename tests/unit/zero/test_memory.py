@@ -35,7 +35,7 @@ def one_of(size, rank):
 
 
 def closed_form(specs, tensors, extra, *, stage, size, slot):
-    """What a rank holds that owns a slot, cut by element, but for working tensors."""
+    """Bytes of the rank that owns a slot, cut by element, but for working tensors."""
     parameters = gradients = master = state = 0
     for bucket in plan_buckets(specs, BUCKET, size):
         each = bucket.dtype.itemsize
@@ -78,7 +78,7 @@ def specs_of(model):
 
 
 def measured(model, optimizer_class, world=SingleProcessCollectives, micro_batches=1, **options):
-    """What an optimizer holds after two steps."""
+    """The bytes of an optimizer after two steps, which are as predicted."""
     optimizer = zero(model, optimizer_class, world, bucket_bytes=BUCKET, **options)
     for _ in range(2):
         for turn in range(micro_batches):

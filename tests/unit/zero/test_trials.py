@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded, and how: found by a trial, not by name."""
+"""Trials that find out how an optimizer may be sharded, whatever its name."""
 
 import math
 from contextlib import nullcontext
