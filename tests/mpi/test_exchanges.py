@@ -264,7 +264,6 @@ def test_memory_is_that_of_the_outer_state_and_does_not_grow(world, make, sync, 
 
 
 @stages
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("sync", "saved_after"),
     [
@@ -278,10 +277,8 @@ def test_memory_is_that_of_the_outer_state_and_does_not_grow(world, make, sync, 
         ],
     ],
 )
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
-    folder, sync, stage, saved_after, weighted
-):
-    sync = replace(sync, weighted=weighted)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(folder, sync, stage, saved_after):
+    sync = replace(sync, weighted=stage > 0)
     final = []
     for name, every in (("whole", 0), ("parts", 2)):
         with init(ranks_per_node=PER_NODE) as world:

@@ -232,12 +232,11 @@ def test_rounds_in_flight_up_to_the_bound_take_memory(world, make, monkeypatch, 
 
 @stages
 @syncs
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("saved_after", [WARMUP + 2 * EVERY, WARMUP + 3 * EVERY + 1])
 def test_a_resumed_job_goes_on_from_what_the_saving_job_went_on_from(
-    *, folder, monkeypatch, sync, stage, saved_after, weighted
+    folder, monkeypatch, sync, stage, saved_after
 ):
-    sync = replace(sync, weighted=weighted)
+    sync = replace(sync, weighted=stage > 0)
     withhold(monkeypatch, LAGS["unlike"])
     final = []
     for saves in (saved_after, None):
