@@ -98,7 +98,7 @@ class Accumulation:
             alone=world_size == 1,
             whole=self._whole,
         )
-        self.finite = FiniteCheck(enabled=world_size > 1)  # of this rank's gradients
+        self.finite = FiniteCheck()  # of this rank's gradients, if it is one of several
         self._message = self._begin_message()
         self._parameters: dict[str, Parameter] = {}
         self._hooks: list[RemovableHandle] = []
@@ -208,8 +208,9 @@ class Accumulation:
         of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
         """
         self.weight.expect(own, total, digest, source)
-        if self.weight.may_change:
-            self.weigh_arrivals()
+        if self.weight.may_change and not self._weighing:
+            # Only where the factor of what is added may not be 1: a hook takes time.
+            self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def begin_weighted(self) -> None:
         """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
@@ -320,14 +321,6 @@ class Accumulation:
         self._hooks.clear()
         self._nodes.clear()
 
-    def weigh_arrivals(self) -> None:
-        """Multiply gradients by the weight's `factor` before autograd adds them to earlier ones.
-
-        Until the reduction ends. Only where the factor may not be 1: a hook takes time.
-        """
-        if not self._weighing:
-            self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
-
     def _begin(self) -> None:
         if self.phase is not Phase.FILLING:
             self.phase = Phase.FILLING
@@ -378,7 +371,10 @@ class Accumulation:
 
     @_disable_dynamo
     def _weigh(self, arriving: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        """Return the gradient that backward has just made, times its micro-batch's weight."""
+        """Return the gradient that backward has just made, times its micro-batch's weight.
+
+        Before autograd adds it to earlier ones.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._begin_backward(task)
@@ -572,7 +568,7 @@ class Accumulation:
 
     def _take(self, index: int, entry: ParameterSlice) -> None:
         taken = self._gradients.take(index, entry, self.weight.scale)
-        if taken is not None:
+        if taken is not None and self._world_size > 1:
             self.finite.add(taken)
 
     def _launch(self, index: int) -> Work:

@@ -158,7 +158,7 @@ def test_a_norm_is_that_of_fp64(p, dtype):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @DTYPES
 def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
-    finite = FiniteCheck(enabled=True)
+    finite = FiniteCheck()
     odd = torch.ones(1000, dtype=dtype)
     odd[321] = value
     finite.add(torch.ones(5))

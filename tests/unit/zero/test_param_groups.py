@@ -164,7 +164,7 @@ def test_complex_gradients_that_are_not_finite_are_found(stage, bad):
     (model(torch.ones(1, 3)).sum() + (model.last * bad).real.sum()).backward()
     with pytest.raises(NonFiniteGradientError, match="not finite in last, on rank 0"):
         optimizer.step()
-    check = FiniteCheck(enabled=True)
+    check = FiniteCheck()
     check.add(torch.ones(3) + 1j)
     assert check
     check.add(torch.ones(3) * bad)
