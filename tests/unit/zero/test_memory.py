@@ -24,6 +24,7 @@ KEPT = {
     "SGD": (torch.optim.SGD, 0, 0),
     "momentum": (partial(torch.optim.SGD, momentum=0.9), 1, 0),
     "Lion": (Lion, 1, 0),
+    "rounded": (ADAM, 2, 4),  # with parameters that travel in bf16
 }
 PLACES = pytest.mark.parametrize("place", [(1, 0), (2, 0), (3, 2), (4, 1)], ids=str)
 BUCKET = 400  # bytes
@@ -34,13 +35,13 @@ def one_of(size, rank):
     return type("OneOfSeveral", (FirstOfTwo,), {"size": size, "rank": rank})
 
 
-def closed_form(specs, tensors, extra, *, stage, size, slot):
+def closed_form(specs, tensors, extra, *, stage, size, slot, rounded):
     """Bytes of the rank that owns a slot, cut by element, but for working tensors."""
-    parameters = gradients = master = state = 0
+    parameters = gradients = copies = master = state = 0
     for bucket in plan_buckets(specs, BUCKET, size):
         each = bucket.dtype.itemsize
         low, high = (0, bucket.numel) if stage == 0 else bucket.shard(slot)
-        owned, narrow = high - low, each < 4
+        owned, narrow, rounds = high - low, each < 4, rounded and stage > 0 and each > 2
         parameters += bucket.numel * each
         if stage == 2 and size > 1:
             gradients += owned * max(4, each)
@@ -49,10 +50,11 @@ def closed_form(specs, tensors, extra, *, stage, size, slot):
             gradients += padded * each
             if narrow and owned * 4 > padded * each:
                 gradients += owned * 4
-        master += owned * 4 * narrow
+        copies += bucket.numel * 2 * (rounds and size > 1)
+        master += owned * max(4, each) * (narrow or rounds)
         for piece in bucket.pieces(low, high):  # in fp32 for 16 bits
             state += piece.numel * max(4, each) * tensors + extra
-    return Memory(parameters, gradients, 0, master, state)
+    return Memory(parameters, gradients, copies, master, state)
 
 
 class LayersOfDtypes(nn.Module):
@@ -109,14 +111,18 @@ def test_an_optimizer_holds_the_closed_form(place, stage, dtypes, kind, micro_ba
     model = LayersOfDtypes(*dtypes)
     model.layers[0].requires_grad_(False)
     specs = specs_of(model)
-    found = measured(model, optimizer_class, one_of(size, rank), micro_batches, stage=stage)
+    world, rounded = one_of(size, rank), kind == "rounded"
+    options = {"stage": stage, "gather_dtype": torch.bfloat16 if rounded else None}
+    found = measured(model, optimizer_class, world, micro_batches, **options)
+    where = {"stage": stage, "size": size, "slot": rank, "rounded": rounded}
+    expected = closed_form(specs, tensors, extra, **where)
     sizes = [bucket.nbytes for bucket in plan_buckets(specs, BUCKET, size)]
+    working = found.buckets - expected.buckets
     if stage == 2 and size > 1:  # at most one a dtype, and one in flight
-        assert max(sizes) <= found.buckets <= (len(dtypes) + 1) * max(sizes)
+        assert max(sizes) <= working <= (len(dtypes) + 1) * max(sizes)
     else:
-        assert found.buckets == 0
-    expected = closed_form(specs, tensors, extra, stage=stage, size=size, slot=rank)
-    assert replace(found, buckets=0) == expected
+        assert working == 0
+    assert replace(found, buckets=expected.buckets) == expected
 
 
 # Bytes a parameter on two ranks with Adam; at stage 2 of 16 bits, in the update.
