@@ -15,6 +15,7 @@ round is what launches every bucket once: a whole accumulation, or at stage 2 a 
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -33,7 +34,7 @@ from zero.collectives import Collectives, CompletedWork, SingleProcessCollective
 from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
 from zero.exchange.schedule import SyncSchedule
 from zero.gradients.weights import BatchSource, BatchWeight
-from zero.kernels import rescale
+from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node
@@ -97,7 +98,7 @@ class Accumulation:
             alone=world_size == 1,
             whole=self._whole,
         )
-        self.finite = FiniteCheck(enabled=world_size > 1)  # of this rank's gradients
+        self.finite = FiniteCheck()  # of this rank's gradients, if it is one of several
         self._message = self._begin_message()
         self._parameters: dict[str, Parameter] = {}
         self._hooks: list[RemovableHandle] = []
@@ -108,7 +109,7 @@ class Accumulation:
         self.waited_s = 0.0  # seconds so far in `finish`
         # Is told of what has ended in the step: a name, and its start by `time.perf_counter`.
         self.observe: Callable[[str, float], None] = lambda name, start: None
-        self.unsent = set[str]()  # parameters of which a hook between nodes may keep some gradient
+        self._unsent = set[str]()  # parameters of which a hook between nodes may keep a gradient
         # Of the running backward.
         # Autograd's numbers of it and of those nested in it. Each has a function that returns None
         # if the backward has raised.
@@ -207,8 +208,9 @@ class Accumulation:
         of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
         """
         self.weight.expect(own, total, digest, source)
-        if self.weight.may_change:
-            self.weigh_arrivals()
+        if self.weight.may_change and not self._weighing:
+            # Only where the factor of what is added may not be 1: a hook takes time.
+            self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def begin_weighted(self) -> None:
         """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
@@ -278,6 +280,38 @@ class Accumulation:
         self.weight.end_step()
         self.finite.reset()
 
+    def hook_state(self) -> dict[str, Any]:
+        """Return the state of the communication hook on this rank, and what it is of. Local."""
+        state, used = self._hook.state_dict(), sorted(self._unsent)
+        return {"context": self._hook_context, "state": state, "used": used}
+
+    def load_hook_state(self, saved: dict[str, Any] | None) -> None:
+        """Restore what `hook_state` returned; warn if its hook, ranks or buckets differ. Local.
+
+        Without a state that fits, the hook starts anew.
+        """
+        saved = saved or {"state": {}, "context": None}
+        # A rank that owns no lane has no state, and knows the names too.
+        fits, used = saved["context"] == self._hook_context, saved.get("used", ())
+        self._hook.load_state_dict(saved["state"] if fits else {})
+        self._unsent = set(used if fits else ())
+        if not fits and (saved["state"] or used) and self._schedule.sharding.rank == 0:
+            warnings.warn(
+                "the state is of another comm_hook, size or layout: the hook starts anew",
+                stacklevel=3,
+            )
+
+    @property
+    def _hook_context(self) -> list[Any]:
+        """The hook, the rank and size, buckets, nodes, and parameters in another memory order."""
+        orders = [(name, order(parameter)) for name, parameter in self._parameters.items()]
+        turned = [[name, *dims] for name, dims in orders if list(dims) != sorted(dims)]
+        buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.plan]
+        nodes = [[*map(list, self._levels.nodes)]] if self._levels else []
+        ranks = self._schedule.sharding
+        own = [type(self._hook).__name__, ranks.rank, ranks.size]
+        return [*own, buckets, *nodes, *([turned] if turned else [])]
+
     def close(self) -> None:
         """Remove the hooks, and leave `parameter.grad` to others. Once."""
         self._stop_weighing()
@@ -286,14 +320,6 @@ class Accumulation:
             hook.remove()
         self._hooks.clear()
         self._nodes.clear()
-
-    def weigh_arrivals(self) -> None:
-        """Multiply gradients by the weight's `factor` before autograd adds them to earlier ones.
-
-        Until the reduction ends. Only where the factor may not be 1: a hook takes time.
-        """
-        if not self._weighing:
-            self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def _begin(self) -> None:
         if self.phase is not Phase.FILLING:
@@ -345,7 +371,10 @@ class Accumulation:
 
     @_disable_dynamo
     def _weigh(self, arriving: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        """Return the gradient that backward has just made, times its micro-batch's weight."""
+        """Return the gradient that backward has just made, times its micro-batch's weight.
+
+        Before autograd adds it to earlier ones.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._begin_backward(task)
@@ -462,8 +491,8 @@ class Accumulation:
         unused = self._unused() if totals["missing"] else frozenset()
         if self._levels is not None and self._levels.count > 1:
             # The hook also sends what it has not sent before.
-            self.unsent |= self._parameters.keys() - unused
-            unused -= self.unsent
+            self._unsent |= self._parameters.keys() - unused
+            unused -= self._unsent
         if not divisor > 0:
             if self._whole:
                 self.refuse_weight(weight)
@@ -539,7 +568,7 @@ class Accumulation:
 
     def _take(self, index: int, entry: ParameterSlice) -> None:
         taken = self._gradients.take(index, entry, self.weight.scale)
-        if taken is not None:
+        if taken is not None and self._world_size > 1:
             self.finite.add(taken)
 
     def _launch(self, index: int) -> Work:

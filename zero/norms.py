@@ -80,18 +80,15 @@ def _power_sum(run: Tensor, p: float) -> Tensor:
 class FiniteCheck:
     """Records whether this rank's gradients were finite before the sum over ranks.
 
-    It only tells on which rank a step failed; a check that is not `enabled` does nothing.
+    It only tells on which rank a step failed, so a single rank needs none.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._finite = True  # of tensors on the CPU
         self._device_flag: Tensor | None = None  # 0 or NaN, on the device, so as not to wait for it
 
     def add(self, gradient: Tensor) -> None:
         """Check one more gradient."""
-        if not self._enabled:
-            return
         if gradient.device.type != "cpu":
             wide = torch.promote_types(gradient.dtype, torch.float32)
             flag = gradient.sum(dtype=wide) * 0

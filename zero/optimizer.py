@@ -18,12 +18,10 @@ from torch.nn import Parameter
 from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.comm_hooks import CommHook, HookState, NodeLevels, make_hook
+from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.exchange.schedule import SyncSchedule, check_replicas
-from zero.kernels import order
 from zero.layout import MIB, ParameterSpec, plan_buckets
 from zero.memory import Memory
-from zero.model_checks import check_plain
 from zero.norms import (
     NonFiniteGradientError,
     NonFiniteReplicaError,
@@ -35,6 +33,7 @@ from zero.param_groups import (
     Named,
     as_groups,
     by_name,
+    check_plain,
     check_shard_weights,
     check_sharding,
     check_trainable,
@@ -517,14 +516,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """True if a rank holds the state of some elements only."""
         return self._shard.sharded
 
-    @property
-    def hook_state(self) -> HookState:
-        """The state of the communication hook on this rank, with what it depends on."""
-        orders = {name: order(parameter) for name, parameter in self._named.items()}
-        own = self._shard.plan, self._levels
-        used = self.accumulation.unsent
-        return HookState(self._hook, self.schedule.sharding, *own, orders=orders, used=used)
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, the hyperparameters and the rest of the state.
 
@@ -541,7 +532,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "slices": PartOfState(slices) if self.sharded else slices,
             "param_groups": self._names.of(self.param_groups),
             "loss_scale": self._scale.state_dict(),
-            "comm_hook": self.hook_state.state_dict(),
+            "comm_hook": self.accumulation.hook_state(),
             "steps": self.accumulation.steps,
             "in_sync": self._replicas.equal,
             "sync_weights": self.schedule.weights(),
@@ -569,7 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
         self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
-        self.hook_state.load_state_dict(state_dict.get("comm_hook"))
+        self.accumulation.load_hook_state(state_dict.get("comm_hook"))
         self.accumulation.resume(state_dict.get("steps", self.accumulation.steps))
         self.schedule.load_weights(state_dict.get("sync_weights", ()))
         self._replicas.equal = self.schedule.replicas == 1 or state_dict.get("in_sync", True)

@@ -161,7 +161,7 @@ class Saver:
                     "tensors; make it one, or save no checkpoints"
                 )
         encode_objects(self._objects)
-        encode_hook(self._optimizer.hook_state.state_dict())
+        encode_hook(self._optimizer.accumulation.hook_state())
         FileLayout(_shapes_of(self._model.state_dict()))
 
     def best_score(self, last: int, metric: str) -> float | None:
@@ -328,7 +328,7 @@ def _own_shard(
             name = f"{piece.name}/{key}"
             shapes[OPTIMIZER][name] = (tensor.dtype, shape)
             ranges.append(TensorRange(OPTIMIZER, name, tensor, piece.low))
-    hook, tensors = encode_hook(optimizer.hook_state.state_dict())
+    hook, tensors = encode_hook(optimizer.accumulation.hook_state())
     flat_model = [(name, tensor.detach()) for name, tensor in model.items()]
     sizes = [tensor.numel() for _, tensor in flat_model]
     for index, low, high in _equal_part(sizes, world.rank, world.size):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero.model_checks import check_plain
+from zero.param_groups import check_plain
 from zero.state import PartOfState
 from zero.sync_batchnorm import SyncBatchNorm
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 from handmade import Decaying, Lamb, Lion
 from torch import optim
 
@@ -30,3 +31,14 @@ BY_PARAMETER = {
     "Adafactor": partial(optim.Adafactor, lr=0.05),
     "Lamb": partial(Lamb, lr=0.01),
 }
+QUICK = {"Adam amsgrad", "AdamW fused", "Adagrad", "SGD nesterov", "Lion", *BY_PARAMETER}
+
+
+def marks_of(name):
+    """The quick set leaves out most of those that work by element."""
+    return [pytest.mark.thorough] if name in ELEMENTWISE.keys() - QUICK else []
+
+
+def each(names):
+    """A case for each of some optimizers."""
+    return [pytest.param(name, marks=marks_of(name)) for name in names]

@@ -123,7 +123,7 @@ modes = pytest.mark.parametrize(
 
 
 def keep_worlds():
-    """What a fixture yields from: worlds, closed at the end."""
+    """Yield worlds, closed at the end, for a fixture."""
     from worlds import Worlds
 
     worlds = Worlds(layout=2, bucket_mb=SHARED)
@@ -132,7 +132,7 @@ def keep_worlds():
 
 
 def make_optimizers(usual):
-    """What a fixture yields from: makes optimizers of a world, and closes them at the end."""
+    """Yield a function that makes optimizers, closed at the end, for a fixture."""
     made = []
 
     def make(model, optimizer_class, *, world=usual, **options):

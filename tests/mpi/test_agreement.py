@@ -1,4 +1,4 @@
-"""What ranks must have in common in a step: hyperparameters, gradients, and counts of steps."""
+"""Hyperparameters, gradients and counts of steps, which ranks must have in common."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def loss(model, step=0):
 
 
 def refusal(optimizer, model):
-    """What a step raises on all ranks; it changes nothing, and later ones go on."""
+    """Return the words that a step raises on all ranks; nothing changes, and later ones go on."""
     optimizer.wait_for_parameters()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError) as error:
@@ -95,17 +95,6 @@ def test_a_hyperparameter_that_differs_is_named(make, stage, key, usual, odd):
         assert found.startswith(
             f"rank {LAST} has {shown[0]} for {key} in group 1, rank 0 has {shown[1]}: change"
         )
-
-
-@stages
-def test_a_key_that_one_rank_alone_has_is_named(make, stage):
-    model = net()
-    optimizer = make(model, SGD, stage=stage)
-    if ODD:
-        optimizer.param_groups[0]["warm"] = 3
-    loss(model).backward()
-    found = refusal(optimizer, model)
-    assert f"rank {LAST} has 3 for warm in group 0, rank 0 has no value" in found
 
 
 @pytest.mark.parametrize(
@@ -161,6 +150,14 @@ ALONE = {
         lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict() | {"steps": 7}),
         f"rank {LAST} has 7 for the optimizer's number of steps, rank 0 has 2: call",
     ),
+    "a gradient": (
+        lambda model, _: setattr(model[0].weight, "grad", None),
+        f"rank {LAST} has none for p.grad of 0.weight, rank 0 has one",
+    ),
+    "a key": (
+        lambda _, optimizer: optimizer.param_groups[0].update(warm=3),
+        f"rank {LAST} has 3 for warm in group 0, rank 0 has no value",
+    ),
     "the same state": (
         lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
         "1 for the number of loaded states, rank 0 has 0: call optimizer.load_state",
@@ -170,7 +167,7 @@ ALONE = {
 
 @stages
 @pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_alone_loads_is_named(make, stage, name):
+def test_what_one_rank_alone_changes_is_named(make, stage, name):
     act, words = ALONE[name]
     model = net()
     model[0].weight.requires_grad_(name != "frozen weights")
@@ -208,17 +205,6 @@ def test_rounding_of_processors_is_no_difference_until_it_has_added_up(make, mon
         with pytest.warns(UserWarning, match="not alike") if told else nullcontext():
             optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_gradient_that_one_rank_drops_is_named_where_it_is_sharded(make, stage):
-    model = net()
-    optimizer = make(model, SGD, stage=stage)
-    loss(model).backward()
-    name, parameter = next((n, p) for n, p in model.named_parameters() if p.requires_grad)
-    if ODD:
-        parameter.grad = None
-    assert f"rank {LAST} has none for p.grad of {name}, rank 0 has one" in refusal(optimizer, model)
 
 
 @stages
@@ -288,7 +274,7 @@ def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
     assert f"rank {LAST} has 0.05 for lr in group 0, rank 0 has 0.1" in refusal(optimizer, model)
 
 
-class Counting(torch.optim.Optimizer):
+class CountsByGroup(torch.optim.Optimizer):
     """Counts steps by group, and passes over a group of which it updates nothing."""
 
     looks_at = "params"
@@ -307,11 +293,11 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])
 
 
-class CountingGradients(Counting):
+class CountsGradients(CountsByGroup):
     looks_at = "grads"
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingGradients])
+@pytest.mark.parametrize("kind", [CountsByGroup, CountsGradients])
 @pytest.mark.parametrize("partition", ["element", "parameter"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_steps_that_are_counted_by_group_are_those_of_one_process(make, stage, partition, kind):

@@ -188,7 +188,7 @@ def test_a_checkpoint_continues_in_another_memory_format(world, make, folder, st
     assert_close(model, alone)
 
 
-class Counting(nn.Module):
+class AssignsBuffers(nn.Module):
     """A layer that assigns other tensors to its buffers in each forward."""
 
     def __init__(self):
@@ -207,7 +207,7 @@ class Counting(nn.Module):
 
 @STAGES
 def test_buffers_of_the_state_dict_are_rank_0s_after_a_step_and_a_skipped_one(world, make, stage):
-    model = Counting().double()
+    model = AssignsBuffers().double()
     optimizer = make(model, ADAM, stage=stage, non_finite="skip")
     model.constant.fill_(RANK)
     for step, factor in enumerate((1.0, math.inf)):

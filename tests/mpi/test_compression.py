@@ -288,7 +288,7 @@ def test_means_lose_nothing_where_shares_and_batches_change(world):
             optimizer.step()
             optimizer.zero_grad()
         sums.append(total.sum())
-        state = optimizer.hook_state.state_dict()["state"].get("residuals", {}).get("0")
+        state = optimizer.accumulation.hook_state()["state"].get("residuals", {}).get("0")
         scale = state["multiplier"] / state["divisor"] if state else 0.0
         kept.append(scale * float(state["residual"].sum()) if state else 0.0)
     (left,) = world.sum([kept[1]])

@@ -195,7 +195,7 @@ def break_at(place):
         raise KeyError(f"a bug in {place}")
 
 
-class JobEndedError(Exception):
+class StepEndedError(Exception):
     pass
 
 
@@ -206,14 +206,14 @@ def test_all_ranks_end_a_step_that_fails_on_one(world, tmp_path, monkeypatch, pl
         assert agreement._failed == (number == step)
         if agreement._failed:
             assert (agreement._error is not None) == (RANK == RANKS - 1)
-            raise JobEndedError
+            raise StepEndedError
 
     monkeypatch.setattr(StepAgreement, "end_if_failed", end_if_failed)
     trainer = Trainer(world, configure(tmp_path, 2, "Breaks"))
     for number in range(1, step):
         trainer.train_step(number)
     monkeypatch.setattr(Breaks, "at", place)
-    with pytest.raises(JobEndedError):
+    with pytest.raises(StepEndedError):
         trainer.train_step(step)
     assert world.sum([1.0]) == [RANKS]  # no collective is left over
 

@@ -23,7 +23,7 @@ CLOSED = "was closed when another one was made that trains 0.weight"
 LEFT = "of an optimizer that is closed"
 
 
-class Both(Pair):
+class Successors(Pair):
     """A model here and its copy in plain torch, of which optimizers are made one after another."""
 
     def __init__(self, world, stage=0, kind=SGD, pick=None, **options):
@@ -60,7 +60,7 @@ def body(model):
 
 @pairs
 def test_a_second_phase_trains_as_in_torch(world, old, new):
-    both = Both(world, old)
+    both = Successors(world, old)
     both.train(0, 1)
     both.make(new, ADAMW)  # another class
     both.train(2, 3)
@@ -97,7 +97,7 @@ def test_a_second_phase_trains_as_in_torch(world, old, new):
 
 @stages
 def test_the_old_one_stops_whoever_holds_it(world, stage):
-    both = Both(world, stage)
+    both = Successors(world, stage)
     both.train(0)
     both.old.clear()
     both.optimizer = None
@@ -110,7 +110,7 @@ def test_the_old_one_stops_whoever_holds_it(world, stage):
 
 @stages
 def test_a_parameter_moves_to_the_optimizer_that_it_is_added_to(world, stage):
-    both = Both(world, stage, SGD, head)
+    both = Successors(world, stage, SGD, head)
     both.train(0)
     first = both.optimizer
     both.make(stage, SGD, body)
@@ -128,7 +128,7 @@ def test_a_parameter_moves_to_the_optimizer_that_it_is_added_to(world, stage):
 
 @stages
 def test_optimizers_of_different_parameters_take_turns(world, stage):
-    both = Both(world, stage, ADAMW, head)
+    both = Successors(world, stage, ADAMW, head)
     heads = both.alone.optimizer, both.optimizer
     both.make(stage, SGD, body)
     bodies = both.alone.optimizer, both.optimizer
@@ -144,7 +144,7 @@ def test_optimizers_of_different_parameters_take_turns(world, stage):
 
 @pairs
 def test_a_gradient_outlives_its_optimizer_or_is_refused(world, old, new):
-    both = Both(world, old)
+    both = Successors(world, old)
     both.backward(0)
     both.make(new, SGD)
     if old and RANKS > 1:
@@ -162,7 +162,7 @@ def test_a_gradient_outlives_its_optimizer_or_is_refused(world, old, new):
 @pytest.mark.parametrize("explicitly", [True, False])
 @pytest.mark.parametrize(("old", "new"), [(0, 1), (1, 0), (2, 2)])
 def test_an_accumulation_that_has_not_ended_is_refused(world, old, new, explicitly):
-    both = Both(world, old)
+    both = Successors(world, old)
     with both.optimizer.no_sync():
         both.optimizer.backward(loss_of(both.model, mine(world, samples(12))), weight=5)
     if explicitly:
@@ -190,12 +190,12 @@ def test_a_gradient_from_before_counts_as_in_torch(world, pair, stage):
 @stages
 @pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
 def test_one_that_is_made_after_a_batch_was_drawn_knows_its_weight(world, stage, again):
-    both = Both(world, stage) if again else None
+    both = Successors(world, stage) if again else None
     x, y = samples(3 * RANKS + 1)  # unequal parts
     batches = [(x, y), (x + 1, y)]
     for batch, whole in zip(world.shard(batches), batches, strict=True):
         if both is None:
-            both = Both(world, stage)
+            both = Successors(world, stage)
         elif again and whole is batches[1]:
             both.make(stage, SGD)
         loss_of(both.model, batch).backward()
@@ -206,7 +206,7 @@ def test_one_that_is_made_after_a_batch_was_drawn_knows_its_weight(world, stage,
 
 @stages
 def test_a_refused_optimizer_leaves_the_old_one(world, stage):
-    both = Both(world, stage)
+    both = Successors(world, stage)
     both.train(0)
     refusal(world.optimizer, both.model, torch.optim.LBFGS, stage=stage)
     refusal(world.optimizer, both.model, torch.optim.SGD, stage=3)
@@ -216,7 +216,7 @@ def test_a_refused_optimizer_leaves_the_old_one(world, stage):
 
 @pytest.mark.skipif(RANKS % 2 or RANKS < 4, reason="needs two nodes of two ranks")
 def test_replicas_are_exchanged_before(world):
-    both = Both(world, sync=LocalSGD(every=3))
+    both = Successors(world, sync=LocalSGD(every=3))
     said = refusal(world.optimizer, both.model, SGD)
     assert "parameter 0.weight is trained by an optimizer with sync=" in said
     assert "exchange() and close()" in said
@@ -230,7 +230,7 @@ def test_replicas_are_exchanged_before(world):
 @stages
 def test_worlds_follow_each_other(stage):
     with init(bucket_mb=SHARED) as world:
-        both = Both(world, stage)
+        both = Successors(world, stage)
         both.train(0, 1)
     with pytest.raises(RuntimeError, match="was closed by close"):
         both.optimizer.step()

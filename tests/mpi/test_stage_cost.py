@@ -1,4 +1,4 @@
-"""What a training step sends at every stage, against lists of messages and closed forms."""
+"""Messages of a training step at every stage, against lists of them and closed forms."""
 
 from contextlib import nullcontext
 from itertools import chain, product
@@ -49,7 +49,7 @@ def shards_of(mode, bucket_mb):
 
 
 def control(algorithm, layout, *lengths):
-    """What all-reduces of so many fp64 numbers, in private memory, add to every rank's counts."""
+    """Counts of every rank of all-reduces of so many fp64 numbers, in private memory."""
     several = (transfers(algorithm, layout, "all_reduce", split(WIDE * n, RANKS)) for n in lengths)
     return bill(algorithm, layout, chain(*several), near=False)
 
@@ -61,7 +61,7 @@ def plus(*counts):
 
 
 def verbs(stage, micro_batches):
-    """What happens to every bucket in a step."""
+    """Collectives of every bucket in a step."""
     if stage == 0:
         return ["all_reduce"]
     return ["reduce_scatter"] * (micro_batches if stage == 2 else 1) + ["all_gather"]
@@ -72,7 +72,7 @@ def announced(stage, micro_batches):
 
 
 def spent(world, model, optimizer, micro_batches, upto=None):
-    """What a step of so many micro-batches adds to the counts of every rank."""
+    """Take a step of so many micro-batches; return what it adds to the counts of every rank."""
     before = usage(world)
     for turn in range(micro_batches):
         with nullcontext() if turn == micro_batches - 1 else optimizer.no_sync():
@@ -85,7 +85,7 @@ def spent(world, model, optimizer, micro_batches, upto=None):
 
 
 def expected(where, mode, bucket_mb, micro_batches):
-    """What a step of so many micro-batches is to add to the counts of every rank."""
+    """Counts of every rank of a step of so many micro-batches."""
     algorithm, layout = where
     stage = mode["stage"]
     pairs = product(verbs(stage, micro_batches), shards_of(mode, bucket_mb))

@@ -1,4 +1,4 @@
-"""What a training loop may do at every stage: accumulate, clip, group, freeze, add, schedule.
+"""Accumulation, weights, clipping, groups and frozen layers at every stage.
 
 Compared with plain torch, which every rank runs too.
 """

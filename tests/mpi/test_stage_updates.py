@@ -1,10 +1,10 @@
-"""Which torch optimizers can be sharded, and how: each equals itself in one process."""
+"""Sharded torch optimizers, each of which equals itself in one process."""
 
 from functools import partial
 
 import pytest
 import torch
-from optimizers import BY_PARAMETER, ELEMENTWISE
+from optimizers import BY_PARAMETER, ELEMENTWISE, each
 from torch import nn
 
 from mntrain.optim import Muon
@@ -16,15 +16,8 @@ WHOLE = BY_PARAMETER | {"Muon of mntrain": partial(Muon, lr=0.02)}
 TOLERANCES = {"Muon": 1e-2, "Muon of mntrain": 1e-5}
 
 
-# tests/unit/zero/test_trials.py tries every one of them.
-QUICK = ("Adam amsgrad", "AdamW fused", "Adagrad", "SGD nesterov", "Lion")
-
-
 @pytest.mark.parametrize("partition", ["element", "parameter"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.thorough]) for n in ELEMENTWISE],
-)
+@pytest.mark.parametrize("name", each(ELEMENTWISE))
 def test_optimizers_that_work_by_element_equal_torch_at_stage_2(pair, name, partition):
     both = pair(kind=ELEMENTWISE[name], stage=2, partition=partition)
     both.train(*range(4))

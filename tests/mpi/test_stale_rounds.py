@@ -8,27 +8,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_digest import differing_ranks, model_digest
-from models import net
-from oracle import ADAMW, SGD, assert_close, init, loss_of, mine, samples
-from replicas import (
+from lone_nodes import (
     NODE,
     NODES,
     PER_NODE,
     RANK,
-    coded,
+    LoneNodes,
     digests,
     keep_optimizers,
     keep_world,
     run,
     take_step,
 )
+from model_digest import differing_ranks, model_digest
+from models import net
+from oracle import ADAMW, SGD, assert_close, init, loss_of, mine, samples
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.comm_hooks.codes import ChunkCode
-from zero.exchange.exchange import EXCHANGED, Sent
-from zero.norms import NonFiniteGradientError, NonFiniteReplicaError
+from zero.exchange.exchange import EXCHANGED, SentExchange
+from zero.norms import NonFiniteReplicaError
 from zero.state import UNSENT
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -62,52 +62,38 @@ def withhold(monkeypatch, lags):
     On a node that is to wait, only its first rank says that nothing has arrived.
     """
     arrived = not lags[NODE] or RANK % PER_NODE != 0
-    monkeypatch.setattr(Sent, "arrived", lambda self: arrived)
+    monkeypatch.setattr(SentExchange, "arrived", lambda self: arrived)
 
 
-class Replicas:
-    """A replica for each node, trained with plain torch in this process, by the formula.
+class Rounds(LoneNodes):
+    """Nodes by the formula.
 
     The exchanged parameters G(k) of all rounds are kept. After round r, a node starts from G(k)
     minus its own outer gradients of rounds k + 1 to r, with k = r - its lag.
     """
 
     def __init__(self, model, kind, sync, lags):
-        self.models = [copy.deepcopy(model) for _ in range(NODES)]
-        self.inner = [kind(model.parameters()) for model in self.models]
-        self.sync, self.lags = sync, lags
-
-    def step(self, step):
-        if step == self.sync.warmup:
-            self.begin()
-        for node, (model, inner) in enumerate(zip(self.models, self.inner, strict=True)):
-            batch = samples(12, step)
-            if step >= self.sync.warmup:
-                batch = tuple(column.chunk(NODES)[node] for column in batch)
-            loss_of(model, batch).backward()
-            inner.step()
-            inner.zero_grad()
-        taken = step - self.sync.warmup + 1
-        if taken > 0 and taken % self.sync.every == 0:
-            self.end_round(self.lags)
+        super().__init__(model, sync, kind)
+        self.lags = lags
 
     def begin(self):
-        start = [p.detach().clone() for p in self.models[0].parameters()]
-        self.exchanged = [start]
+        super().begin()
+        self.starts = [self.exchanged] * NODES
+        self.exchanged = [self.exchanged]
         self.settled = 0  # rounds that all nodes have
         self.own = [[] for _ in self.models]  # by node and round
-        self.starts = [start] * NODES
-        self.momentum = [torch.zeros_like(p) for p in start]
-        self.unsent = [[torch.zeros_like(p) for p in start] for _ in self.models]
 
-    @torch.no_grad()
+    def exchange(self, taken):
+        if taken % self.sync.every == 0:
+            self.end_round(self.lags)
+
     def end_round(self, lags):
         for node, model in enumerate(self.models):
             pairs = zip(self.starts[node], model.parameters(), strict=True)
             self.own[node].append([start - p for start, p in pairs])
-        means = [self.mean(index) for index in range(len(self.momentum))]
+        means = [self.mean_of_round(index) for index in range(len(self.momentum))]
         pairs = enumerate(zip(self.exchanged[-1], means, strict=True))
-        self.exchanged.append([self.outer_step(i, before, mean) for i, (before, mean) in pairs])
+        self.exchanged.append([self.after_outer_step(i, g, mean) for i, (g, mean) in pairs])
         for node, lag in enumerate(lags):
             self.start_round(node, lag)
 
@@ -131,23 +117,10 @@ class Replicas:
             for p, change in zip(model.parameters(), since, strict=True):
                 p.sub_(change)
 
-    def mean(self, index):
-        sent = []
-        for node in range(NODES):
-            value = self.own[node][-1][index]
-            if isinstance(self.sync, SparseLoCo):
-                whole = value + 0.95 * self.unsent[node][index]
-                value = coded(ChunkCode(self.sync.density), whole)
-                self.unsent[node][index] = whole - value
-            sent.append(value)
-        return sum(sent) / NODES
-
-    def outer_step(self, index, before, mean):
-        if isinstance(self.sync, DiLoCo):
-            self.momentum[index] = self.sync.outer_momentum * self.momentum[index] + mean
-            ahead = mean + self.sync.outer_momentum * self.momentum[index]
-            return before - self.sync.outer_lr * ahead
-        return before - getattr(self.sync, "outer_lr", 1.0) * mean
+    def mean_of_round(self, index):
+        code = ChunkCode(self.sync.density) if isinstance(self.sync, SparseLoCo) else None
+        changes = [own[-1][index] for own in self.own]
+        return sum(self.send(n, index, own, code, 0.95) for n, own in enumerate(changes)) / NODES
 
 
 def kept(world, optimizer, key):
@@ -170,7 +143,7 @@ def kept(world, optimizer, key):
 def test_nodes_train_as_the_formula_says(world, make, monkeypatch, *, kind, lags, sync, stage):
     withhold(monkeypatch, lags)
     model = net()
-    replicas = Replicas(model, kind, sync, lags)
+    replicas = Rounds(model, kind, sync, lags)
     optimizer = make(model, kind, sync=sync, stage=stage)
     for step in range(WARMUP + 5 * EVERY + 1):
         replicas.step(step)
@@ -183,7 +156,7 @@ def test_nodes_train_as_the_formula_says(world, make, monkeypatch, *, kind, lags
         replicas.settle()
         assert len(set(digests(world, model))) == 1
         for index, parameter in enumerate(model.parameters()):
-            mean = sum(list(m.parameters())[index].detach() for m in replicas.models) / NODES
+            mean = replicas.mean(index)
             torch.testing.assert_close(parameter.detach(), mean, rtol=1e-9, atol=1e-9)
     assert_close(model, replicas.models[NODE], 1e-9)
     first, own = kept(world, optimizer, EXCHANGED)
@@ -197,28 +170,6 @@ def test_nodes_train_as_the_formula_says(world, make, monkeypatch, *, kind, lags
     assert optimizer.in_sync
     assert len(set(digests(world, model))) == 1
     assert_close(model, replicas.models[0], 1e-9)
-
-
-@stages
-@syncs
-def test_rounds_that_arrive_at_once_are_synchronous_exchanges(
-    world, make, monkeypatch, sync, stage
-):
-    withhold(monkeypatch, LAGS["at once"])
-    plain = replace(sync, max_staleness=0)
-    models = [net(torch.float64) for _ in range(2)]
-    optimizers = [
-        make(model, sync=s, stage=stage) for model, s in zip(models, [plain, sync], strict=True)
-    ]
-    for step in range(WARMUP + 4 * EVERY + 1):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            take_step(world, model, optimizer, step)
-            optimizer.wait_for_parameters()
-        assert_close(*models, 1e-10)
-    for optimizer in optimizers:
-        optimizer.exchange()  # within a round: an exchange of what it has so far
-    assert_close(*models, 1e-10)
-    assert len(set(digests(world, models[1]))) == 1
 
 
 def wait_for(paths):
@@ -285,6 +236,7 @@ def test_rounds_in_flight_up_to_the_bound_take_memory(world, make, monkeypatch, 
 def test_a_resumed_job_goes_on_from_what_the_saving_job_went_on_from(
     folder, monkeypatch, sync, stage, saved_after
 ):
+    sync = replace(sync, weighted=stage > 0)
     withhold(monkeypatch, LAGS["unlike"])
     final = []
     for saves in (saved_after, None):
@@ -324,35 +276,6 @@ def test_a_checkpoint_continues_on_other_nodes_and_with_other_schedules(
             take_step(world, model, optimizer, step)
         optimizer.exchange()
         assert len(set(digests(world, model))) == 1
-
-
-@pytest.mark.parametrize("value", [math.nan, 1e300])
-@stages
-@syncs
-def test_a_round_that_is_not_finite_is_named_on_all_ranks_after_the_same_step(
-    world, make, sync, stage, value
-):
-    model = net()
-    optimizer = make(model, sync=sync, stage=stage)
-    one = rf"rank \d of node {NODES - 1}"
-    said = f" is not finite in fp32 on {one}(, {one})*, and was not exchanged"
-    weight = next(model.parameters())
-    first = WARMUP + EVERY
-    last = first + BOUND * EVERY
-    for step in range(1, last + 1):
-        loss_of(model, mine(world, samples(12, step))).backward()
-        good = weight.detach().clone()
-        if step == first and NODE == NODES - 1:
-            with torch.no_grad():
-                weight[3, 2] = value
-        fails = pytest.raises(NonFiniteGradientError, match=said)
-        with fails if step == last else nullcontext():
-            optimizer.step()
-        optimizer.wait_for_parameters()
-        with torch.no_grad():
-            weight.copy_(good)
-        optimizer.zero_grad()
-    assert all(torch.isfinite(p).all() for p in model.parameters() if p is not weight)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

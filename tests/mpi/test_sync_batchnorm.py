@@ -25,7 +25,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 BATCHES = [7, 5, 3, 2, 8]
 
 
-class Net(nn.Module):
+class NormedNet(nn.Module):
     """Layers of every kind; one is called twice in a forward."""
 
     def __init__(self, *, bias=True, **options):
@@ -75,7 +75,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("how", ["loss.backward", "optimizer.backward", "accumulated", "saved"])
 def test_layers_train_as_in_one_process(world, make, stage, options, how):
-    model = Net(**OPTIONS[options]).double()
+    model = NormedNet(**OPTIONS[options]).double()
     alone = Alone(model, SGD, 1.0)
     keys = list(model.state_dict())
     norm = model.norm
@@ -203,7 +203,7 @@ def test_16_bit_samples_have_wide_statistics(world, make, dtype):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's tracing
 @STAGES
 def test_a_compiled_model_trains_as_in_one_process(world, make, stage):
-    model = Net().double()
+    model = NormedNet().double()
     alone = Alone(model, SGD, 1.0)
     world.sync_batchnorm(model)
     optimizer = make(model, SGD, stage=stage, max_grad_norm=1.0)
@@ -233,7 +233,7 @@ def test_copies_share_the_ranks_and_loaded_layers_have_none(world, make):
     assert torch.equal(loaded(x), model(x))
 
 
-class Own(nn.BatchNorm1d):
+class OwnBatchNorm(nn.BatchNorm1d):
     """A layer of a user's own."""
 
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_converted_or_trained_is_refused(world):
     assert "world.sync_batchnorm(model)" in words
     world.optimizer(world.sync_batchnorm(theirs), SGD).close()
     assert "leave world.sync_batchnorm out" in refusal(world.sync_batchnorm, nn.Linear(2, 2))
-    assert "0 is a Own" in refusal(world.sync_batchnorm, nn.Sequential(Own(2)))
+    assert "0 is a OwnBatchNorm" in refusal(world.sync_batchnorm, nn.Sequential(OwnBatchNorm(2)))
     lazy = nn.Sequential(nn.LazyBatchNorm1d())
     assert "run a forward" in refusal(world.sync_batchnorm, lazy)
     with pytest.raises(ValueError, match="1 values a channel on all ranks together"):

@@ -16,8 +16,7 @@ within them sets `between_nodes`: its buckets then have the collectives of both 
 (`zero.comm_hooks.between_nodes`).
 """
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,49 +229,3 @@ def wait_all(works: Iterable[Work]) -> None:
             elif work.advance():
                 chains.append(work)
         pending = chains
-
-
-@dataclass(frozen=True)
-class HookState:
-    """The state of a hook with what it depends on: the rank, the size, nodes and buckets.
-
-    `orders` are those of the parameters in memory (`zero.kernels.order`), by name. `used` are the
-    names of parameters of which the hook may have gradients that were not sent.
-    """
-
-    hook: CommHook
-    group: Collectives
-    plan: Sequence[Bucket]
-    levels: NodeLevels | None
-    orders: Mapping[str, tuple[int, ...]]
-    used: set[str]
-
-    @property
-    def _context(self) -> list[Any]:
-        buckets = [[bucket.numel, *bucket.bounds] for bucket in self.plan]
-        nodes = [[*map(list, self.levels.nodes)]] if self.levels else []
-        turned = [[n, *o] for n, o in self.orders.items() if list(o) != sorted(o)]
-        own = [type(self.hook).__name__, self.group.rank, self.group.size]
-        return [*own, buckets, *nodes, *([turned] if turned else [])]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the hook's state on this rank. Local."""
-        state = self.hook.state_dict()
-        return {"context": self._context, "state": state, "used": sorted(self.used)}
-
-    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Restore what `state_dict` returned; warn if its hook, ranks or buckets differ. Local.
-
-        Without a state that fits, the hook starts anew.
-        """
-        saved = saved or {"state": {}, "context": None}
-        # A rank that owns no lane has no state, and knows the names too.
-        fits, used = saved["context"] == self._context, saved.get("used", ())
-        self.hook.load_state_dict(saved["state"] if fits else {})
-        self.used.clear()
-        self.used.update(used if fits else ())
-        if not fits and (saved["state"] or used) and self.group.rank == 0:
-            warnings.warn(
-                "the state is of another comm_hook, size or layout: the hook starts anew",
-                stacklevel=3,
-            )

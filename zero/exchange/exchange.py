@@ -34,7 +34,7 @@ from torch import Tensor
 
 from zero.collectives import Collectives
 from zero.comm_hooks.codes import Code
-from zero.exchange.node_means import Message, NodeMeans
+from zero.exchange.node_means import MeansInFlight, NodeMeans
 from zero.exchange.schedule import Exchanged, SyncSchedule
 from zero.norms import NonFiniteGradientError
 from zero.state import ERROR, SYNC
@@ -64,7 +64,7 @@ class OuterSGD:
         state[EXCHANGED].add_(mean, alpha=-self._lr)
 
 
-class Sent:
+class SentExchange:
     """An agreement of all ranks on whether all is finite and what nodes weigh; messages, if any.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
@@ -78,7 +78,7 @@ class Sent:
         *,
         finite: bool = True,
         what: str = DRIFT,
-        messages: Sequence[Message] = (),
+        messages: Sequence[MeansInFlight] = (),
         fragment: int = 0,
         own: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
@@ -187,7 +187,7 @@ class Exchange(SyncSchedule):
         self.replica, self.replicas, self.weighted = cross.rank, cross.size, weighted
         self._world, self._every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
-        self._agree = partial(Sent, world, cross.rank)
+        self._agree = partial(SentExchange, world, cross.rank)
         self._outer, self._code, self._residual, self._decay = outer, code, residual, decay
         self._keys = (*outer.keys, *([residual] if code else [])) if outer else ()
         self._in_turn, self._overlap, self._mix = fragments is not None, overlap, mix
@@ -197,7 +197,7 @@ class Exchange(SyncSchedule):
         self._fragment: dict[Tensor, int] = {}
         self._since = [0.0] * self._fragments  # the weight of the steps since their last exchange
         self._state: dict[Tensor, dict[str, Tensor]] = {}
-        self._flying: list[Sent] = []  # in the order in which they were sent
+        self._flying: list[SentExchange] = []  # in the order in which they were sent
         self._arrived: dict[Tensor, Tensor] = {}  # means that are to be applied
         self._peak = 0  # bytes in flight
         self._between_rounds = False
@@ -443,7 +443,7 @@ class Exchange(SyncSchedule):
         for tensor in tensors:
             tensor.copy_(self._round_start(tensor))
 
-    def _receive(self, flying: Sequence[Sent]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _receive(self, flying: Sequence[SentExchange]) -> Iterator[tuple[Tensor, Tensor]]:
         """Wait for what was sent, and yield each tensor with its mean. Collective.
 
         Raises NonFiniteGradientError on all ranks before anything is applied.

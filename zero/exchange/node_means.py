@@ -26,7 +26,7 @@ MESSAGE_BYTES = 25 * MIB  # of tensors that travel together
 Value: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class Message(NamedTuple):
+class MeansInFlight(NamedTuple):
     """Means of some tensors' values, on their way."""
 
     tensors: Sequence[Tensor]
@@ -60,7 +60,7 @@ class NodeMeans:
     def of(
         self, tensors: Sequence[Tensor], value: Value, *, scale: float = 1.0, **options: Any
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor with the mean of its values, as `Message.means` does. Collective.
+        """Yield each tensor with the mean of its values, as `MeansInFlight.means` does. Collective.
 
         One message travels while another is used. The options are those of `send`.
         """
@@ -76,7 +76,7 @@ class NodeMeans:
         code: Code | None = None,
         keep: Callable[[Tensor, Tensor], object] | None = None,
         weight: float = 1.0,
-    ) -> Iterator[Message]:
+    ) -> Iterator[MeansInFlight]:
         """Start messages, one for each that is taken from the iterator. Collective.
 
         `value` returns what is sent for a tensor, in its shape and dtype, times `weight`, which is
@@ -90,7 +90,7 @@ class NodeMeans:
                 flat.mul_(weight)
             if code is None or flat.is_complex():
                 work = ChainedWork(self._travel(flat, self._cross.all_reduce))
-                yield Message(message, work, flat.nbytes, partial(flat.div_, nodes))
+                yield MeansInFlight(message, work, flat.nbytes, partial(flat.div_, nodes))
                 continue
             # Codes by part, node and byte, of which this node has its own; parts are aligned.
             numbers = [aligned(code.nbytes(tensor.numel())) for tensor in message]
@@ -108,7 +108,8 @@ class NodeMeans:
             plain = 2 * flat.nbytes / codes.nbytes  # of an all-reduce of the values
             cross = self._cross.named("coded values", plain)
             work = ChainedWork(self._travel(codes.view(-1), cross.all_gather))
-            yield Message(message, work, codes.nbytes, partial(self._decode, message, codes, code))
+            mean = partial(self._decode, message, codes, code)
+            yield MeansInFlight(message, work, codes.nbytes, mean)
 
     def _travel(self, flat: Tensor, exchange: Callable[[Tensor], Work]) -> Iterator[Work]:
         """Exchange this rank's part of a flat tensor, and gather the others from the node."""

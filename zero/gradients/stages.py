@@ -149,8 +149,9 @@ class Gradients:
     def _allocate(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         for bucket in buckets:
             device = parameters[bucket.entries[0].spec.name].device
-            numel = padded_numel(bucket) if self._stage else bucket.numel
-            memory = self._collectives.allocate(numel, bucket.dtype, device)
+            # At stage 1, half of a 16-bit bucket fits in fp32.
+            padding = bucket.numel % 2 if self._stage and is_16_bit(bucket.dtype) else 0
+            memory = self._collectives.allocate(bucket.numel + padding, bucket.dtype, device)
             self._memory.append(memory)
             for entry in bucket.entries:
                 name = entry.spec.name
@@ -423,11 +424,6 @@ class Gradients:
                 "each rank keeps a shard: assign it before backward, or use stage 0"
             )
         return gradient is not None
-
-
-def padded_numel(bucket: Bucket) -> int:
-    """Return the elements of a bucket's memory at stage 1, in which half of it fits in fp32."""
-    return bucket.numel + (bucket.numel % 2 if is_16_bit(bucket.dtype) else 0)
 
 
 class ShardedGradients(Gradients):

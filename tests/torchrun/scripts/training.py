@@ -99,25 +99,6 @@ def test_every_stage_equals_ddp(world):
         assert_close(model, ddp.module)
 
 
-def test_ranks_have_any_number_of_samples_and_micro_batches_or_none(world):
-    cuts = [0, 5, 5, 9, 12][: world.size + 1]
-    for mode in modes():
-        both = pair_of(world, **mode)
-        for step in range(3):
-            whole = rows(samples(12, step), 0, cuts[-1])
-            loss_of(both.alone.model, whole).backward()
-            own = rows(whole, cuts[world.rank], cuts[world.rank + 1])
-            parts = list(zip(*(column.chunk(world.rank + 1) for column in own), strict=True))
-            for part in parts if len(own[1]) else ():
-                with nullcontext() if part is parts[-1] else both.optimizer.no_sync():
-                    both.optimizer.backward(loss_of(both.model, part), len(part[1]))
-            if not len(own[1]):
-                both.optimizer.share(0)
-            result, _ = both.update()
-            assert result.weight == cuts[-1]
-        both.check()
-
-
 def test_addends_travel_in_16_bits(world):
     for make_hook in (lambda: CommHook(torch.bfloat16), lambda: DDPHook(None, bf16_compress_hook)):
         for mode in modes():

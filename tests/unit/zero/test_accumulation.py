@@ -1,19 +1,17 @@
-"""What the gradients of an accumulation add up to, what they weigh, and what is refused."""
+"""The sums and weights of gradients in an accumulation, and refusals."""
 
 import math
 import weakref
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
 from torch import nn
 
-from zero import SingleProcessCollectives, ZeroOptimizer
+from zero import SingleProcessCollectives
 from zero.gradients.weights import BatchSource
 
-WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
 SOURCES = weakref.WeakKeyDictionary()  # of batches, by optimizer
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def one_weight(stage=0, world=SingleProcessCollectives, **options):
@@ -22,7 +20,7 @@ def one_weight(stage=0, world=SingleProcessCollectives, **options):
     nn.init.ones_(model.weight)
     # By parameter, so it is the first rank's to update.
     options = {"stage": stage, "partition": "parameter", "lr": 1.0, **options}
-    return model, ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), **options)
+    return model, zero(model, world=world, **options)
 
 
 def mean(model, *inputs):
@@ -329,8 +327,7 @@ def test_zeros_are_only_for_gradients_that_there_were_and_gradients_may_be_excha
     first, second = model.parameters()
     for parameter in (first, second):
         nn.init.ones_(parameter)
-    options = {"lr": 1.0, "weight_decay": 0.5}
-    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), **options)
+    optimizer = zero(model, world=world, lr=1.0, weight_decay=0.5)
     optimizer.zero_grad(set_to_none=False)
     mean(model[0], 3).backward()
     optimizer.step()

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import FirstOfTwo, zero
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from zero import ZeroOptimizer
 from zero.parameters import ArrivingParameter
 
 pytestmark = [
@@ -28,7 +27,7 @@ pytestmark = [
 X = torch.linspace(-1, 1, 10).reshape(2, 5)
 
 
-class Late(FirstOfTwo):
+class LateGathers(FirstOfTwo):
     """All-gathers that write the other rank's shard when they are waited for, and not before."""
 
     def all_gather(self, tensor, bounds=None):
@@ -62,7 +61,7 @@ class Double(torch.autograd.Function):
         return gradient * 2
 
 
-class Setup:
+class AfterStep:
     """A model after a step, and what was kept of it from before the step."""
 
     def __init__(self, stage, overlap, prepare=None):
@@ -80,15 +79,9 @@ class Setup:
         self.parameters = list(self.model.parameters())
         self.named = dict(self.model.named_parameters())
         self.prepared = prepare(self) if prepare else None
-        self.optimizer = ZeroOptimizer(
-            self.model.named_parameters(),
-            torch.optim.SGD,
-            Late(),
-            stage=stage,
-            model=self.model,
-            overlap_forward=overlap,
-            bucket_bytes=160,
-            lr=0.1,
+        options = {"overlap_forward": overlap, "bucket_bytes": 160, "lr": 0.1}
+        self.optimizer = zero(
+            self.model, world=LateGathers, stage=stage, model=self.model, **options
         )
         self.model(X).sum().backward()
         self.optimizer.step()
@@ -203,8 +196,8 @@ PREPARED = {
 
 
 def expect_equal(stage, read, prepare=None):
-    expected = Setup(stage, overlap=False, prepare=prepare)
-    now = Setup(stage, overlap=True, prepare=prepare)
+    expected = AfterStep(stage, overlap=False, prepare=prepare)
+    now = AfterStep(stage, overlap=True, prepare=prepare)
     assert now.in_flight
     try:
         ours, theirs = read(now).detach(), read(expected).detach()
@@ -237,16 +230,16 @@ def test_a_read_waits(name, stage):
 @pytest.mark.parametrize("name", PREPARED)
 def test_what_was_made_before_the_optimizer_waits(name):
     if "compiled" in name:
-        compiled = Setup(1, overlap=True, prepare=PREPARED[name])
+        compiled = AfterStep(1, overlap=True, prepare=PREPARED[name])
         assert not compiled.in_flight  # a step waits once torch.compile is used
-        expected = Setup(1, overlap=False, prepare=PREPARED[name])
+        expected = AfterStep(1, overlap=False, prepare=PREPARED[name])
         torch.testing.assert_close(compiled.prepared(X), expected.prepared(X), rtol=0, atol=0)
     else:
         expect_equal(1, lambda s: s.prepared(X), PREPARED[name])
 
 
 def test_what_reads_no_values_does_not_wait():
-    s = Setup(1, overlap=True)
+    s = AfterStep(1, overlap=True)
     count = s.in_flight
     for p in s.parameters:
         assert p.shape
@@ -264,7 +257,7 @@ def test_what_reads_no_values_does_not_wait():
 
 
 def test_the_last_to_arrive_removes_the_hook_of_all_modules():
-    s = Setup(1, overlap=True)
+    s = AfterStep(1, overlap=True)
     assert len(nn.modules.module._global_forward_pre_hooks) == 1
     s.model(X)
     assert not nn.modules.module._global_forward_pre_hooks

@@ -1,10 +1,10 @@
-"""When buckets are launched, in which order, and what a rank's gradient is said to stand for."""
+"""Launches of buckets: their time, order, units and wire dtypes; and backward passes that fail."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, FirstOfTwo, zero
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +15,7 @@ WIDTH = 4
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)  # of a layer's weight and bias: one layer a bucket
 
 
-class Recording(FirstOfTwo):
+class RecordingCollectives(FirstOfTwo):
     """Writes down each launch of a bucket, and each wait for one; and what it allocates."""
 
     def __init__(self, log):
@@ -31,7 +31,7 @@ class Recording(FirstOfTwo):
         return SimpleNamespace(wait=lambda: self.log.append(("wait", address)))
 
 
-class Mark(torch.autograd.Function):
+class BackwardMark(torch.autograd.Function):
     """Writes down when backward comes by."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class Chain(nn.Module):
 
     def forward(self, x):
         for layer in self.order:
-            x = self.layers[layer](Mark.apply(x, self.log, layer))
+            x = self.layers[layer](BackwardMark.apply(x, self.log, layer))
         return x
 
 
@@ -65,7 +65,7 @@ class Chained(SimpleNamespace):
     def __init__(self, bucket_bytes=LAYER_BYTES, **options):
         log = []
         model = Chain(log, **options)
-        recording = Recording(log)
+        recording = RecordingCollectives(log)
         named = list(model.named_parameters())  # buckets are by layer, whatever the groups
         groups = [{"params": [(n, p) for n, p in named if p.dim() == dim]} for dim in (2, 1)]
         options = {"stage": 1, "lr": 0.1, "bucket_bytes": bucket_bytes, "model": model}
@@ -144,10 +144,10 @@ def test_no_sync_which_may_be_nested_and_a_closed_optimizer_launch_nothing():
     assert chained.launches() == [2, 1, 0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 @pytest.mark.parametrize("launched", [False, True])
 def test_after_a_backward_that_failed_nothing_goes_on_by_itself(stage, launched):
-    class Failing(torch.autograd.Function):
+    class FailsInBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.view_as(x)
@@ -157,17 +157,12 @@ def test_after_a_backward_that_failed_nothing_goes_on_by_itself(stage, launched)
             raise KeyError("in backward")
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        FirstOfTwo(),
-        stage=stage,
-        bucket_bytes=1 if launched else 1 << 20,
-    )
+    bucket_bytes = 1 if launched else 1 << 20
+    optimizer = zero(model, world=FirstOfTwo, stage=stage, bucket_bytes=bucket_bytes)
 
     def fail():
         with pytest.raises(KeyError):
-            model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
+            model[1](FailsInBackward.apply(model[0](torch.ones(1, 2)))).sum().backward()
 
     fail()
     with pytest.raises(RuntimeError, match="did not end"):
@@ -183,20 +178,15 @@ def test_after_a_backward_that_failed_nothing_goes_on_by_itself(stage, launched)
     assert optimizer.step().grad_norm > 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_backward_that_raises_after_a_nested_one_has_ended_is_not_continued(stage, nested):
     def fail(gradient):
         raise KeyError("in backward")
 
     model, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    optimizer = ZeroOptimizer(
-        [*model.named_parameters(), ("other", nn.Parameter(torch.ones(1)))],
-        torch.optim.SGD,
-        FirstOfTwo(),
-        stage=stage,
-        partition="parameter",
-    )
+    named = [*model.named_parameters(), ("other", nn.Parameter(torch.ones(1)))]
+    optimizer = zero(named, world=FirstOfTwo, stage=stage, partition="parameter")
 
     def forward(x):
         return checkpoint(model, x, use_reentrant=True).sum()
@@ -226,7 +216,7 @@ def test_in_fp16_addends_are_of_the_size_of_means():
 
     for dtype, unit in ((torch.float16, 1.0), (torch.bfloat16, 4.0), (torch.float32, 4.0)):
         model = nn.Linear(1, 1, bias=False).to(dtype)
-        ZeroOptimizer(model.named_parameters(), torch.optim.SGD, Four())
+        zero(model, world=Four)
         addends.clear()
         model(torch.ones(1, 1, dtype=dtype)).mean().backward()
         assert addends[0].item() == 1.0 / unit
@@ -258,9 +248,7 @@ def test_gradients_travel_in_the_wires_dtype_where_it_is_narrower(stage, own, wi
             return super().reduce_scatter(tensor, bounds, wire)
 
     model = nn.Linear(2, 2).to(own)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, Wired(), stage=stage, comm_hook=CommHook(wire)
-    )
+    optimizer = zero(model, world=Wired, stage=stage, comm_hook=CommHook(wire))
     model(torch.ones(1, 2, dtype=own)).mean().backward()
     optimizer.step()
     assert wires == [given]

@@ -38,7 +38,7 @@ def test_differences_of_opposite_signs_do_not_cancel():
     torch.manual_seed(0)
     values = torch.randint(0, 1 << 30, (5 * ROW_BYTES // 4,), dtype=torch.int32)
     expected = int(checksum([values]))
-    for _ in range(200):
+    for _ in range(50):
         one, other = torch.randint(0, len(values), (2,)).tolist()
         changed = values.clone()
         changed[one] += 1

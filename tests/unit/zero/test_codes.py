@@ -23,7 +23,7 @@ def values_of(numel, dtype=torch.float32, seed=0):
 
 
 def sent(code, values):
-    """What a code of flat values decodes to beside what there is, and what it lacks."""
+    """Decode a code of flat values; return that, and what the code lacks."""
     written = torch.full((code.nbytes(len(values)),), 255, dtype=torch.uint8)
     left, total = values.clone(), torch.zeros_like(values)
     code.encode(left, written)
@@ -85,18 +85,6 @@ def test_what_is_sent_and_what_is_left_are_the_values(code, numel):
 
 
 @codes
-def test_error_feedback_loses_nothing_over_many_exchanges(code):
-    wanted, arrived = torch.zeros(2, 5000, dtype=torch.float64)
-    left = torch.zeros(5000, dtype=torch.float64)
-    for step in range(20):
-        values = values_of(5000, torch.float64, seed=step)
-        wanted += values
-        total, left = sent(code, left + values)
-        arrived += total
-    torch.testing.assert_close(arrived + left, wanted, rtol=1e-12, atol=1e-10)
-
-
-@codes
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 3e-44, 3e38, -3e38])
 def test_zeros_and_the_ends_of_the_range_are_sent_or_left(code, value):
     values = torch.full((300,), value)
@@ -113,17 +101,6 @@ def test_what_is_not_finite_arrives_and_is_left_so(code, value, place):
     total, left = sent(code, values)
     assert not total.isfinite().all()
     assert not left.isfinite().all()
-
-
-@pytest.mark.parametrize("numel", [1, 2, 3, 5, CHUNK, CHUNK + 3])
-def test_every_index_and_sign_survives(numel):
-    values = torch.ones(numel) * torch.where(torch.arange(numel) % 3 == 0, -2.0, 2.0)
-    total, left = sent(ChunkCode(1.0), values)
-    assert torch.equal(total, values)
-    assert not left.any()
-    # A chunk sends its largest whatever other chunks hold.
-    total, _ = sent(ChunkCode(64 / CHUNK), torch.tensor([1e6, 1e-6]).repeat_interleave(CHUNK))
-    assert [int(part.count_nonzero()) for part in total.split(CHUNK)] == [64, 64]
 
 
 def test_codes_have_the_bytes_that_are_documented():

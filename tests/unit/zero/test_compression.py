@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from first_of_two import FirstOfTwo, zero
+from torch import nn
 
 from mntrain.compression.int8 import Int8Hook
-from zero.comm_hooks import CommHook, HookState, NodeLevels
+from zero.comm_hooks import CommHook, NodeLevels
 from zero.comm_hooks.between_nodes import Residual, Unsent
 
 # Residuals.
@@ -87,8 +89,10 @@ def test_a_hook_between_nodes_needs_levels_no_schedule_and_an_optimizer_of_its_o
         hook.bind(2, levels, scheduled=False)
 
 
-class Counting(CommHook):
+class CountingHook(CommHook):
     """Keeps a number."""
+
+    between_nodes = True
 
     def __init__(self, value=0):
         self.value = value
@@ -100,29 +104,37 @@ class Counting(CommHook):
         self.value = state.get("value", 0)
 
 
-def state_of(hook, nodes=((0, 1), (2, 3)), size=4, bounds=(0, 3, 6), turned=()):
-    levels = NodeLevels(None, None, nodes, (0, 2, 4)) if nodes else None
-    plan, group = [SimpleNamespace(numel=6, bounds=bounds)], SimpleNamespace(rank=0, size=size)
-    return HookState(hook, group, plan, levels, {"p": (0, 1), **dict(turned)}, set())
+class RenamedHook(CountingHook):
+    """The same under another name."""
+
+
+def optimizer_of(hook, nodes=((0, 1), (2, 3)), weights=(1, 1), *, turned=False):
+    weight = nn.Parameter(torch.ones(3, 2).T if turned else torch.ones(2, 3))
+    world = type("Several", (FirstOfTwo,), {"size": len(weights)})
+    levels = NodeLevels(None, None, nodes, (0, 2, 4))
+    options = {"stage": 1, "comm_hook": hook, "levels": levels, "shard_weights": weights}
+    return zero([("p", weight)], world=world, **options)
 
 
 OTHERS = [
     {"nodes": ((0, 2), (1, 3))},
-    {"nodes": None},
-    {"size": 5},
-    {"bounds": (0, 2, 6)},
-    {"turned": [("p", (1, 0))]},
+    {"weights": (1, 1, 0)},
+    {"weights": (1, 2)},
+    {"turned": True},
+    {"hook": RenamedHook(5)},
 ]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_state_is_loaded_only_where_ranks_nodes_and_buckets_are_the_same(other):
-    saved = state_of(Counting(7)).state_dict()
-    same, anew, without = Counting(), Counting(5), Counting(5)
-    state_of(same).load_state_dict(saved)
+    state = optimizer_of(CountingHook(7)).state_dict()
+    state["slices"] = list(state["slices"])
+    same, anew, without = CountingHook(), other.get("hook", CountingHook(5)), CountingHook(5)
+    optimizer_of(same).load_state_dict(state)
     with pytest.warns(UserWarning, match="the hook starts anew"):
-        state_of(anew, **other).load_state_dict(saved)
-    state_of(without).load_state_dict(None)
+        optimizer_of(**{"hook": anew, **other}).accumulation.load_hook_state(state["comm_hook"])
+    del state["comm_hook"]
+    optimizer_of(without).load_state_dict(state)
     assert (same.value, anew.value, without.value) == (7, 0, 0)
 
 

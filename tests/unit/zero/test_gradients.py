@@ -5,14 +5,12 @@ import math
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
 from torch import nn
 
-from zero import SingleProcessCollectives, ZeroOptimizer
+from zero import SingleProcessCollectives
 from zero.kernels import RUN
 from zero.norms import FiniteCheck, global_norm
-
-stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 class Sums(nn.Module):
@@ -46,9 +44,7 @@ def both(loss, **options):
     """The weights after two steps of three micro-batches, here and in plain torch."""
     mine = Sums(loss)
     theirs = copy.deepcopy(mine)
-    optimizer = ZeroOptimizer(
-        mine.named_parameters(), torch.optim.SGD, SingleProcessCollectives(), lr=0.1, **options
-    )
+    optimizer = zero(mine, lr=0.1, **options)
     limit = options.get("max_grad_norm", math.inf)
     for step in range(2):
         for turn in range(3):
@@ -73,7 +69,7 @@ def both(loss, **options):
 
 @pytest.mark.parametrize("limit", [math.inf, 0.5])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@stages
+@STAGES
 def test_gradients_that_share_memory_or_lie_otherwise_count_once(stage, loss, limit):
     mine, theirs = both(loss, stage=stage, max_grad_norm=limit)
     for ours, other in zip(mine.parameters(), theirs.parameters(), strict=True):
@@ -81,18 +77,11 @@ def test_gradients_that_share_memory_or_lie_otherwise_count_once(stage, loss, li
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # with create_graph
-@stages
+@STAGES
 def test_a_gradient_with_a_graph_of_its_own_trains(stage):
     model = Sums(lambda a, b, c: (a * b).square().sum() + c.square().sum())
     other = copy.deepcopy(model)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        SingleProcessCollectives(),
-        stage=stage,
-        lr=0.1,
-        max_grad_norm=0.1,
-    )
+    optimizer = zero(model, stage=stage, lr=0.1, max_grad_norm=0.1)
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
     model().backward(create_graph=True)
     optimizer.step()
@@ -107,10 +96,7 @@ def test_a_parameter_may_be_in_any_micro_batch():
     weights = []
     for stage in (0, 1, 2):
         model = Sums(lambda a, b, c: None)
-        named = list(model.named_parameters())
-        optimizer = ZeroOptimizer(
-            named, torch.optim.SGD, SingleProcessCollectives(), stage=stage, lr=0.5
-        )
+        optimizer = zero(model, stage=stage, lr=0.5)
         for _ in range(2):
             with optimizer.no_sync():
                 (model.a * X).sum().backward()
@@ -125,17 +111,10 @@ def test_a_parameter_may_be_in_any_micro_batch():
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2**0.5), (torch.bfloat16, None)])
-@stages
+@STAGES
 def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):
     model = nn.Linear(4, 4, bias=False).to(dtype)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        FirstOfTwo(),
-        stage=stage,
-        lr=0.0,
-        max_grad_norm=limit,
-    )
+    optimizer = zero(model, world=FirstOfTwo, stage=stage, lr=0.0, max_grad_norm=limit)
     # A gradient of ones. This rank's half has a norm of 8 ** 0.5, and nobody adds the other's.
     clipped, own = (0.5, slice(0, 4 if stage == 0 else 2)) if limit else (1.0, slice(0, 2))
     for expected in (clipped, clipped + 1.0):
@@ -179,7 +158,7 @@ def test_a_norm_is_that_of_fp64(p, dtype):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @DTYPES
 def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
-    finite = FiniteCheck(enabled=True)
+    finite = FiniteCheck()
     odd = torch.ones(1000, dtype=dtype)
     odd[321] = value
     finite.add(torch.ones(5))
@@ -194,13 +173,11 @@ def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("collectives", [SingleProcessCollectives, FirstOfTwo])
-def test_compiled_autograd_is_refused_by_its_name(collectives, stage):
+@WORLDS
+def test_compiled_autograd_is_refused_by_its_name(world, stage):
     torch.compiler.reset()
     model = nn.Linear(3, 2)
-    optimizer = ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, collectives(), stage=stage, lr=0.1
-    )
+    optimizer = zero(model, world=world, stage=stage, lr=0.1)
 
     def train_step(x):
         model(x).sum().backward()

@@ -9,7 +9,8 @@ from itertools import product
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, FirstOfTwo, assert_same_weights
+from first_of_two import zero as zero_of
 from torch import nn
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
@@ -34,8 +35,8 @@ def inputs(steps, dtype=torch.float32):
     return [torch.randn(6, 4, generator=generator).to(dtype) for _ in range(steps)]
 
 
-def zero(model, optimizer_class=SGD, /, world=SingleProcessCollectives, **options):
-    return ZeroOptimizer(model.named_parameters(), optimizer_class, world(), **options)
+def zero(model, kind=SGD, /, world=SingleProcessCollectives, **options):
+    return zero_of(model, kind, world, **options)
 
 
 def train(model, optimizer, data):
@@ -43,12 +44,6 @@ def train(model, optimizer, data):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def assert_same_weights(mine, torchs):
-    theirs = torchs.state_dict()
-    for name, tensor in mine.state_dict().items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 def test_a_model_in_place_of_its_parameters_is_trained_as_they_are():
@@ -245,7 +240,7 @@ def test_what_is_not_finite_is_named():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_bad_arguments_are_refused_and_leave_the_model_alone(stage, options, words):
     mine, theirs = mlp(), mlp()
     with pytest.raises(ValueError, match=words):
@@ -286,7 +281,7 @@ def twice(names):
 @modes
 def test_parameters_that_cannot_train_are_refused(mode, parameters, words):
     with pytest.raises(ValueError, match=words):
-        ZeroOptimizer(parameters(), SGD, SingleProcessCollectives(), **mode)
+        zero(parameters(), **mode)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -294,7 +289,7 @@ def test_parameters_that_share_memory_are_refused(stage):
     whole = torch.randn(6)
     pairs = [("all", nn.Parameter(whole)), ("tail", nn.Parameter(whole[4:]))]
     with pytest.raises(ValueError, match="all and tail share memory"):
-        ZeroOptimizer(pairs, SGD, SingleProcessCollectives(), stage=stage)
+        zero(pairs, stage=stage)
     assert pairs[0][1].data_ptr() == whole.data_ptr()  # nothing was moved
 
 
@@ -343,7 +338,7 @@ def test_it_is_an_optimizer_of_torch_that_is_not_copied(copied):
         copied((optimizer, model) if copied is copy.deepcopy else optimizer)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_what_only_the_torch_optimizer_has_is_handed_on(stage):
     model = nn.Linear(3, 2)
     optimizer = zero(model, Averaged, stage=stage, lr=0.1)
@@ -422,21 +417,3 @@ def test_what_is_written_into_a_parameter_replaces_its_master_weights_and_others
     after = masters_of(optimizer)
     assert torch.equal(after["0.bias"], torch.full((8,), 1 / 3))
     assert torch.equal(after["0.weight"], before["0.weight"])
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
-def test_master_weights_and_copies_take_memory(world, stage):
-    held = []
-    for gather_dtype in (torch.bfloat16, None):
-        model = mlp()
-        options = {"gather_dtype": gather_dtype, "bucket_bytes": 150}
-        optimizer = zero(model, ADAMW, world, stage=stage, **options)
-        train(model, optimizer, inputs(3))
-        masters = sum(len(p.tensors.get("master", ())) for p in optimizer.slices())
-        held.append((optimizer.memory().total, masters))
-    (with_gather, masters), (without, none) = held
-    copies = sum(p.numel() for p in model.parameters()) if stage and world.size > 1 else 0
-    assert with_gather - without == 4 * masters + 2 * copies
-    assert bool(masters) == (stage > 0)
-    assert not none

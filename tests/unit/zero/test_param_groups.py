@@ -7,7 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, WORLDS, FirstOfTwo
+from first_of_two import zero as plain_zero
 from torch import nn
 from torch.nn import functional
 
@@ -16,8 +17,6 @@ from zero.norms import FiniteCheck
 from zero.param_groups import name_parameters
 from zero.precision import master_dtype, narrower
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
-
 
 def net():
     torch.manual_seed(1)
@@ -25,9 +24,7 @@ def net():
 
 
 def zero(model, optimizer_class=torch.optim.SGD, world=SingleProcessCollectives, **options):
-    return ZeroOptimizer(
-        model.named_parameters(), optimizer_class, world(), model=model, **{"lr": 0.1, **options}
-    )
+    return plain_zero(model, optimizer_class, world, model=model, **{"lr": 0.1, **options})
 
 
 def named(groups):
@@ -96,9 +93,7 @@ def test_parameters_that_are_unfrozen_later_are_named_once_by_rank_0(stage, worl
 def test_only_given_parameters_are_watched_and_also_those_of_later_groups():
     model = net().requires_grad_(False)
     model[2].bias.requires_grad_(True)
-    optimizer = ZeroOptimizer(
-        [("2.bias", model[2].bias)], torch.optim.SGD, SingleProcessCollectives(), lr=0.1
-    )
+    optimizer = plain_zero([("2.bias", model[2].bias)], lr=0.1)
     model[0].bias.requires_grad_(True)
     step(model, optimizer)
     optimizer.add_param_group({"params": [("2.weight", model[2].weight)]})  # still frozen
@@ -143,7 +138,7 @@ def test_sparse_gradients_count_as_dense_ones(stage):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-class Waves(nn.Module):
+class RealAndComplex(nn.Module):
     """Complex and real parameters, in turn; one of them in another order of dimensions."""
 
     def __init__(self, dtype):
@@ -164,12 +159,12 @@ class Waves(nn.Module):
 @STAGES
 @pytest.mark.parametrize("bad", [complex(math.nan, 1), complex(1, math.inf)])
 def test_complex_gradients_that_are_not_finite_are_found(stage, bad):
-    model = Waves(torch.complex64)
+    model = RealAndComplex(torch.complex64)
     optimizer = zero(model, stage=stage)
     (model(torch.ones(1, 3)).sum() + (model.last * bad).real.sum()).backward()
     with pytest.raises(NonFiniteGradientError, match="not finite in last, on rank 0"):
         optimizer.step()
-    check = FiniteCheck(enabled=True)
+    check = FiniteCheck()
     check.add(torch.ones(3) + 1j)
     assert check
     check.add(torch.ones(3) * bad)
@@ -183,13 +178,13 @@ def test_other_dtypes_are_refused_and_complex_ones_are_not_rounded_to_real_ones(
         parameter = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
     parameter = type("Trained", (nn.Parameter,), {"requires_grad": True})(parameter, False)
     with pytest.raises(ValueError, match="only real floats, complex64 and complex128 train"):
-        ZeroOptimizer([("p", parameter)], torch.optim.SGD, SingleProcessCollectives())
+        plain_zero([("p", parameter)])
     for trained in (torch.complex64, torch.complex128):
         assert narrower(torch.bfloat16, trained) is None
         assert master_dtype(trained, torch.bfloat16) is None
 
 
-class Scaled(torch.optim.SGD):
+class ScalesItsGroups(torch.optim.SGD):
     """An optimizer that sets what its groups hold whenever it gets some."""
 
     def __init__(self, params, lr=0.1, by=0.5):
@@ -211,15 +206,15 @@ class Scaled(torch.optim.SGD):
             self.change(group, 3.0)
 
 
-@pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
+@WORLDS
 @STAGES
 def test_what_an_optimizer_makes_of_its_groups_counts(stage, world):
     groups = [
         {"params": [("a", nn.Parameter(torch.ones(4)))], "lr": 0.2},
         {"params": [("b", nn.Parameter(torch.ones(4)))]},
     ]
-    mine = ZeroOptimizer(groups, Scaled, world(), stage=stage, partition="element")
-    theirs = Scaled([{**g, "params": [torch.ones(4)]} for g in groups])
+    mine = ZeroOptimizer(groups, ScalesItsGroups, world(), stage=stage, partition="element")
+    theirs = ScalesItsGroups([{**g, "params": [torch.ones(4)]} for g in groups])
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.1) for each in (mine, theirs)]
 
     def assert_alike():

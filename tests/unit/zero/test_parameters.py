@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from first_of_two import FirstOfTwo
+from first_of_two import STAGES, FirstOfTwo, zero
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero import SingleProcessCollectives, ZeroOptimizer
+from zero import SingleProcessCollectives
 from zero.kernels import own_view
 
 
-class Failing(FirstOfTwo):
+class FailingGathers(FirstOfTwo):
     """All-gathers that fail, as those of a world that was abandoned."""
 
     def all_gather(self, tensor, bounds=None):
@@ -28,10 +28,10 @@ class Failing(FirstOfTwo):
 
 
 def sgd(model, world=FirstOfTwo, /, **options):
-    return ZeroOptimizer(model.named_parameters(), torch.optim.SGD, world(), **options)
+    return zero(model, world=world, **options)
 
 
-class Mixed(nn.Module):
+class ManyKinds(nn.Module):
     """Parameters of several dtypes and memory formats, one empty, one scalar."""
 
     def __init__(self):
@@ -56,7 +56,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_read_after_a_failed_all_gather_fails_until_the_model_is_given_back(stage, read):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    optimizer = sgd(model, Failing, stage=stage, model=model, overlap_forward=True)
+    optimizer = sgd(model, FailingGathers, stage=stage, model=model, overlap_forward=True)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_every_read_after_a_failed_all_gather_fails_until_the_model_is_given_bac
     assert model(torch.ones(1, 3)).shape == (1, 3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_a_group_that_comes_later_leaves_the_master_weights_alone(stage):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
@@ -87,9 +87,9 @@ def test_a_group_that_comes_later_leaves_the_master_weights_alone(stage):
     assert torch.equal(after["0.weight"], model[0].weight.detach().float().flatten())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_parameters_keep_their_layout_and_lie_in_a_storage_of_their_own(stage):
-    model = Mixed()
+    model = ManyKinds()
     before = copy.deepcopy(model)
     sgd(model, stage=stage, lr=0.1)
     for name, parameter in model.named_parameters():
@@ -131,7 +131,7 @@ def test_views_with_a_storage_of_their_own_keep_that_of_the_whole_alive():
     assert whole.expired()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_a_graph_of_values_before_the_update_is_refused_as_in_torch(stage):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = sgd(model, stage=stage, model=model)

@@ -7,13 +7,14 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
-from optimizers import BY_PARAMETER, ELEMENTWISE
+from first_of_two import STAGES, assert_same_weights
+from first_of_two import zero as zero_of
+from optimizers import BY_PARAMETER, ELEMENTWISE, marks_of
 from torch import nn
 
-from zero import SingleProcessCollectives, ZeroOptimizer
+from zero import ZeroOptimizer
 from zero.layout import split
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 WHOLE = {name: BY_PARAMETER[name] for name in ("Adafactor", "Lamb")}
 OPTIMIZERS = ELEMENTWISE | WHOLE
@@ -52,10 +53,7 @@ def rows(steps):
 
 
 def zero(model, optimizer_class=ADAMW, **options):
-    named = model.named_parameters()
-    return ZeroOptimizer(
-        named, optimizer_class, SingleProcessCollectives(), bucket_bytes=100, **options
-    )
+    return zero_of(model, optimizer_class, bucket_bytes=100, **options)
 
 
 def train(model, optimizer, data, scale=1.0):
@@ -89,11 +87,6 @@ def loaded(model, state, optimizer_class=ADAMW, **options):
     return optimizer
 
 
-def assert_same_weights(first, second):
-    for (name, ours), theirs in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
-
 def assert_same(mine, theirs):
     """The same containers of the same tensors, to the bit."""
     if isinstance(mine, torch.Tensor):
@@ -115,7 +108,13 @@ def assert_same(mine, theirs):
 # Round trips.
 
 
-@pytest.mark.parametrize(("name", "stage"), [*zip(OPTIMIZERS, cycle(range(3)), strict=False)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=marks_of(name))
+        for name, stage in zip(OPTIMIZERS, cycle(range(3)), strict=False)
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_plain_torch(name, stage):
     options = {"stage": stage, "partition": "parameter" if name in WHOLE else "element"}
     data, kind, theirs = images(6), OPTIMIZERS[name], Zoo()
@@ -166,9 +165,9 @@ def test_options_that_a_user_changed_are_kept_by_group():
         return [{"params": named[:2], "lr": 0.3}, {"params": named[2:]}]
 
     model, other = net(), net()
-    optimizer = ZeroOptimizer(groups(model), ADAMW, SingleProcessCollectives())
+    optimizer = zero(groups(model))
     optimizer.param_groups[1]["lr"] = 0.7
-    resumed = ZeroOptimizer(groups(other), ADAMW, SingleProcessCollectives())
+    resumed = zero(groups(other))
     resumed.load_state_dict(saved(optimizer))
     assert [group["lr"] for group in resumed.param_groups] == [0.3, 0.7]
 

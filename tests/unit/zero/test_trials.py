@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded, and how: found by a trial, not by name."""
+"""Trials that find out how an optimizer may be sharded, whatever its name."""
 
 import math
 from contextlib import nullcontext
@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from first_of_two import STAGES, zero
 from handmade import DAdapting, Lamb, Normalized
-from optimizers import BY_PARAMETER, ELEMENTWISE
+from optimizers import BY_PARAMETER, ELEMENTWISE, each
 from torch import nn, optim
 
-from zero import SingleProcessCollectives, ZeroOptimizer
 from zero.trials import check_partition
 
 LITTLE = {
@@ -39,7 +39,7 @@ ALL_SHAPES = groups((), (3,), (2, 3), (2, 3, 4), (2, 2, 2, 2), (1, 2, 1, 2, 1))
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *LITTLE, *WHOLE, *OVER_ALL])
+@pytest.mark.parametrize("name", each([*ELEMENTWISE, *LITTLE, *WHOLE, *OVER_ALL]))
 def test_what_an_optimizer_keeps_decides_how_it_may_be_sharded(name, partition):
     make = (ELEMENTWISE | LITTLE | WHOLE | OVER_ALL)[name]
     given = groups((2, 3)) if name in WHOLE else ALL_SHAPES  # Muon takes matrices only
@@ -181,27 +181,27 @@ def test_errors_of_the_constructor_are_raised_as_they_are():
 def test_a_trial_is_made_once_for_a_class_and_its_options_and_always_of_a_function():
     made = []
 
-    class Counted(optim.SGD):
+    class CountedTrials(optim.SGD):
         def __init__(self, params, **options):
             super().__init__(params, **options)
             made.append(self)
 
     def by_function(params):
-        return Counted(params)
+        return CountedTrials(params)
 
     def trials(make, *given):
         made.clear()
         check_partition(make, *(given or (groups((3,)), "element")))
         return len(made)
 
-    assert trials(partial(Counted, lr=0.1)) > 1
-    assert trials(partial(Counted, lr=0.1)) == 0
-    assert trials(partial(Counted, lr=0.1, momentum=0.5)) > 1
-    assert trials(partial(Counted, lr=0.1), groups((3, 3)), "element") > 1
-    assert trials(partial(Counted, lr=0.1), groups((3,)), "parameter") > 1
+    assert trials(partial(CountedTrials, lr=0.1)) > 1
+    assert trials(partial(CountedTrials, lr=0.1)) == 0
+    assert trials(partial(CountedTrials, lr=0.1, momentum=0.5)) > 1
+    assert trials(partial(CountedTrials, lr=0.1), groups((3, 3)), "element") > 1
+    assert trials(partial(CountedTrials, lr=0.1), groups((3,)), "parameter") > 1
     assert trials(by_function) == trials(by_function) > 1
     with pytest.raises(TypeError, match="betas"):
-        trials(partial(Counted, lr=0.1, betas=[]))
+        trials(partial(CountedTrials, lr=0.1, betas=[]))
 
 
 REASONS = {
@@ -210,7 +210,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 @pytest.mark.parametrize("kind", REASONS)
 def test_what_no_stage_can_drive_is_refused_with_the_reason(kind, stage):
     model = nn.Linear(2, 2)
@@ -221,22 +221,16 @@ def test_what_no_stage_can_drive_is_refused_with_the_reason(kind, stage):
 
     for make in (kind, partial(kind, lr=0.1), made):
         with pytest.raises(ValueError, match=REASONS[kind]):
-            ZeroOptimizer(model.named_parameters(), make, SingleProcessCollectives(), stage=stage)
+            zero(model, make, stage=stage)
     assert [p.data_ptr() for p in model.parameters()] == before
 
 
 def test_a_group_that_comes_later_is_tried_with_the_others():
     model = nn.Linear(3, 3)
-    optimizer = ZeroOptimizer(
-        [("bias", model.bias)],
-        optim.Adafactor,
-        SingleProcessCollectives(),
-        stage=1,
-        partition="parameter",
-    )
+    optimizer = zero([("bias", model.bias)], optim.Adafactor, stage=1, partition="parameter")
     optimizer.add_param_group({"params": [("weight", model.weight)]})
     other = nn.Linear(3, 3)
-    optimizer = ZeroOptimizer([("bias", other.bias)], Chosen, SingleProcessCollectives(), stage=1)
+    optimizer = zero([("bias", other.bias)], Chosen, stage=1)
     with pytest.raises(ValueError, match="Chosen"):
         optimizer.add_param_group({"params": [("weight", other.weight)], "normalize": True})
     assert len(optimizer.param_groups) == 1
