@@ -146,8 +146,10 @@ def test_a_plan_over_very_many_samples_computes_only_what_it_is_asked_for():
 # ---- loading by the plan ----
 
 
-@pytest.mark.parametrize("workers", [(0, "spawn"), (2, "fork"), (1, "spawn")])
-@pytest.mark.parametrize("size", [1, 3, 11])  # of 11 ranks some have no sample
+@pytest.mark.parametrize(
+    ("size", "workers"),  # of 11 ranks some have no sample
+    [(1, (1, "spawn")), (3, (0, "spawn")), (3, (2, "fork")), (11, (2, "fork"))],
+)
 def test_batches_are_the_plans_micro_batches_over_epochs(size, workers):
     plan = SamplingPlan(samples=23, batch_size=9, seed=1)
     start, stop = 2, 7
