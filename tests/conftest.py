@@ -30,10 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; launched jobs choose anew
-        torch.set_num_threads(1)
     if config.getoption("--with-mpi"):
         config.pluginmanager.register(rank_reports)
+    else:  # tensors are small, and others use the cores, too; launched jobs choose anew
+        torch.set_num_threads(1)
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
 
 

@@ -100,10 +100,6 @@ class SamplingPlan:
         _, start, stop = self._batch_bounds(step)
         return stop - start
 
-    def indices(self, step: int) -> Tensor:
-        """Return the samples of a step's global batch, new, 1-D int64."""
-        return self._samples(*self._batch_bounds(step))
-
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
         return self._samples(*self._share_bounds(step, rank, size))

@@ -309,6 +309,19 @@ def errors_of_task(task: Task, work: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model evaluate in the block, without gradients. Modules are then as they were."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
 def check_loss(loss: object, task: str) -> None:
     """Raise TypeError with what to return, unless a task's `loss` has returned it. Local."""
     if fault := next(_faults(loss), None):

@@ -15,7 +15,7 @@ from mntrain.corpus.training_tokens import (
     named_in_errors,
     open_validation_tokens,
 )
-from mntrain.tasks import Split, Task
+from mntrain.tasks import Split, Task, evaluating
 
 _SCANNED = 1 << 31  # token ids that are checked before training begins
 
@@ -154,7 +154,6 @@ class TextTask(Task):
         """Return the logits (vocabulary) of the token behind ids (1, n), at most `context`."""
         raise NotImplementedError
 
-    @torch.no_grad()
     def sample(
         self,
         model: nn.Module,
@@ -169,7 +168,7 @@ class TextTask(Task):
         The text begins behind an end-of-text token, or behind a line break if the model was trained
         on joined text, and stops after `tokens` tokens or at an end-of-text token. Temperature 0
         takes the likeliest tokens. Sampling uses a CPU generator of its own, with the run's seed or
-        another, so that training's random state does not change. The model's training mode is
+        another, so that training's random state does not change. The modes of the modules are
         restored.
         """
         if self.text is None or self.text.tokenizer is None:
@@ -179,9 +178,7 @@ class TextTask(Task):
         device = next(model.parameters()).device
         start = ord("\n") if end_of_text is None else end_of_text
         ids = [start, *tokenizer.encode([prompt])[0].tolist()]
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             for _ in range(tokens):
                 window = torch.tensor([ids[-self.context :]], device=device)
                 logits = self.next_logits(model, window)[: tokenizer.size].float().cpu()
@@ -193,6 +190,4 @@ class TextTask(Task):
                 if following == end_of_text:
                     break
                 ids.append(following)
-        finally:
-            model.train(was_training)
         return tokenizer.decode(ids[1:])

@@ -3,8 +3,7 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,16 @@ from torch.utils.data import default_collate
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.metrics.registry import StepRecord
-from mntrain.tasks import Loss, Losses, Metric, Task, check_loss, errors_of_task, name_of
+from mntrain.tasks import (
+    Loss,
+    Losses,
+    Metric,
+    Task,
+    check_loss,
+    errors_of_task,
+    evaluating,
+    name_of,
+)
 from mntrain.train.compiling import Precision
 from mntrain.train.job_data import JobData
 from mntrain.train.step_means import GlobalMeans
@@ -96,19 +104,6 @@ class BestMetric:
         """Continue from a state, unless it is of another metric."""
         if state["metric"] == self.text:
             self._best, self._evaluations = state["best"], state["evaluations"]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let a model evaluate in the block, without gradients. Modules are then as they were."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
 
 
 def try_evaluation(

@@ -28,7 +28,7 @@ from mntrain.rank_info import memory_now
 from mntrain.run.comparison import agree_on_options
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
-from mntrain.train.evaluation import evaluating, merge_sets
+from mntrain.train.evaluation import merge_sets
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import StepAgreement, errors_stop
@@ -390,7 +390,7 @@ class Trainer:
         Raises TrainingStoppedError if a loss is not finite.
         """
         by_set, rank = {}, self._world.rank
-        with evaluating(self._model):
+        with tasks.evaluating(self._model):
             for name in self.job.data.validation_sets:
                 for samples, batch in self.job.data.validation_batches(name):
                     with noted(rank, f"evaluation of {samples}"):

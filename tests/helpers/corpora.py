@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mntrain.corpus.tokenizer import FileTokenizer, train_bpe
+from mntrain.corpus.training_tokens import TrainingTokens
 
 WORDS = [
     *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
@@ -38,6 +39,11 @@ def write_saved_dataset(
     (folder / "state.json").write_text(json.dumps({**listed, "_fingerprint": "0", **state}))
     (folder / "dataset_info.json").write_text('{"features": {}}')
     return folder
+
+
+def ids(found: TrainingTokens) -> list[int]:
+    """All tokens of some data."""
+    return found.tokens.read(0, len(found.tokens)).tolist()
 
 
 def stories(count: int) -> list[str]:

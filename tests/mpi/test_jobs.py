@@ -18,6 +18,7 @@ from worlds import RANKS, first_ranks, meet, refusal, shared_folder
 import mntrain
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
+from mntrain.comm.collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
@@ -402,6 +403,36 @@ def test_a_step_that_cannot_be_made_is_skipped_if_asked_for(folder, capsys):
         "warning: step 3 was skipped: the gradient's norm is nan",
     ):
         assert said.count(warning) == (1 if RANK == 0 else 0)
+
+
+RARELY = ["--sync.mode", "local-sgd", "--sync.every", "7"]
+EACH_A_NODE = ["--comm.ranks-per-node", "1", *RARELY]
+STALE = [*EACH_A_NODE, "--sync.max-staleness", "2", "--balance.mode", "throughput"]
+UNSHARED = "ranks of a node share no memory and send each other messages instead"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (RARELY, "there is one node, so every step is synchronous"),
+        (["--balance.mode", "cadence"], "at stage 2, ranks reduce the gradients of every micro-b"),
+        (STALE, "so parts stay equal; give --balance.speed, or 10 or more steps"),
+        ([*STALE, "--balance.speed", "0:2"], ""),
+        ([*EACH_A_NODE, "--balance.mode", "throughput"], ""),
+        (None, f"{UNSHARED}, which is slower (node 0: there is none, today)"),
+    ],
+)
+def test_a_job_is_warned_of_options_without_an_effect(folder, capfd, monkeypatch, options, said):
+    if options is None:
+        reason = property(lambda collectives: "there is none, today")
+        monkeypatch.setattr(WorldCollectives, "no_shared_memory_reason", reason)
+    small = ["--train.batch-size", "32", "--train.steps", "1", "--zero.stage", "2"]
+    assert train(folder, *small, *(options or [])) == 0
+    lines = capfd.readouterr().err.splitlines()
+    warnings = [one for one in lines if "warning: " in one and "ranks share the" not in one]
+    assert len(warnings) == bool(said and RANK == 0), warnings
+    assert all(said in one for one in warnings)
 
 
 @pytest.mark.parametrize(

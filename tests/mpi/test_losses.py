@@ -124,7 +124,7 @@ def plain_loop():
     plan = SamplingPlan(SAMPLES, BATCH, seed=0)
     lines = []
     for step in range(STEPS):
-        rows = plan.indices(step)
+        rows = plan.share(step, 0, 1)
         batch = [t[rows] for t in tensors]
         means, loss = whole_batch(alone.model, batch)
         line = {"loss": loss.item(), "metrics": {name: m.item() for name, m in means.items()}}

@@ -275,7 +275,7 @@ def at_once(barrier, records, cache, results):
         results.put((str(error), len(made)))
 
 
-@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize("sound", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_of_the_processes_of_a_node_one_tokenizes(tmp_path, records, cache, sound):
     if not sound:
         with records.open("a") as file:

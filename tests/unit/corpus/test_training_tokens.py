@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from corpora import stories, write_bpe, write_records
+from corpora import ids, stories, write_bpe, write_records
 
 from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import write_token_folder
@@ -10,10 +10,6 @@ from mntrain.corpus.training_tokens import open_training_tokens
 
 def opened(path, tokenizer="bytes", field="text", glob="**/*"):
     return open_training_tokens(path, glob, tokenizer, field)
-
-
-def ids(found):
-    return found.tokens.read(0, len(found.tokens)).tolist()
 
 
 @pytest.fixture

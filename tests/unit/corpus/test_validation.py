@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from corpora import bpe, stories, write_bpe, write_records
+from corpora import bpe, ids, stories, write_bpe, write_records
 
 from mntrain.corpus.text_files import find_files
 from mntrain.corpus.token_folder import write_token_folder
@@ -16,10 +16,6 @@ def opened(train, valid, tokenizer="bytes", glob="**/*", name="news"):
     training = open_training_tokens(train, glob, tokenizer, "text")
     with named_in_errors("--data.valid-path", name) as label:
         return open_validation_tokens(valid, glob, "text", training, label)
-
-
-def ids(found):
-    return found.tokens.read(0, len(found.tokens)).tolist()
 
 
 @pytest.fixture

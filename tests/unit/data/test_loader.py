@@ -37,7 +37,10 @@ def test_the_parts_of_a_loader_are_the_global_batches(size, options):
     assert (drawn == sorted(drawn)) == ("shuffle" not in options)
 
 
-@pytest.mark.parametrize(("workers", "start_method"), [(0, None), (2, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(
+    ("workers", "start_method"),
+    [(0, None), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.thorough)],
+)
 def test_the_ranks_agree_though_their_random_states_differ(workers, start_method):
     data = TensorDataset(torch.arange(10), torch.arange(10))
     loader = loader_of(data, 4, workers, shuffle=True, multiprocessing_context=start_method)

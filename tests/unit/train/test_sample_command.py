@@ -2,13 +2,17 @@
 
 import shutil
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from corpora import stories, write_bpe, write_records
-from job import completed, train
+from job import SMALL
 
+import mntrain
 from mntrain.__main__ import main
+from mntrain.cli import parse
 
 pytestmark = pytest.mark.xdist_group("sample")  # one job for all tests
 
@@ -32,16 +36,24 @@ class Speaking(Silent):
 """
 
 
+def train(folder: Path, *options: str) -> str:
+    """Train in this process; return the printed text. The run directory is folder/run."""
+    config = parse([*SMALL, "--run.dir", str(folder / "run"), *options])
+    with redirect_stdout(StringIO()) as printed:
+        mntrain.train.run(config.task, config)
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, str]:
     """The folder of a finished run, which no test changes, and what the job printed."""
     folder = tmp_path_factory.mktemp("saved")
-    write_records(folder / "corpus.txt", stories(100))
     path = write_records(folder / "a.jsonl", stories(300))
     options = ["--data.path", str(path), "--data.tokenizer", f"bpe:{write_bpe(folder).name}"]
-    words = [*options, "--checkpoint.every", "3"]
-    job = completed(train(1, folder, *words, env={"XDG_CACHE_HOME": str(folder / "cache")}))
-    return folder, job.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        return folder, train(folder, *options, "--checkpoint.every", "3")
 
 
 @pytest.fixture
@@ -114,11 +126,11 @@ def test_a_run_whose_tokenizer_was_changed_is_refused_or_has_the_same_size(saved
 
 def test_a_task_of_the_users_own_gets_what_it_takes(tmp_path, monkeypatch, capsys):
     (tmp_path / "own.py").write_text(TASK)
-    options = ["--task", "own:Speaking", "--train.batch-size", "2", "--train.steps", "1"]
-    completed(train(1, tmp_path, *options, "--checkpoint.every", "1"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own", raising=False)
+    options = ["--task", "own:Speaking", "--train.batch-size", "2", "--train.steps", "1"]
+    train(tmp_path, *options, "--checkpoint.every", "1")
     assert main(["sample", "run"]) == 0
     assert capsys.readouterr().out == "torch.Size([1, 1])\N{REPLACEMENT CHARACTER}[31m\n"
     for words in (["--prompt", "a"], ["--seed", "1"]):

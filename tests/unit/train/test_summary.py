@@ -1,115 +1,18 @@
 """The description of a job at its start, its counters, and what its summary adds up."""
 
-import re
 from dataclasses import fields
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from reports import places, used
-from torch import nn
+from reports import used
 
-from mntrain.balance.cadence import Cadence
-from mntrain.balance.shares import Shares
-from mntrain.balance_config import BalanceConfig
-from mntrain.comm.topology import Topology
-from mntrain.config import Config, ZeroConfig
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.job_resources import memory_by_role
-from mntrain.sync import SyncConfig
 from mntrain.train.summary import (
     JobResult,
-    describe_job,
     peak_flops,
 )
 from zero.memory import Memory
-
-
-def warnings_of(
-    *,
-    reasons=("", "", "", ""),
-    nodes=2,
-    balance="off",
-    speed=(),
-    max_staleness=0,
-    resumed=None,
-    stream=None,
-    files=None,
-):
-    mode = SyncConfig(mode="local-sgd", every=7, max_staleness=max_staleness)
-    world = SimpleNamespace(
-        topology=Topology(((0, 1), (2, 3))),
-        algorithm="lanes",
-        library=SimpleNamespace(name="MPICH 5.0.2", threads="multiple"),
-        collectives=SimpleNamespace(no_shared_memory_reason=reasons[0]),
-        gather=lambda value: list(reasons),
-        transport_line="",
-        device=torch.device("cpu"),
-        places=places(4, 2),
-        size=4,
-    )
-    mode_of_work = BalanceConfig(mode=balance, speed=speed)
-    config = Config(zero=ZeroConfig(stage=2), sync=mode, balance=mode_of_work)
-    warnings = []
-    reporter = SimpleNamespace(note=lambda *words: None, warn=warnings.append)
-    cadence = Cadence(4, 2, 999, target=0.1, max_anchor=0)
-    plans = {"off": None, "throughput": Shares(4, 32), "cadence": cadence}
-    job = SimpleNamespace(
-        model=nn.Linear(99, 100),
-        resumed=resumed,
-        steps=200,
-        last_step=200,
-        config=config,
-        data_facts={"files": files or {}},
-        reporter=reporter,
-        run_dir=Path("run"),
-        task=SimpleNamespace(describe_data=lambda: "data"),
-        initial_weights=None,
-        optimizer_name="AdamW",
-        schedule="cosine",
-        sync=mode.description if nodes > 1 else None,
-        done=0,
-        data=SimpleNamespace(stream=stream, plans=plans[balance]),
-    )
-    describe_job(world, job)
-    return warnings
-
-
-MANIFEST = SimpleNamespace(
-    step=4, writers="2 ranks", position=(0, 8), config={}, data={"files": {}}
-)
-RESUMED = SimpleNamespace(skipped={}, path=Path("run/step-4"), manifest=MANIFEST)
-UNSHARED = r"messages.*\(node 1: no room\). Run all ranks of a node as one user, in one container"
-EQUAL = "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup$"
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"nodes": 1}, "^--sync.mode local-sgd: there is one node, so every step is synchronous$"),
-        ({"balance": "throughput", "max_staleness": 2}, EQUAL),
-        ({"balance": "throughput", "max_staleness": 2, "speed": ("0:2",)}, ""),
-        ({"balance": "throughput"}, ""),
-        (
-            {"balance": "cadence"},
-            r"^--balance\.mode cadence: at stage 2, ranks reduce .*stage 1 for",
-        ),
-        ({"reasons": ("", "", "no room", "no room")}, UNSHARED),
-        (
-            {"reasons": ("no room", "no room", "denied", "denied")},
-            r"\(node 0: no room; node 1: denied\)",
-        ),
-        ({"resumed": RESUMED, "stream": True}, "^the training data is a stream, whose content is"),
-        ({"resumed": RESUMED, "stream": True, "files": {"a": "12 bytes"}}, ""),
-        ({"resumed": RESUMED}, ""),  # the number of samples is compared
-        ({"stream": True}, ""),
-    ],
-)
-def test_what_a_job_is_warned_of(given, words):
-    warnings = warnings_of(**given)
-    assert len(warnings) == bool(words)
-    assert all(re.search(words, said, re.DOTALL) for said in warnings)
 
 
 def test_a_result_counts_items_and_its_rate_leaves_out_single_slow_steps():
