@@ -10,7 +10,7 @@ from nodes import available
 
 
 class Kind(NamedTuple):
-    """What must appear on stderr, as a regular expression with {rank} for the faulty rank.
+    """A report that must appear on stderr, as a regular expression with {rank} for the faulty rank.
 
     `waits`: whether the report comes when ranks have waited for the time limit; else at once.
     `completes`: whether the job goes on to its end. `code`: the exit code of the job. `dies`:
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether it may happen on emulated nodes, too: there each node starts its ranks."""
+        """True if it may happen on emulated nodes, too: there each node starts its ranks."""
         of_a_host = self.shell or self is WRONG_MPIRUN or self.script != "fault.py"
         return not (of_a_host or self.most < 4 or self is OUT_OF_MEMORY)
 

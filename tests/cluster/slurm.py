@@ -148,7 +148,7 @@ class SlurmCluster(nodes.Cluster):
         prolog.chmod(0o755)
 
     def _settings(self) -> dict[str, str]:
-        """What MPI needs to know of these nodes, whichever it is."""
+        """Settings of each MPI library for these nodes."""
         settings = {**self._mpich()[1], **self._open_mpi()[1]}
         del settings["TMPDIR"]  # each node has its own
         return settings | {"PRTE_MCA_hwloc_default_binding_policy": "none"}
@@ -228,7 +228,7 @@ class SlurmCluster(nodes.Cluster):
         return self.call(*words, cwd=cwd, env=env).strip()
 
     def facts(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, NodeList, ExitCode and the like."""
+        """Facts of `scontrol show job`: JobState, Restarts, NodeList, ExitCode and the like."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

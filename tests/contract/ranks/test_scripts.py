@@ -83,7 +83,7 @@ def test_script(case):
 
 @cache
 def reference(script):
-    """What the script leaves under DDP, or in a single process."""
+    """The values that the script leaves under DDP, or in a single process."""
     return values(script.train(UnderDDP() if script.reference == "ddp" else Alone()))
 
 

@@ -34,7 +34,7 @@ class Job:
             )
 
     def connected(self):
-        """Whether the monitors have a connection to each other rank."""
+        """Return whether the monitors have a connection to each other rank."""
         return all(len(self.ranks[rank]._channel.peers) == 2 for rank in (0, 1))
 
     def close(self):
