@@ -59,16 +59,12 @@ def encode_hook(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def merge_hooks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entry of the manifest for the hooks of all ranks; empty if none has a state."""
+    """Return the entry of the manifest for the hooks of all ranks; empty if none has a state.
+
+    `select` returns a rank's state from it, under the name HOOK.
+    """
     merged = merge(by_rank)
     return {} if merged == encode_hook({"state": {}, "used": []})[0] else merged
-
-
-def decode_hook(
-    merged: Mapping[str, Any], rank: int, size: int, read: Callable[[str], Tensor]
-) -> dict[str, Any]:
-    """Return a rank's state from what `merge_hooks` returned; `read` returns a tensor by name."""
-    return select(merged, HOOK, rank, size, read)
 
 
 def hook_tensor(rank: int, name: str) -> str:

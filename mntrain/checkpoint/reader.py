@@ -27,7 +27,7 @@ from mntrain.checkpoint.format import (
     read_manifest,
     replica_name,
 )
-from mntrain.checkpoint.objects import Stateful, decode_hook, decode_options, hook_tensor, select
+from mntrain.checkpoint.objects import HOOK, Stateful, decode_options, hook_tensor, select
 from mntrain.checkpoint.snapshots import set_random_states
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
@@ -235,8 +235,8 @@ def _read_hook_state(found: FoundCheckpoint, world: Ranks) -> dict[str, Any] | N
     if ranks != world.size:
         return {"context": f"{ranks} ranks", "state": merged}
     with open_tensors(found.path / RANDOM) as file:
-        return decode_hook(
-            merged, rank, ranks, lambda name: file.get_tensor(hook_tensor(rank, name))
+        return select(
+            merged, HOOK, rank, ranks, lambda name: file.get_tensor(hook_tensor(rank, name))
         )
 
 

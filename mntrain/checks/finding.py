@@ -56,8 +56,8 @@ def print_warnings(findings: Iterable[Finding]) -> None:
             print(f"mntrain: warning: {finding}", file=sys.stderr)
 
 
-def numbers(values: Iterable[int]) -> str:
-    """Return integers in words: "0 to 3, 7, 8"."""
+def naming(kind: str, values: Sequence[int]) -> str:
+    """Return the kind and the numbers: "rank 3", "ranks 0 to 2, 5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:
@@ -65,12 +65,7 @@ def numbers(values: Iterable[int]) -> str:
         else:
             runs.append([value])
     parts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
-    return ", ".join(parts)
-
-
-def naming(kind: str, values: Sequence[int]) -> str:
-    """Return the kind and the numbers: "rank 3", "ranks 0 to 2, 5"."""
-    return f"{kind}{'s' * (len(values) > 1)} {numbers(values)}"
+    return f"{kind}{'s' * (len(values) > 1)} {', '.join(parts)}"
 
 
 def first_names(names: Sequence[str], most: int) -> str:

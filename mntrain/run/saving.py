@@ -175,8 +175,7 @@ class RunSaver:
     def _improves(self, progress: Manifest) -> bool:
         """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
         lowest = self._best_score
-        score = progress.eval_loss if self._scored_by == "eval_loss" else progress.score
-        if score is not None:
+        if (score := progress.score_by(self._scored_by)) is not None:
             self._best_score = min(score, lowest)
         return self._best_score < lowest
 

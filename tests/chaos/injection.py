@@ -29,7 +29,7 @@ CHECKPOINT = 900_000  # bytes: there is room for one, not for two
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a job, and to which of its ranks."""
+    """A fault of one rank of a job."""
 
     kind: str
     rank: int
@@ -46,7 +46,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of the job."""
+    """The end of the job."""
 
     fault: Fault
     result: Result

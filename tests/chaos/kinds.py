@@ -9,8 +9,8 @@ from launch import is_open_mpi
 from nodes import available
 
 
-class Kind(NamedTuple):
-    """What must appear on stderr, as a regular expression with {rank} for the faulty rank.
+class Sign(NamedTuple):
+    """A report that must appear on stderr, as a regular expression with {rank} for the faulty rank.
 
     `waits`: whether the report comes when ranks have waited for the time limit; else at once.
     `completes`: whether the job goes on to its end. `code`: the exit code of the job. `dies`:
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether it may happen on emulated nodes, too: there each node starts its ranks."""
+        """True if it may happen on emulated nodes, too: there each node starts its ranks."""
         of_a_host = self.shell or self is WRONG_MPIRUN or self.script != "fault.py"
         return not (of_a_host or self.most < 4 or self is OUT_OF_MEMORY)
 
@@ -49,55 +49,55 @@ UNSEEN = r"error: (rank {rank}|ranks? 1\b.*): .* is not the folder that rank 0 s
 BOUND = r"warning: 2 ranks share the 1 core of \S+ that they are bound to"
 JOB = {"script": "job_fault.py"}
 REFUSED = {**JOB, "code": 2}
-OUT_OF_MEMORY = Kind(LOST, dies=True)  # in a cgroup, which emulated nodes do not see
-WRONG_MPIRUN = Kind("error: .* does not know: ")
+OUT_OF_MEMORY = Sign(LOST, dies=True)  # in a cgroup, which emulated nodes do not see
+WRONG_MPIRUN = Sign("error: .* does not know: ")
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
 
 KINDS = {
-    "none": Kind("", completes=True),
-    "hang": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in <lambda>", waits=True),
-    "spins": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in spin", waits=True),
-    "never leaves": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in train", waits=True),
-    "late to a broadcast": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in extra_collectives", waits=True),
-    "stopped": Kind(WAITED + STOPPED, waits=True),
-    "held": Kind(WAITED + r"(.*\n)*.*held in C code", waits=True),
-    "killed": Kind(LOST, dies=True),
-    "segfault": Kind(LOST, dies=True),
-    "vanishes": Kind(LOST, dies=True),
-    "raises": Kind(FAILED),
-    "memory": Kind(FAILED),
-    "raises in backward": Kind(FAILED),
-    "raises after backward": Kind(FAILED),
-    "exits": Kind(r"rank {rank} of \d+ on \S+ left the job with exit code 3", code=3),
-    "exits with 0": Kind(DISAGREE),
-    "dead worker": Kind(WORKER),
-    "stuck worker": Kind(WAITED + r"(.*\n)*.*fault.py:\d+ in batch", waits=True),
+    "none": Sign("", completes=True),
+    "hang": Sign(WAITED + r"(.*\n)*.*fault.py:\d+ in <lambda>", waits=True),
+    "spins": Sign(WAITED + r"(.*\n)*.*fault.py:\d+ in spin", waits=True),
+    "never leaves": Sign(WAITED + r"(.*\n)*.*fault.py:\d+ in train", waits=True),
+    "late to a broadcast": Sign(WAITED + r"(.*\n)*.*fault.py:\d+ in extra_collectives", waits=True),
+    "stopped": Sign(WAITED + STOPPED, waits=True),
+    "held": Sign(WAITED + r"(.*\n)*.*held in C code", waits=True),
+    "killed": Sign(LOST, dies=True),
+    "segfault": Sign(LOST, dies=True),
+    "vanishes": Sign(LOST, dies=True),
+    "raises": Sign(FAILED),
+    "memory": Sign(FAILED),
+    "raises in backward": Sign(FAILED),
+    "raises after backward": Sign(FAILED),
+    "exits": Sign(r"rank {rank} of \d+ on \S+ left the job with exit code 3", code=3),
+    "exits with 0": Sign(DISAGREE),
+    "dead worker": Sign(WORKER),
+    "stuck worker": Sign(WAITED + r"(.*\n)*.*fault.py:\d+ in batch", waits=True),
     "out of memory": OUT_OF_MEMORY,
-    "continues": Kind(DISAGREE),
-    "stops early": Kind(DISAGREE),
-    "another shape": Kind(DISAGREE),
-    "another dtype": Kind(DISAGREE),
-    "another order": Kind(DISAGREE),
-    "one more": Kind(DISAGREE),
-    "nan": Kind(r"gradient.*(nan|not finite).*{rank}"),
-    "slow": Kind(r"warning: .*for rank {rank} on ", completes=True),
-    "slow worker": Kind(r"warning: .*for rank {rank} on ", completes=True),
-    "paused": Kind(r"", completes=True),
-    "clock shifted": Kind(r"warning: the clock of \S+ \(rank \d\) is 1\d\d\.\d s", completes=True),
-    "same core": Kind(BOUND, completes=True, most=2),
-    "other option": Kind(DIFFERS % "--optim.lr", **REFUSED),
-    "other task": Kind(DIFFERS % r"the source own_task\.py", **REFUSED),
-    "other data": Kind(r"error: the samples of the training data on ranks? \d.* differ", **REFUSED),
-    "other version": Kind(DIFFERS % "torch", **REFUSED),
-    "read-only run directory": Kind(r"error: .*Read-only file system", **REFUSED),
-    "run directory not shared": Kind(UNSEEN, **REFUSED),
-    "full disk": Kind(r"error: .* was not saved: .*No space left on device", **JOB),
-    "full shared memory": Kind("/dev/shm has 1.0 MB free, and MPI needs", shell=SMALL_SHM),
+    "continues": Sign(DISAGREE),
+    "stops early": Sign(DISAGREE),
+    "another shape": Sign(DISAGREE),
+    "another dtype": Sign(DISAGREE),
+    "another order": Sign(DISAGREE),
+    "one more": Sign(DISAGREE),
+    "nan": Sign(r"gradient.*(nan|not finite).*{rank}"),
+    "slow": Sign(r"warning: .*for rank {rank} on ", completes=True),
+    "slow worker": Sign(r"warning: .*for rank {rank} on ", completes=True),
+    "paused": Sign(r"", completes=True),
+    "clock shifted": Sign(r"warning: the clock of \S+ \(rank \d\) is 1\d\d\.\d s", completes=True),
+    "same core": Sign(BOUND, completes=True, most=2),
+    "other option": Sign(DIFFERS % "--optim.lr", **REFUSED),
+    "other task": Sign(DIFFERS % r"the source own_task\.py", **REFUSED),
+    "other data": Sign(r"error: the samples of the training data on ranks? \d.* differ", **REFUSED),
+    "other version": Sign(DIFFERS % "torch", **REFUSED),
+    "read-only run directory": Sign(r"error: .*Read-only file system", **REFUSED),
+    "run directory not shared": Sign(UNSEEN, **REFUSED),
+    "full disk": Sign(r"error: .* was not saved: .*No space left on device", **JOB),
+    "full shared memory": Sign("/dev/shm has 1.0 MB free, and MPI needs", shell=SMALL_SHM),
     "wrong mpirun": WRONG_MPIRUN,
-    "node lost": Kind(NODE_LOST, nodes=True),
-    "link cut": Kind(NODE_LOST, nodes=True),
-    "link cut for 30 s": Kind(NODE_LOST, nodes=True),
-    "link cut for 3 s": Kind("", completes=True, nodes=True),
+    "node lost": Sign(NODE_LOST, nodes=True),
+    "link cut": Sign(NODE_LOST, nodes=True),
+    "link cut for 30 s": Sign(NODE_LOST, nodes=True),
+    "link cut for 3 s": Sign("", completes=True, nodes=True),
 }
 
 NAMES = tuple(KINDS)

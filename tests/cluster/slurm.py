@@ -64,7 +64,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
-SlurmdTimeout={node_timeout}
+SlurmdTimeout=9
 SlurmctldTimeout=10
 MessageTimeout=5
 TCPTimeout=2
@@ -77,7 +77,7 @@ CompleteWait=0
 NodeName=DEFAULT CPUs={cpus} CoresPerSocket={cpus} RealMemory=1000 State=UNKNOWN
 {nodes}
 PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP
-PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 PartitionName=urgent PriorityTier=10 PreemptMode=OFF
 """
 
@@ -89,19 +89,17 @@ class SlurmCluster(nodes.Cluster):
     """A cluster of Slurm, up inside `with`. Needs root and Slurm's daemons: see `available()`.
 
     nodes: how many run jobs, named n1, n2, ...; cpus: of each, and they may be more than there are.
-    node_timeout: seconds of silence after which Slurm gives a node up.
-    grace: seconds that a job of `main` has to end when one of `urgent` wants its nodes.
+    Slurm gives a node up after 9 seconds of silence, and a job of `main` has 10 to end when one of
+    `urgent` wants its nodes.
 
     Everything runs in the namespaces of the nodes, so nothing outlives the owner: see nodes.py.
     RuntimeError, with the daemons' logs, where they do not come up.
     """
 
-    def __init__(
-        self, nodes: int = 2, cpus: int = 4, node_timeout: int = 9, grace: int = 10
-    ) -> None:
+    def __init__(self, nodes: int = 2, cpus: int = 4) -> None:
         super().__init__(ranks=[1] * (nodes + 1), link=None)
         self.hosts = [HEAD, *self.hosts[:-1]]
-        self._facts = {"cpus": cpus, "node_timeout": node_timeout, "grace": grace}
+        self._cpus = cpus
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -139,7 +137,7 @@ class SlurmCluster(nodes.Cluster):
             for i, host in enumerate(self.hosts, 1)
             if host != HEAD
         ]
-        facts = {**self._facts, "head": HEAD, "net": self._net, "nodes": "\n".join(names)}
+        facts = {"cpus": self._cpus, "head": HEAD, "net": self._net, "nodes": "\n".join(names)}
         (here / "slurm.conf").write_text(_CONF.format(here=here, **facts))
         # No cgroup is used, but slurmd loads a plugin anyway, and a node has none to detect.
         (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -148,7 +146,7 @@ class SlurmCluster(nodes.Cluster):
         prolog.chmod(0o755)
 
     def _settings(self) -> dict[str, str]:
-        """What MPI needs to know of these nodes, whichever it is."""
+        """Settings of each MPI library for these nodes."""
         settings = {**self._mpich()[1], **self._open_mpi()[1]}
         del settings["TMPDIR"]  # each node has its own
         return settings | {"PRTE_MCA_hwloc_default_binding_policy": "none"}
@@ -228,7 +226,7 @@ class SlurmCluster(nodes.Cluster):
         return self.call(*words, cwd=cwd, env=env).strip()
 
     def facts(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, NodeList, ExitCode and the like."""
+        """Facts of `scontrol show job`: JobState, Restarts, NodeList, ExitCode and the like."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -261,7 +259,7 @@ class SlurmCluster(nodes.Cluster):
         """End jobs, as users do; those that have ended are no matter."""
         self.call("scancel", "--quiet", *jobs)
 
-    def wait_idle(self, hosts: Sequence[str], timeout: float = _UP) -> None:
+    def wait_idle(self, hosts: Sequence[str]) -> None:
         """Wait until jobs can start on the nodes; RuntimeError, with the logs, when they cannot."""
         words = ["sinfo", "--noheader", "--partition=main", "--Node", "--states=idle"]
 
@@ -271,7 +269,7 @@ class SlurmCluster(nodes.Cluster):
                 return all(host in up for host in hosts) and not any("*" in word for word in up)
             return False
 
-        _until(idle, f"{' '.join(hosts)} did not become idle", self.logs, timeout)
+        _until(idle, f"{' '.join(hosts)} did not become idle", self.logs)
 
     def boot(self, host: str) -> None:
         """Start a node that `crash` has ended, with the files that it had on its disk.
@@ -306,13 +304,11 @@ class SlurmCluster(nodes.Cluster):
         return "\n".join(texts)
 
 
-def _until(
-    happened: Callable[[], bool], otherwise: str, logs: Callable[[], str], timeout: float = _UP
-) -> None:
-    deadline = time.monotonic() + timeout
+def _until(happened: Callable[[], bool], otherwise: str, logs: Callable[[], str]) -> None:
+    deadline = time.monotonic() + _UP
     while not happened():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{otherwise} within {timeout:g} s:\n{logs()}")
+            raise RuntimeError(f"{otherwise} within {_UP:g} s:\n{logs()}")
         time.sleep(0.05)
 
 

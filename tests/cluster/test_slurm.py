@@ -106,7 +106,7 @@ def _told_once(tell: Callable, folder: Path):
 
 
 @dataclass
-class Job:
+class SlurmJob:
     """A job of a script in a cluster: its run directory is folder/run, its log folder/log."""
 
     cluster: SlurmCluster
@@ -122,7 +122,7 @@ class Job:
         *options: str,
         slurm=("--ntasks-per-node=1",),
         **env: str,
-    ) -> "Job":
+    ) -> "SlurmJob":
         """Submit a job: two ranks on two nodes, unless sbatch's options, `slurm`, say else."""
         folder.mkdir(exist_ok=True)
         (folder / "slow.py").write_text(TASK)
@@ -168,7 +168,7 @@ class Job:
         """Let the job be quick from now on."""
         (self.folder / "go").touch()
 
-    def end(self, state: str = "COMPLETED", timeout: float = 120) -> "Job":
+    def end(self, state: str = "COMPLETED", timeout: float = 120) -> "SlurmJob":
         """Wait for the job's end, which must be this one; with its log, if it is another."""
         try:
             self.cluster.wait(self.id, [state], timeout)
@@ -181,7 +181,7 @@ class Job:
 @story
 def lost_its_shell(cluster, folder):
     """The node with the batch shell crashes, and comes back."""
-    job = Job.submit(cluster, folder, "requeue.sbatch", *LONG, "--checkpoint.every", "1")
+    job = SlurmJob.submit(cluster, folder, "requeue.sbatch", *LONG, "--checkpoint.every", "1")
     job.until_step(4)
     cluster.crash("n1")
     job.until(lambda: cluster.facts(job.id)["Restarts"] == "1", "that Slurm notices")
@@ -198,7 +198,7 @@ def out_of_time(cluster, folder):
     python.chmod(0o755)
     plugin = "pmix" if is_open_mpi() else "pmi2"  # the starter would not tell it
     settings = {"PYTHON": str(python), "MPI_PLUGIN": plugin}
-    job = Job.submit(cluster, folder, "requeue.sbatch", *LONG, slurm=options, **settings)
+    job = SlurmJob.submit(cluster, folder, "requeue.sbatch", *LONG, slurm=options, **settings)
     job.until(lambda: all((folder / f"ready-{rank}").exists() for rank in "01"), "a start")
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 40))
     cluster.call("scontrol", "update", f"jobid={job.id}", f"EndTime={end}")
@@ -214,7 +214,9 @@ def lost_a_node(cluster, folder):
     """The other node crashes, and stays away."""
     options = [*LONG, "--checkpoint.every", "1"]
     nodes = ["--nodes=1-2", "--mincpus=1"]
-    job = Job.submit(cluster, folder, "requeue.sbatch", *options, slurm=nodes, RANKS_PER_NODE="1")
+    job = SlurmJob.submit(
+        cluster, folder, "requeue.sbatch", *options, slurm=nodes, RANKS_PER_NODE="1"
+    )
     job.until_step(4)
     cluster.crash("n2")
     job.go()
@@ -225,33 +227,33 @@ def lost_a_node(cluster, folder):
 def uninterrupted(cluster, folder):
     """The run of the other stories, in one piece."""
     (folder / "go").touch()
-    return Job.submit(cluster, folder, "train.sbatch", *LONG).end()
+    return SlurmJob.submit(cluster, folder, "train.sbatch", *LONG).end()
 
 
 @story
 def launched(cluster, folder):
     """Four jobs at once: by mpirun; by an srun that does not know the MPI library; two arrays."""
     wide = ["--ntasks-per-node=2"]
-    mpirun = Job.submit(cluster, folder / "mpirun", "train-mpirun.sbatch", *LONG, slurm=wide)
+    mpirun = SlurmJob.submit(cluster, folder / "mpirun", "train-mpirun.sbatch", *LONG, slurm=wide)
     mpirun.go()
-    alone = Job.submit(cluster, folder / "alone", "train.sbatch", MPI_PLUGIN="none")
+    alone = SlurmJob.submit(cluster, folder / "alone", "train.sbatch", MPI_PLUGIN="none")
     (folder / "sweep.txt").write_text("--run.seed 1\n--optim.lr '0.001'  --run.seed 2\n")
     arguments = [cluster, folder, "array.sbatch"]
     settings = {"SWEEP": "sweep.txt", "SWEEP_DIR": "sweep"}
-    array = Job.submit(
+    array = SlurmJob.submit(
         *arguments, slurm=["--array=1-3", "--ntasks-per-node=1", "--output=log-%a"], **settings
     )
     for task in (1, 2):
         cluster.wait(f"{array.id}_{task}", timeout=120)
     cluster.wait(f"{array.id}_3", ["FAILED"])
-    again = Job.submit(*arguments, slurm=["--array=2", "--output=log"], **settings)
+    again = SlurmJob.submit(*arguments, slurm=["--array=2", "--output=log"], **settings)
     return mpirun.end(), alone.end("FAILED"), folder, again.end()
 
 
 @story
 def signalled(cluster, folder):
     """A signal to the batch shell, and, when the run goes on, another one to the tasks."""
-    job = Job.submit(cluster, folder, "requeue.sbatch", *LONG)
+    job = SlurmJob.submit(cluster, folder, "requeue.sbatch", *LONG)
     job.until_step(2)
     cluster.signal(job.id, "USR1", "--batch")
     job.until_restart(1)
@@ -265,7 +267,7 @@ def signalled(cluster, folder):
 @story
 def outranked(cluster, folder):
     """A job of the partition `urgent` wants the nodes, of one that mpirun started."""
-    job = Job.submit(cluster, folder, "requeue.sbatch", *LONG, LAUNCHER="mpirun")
+    job = SlurmJob.submit(cluster, folder, "requeue.sbatch", *LONG, LAUNCHER="mpirun")
     job.until_step(2)
     (folder / "urgent.sh").write_text("#!/bin/sh\nsleep 0.1\n")
     options = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]

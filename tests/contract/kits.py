@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero.layout import split
 
 
-class Alone:
+class PlainTorch:
     """Plain torch in this process, over whole batches."""
 
     rank, size = 0, 1
@@ -64,7 +64,7 @@ class Alone:
         return value
 
 
-class UnderDDP(Alone):
+class UnderDDP(PlainTorch):
     """DDP over gloo."""
 
     def __init__(self):
@@ -93,7 +93,7 @@ class UnderDDP(Alone):
         return float(total[0] / total[1])
 
 
-class Here(Alone):
+class Here(PlainTorch):
     """mntrain at a stage."""
 
     def __init__(self, world, stage):

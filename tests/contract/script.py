@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from contract.kits import Alone
+from contract.kits import PlainTorch
 
 SCRIPTS: list["Script"] = []
 
@@ -25,7 +25,7 @@ class Script:
     skipped.
     """
 
-    train: Callable[[Alone], dict[str, Any]]
+    train: Callable[[PlainTorch], dict[str, Any]]
     refused: Mapping[int, str] = field(default_factory=dict)
     refused_alone: bool = False
     stages: tuple[int, ...] = (0, 1, 2)

@@ -15,7 +15,7 @@ import mntrain
 from mntrain.checkpoint import Manifest, Saver
 
 
-class Model(nn.Module):
+class SavedModel(nn.Module):
     """Has tied weights, several dtypes, a scalar, an empty parameter, and buffers."""
 
     def __init__(self):
@@ -29,8 +29,8 @@ class Model(nn.Module):
         self.register_buffer("wide", wide)
 
 
-class Other(Model):
-    """Differs from Model by a shape, a dtype, a missing and an additional tensor."""
+class Other(SavedModel):
+    """Differs from SavedModel by a shape, a dtype, a missing and an additional tensor."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Many(nn.Module):
 def save_all(folder: Path) -> None:
     """Save all runs, and the state of the first model."""
     with mntrain.init(device="cpu") as world:
-        model = seeded(Model)
+        model = seeded(SavedModel)
         optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
         for step in (1, 2):
             train(model, optimizer)

@@ -215,6 +215,8 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
     result = train(3, folder, "--task", "broken:NeedsMore")
     assert result.returncode == 2, result.report()
     assert result.stderr.count("rank 1: no /data on this node") == 1, result.report()
+    assert "Traceback" not in result.stderr
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -246,15 +248,6 @@ def test_an_error_of_the_task_says_the_rank_the_phase_and_the_samples(folder, ph
     if phase != "detached":
         assert result.stderr.count("KeyError: 'a bug'") == 1
         assert f'File "{folder / "broken.py"}", line ' in result.stderr
-
-
-def test_bad_input_gets_one_clear_error_before_any_work(folder):
-    write_corpus(folder)
-    result = train(2, folder, "--data.path", "no/such/file")
-    assert result.returncode == 2, result.report()
-    assert result.stderr.count("no/such/file") == 1, result.report()
-    assert "Traceback" not in result.stderr
-    assert not (folder / "run").exists()
 
 
 def interrupted(

@@ -41,7 +41,7 @@ def make_model():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
 
-class Regression(Task):
+class CadencedRegression(Task):
     """A regression that remembers its samples, by step and micro-batch."""
 
     seen: ClassVar[list[list[list[int]]]] = []
@@ -68,7 +68,7 @@ class Regression(Task):
 
 def config_of(folder, *, stage=0, stop_after=None, max_anchor=0, speed=(), norm=None):
     return Config(
-        task=f"{__name__}:Regression",
+        task=f"{__name__}:CadencedRegression",
         device="cpu",
         optim=OptimConfig(
             name="SGD",
@@ -109,8 +109,8 @@ def order():
 
 def train(config, world):
     """Run the job, which takes all of its steps; return its trainer."""
-    Regression.seen, Regression.now, Regression.by_rank = [], [], []
-    Regression.world = world
+    CadencedRegression.seen, CadencedRegression.now, CadencedRegression.by_rank = [], [], []
+    CadencedRegression.world = world
     trainer = Trainer(world, config)
     assert trainer.fit()["status"] in ("completed", "stopped")
     return trainer
@@ -141,14 +141,14 @@ def expect_parity(world, trainer, config, norm=None):
 
 def expect_order(world, sizes):
     """Compare the samples of the steps of the last job with the order of all epochs."""
-    by_rank = world.gather(Regression.seen)
+    by_rank = world.gather(CadencedRegression.seen)
     seen = [
         [sample for rank in step for micro_batch in rank for sample in micro_batch]
         for step in zip(*by_rank, strict=True)
     ]
     assert [len(step) for step in seen] == sizes[-len(seen) :]
     by_step = [tuple(map(len, step)) for step in zip(*by_rank, strict=True)]
-    assert Regression.by_rank == by_step
+    assert CadencedRegression.by_rank == by_step
     expected = list(islice(order(), sum(sizes)))[-sum(sizes[-len(seen) :]) :]
     assert [sample for step in seen for sample in step] == expected
     return by_rank

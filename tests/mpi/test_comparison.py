@@ -27,7 +27,7 @@ def world():
         yield made
 
 
-class Drawn(Dataset):
+class FourSamples(Dataset):
     """Four samples by a function of the index."""
 
     def __init__(self, draw, count=4):
@@ -40,7 +40,7 @@ class Drawn(Dataset):
         return self.draw(index)
 
 
-class Own(Task):
+class ComparedTask(Task):
     files: Mapping[str, Path] = MappingProxyType({})
     model = dataset = loss = None
 
@@ -49,7 +49,11 @@ class Own(Task):
 
 
 def compare(world, draw, count=4, valid=lambda index: index):
-    compare_task(world, Own(Config()), {"training": Drawn(draw, count), "validation": Drawn(valid)})
+    compare_task(
+        world,
+        ComparedTask(Config()),
+        {"training": FourSamples(draw, count), "validation": FourSamples(valid)},
+    )
 
 
 def odd(world, usual, other):
@@ -103,10 +107,10 @@ def test_another_number_of_samples_is_named(world):
 
 def test_files_of_a_task_are_compared_and_one_that_is_missing_is_told(world, tmp_path, monkeypatch):
     (tmp_path / "a").write_text(odd(world, "usual", "another"))
-    monkeypatch.setattr(Own, "files", {"a": tmp_path / "a"})
+    monkeypatch.setattr(ComparedTask, "files", {"a": tmp_path / "a"})
     said = refusal(compare, world, int)
     assert said.startswith(f"the size of a differs between ranks: {BUT_LAST} 5 bytes, rank")
-    monkeypatch.setattr(Own, "files", {"a": tmp_path / odd(world, "a", "b")})
+    monkeypatch.setattr(ComparedTask, "files", {"a": tmp_path / odd(world, "a", "b")})
     assert refusal(compare, world, int).startswith(f"rank {RANKS - 1}: [Errno 2] No such file")
 
 

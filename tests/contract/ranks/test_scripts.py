@@ -16,12 +16,12 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import mntrain
-from contract.kits import Alone, Here, UnderDDP
+from contract.kits import Here, PlainTorch, UnderDDP
 from contract.script import SCRIPTS
-from contract.scripts import data, gradients, models, parameters, passes, transformers_models
+from contract.scripts import data, gradients, model_kinds, param_uses, passes, transformers_models
 from mntrain.errors import AgreedError
 
-SCRIPT_MODULES = (data, gradients, models, parameters, passes, transformers_models)  # register
+SCRIPT_MODULES = (data, gradients, model_kinds, param_uses, passes, transformers_models)  # register
 
 COMM = MPI.COMM_WORLD
 TOLERANCE = 1e-10
@@ -83,8 +83,8 @@ def test_script(case):
 
 @cache
 def reference(script):
-    """What the script leaves under DDP, or in a single process."""
-    return values(script.train(UnderDDP() if script.reference == "ddp" else Alone()))
+    """The values that the script leaves under DDP, or in a single process."""
+    return values(script.train(UnderDDP() if script.reference == "ddp" else PlainTorch()))
 
 
 def values(outcome):

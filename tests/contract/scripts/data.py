@@ -91,7 +91,7 @@ def drawn_ahead_unequal(kit):
     return train_ahead(kit, DataLoader(dataset(37), batch_size=12))
 
 
-class Stream(IterableDataset):
+class SampleStream(IterableDataset):
     """Samples in a fixed order, as from a file."""
 
     def __init__(self, samples):
@@ -103,7 +103,7 @@ class Stream(IterableDataset):
 
 @script()
 def stream(kit):
-    return train(kit, data=DataLoader(Stream(list(dataset())), batch_size=12))
+    return train(kit, data=DataLoader(SampleStream(list(dataset())), batch_size=12))
 
 
 @script(thorough=True)  # every worker imports torch

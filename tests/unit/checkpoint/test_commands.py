@@ -16,7 +16,7 @@ from damages import DAMAGES, flip
 from launch import TESTS, mpirun
 from manifests import manifest
 from safetensors.torch import load_file
-from saved_runs import Model
+from saved_runs import SavedModel
 
 from mntrain.checkpoint import commands, reader
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
@@ -164,7 +164,7 @@ def test_an_exported_model_is_the_one_that_was_saved(saved, tmp_path, ckpt, endi
     for name, tensor in found.items():
         assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
         assert bits(tensor) == bits(expected[name])
-    model = Model()
+    model = SavedModel()
     model.load_state_dict(found)
     assert all(bits(tensor) == bits(expected[name]) for name, tensor in model.state_dict().items())
     assert model.head.weight is model.tokens.weight

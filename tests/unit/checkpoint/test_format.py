@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -54,7 +54,6 @@ def find_damage(path, ranges):
     verify(path.parent, SimpleNamespace(checksums={path.name: ranges}), [path.name])
 
 
-@settings(max_examples=60, deadline=None)
 @given(described=TENSORS)
 def test_the_library_reads_what_was_written_in_parts(tmp_path_factory, described):
     path = tmp_path_factory.mktemp("files") / "a.safetensors"

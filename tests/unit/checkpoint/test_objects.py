@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 from mntrain.checkpoint.objects import (
-    decode_hook,
+    HOOK,
     decode_options,
     encode_hook,
     encode_objects,
@@ -165,9 +165,9 @@ def test_each_rank_gets_its_state_of_a_hook_back():
     split = [encode_hook(state) for state in several]
     merged = through_json(merge_hooks([values for values, _ in split]))
     for rank in (0, 2):
-        joined = decode_hook(merged, rank, 3, split[rank][1].__getitem__)
+        joined = select(merged, HOOK, rank, 3, split[rank][1].__getitem__)
         assert repr(joined) == repr(several[rank])
-    assert not decode_hook(merged, 1, 3, {}.__getitem__)["state"]
+    assert not select(merged, HOOK, 1, 3, {}.__getitem__)["state"]
     assert split[1][1] == merge_hooks([split[1][0]] * 2) == {}
     with pytest.raises(ValueError, match=r"comm_hook\.state\.odd, a object"):
         encode_hook({"context": [], "state": {"odd": object()}, "used": []})

@@ -1,4 +1,4 @@
-"""Who stopped first, by recordings written by hand."""
+"""Search for the rank that stopped first, in recordings written by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a run directory keeps of earlier jobs."""
+"""A run directory, and files of earlier jobs in it."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -124,7 +124,8 @@ def test_a_forked_child_does_not_let_go(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b"", b"{"])
-def test_a_file_that_was_removed_or_damaged_is_written_again(tmp_path, text):
+def test_a_file_that_was_removed_or_damaged_is_written_again(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(lock, "EMPTY_S", 0.3)
     with closing(take(tmp_path)):
         (tmp_path / ".lock").unlink()
         if text:

@@ -19,7 +19,7 @@ def status(rank, begun, wait=None, *, debugged=False):
 
 
 def waits(stream, number, begun=(), **options):
-    """What a rank has begun that waits in a call, and its wait."""
+    """The collectives that a waiting rank has begun, and its wait."""
     return {stream: number + 1, **dict(begun)}, wait(stream, number, **options)
 
 

@@ -35,7 +35,7 @@ class Channel:
         return found
 
 
-class World:
+class MonitoredWorld:
     """One monitor of three ranks, and what it has done."""
 
     def __init__(self, clock, rank, limit=100.0, hosts="aab", keys=(0, 0, 1)):
@@ -95,7 +95,7 @@ def make(monkeypatch):
     """Makes a world whose clock the test sets."""
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    return partial(World, clock)
+    return partial(MonitoredWorld, clock)
 
 
 def test_a_wait_is_one_warning_and_then_one_report(make):

@@ -169,7 +169,7 @@ def test_a_stranger_gets_no_further_and_disturbs_nobody(monitor, line):
 
 
 def hello(stranger, rank=1):
-    """What a rank answers to the challenge that a stranger has got."""
+    """The answer of a rank to the challenge that a stranger has got."""
     challenge = json.loads(stranger.recv(1000))["challenge"]
     proof = hmac.new(SECRET, f"rank {rank} {challenge}".encode(), "sha256").hexdigest()
     return json.dumps({"rank": rank, "proof": proof, "challenge": "11"}).encode() + b"\n"
@@ -216,7 +216,7 @@ def test_the_newest_connection_of_a_rank_replaces_the_earlier_one(monitor):
 
 
 def closed_after_a_challenge(stranger):
-    """Whether the connection is closed, and nothing but a challenge was said."""
+    """Return whether the connection is closed, and nothing but a challenge was said."""
     said = b""
     with contextlib.suppress(ConnectionResetError):  # there was something left to read
         while data := stranger.recv(1000):

@@ -12,7 +12,7 @@ import pytest
 
 from mntrain.watchdog import unanswered
 from mntrain.watchdog.start_timer import network_watched
-from mntrain.watchdog.unanswered import Connection, Unanswered, read_table
+from mntrain.watchdog.unanswered import Connection, Unanswered, describe, read_table
 
 HEADER = (
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout\n"
@@ -162,6 +162,18 @@ def count_a_lasting_one():
         assert others.lasting() == []  # of other processes
     watch.look(time.monotonic())
     assert watch.lasting()  # MPI may have given it up
+
+
+def test_the_sentence_names_nodes_and_what_to_check():
+    node = Connection("127.0.0.1", 1, "127.0.0.2", 7, opened=False)
+    others = [node._replace(remote=f"127.0.0.{i}") for i in range(3, 13)]
+    assert describe([]) == ""
+    text = describe([node, *others])
+    assert all(words in text for words in ("127.0.0.2", "and 3 more", "port 7", "firewall"))
+    opened = describe([node._replace(opened=True)])
+    assert "small messages pass and large ones do not" in opened
+    assert "ping -M do -s" in opened
+    assert "cannot connect" in describe([node._replace(opened=True), node])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mntrain.watchdog.thread import Watchdog
 SECRET = b"s" * 32
 
 
-class Job:
+class WatchedJob:
     """The watchdogs by rank."""
 
     def __init__(self, *, addresses=lambda found: found):
@@ -34,7 +34,7 @@ class Job:
             )
 
     def connected(self):
-        """Whether the monitors have a connection to each other rank."""
+        """Return whether the monitors have a connection to each other rank."""
         return all(len(self.ranks[rank]._channel.peers) == 2 for rank in (0, 1))
 
     def close(self):
@@ -53,7 +53,7 @@ def wait_for(condition):
 
 @pytest.fixture
 def job():
-    made = Job()
+    made = WatchedJob()
     yield made
     made.close()
 
@@ -71,7 +71,7 @@ def test_only_rank_0_says_how_a_run_ends_and_an_error_of_one_summary_is_printed(
 
 def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeypatch):
     monkeypatch.setattr(watchdogs, "RECONNECT_S", 0.2)
-    job = Job(addresses=lambda found: ("127.0.0.2", found[1]))
+    job = WatchedJob(addresses=lambda found: ("127.0.0.2", found[1]))
     try:
         job.ranks[2].arrive_at_exit()
         wait_for(job.ranks[2]._all_at_exit.is_set)
@@ -85,10 +85,10 @@ def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeyp
 
 
 def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_closed():
-    first = Job()
+    first = WatchedJob()
     wait_for(first.connected)
     first.ranks[2].leave_world()
-    second = Job()
+    second = WatchedJob()
     try:
         assert first.ranks[2]._closed
         assert not first.ranks[1]._closed

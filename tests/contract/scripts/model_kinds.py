@@ -47,7 +47,7 @@ def dropout(kit):
     return {**train(kit, model), "local draw": torch.rand(1)}
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, channels):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -66,9 +66,9 @@ def resnet(kit):
     torch.manual_seed(9)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
-        Residual(4),
+        ResidualBlock(4),
         nn.MaxPool2d(2),
-        Residual(4),
+        ResidualBlock(4),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(4, 3),
