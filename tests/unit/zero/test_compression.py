@@ -125,7 +125,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=str)
+@pytest.mark.parametrize("other", OTHERS, ids=" ".join)
 def test_a_state_is_loaded_only_where_ranks_nodes_and_buckets_are_the_same(other):
     state = optimizer_of(CountingHook(7)).state_dict()
     state["slices"] = list(state["slices"])
