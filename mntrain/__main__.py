@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interruptible(lambda: run_doctor(options))
     if command in READERS:
         reader = import_module(READERS[command])
-        return _interruptible(lambda: int(reader.run(words))) if prints else 0
+        return _interruptible(lambda: _read(reader.run, words)) if prints else 0
     if prints:
         print(
             f"mntrain: {command}: no such command; give train (default), verify, bench, doctor, "
@@ -67,6 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     _wait_for_rank_0()
     return 2
+
+
+def _read(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Run a command of one process; bad input is one line on stderr and exit code 2."""
+    try:
+        return run(words)
+    except (OSError, ValueError) as error:
+        print(f"mntrain: {error}", file=sys.stderr)
+        return 2
 
 
 def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:

@@ -21,16 +21,12 @@ from mntrain.corpus.tokenizer import (
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command line and return its exit code: 2 for bad input.
+    """Run a command line and return exit code 0.
 
-    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    Raises ValueError and OSError for bad input, and SystemExit, with 2 for a malformed command line
+    and 0 after --help.
     """
-    options = _parser().parse_args(words)
-    try:
-        _tokenize(options)
-    except (OSError, ValueError) as error:
-        _tell(str(error))
-        return 2
+    _tokenize(_parser().parse_args(words))
     return 0
 
 

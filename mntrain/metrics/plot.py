@@ -88,9 +88,10 @@ def _is_number(value: Any) -> bool:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command line, and return its exit code: 0, or 2 with one line on stderr.
+    """Run a command line, and return exit code 0.
 
-    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    Raises ValueError and OSError for bad input, and SystemExit, with 2 for a malformed command line
+    and 0 after --help.
     """
     parser = argparse.ArgumentParser(
         prog="python -m mntrain plot",
@@ -116,12 +117,7 @@ def run(words: Sequence[str]) -> int:
     )
     add("--log", action="store_true", help="logarithmic vertical axis")
     options = parser.parse_args(words)
-    try:
-        output = _draw(options.runs, options.metric, options.output, log=options.log)
-    except (OSError, ValueError) as error:
-        print(f"mntrain: {error}", file=sys.stderr)
-        return 2
-    print(output)
+    print(_draw(options.runs, options.metric, options.output, log=options.log))
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mntrain.__main__ import main
 from mntrain.metrics import plot
 from mntrain.metrics.plot import running_mean
 
@@ -35,7 +36,7 @@ def lines(count: int, scale: float = 1.0) -> list[dict]:
 
 
 def draw(*words: object) -> int:
-    return plot.run([str(word) for word in words])
+    return main(["plot", *map(str, words)])
 
 
 def test_the_running_mean_weights_recent_values_and_skips_missing_ones():

@@ -13,12 +13,12 @@ import pytest
 from pages import Page
 from reports import rank, record, summary
 
+from mntrain.__main__ import main
 from mntrain.cli import to_toml
 from mntrain.config import Config, TrainConfig
 from mntrain.metrics import plot
 from mntrain.metrics.registry import PHASES
 from mntrain.recorder.events import Recorder
-from mntrain.report import report_command
 from mntrain.report.report_command import phase_means
 
 pytest.importorskip("matplotlib")
@@ -58,7 +58,7 @@ def make(folder: Path, steps: int = 40, *, slow: int | None = None, **changes) -
 
 
 def report(*words: object) -> int:
-    return report_command.run([str(word) for word in words])
+    return main(["report", *map(str, words)])
 
 
 def page(*words: object) -> Page:

@@ -9,9 +9,9 @@ from manifests import manifest
 from pages import Page
 from reports import rank, record, summary
 
+from mntrain.__main__ import main
 from mntrain.cli import to_toml
 from mntrain.config import Config, ModelConfig, TrainConfig
-from mntrain.report import report_command
 
 pytest.importorskip("matplotlib")
 
@@ -46,7 +46,7 @@ def make(
 
 
 def scaling(*runs: Path) -> int:
-    return report_command.run(["--scaling", *map(str, runs), "--output", "scaling.html"])
+    return main(["report", "--scaling", *map(str, runs), "--output", "scaling.html"])
 
 
 def rows(runs: list[Path]) -> tuple[list[list[str]], list[str]]:
