@@ -11,7 +11,6 @@ from pathlib import Path
 import golden
 import pytest
 from job import SMALL, losses, metrics, summary, write_corpus
-from mntrain.comm.collectives import WorldCollectives
 from mpi4py import MPI
 from torch import nn
 from worlds import RANKS, first_ranks, meet, refusal, shared_folder
@@ -19,6 +18,7 @@ from worlds import RANKS, first_ranks, meet, refusal, shared_folder
 import mntrain
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
