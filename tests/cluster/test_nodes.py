@@ -58,7 +58,7 @@ def job(cluster, program, *arguments):
 
 
 def send(cluster, source, destination):
-    """Where the ranks are, the seconds of sending, and the bytes that each node has sent."""
+    """Return the places of the ranks, the seconds, and the bytes that each node has sent."""
     before = [cluster.sent(host) for host in cluster.hosts]
     command = job(cluster, SEND, source, destination)
     found, seconds = json.loads(subprocess.check_output(**command, timeout=SECONDS))

@@ -1,4 +1,4 @@
-"""What a user sees of a start that cannot work, before MPI would die of it, and of the doctor."""
+"""Starts that cannot work, told before MPI would die of them, and the words of the doctor."""
 
 import json
 import os

@@ -122,7 +122,7 @@ def junk(numel, dtype=torch.float32):
 
 
 def shard(collectives, numel, bounds=None):
-    """Where this rank's shard of a tensor lies."""
+    """Return the bounds of this rank's shard of a tensor."""
     slot = collectives.slot(RANK)
     cut = bounds or [i * numel // RANKS for i in range(RANKS + 1)]
     return slice(cut[slot], cut[slot + 1])

@@ -28,7 +28,7 @@ SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
-class Alone:
+class PlainTraining:
     """A copy of a model, trained with plain torch in this process."""
 
     def __init__(self, model, optimizer_class, max_norm=math.inf, norm_type=2.0, groups=None):
@@ -68,7 +68,7 @@ class Pair:
     def __init__(self, world, make, model, kind, *, groups=None, **options):
         self.world, self.model = world, model
         limits = options.get("max_grad_norm", math.inf), options.get("norm_type", 2.0)
-        self.alone = Alone(model, kind, *limits, groups)
+        self.alone = PlainTraining(model, kind, *limits, groups)
         given = {"groups": groups(model)} if groups else {}
         self.optimizer = make(model, kind, **given, **options)
 

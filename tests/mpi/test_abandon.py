@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import Alone, loss_of, rows, samples, update
+from oracle import PlainTraining, loss_of, rows, samples, update
 from worlds import RANKS, communication_threads, make_world
 
 import mntrain
@@ -58,7 +58,7 @@ def train(world, model, optimizer, step):
 
 def expected_losses():
     """The losses of one step on all ranks, and of further ones on all but the last."""
-    alone, losses = Alone(net(), PLAIN), []
+    alone, losses = PlainTraining(net(), PLAIN), []
     for step in range(STEPS):
         losses.append(loss_of(alone.model, share(step, 0, RANKS if step == 0 else LAST)))
         alone.step(losses[-1])

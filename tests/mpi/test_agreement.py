@@ -12,7 +12,7 @@ from mpi4py import MPI
 from oracle import (
     ADAMW,
     SGD,
-    Alone,
+    PlainTraining,
     assert_close,
     assert_parity,
     init,
@@ -211,7 +211,7 @@ def test_rounding_of_processors_is_no_difference_until_it_has_added_up(make, mon
 @pytest.mark.parametrize("reset", ["clear", "replace"])
 def test_a_state_that_is_reset_begins_anew(world, make, stage, reset):
     model = net()
-    alone = Alone(model, ADAMW)
+    alone = PlainTraining(model, ADAMW)
     optimizer = make(model, ADAMW, stage=stage)
     for step in range(6):
         for each in (optimizer, alone.optimizer) if step == 3 else ():
@@ -236,7 +236,7 @@ def test_an_embedding_that_changes_in_forward_is_refused(make, layer):
 @stages
 def test_what_all_ranks_do_alike_is_allowed(world, make, stage):
     model = net()
-    alone = Alone(model, ADAMW, 0.05)
+    alone = PlainTraining(model, ADAMW, 0.05)
     optimizer = make(model, ADAMW, stage=stage, non_finite="skip")
     schedulers = [
         torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0, threshold=0.5)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import Alone, assert_parity
+from oracle import PlainTraining, assert_parity
 from small_jobs import lines_of
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -118,7 +118,7 @@ def train(config, world):
 
 def trained_alone(sizes, norm=None):
     """The oracle, which has taken a step on each batch of these sizes, and the losses."""
-    alone = Alone(make_model(), partial(torch.optim.SGD, lr=LR), norm or math.inf)
+    alone = PlainTraining(make_model(), partial(torch.optim.SGD, lr=LR), norm or math.inf)
     losses, samples = [], order()
     _, x, y = make_data().tensors
     for size in sizes:

@@ -12,9 +12,9 @@ import torch
 from damages import DAMAGES as ALWAYS_SEEN
 from damages import flip
 from handmade import Lamb
-from models import LanguageModel, Mixed, Strided, Tiny, WithEmpty, net
+from models import Mixed, Strided, TiedLanguageModel, Tiny, WithEmpty, net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, Alone, assert_parity, loss_of, samples, update
+from oracle import ADAMW, EXACT, PlainTraining, assert_parity, loss_of, samples, update
 from safetensors.torch import load_file
 from states import (
     SIZES,
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, name):
 @pytest.mark.parametrize("size", SIZES)
 def test_resumed_training_equals_uninterrupted_training(worlds, folder, size):
     model = net()
-    alone = Alone(model, ADAMW)
+    alone = PlainTraining(model, ADAMW)
     for step in range(6):
         alone.step(loss_of(alone.model, samples(12, step)))
     for turn, ranks in enumerate([RANKS, size, RANKS]):
@@ -162,7 +162,7 @@ def test_state_of_whole_parameters(worlds, folder):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_model_file_opens_with_the_safetensors_library(worlds, folder, stage):
     world = worlds()
-    for name, model in (("a", LanguageModel()), ("b", with_buffers()), ("c", double(Strided))):
+    for name, model in (("a", TiedLanguageModel()), ("b", with_buffers()), ("c", double(Strided))):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
         done = save(world, model, optimizer, folder / name)
         optimizer.close()

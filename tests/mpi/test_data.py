@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import net
 from mpi4py import MPI
-from oracle import SGD, Alone, assert_parity, loss_of, modes, samples, train_alike, update
+from oracle import SGD, PlainTraining, assert_parity, loss_of, modes, samples, train_alike, update
 from sharding import sharded
 from torch import nn
 from torch.nn import functional
@@ -44,7 +44,7 @@ def together(world, batch, own=None):
 def with_oracle(make, stage=0):
     """An optimizer, its model, and the oracle."""
     model = net()
-    return make(model, SGD, stage=stage), model, Alone(model, SGD)
+    return make(model, SGD, stage=stage), model, PlainTraining(model, SGD)
 
 
 def drawn_ahead(batches):
@@ -101,7 +101,7 @@ def test_a_weight_gives_the_exact_mean_over_tokens(world, make, mode, stated):
     """A weight of backward takes the place of the loader's share."""
     torch.manual_seed(5)
     model = nn.Linear(5, 3).double()
-    alone = Alone(model, SGD)
+    alone = PlainTraining(model, SGD)
     loader = DataLoader(TensorDataset(*padded(20)), batch_size=9, shuffle=True)
     optimizer = make(model, SGD, **mode)
     whole = sharded(loader)

@@ -5,7 +5,7 @@ On `meta`, a tensor that names no device of its own has no values at all.
 
 import pytest
 import torch
-from oracle import SGD, Alone, assert_parity, init, loss_of, mine, modes, net, samples
+from oracle import SGD, PlainTraining, assert_parity, init, loss_of, mine, modes, net, samples
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
 
@@ -25,7 +25,8 @@ def train(world, model, optimizer, alone, seeds):
 
 @modes
 def test_an_own_loop_trains_saves_and_restores(mode, folder):
-    alone, value, own = Alone(net(), SGD, max_norm=0.05), torch.ones(3), torch.device("meta")
+    alone = PlainTraining(net(), SGD, max_norm=0.05)
+    value, own = torch.ones(3), torch.device("meta")
     for turn, seeds in enumerate([range(3), range(3, 5)]):
         model = net()
         with own:

@@ -29,7 +29,7 @@ from oracle import (
     ADAMW,
     EXACT,
     SGD,
-    Alone,
+    PlainTraining,
     assert_close,
     init,
     loss_of,
@@ -640,7 +640,7 @@ def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, cut, fold
 @stages
 def test_the_norm_of_a_step_is_that_of_the_whole_gradient(world, cut, stage):
     model = net()
-    alone = Alone(model, SGD)
+    alone = PlainTraining(model, SGD)
     optimizer = cut(model, SGD, sync=LocalSGD(every=5, warmup=1), stage=stage)
     for step in (0, 1):  # of all ranks, then of a node's
         batch = samples(12, step)

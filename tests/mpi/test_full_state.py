@@ -40,7 +40,7 @@ OPTIMIZERS = {
 }
 
 
-class TiedAndFrozen(nn.Module):
+class TiedAndStrided(nn.Module):
     """A tied weight, a frozen layer, a scalar, and a convolution in another memory format."""
 
     def __init__(self):
@@ -79,7 +79,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     world, make, stage, kind, grouped
 ):
     dtype, optimizer_class = torch.float64, OPTIMIZERS[kind]
-    oracle = TiedAndFrozen().to(dtype)
+    oracle = TiedAndStrided().to(dtype)
     model, alone = copy.deepcopy(oracle), copy.deepcopy(oracle)
 
     def plain_optimizer(of):
@@ -99,7 +99,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     for step in range(2, 4):
         update(plain, loss_of(alone, *batch(step, dtype)))
     ours.close()
-    other = TiedAndFrozen().to(dtype, memory_format=torch.contiguous_format)
+    other = TiedAndStrided().to(dtype, memory_format=torch.contiguous_format)
     groups = groups_of(other) if grouped else None
     again = make(other, optimizer_class, stage=(stage + 1) % 3, groups=groups)
     other.load_state_dict(alone.state_dict())
@@ -113,7 +113,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_master_weights_are_in_the_whole_state(world, make, stage):
-    models = [TiedAndFrozen().bfloat16() for _ in range(2)]
+    models = [TiedAndStrided().bfloat16() for _ in range(2)]
     one, two = (make(model, OPTIMIZERS["Adam"], stage=stage) for model in models)
     x = mine(world, batch(0, torch.bfloat16))
     update(one, loss_of(models[0], *x))
@@ -128,7 +128,7 @@ def test_master_weights_are_in_the_whole_state(world, make, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_part_of_the_state_is_not_pickled(world, make, stage):
-    model = TiedAndFrozen()
+    model = TiedAndStrided()
     optimizer = make(model, OPTIMIZERS["Adam"], stage=stage)
     loss_of(model, *mine(world, batch(0, torch.float32))).backward()
     optimizer.step()

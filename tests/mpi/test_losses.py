@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from job import metrics
 from mpi4py import MPI
-from oracle import SGD, Alone, assert_parity
+from oracle import SGD, PlainTraining, assert_parity
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS, make_world
@@ -119,7 +119,7 @@ def plain_loop():
     """The lines of metrics.jsonl by torch alone, with every batch as one."""
     torch.manual_seed(0)
     task = Both(None)
-    alone = Alone(task.model(), SGD)
+    alone = PlainTraining(task.model(), SGD)
     tensors = task.dataset("train").tensors
     plan = SamplingPlan(SAMPLES, BATCH, seed=0)
     lines = []
@@ -223,7 +223,7 @@ def test_sums_over_ranks_give_an_own_loop_the_same_gradient(world, stage):
     torch.manual_seed(3)
     model = Heads().double()
     optimizer = world.optimizer(model, SGD, stage=stage)
-    alone = Alone(model, SGD)
+    alone = PlainTraining(model, SGD)
     loader = DataLoader(points(SAMPLES, 1), batch_size=BATCH, shuffle=True, drop_last=True)
     totals_seen = set()
     for batch in world.shard(loader):

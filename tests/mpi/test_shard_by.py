@@ -269,7 +269,7 @@ def test_what_cannot_be_divided_is_refused(worlds, monkeypatch):
 
 
 def test_ranks_of_one_host_have_equal_shards(worlds):
-    """What is measured is divided by the ranks of the host, whatever each of them finds."""
+    """The measured memory is divided by the ranks of the host, whatever each of them finds."""
     world = worlds("lanes", 2)
     optimizer = world.optimizer(net(), SGD, stage=1, shard_by="memory")
     equal = world.optimizer(net(), SGD, stage=1)

@@ -11,7 +11,17 @@ import pytest
 import torch
 from handmade import Lamb
 from models import Mixed, Strided, WithEmpty, net
-from oracle import ADAMW, ALGORITHMS, EXACT, SMALL, STAGES, Alone, assert_parity, loss_of, samples
+from oracle import (
+    ADAMW,
+    ALGORITHMS,
+    EXACT,
+    SMALL,
+    STAGES,
+    PlainTraining,
+    assert_parity,
+    loss_of,
+    samples,
+)
 from states import SIZES, SubWorlds, assert_same_slices, empty_like, gather_slices, mode_of, saved
 from states import train as train_only
 from worlds import RANKS
@@ -86,7 +96,7 @@ def test_training_goes_on_at_another_stage_partition_and_algorithm(worlds):
         walk += [(walk[-1] + stride * (hop + 1)) % count for hop in range(count)]
     assert len(set(pairwise(walk))) == count * (count - 1)
     model, pieces = net(), None
-    alone = Alone(model, ADAMW)
+    alone = PlainTraining(model, ADAMW)
     for step, place in enumerate(walk):
         alone.step(loss_of(alone.model, samples(12, step)))
         world = worlds(RANKS, ALGORITHMS[step % len(ALGORITHMS)])
@@ -102,7 +112,7 @@ def test_training_goes_on_at_another_stage_partition_and_algorithm(worlds):
 @pytest.mark.parametrize("size", SIZES)
 def test_training_goes_on_at_another_number_of_ranks_and_back(worlds, size):
     model = double(Strided)
-    alone = Alone(model, ADAMW)
+    alone = PlainTraining(model, ADAMW)
     for step in range(3 * STEPS):
         alone.step(loss_of(alone.model, samples(12, step)))
     pieces = None

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import Alone, assert_parity
+from oracle import PlainTraining, assert_parity
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import refusal
@@ -76,7 +76,7 @@ OPTIONS = {
 @pytest.mark.parametrize("how", ["loss.backward", "optimizer.backward", "accumulated", "saved"])
 def test_layers_train_as_in_one_process(world, make, stage, options, how):
     model = NormedNet(**OPTIONS[options]).double()
-    alone = Alone(model, SGD, 1.0)
+    alone = PlainTraining(model, SGD, 1.0)
     keys = list(model.state_dict())
     norm = model.norm
     assert world.sync_batchnorm(model) is model
@@ -145,7 +145,7 @@ def mean_over_tokens(model, batch):
 @STAGES
 def test_samples_without_a_token_enter_the_statistics(world, make, stage):
     model = OfTokens()
-    alone = Alone(model, SGD, 1.0)
+    alone = PlainTraining(model, SGD, 1.0)
     world.sync_batchnorm(model)
     optimizer = make(model, SGD, stage=stage, max_grad_norm=1.0)
     whole = token_batches()
@@ -204,7 +204,7 @@ def test_16_bit_samples_have_wide_statistics(world, make, dtype):
 @STAGES
 def test_a_compiled_model_trains_as_in_one_process(world, make, stage):
     model = NormedNet().double()
-    alone = Alone(model, SGD, 1.0)
+    alone = PlainTraining(model, SGD, 1.0)
     world.sync_batchnorm(model)
     optimizer = make(model, SGD, stage=stage, max_grad_norm=1.0)
     compiled = torch.compile(model, backend="aot_eager")

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from lone_nodes import NODE, NODES, PER_NODE, RANK, coded, digests, keep_optimizers, keep_world
-from oracle import Alone, assert_parity, init, loss_of, samples
+from oracle import PlainTraining, assert_parity, init, loss_of, samples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
@@ -233,7 +233,7 @@ def start_of():
 @pytest.mark.parametrize("stage", [0, 2])
 def test_exchanging_plain_sgd_after_each_step_is_training_on_the_whole_batch(world, make, stage):
     model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    alone = Alone(model, lambda parameters: torch.optim.SGD(parameters, lr=LR))
+    alone = PlainTraining(model, lambda parameters: torch.optim.SGD(parameters, lr=LR))
     model.load_state_dict(world.gather(model.state_dict())[0])
     alone.model.load_state_dict(model.state_dict())
     optimizer = make(model, sync=LocalSGD(1, weighted=True), stage=stage)

@@ -71,18 +71,18 @@ def test_a_residual_is_restored_but_nothing_in_it_that_is_not_finite():
 
 
 def test_a_hook_between_nodes_needs_levels_no_schedule_and_an_optimizer_of_its_own():
-    class Everywhere(CommHook):
+    class BetweenAll(CommHook):
         world_only = True
 
     hook, levels = Int8Hook(), SimpleNamespace()
     for given, among, scheduled, words in [
         (hook, None, False, "Int8Hook needs `levels`"),
         (hook, levels, True, r"Int8Hook communicates over .* in every step, and a sync schedule"),
-        (Everywhere(), None, True, "Everywhere communicates over all ranks in every step"),
+        (BetweenAll(), None, True, "BetweenAll communicates over all ranks in every step"),
     ]:
         with pytest.raises(ValueError, match=words):
             given.bind(2, among, scheduled=scheduled)
-    Everywhere().bind(2, None, scheduled=False)
+    BetweenAll().bind(2, None, scheduled=False)
     CommHook().bind(2, levels, scheduled=True)
     hook.bind(2, levels, scheduled=False)
     with pytest.raises(ValueError, match="make a hook for each"):
