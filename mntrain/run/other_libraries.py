@@ -2,10 +2,14 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
-from types import MethodType
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from operator import attrgetter
+from types import MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +42,55 @@ def checked(owner: Any, name: str, check: Callable[..., None]) -> Iterator[None]
         active = False
         if getattr(owner, name) is checking:  # else others have replaced it since
             setattr(owner, name, function)
+
+
+@contextmanager
+def checked_once_imported(module: str, path: str, check: Callable[..., None]) -> Iterator[None]:
+    """Do as `checked` for a function of a module, or of a class in it, once it is imported.
+
+    The guards import nothing: most jobs never use what they guard.
+    """
+    owner, _, name = path.rpartition(".")
+    with ExitStack() as checks:
+
+        def install(found: ModuleType) -> None:
+            holder = attrgetter(owner)(found) if owner else found
+            checks.enter_context(checked(holder, name, check))
+
+        if module in sys.modules:
+            install(import_module(module))  # waits for one that is being imported
+        else:
+            finder = _Finder(module, install)
+            sys.meta_path.insert(0, finder)
+            checks.callback(sys.meta_path.remove, finder)
+        yield
+
+
+class _Finder(MetaPathFinder):
+    """A finder of one module, which calls a function with it after its import."""
+
+    def __init__(self, module: str, imported: Callable[[ModuleType], None]) -> None:
+        self._module, self._imported = module, imported
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the finders behind this one return for the module."""
+        if name != self._module:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            own, run = vars(spec.loader), spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                own.pop("exec_module", None)  # this function
+                run(module)
+                self._imported(module)
+
+            own["exec_module"] = exec_module
+        return spec
 
 
 def check_model(model: object, size: int) -> None:
@@ -86,10 +139,6 @@ def guard_torch_checkpoints(rank: int) -> Iterator[None]:
     may. One rank's part of an optimizer's state is neither saved nor loaded: torch would take that
     of one rank for that of all.
     """
-    from torch.distributed.checkpoint import (  # noqa: PLC0415 - takes 0.1 s to import
-        state_dict_loader,
-        state_dict_saver,
-    )
 
     def check_save(state_dict: Any, *args: Any, **kwargs: Any) -> None:
         alone = kwargs.get("no_dist", len(args) >= _NO_DIST and args[_NO_DIST - 1])
@@ -104,9 +153,10 @@ def guard_torch_checkpoints(rank: int) -> Iterator[None]:
     def check_load(state_dict: Any, *_: Any, **__: Any) -> None:
         _expect_no_part(state_dict, "load")
 
+    package = "torch.distributed.checkpoint"
     with (
-        checked(state_dict_saver, "_save_state_dict", check_save),
-        checked(state_dict_loader, "_load_state_dict", check_load),
+        checked_once_imported(f"{package}.state_dict_saver", "_save_state_dict", check_save),
+        checked_once_imported(f"{package}.state_dict_loader", "_load_state_dict", check_load),
     ):
         yield
 
@@ -129,8 +179,8 @@ def _expect_no_part(state: Any, verb: str) -> None:
 def warn_of_local_metrics() -> Iterator[None]:
     """Warn, once for each class, of metrics that compute over this rank's samples alone. Local.
 
-    In the block, if torchmetrics is imported. Metrics of `gather_states`, those that compute over
-    the ranks of torch.distributed, and those with sync_on_compute=False do not count.
+    In the block. Metrics of `gather_states`, those that compute over the ranks of
+    torch.distributed, and those with sync_on_compute=False do not count.
     """
     warned: set[type] = set()
 
@@ -147,11 +197,8 @@ def warn_of_local_metrics() -> Iterator[None]:
             stacklevel=4,
         )
 
-    if "torchmetrics.metric" not in sys.modules:
+    with checked_once_imported("torchmetrics.metric", "Metric.sync_context", check):
         yield
-    else:
-        with checked(sys.modules["torchmetrics.metric"].Metric, "sync_context", check):
-            yield
 
 
 def gather_states(metric: M, gather: Callable[[Any], list[Any]]) -> M:

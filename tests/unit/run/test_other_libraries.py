@@ -15,6 +15,7 @@ from mntrain.errors import ADVICE, advise
 from mntrain.run.other_libraries import (
     check_model,
     checked,
+    checked_once_imported,
     guard_torch_checkpoints,
     lone_accelerator,
 )
@@ -109,6 +110,33 @@ def test_guards_of_worlds_may_end_in_any_order():
     second.__exit__(None, None, None)
     module.function()
     assert calls == [2, 1, 2]
+
+
+def test_guards_import_nothing_and_check_what_is_imported_within_them(tmp_path, monkeypatch):
+    for name in ("first_guarded", "second_guarded"):
+        (tmp_path / f"{name}.py").write_text("class Kind:\n    def method(self):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders, calls = list(sys.meta_path), []
+
+    def guard(module, number):
+        check = partial(calls.append, number)
+        return checked_once_imported(module, "Kind.method", lambda _: check())
+
+    with guard("first_guarded", 1), guard("first_guarded", 2), guard("second_guarded", 3):
+        assert not {"first_guarded", "second_guarded"} & set(sys.modules)
+        import first_guarded
+
+        first_guarded.Kind().method()
+        assert calls == [2, 1]
+        with guard("first_guarded", 4):
+            first_guarded.Kind().method()
+        assert calls == [2, 1, 4, 2, 1]
+    import second_guarded
+
+    first_guarded.Kind().method()
+    second_guarded.Kind().method()
+    assert calls == [2, 1, 4, 2, 1]
+    assert sys.meta_path == finders
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
