@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,8 @@ def test_guards_import_nothing_and_check_what_is_imported_within_them(tmp_path, 
         assert not {"first_guarded", "second_guarded"} & set(sys.modules)
         import first_guarded
 
+        assert isinstance(first_guarded.__loader__, SourceFileLoader)
+        assert first_guarded.__spec__.loader is first_guarded.__loader__
         first_guarded.Kind().method()
         assert calls == [2, 1]
         with guard("first_guarded", 4):
