@@ -48,8 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     by_function: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if not {"thorough", "exhaustive"} & {marker.name for marker in item.iter_markers()}:
-            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        marks = {marker.name for marker in item.iter_markers()}
+        if not {"thorough", "exhaustive"} & marks:
+            # Cases that need a GPU stand for no others: they may be skipped.
+            key = item.nodeid.partition("[")[0], "gpu" in marks
+            by_function.setdefault(key, []).append(item)
     kept = {item for cases in by_function.values() for item in covering(cases)}
     if rest:
         left = [item for item in items if item.get_closest_marker("exhaustive") is None]
