@@ -355,6 +355,7 @@ def main() -> int:
     )
     parser.add_argument("ranks", type=int)
     known, arguments = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no rank behind
     result = run_suite(known.ranks, arguments or [MPI_TESTS], timeout=600)
     print(result.report() if result.returncode else result.outputs[0])
     return result.returncode
