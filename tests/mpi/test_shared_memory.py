@@ -251,7 +251,7 @@ def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
 
 @pytest.mark.thorough
 @several_a_node
-@pytest.mark.parametrize("limit", [8, 4096], ids=["for nothing", "for the boards"])
+@pytest.mark.parametrize("limit", [8, 64], ids=["for nothing", "for no flags"])
 def test_a_limit_on_the_size_of_files_is_a_reason(limit):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with nothing_left():
