@@ -22,8 +22,8 @@ from oracle import (
     SGD,
     SHARED,
     STAGES,
-    Alone,
     Pair,
+    PlainTraining,
     assert_close,
     assert_parity,
     loss_of,
@@ -103,7 +103,7 @@ def test_addends_travel_in_16_bits(world):
     for make_hook in (lambda: CommHook(torch.bfloat16), lambda: DDPHook(None, bf16_compress_hook)):
         for mode in modes():
             model = net(torch.float32)
-            alone = Alone(model, SGD)
+            alone = PlainTraining(model, SGD)
             optimizer = world.optimizer(model, SGD, comm_hook=make_hook(), **mode)
             for step in range(3):
                 batch = samples(12, step, torch.float32)
@@ -176,7 +176,7 @@ def test_what_needs_nodes_or_is_distributed_is_refused(world):
 
 def test_one_backward_fills_the_buckets_of_two_optimizers_in_any_order(world):
     model = Fickle().double()
-    alone = [Alone(model, SGD, groups=groups) for groups in (early, late)]
+    alone = [PlainTraining(model, SGD, groups=groups) for groups in (early, late)]
     alone[1].model = alone[0].model
     alone[1].optimizer = SGD(late(alone[0].model))
     optimizers = [
