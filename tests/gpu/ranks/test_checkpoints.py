@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 from models import net
-from oracle import ADAMW, MAX_NORM, SHARED, Alone, loss_of, mine, samples
+from oracle import ADAMW, MAX_NORM, SHARED, PlainTraining, loss_of, mine, samples
 from torch import nn
 from worlds import RANKS, shared_folder
 
@@ -51,7 +51,7 @@ def train(world, model, optimizer, steps):
 
 
 def losses_alone():
-    alone, losses = Alone(net(), ADAMW, MAX_NORM), []
+    alone, losses = PlainTraining(net(), ADAMW, MAX_NORM), []
     for step in range(STEPS):
         loss = loss_of(alone.model, samples(12, step))
         alone.step(loss)

@@ -18,7 +18,7 @@ from oracle import (
     SGD,
     SHARED,
     STAGES,
-    Alone,
+    PlainTraining,
     assert_parity,
     loss_of,
     mine,
@@ -85,7 +85,7 @@ def assert_parity_of_devices(world, model, alone, tolerance):
 def test_every_stage_equals_one_process_on_the_cpu(worlds, row):
     transport, (stage, partition), name, where, micro_batches, kind = row
     model, (ours, theirs) = MODELS[name](), OPTIMIZERS[kind]
-    alone = Alone(model, theirs, MAX_NORM)
+    alone = PlainTraining(model, theirs, MAX_NORM)
     tolerance = 3e-6 if name == "mixed" else CLOSE
     world = worlds(transport, *where)
     model.to(world.device)
@@ -143,7 +143,7 @@ def test_with_one_micro_batch_all_stages_give_the_same_bits(worlds, transport):
 def test_a_language_model_trained_on_a_loader_of_unequal_shares(worlds, transport):
     torch.manual_seed(5)
     model = LanguageModel().double()
-    alone = Alone(model, ADAMW)
+    alone = PlainTraining(model, ADAMW)
     generator = torch.Generator().manual_seed(6)
     tokens = [torch.randint(11, (n, 2), generator=generator) for n in (9, 4, 3)]
     world = worlds(transport)
