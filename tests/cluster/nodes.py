@@ -250,7 +250,7 @@ def _end(nodes: Sequence[Namespaces]) -> None:
 
 @functools.cache
 def available() -> str | None:
-    """Why emulated nodes cannot be made here, or None where they can."""
+    """Return why emulated nodes cannot be made here, or None where they can."""
     if os.geteuid() != 0:
         return "emulated nodes need root"
     missing = [tool for tool in ("ip", "tc", *TOOLS) if shutil.which(tool) is None]

@@ -314,7 +314,7 @@ def _until(happened: Callable[[], bool], otherwise: str, logs: Callable[[], str]
 
 @functools.cache
 def available() -> str | None:
-    """Why a cluster of Slurm cannot be had here, or None where it can."""
+    """Return why a cluster of Slurm cannot be had here, or None where it can."""
     missing = [daemon for daemon in DAEMONS if shutil.which(daemon) is None]
     if missing:
         return f"Slurm on emulated nodes needs {', '.join(missing)} on PATH"

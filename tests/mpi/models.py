@@ -120,7 +120,7 @@ class Strided(nn.Module):
         return torch.tanh(self.conv(image)).flatten(1) @ self.turned + self.gappy
 
 
-class TiedLanguageModel(nn.Module):
+class TiedTokenModel(nn.Module):
     """Its embedding and head are one parameter; its norm is frozen."""
 
     def __init__(self):

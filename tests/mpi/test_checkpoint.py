@@ -12,7 +12,7 @@ import torch
 from damages import DAMAGES as ALWAYS_SEEN
 from damages import flip
 from handmade import Lamb
-from models import Mixed, Strided, TiedLanguageModel, Tiny, WithEmpty, net
+from models import Mixed, Strided, TiedTokenModel, Tiny, WithEmpty, net
 from mpi4py import MPI
 from oracle import ADAMW, EXACT, PlainTraining, assert_parity, loss_of, samples, update
 from safetensors.torch import load_file
@@ -162,7 +162,7 @@ def test_state_of_whole_parameters(worlds, folder):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_model_file_opens_with_the_safetensors_library(worlds, folder, stage):
     world = worlds()
-    for name, model in (("a", TiedLanguageModel()), ("b", with_buffers()), ("c", double(Strided))):
+    for name, model in (("a", TiedTokenModel()), ("b", with_buffers()), ("c", double(Strided))):
         optimizer = world.optimizer(model, ADAMW, stage=stage)
         done = save(world, model, optimizer, folder / name)
         optimizer.close()

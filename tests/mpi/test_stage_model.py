@@ -66,7 +66,7 @@ class Recurrent(nn.Module):
         return self.last(self.recur(x.unsqueeze(2))[0][:, -1])
 
 
-class NormedNet(nn.Module):
+class Reparametrized(nn.Module):
     """A weight that is computed from two parameters, when it is asked for."""
 
     def __init__(self):
@@ -78,7 +78,7 @@ class NormedNet(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-@pytest.mark.parametrize("kind", [Encoder, Recurrent, NormedNet])
+@pytest.mark.parametrize("kind", [Encoder, Recurrent, Reparametrized])
 @sharded
 def test_layers_that_use_weights_in_unusual_ways_train(pair, late, stage, kind):
     torch.manual_seed(5)

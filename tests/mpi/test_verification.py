@@ -29,7 +29,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
 SCRIPT = PAGE.partition("```python\n")[2].partition("```")[0]
 
 
-class Points(Dataset):
+class LinePoints(Dataset):
     """Points and values, the same on all ranks."""
 
     def __init__(self):
@@ -43,7 +43,7 @@ class Points(Dataset):
         return self.x[index], self.y[index]
 
 
-class AugmentedByReads(Points):
+class AugmentedByReads(LinePoints):
     """Samples that depend on how many this process has read before."""
 
     reads = 0
@@ -70,7 +70,7 @@ def loop(
     *,
     more=(),
     kind=ADAMW,
-    data=Points,
+    data=LinePoints,
     batches=lambda world, loader: world.shard(loader),
     prepare=lambda world, model: None,
     loss_of=functional.mse_loss,

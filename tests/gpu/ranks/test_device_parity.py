@@ -10,7 +10,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from models import Fickle, Mixed, Strided, Tied, TiedLanguageModel, WithEmpty, loss_at, net
+from models import Fickle, Mixed, Strided, Tied, TiedTokenModel, WithEmpty, loss_at, net
 from oracle import (
     ADAMW,
     MAX_NORM,
@@ -142,7 +142,7 @@ def test_with_one_micro_batch_all_stages_give_the_same_bits(worlds, transport):
 @transports
 def test_a_language_model_trained_on_a_loader_of_unequal_shares(worlds, transport):
     torch.manual_seed(5)
-    model = TiedLanguageModel().double()
+    model = TiedTokenModel().double()
     alone = PlainTraining(model, ADAMW)
     generator = torch.Generator().manual_seed(6)
     tokens = [torch.randint(11, (n, 2), generator=generator) for n in (9, 4, 3)]

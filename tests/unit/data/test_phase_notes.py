@@ -114,13 +114,13 @@ def test_a_validation_sample_is_noted_by_its_index_in_the_dataset():
     ],
 )
 def test_a_stream_that_fails_is_noted_with_the_step(stream, collate, notes):
-    class Numbers(IterableDataset):
+    class GivenStream(IterableDataset):
         def __iter__(self):
             return iter(stream)
 
     peers = SimpleNamespace(rank=1, size=2, gather=lambda value: [value, value])
     found = StreamBatches(
-        Numbers(), options(collate=collate), 4, seed=1, drop_last=False, peers=peers
+        GivenStream(), options(collate=collate), 4, seed=1, drop_last=False, peers=peers
     )
     with pytest.raises((KeyError, ValueError)) as raised:
         list(found.batches(range(1, 3)))
