@@ -107,7 +107,7 @@ class TrainingJob:
             self.sync = choose_sync(world, config, weighted=isinstance(self.data.plans, Shares))
             torch.manual_seed(config.run.seed)
             self.initial_weights: tuple[str, list[str]] | None = None
-            self.model = self.task.model().to(world.device, self.precision.parameters)
+            self.model = tasks.make_model(self.task).to(world.device, self.precision.parameters)
             freeze(self.model, config.init.freeze)
             self.optimizer_name, self._bound_optimizer = choose_optimizer(
                 self.task, self.model, config.optim, world.device

@@ -66,7 +66,7 @@ def _sample(options: argparse.Namespace) -> str:
     task = tasks.load(config.task, config)
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.manual_seed(config.run.seed)  # as in training, for what the model draws when it is made
-    model = task.model().to(device, PRECISIONS[config.train.precision].parameters)
+    model = tasks.make_model(task).to(device, PRECISIONS[config.train.precision].parameters)
     with open_tensors(path / MODEL) as file:
         load_model(file, model)
     given = {name: value for name, value in vars(options).items() if value is not None}

@@ -127,7 +127,7 @@ class JobPlan:
                 made = self._task.model()
         except Exception as error:
             self._note_on_cpu("the model was made", "it", error)
-            made = self._task.model()
+            made = tasks.make_model(self._task)
         return self._prepared(made, dtype)
 
     def _prepared(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

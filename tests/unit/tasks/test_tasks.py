@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mntrain.config import Config
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import Corpus
-from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load
+from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load, make_model
 from mntrain.tasks.token_windows import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
@@ -475,3 +475,31 @@ def test_a_right_loss_is_taken():
     check_loss(Losses({"a": PART, "b": PART}, {"a": 2}, metrics, items=0), "mine:Task")
     check_loss(Loss(torch.tensor(1.0), 0, {"accuracy": torch.tensor(0.5)}), "mine:Task")
     check_loss(Loss(torch.tensor(1.0), np.int64(3)), "mine:Task")
+
+
+def test_a_value_error_of_a_model_has_its_place_but_for_refused_options():
+    class ModelAlone(Task):
+        dataset = loss = None
+
+    class OddGroups(ModelAlone):
+        def model(self):
+            return nn.GroupNorm(2, 3)
+
+    class WithoutWidth(ModelAlone):
+        def model(self):
+            raise KeyError("width")
+
+    class Refusing(ModelAlone):
+        __module__ = "mntrain.tasks.some"
+
+        def model(self):
+            raise ValueError("--model.width 3: must be even")
+
+    line = OddGroups.model.__code__.co_firstlineno + 1
+    words = rf"^--task lm: model\(\) fails: ValueError: .* \(test_tasks\.py, line {line}\)$"
+    with pytest.raises(ValueError, match=words):
+        make_model(OddGroups(Config()))
+    with pytest.raises(KeyError, match="width"):
+        make_model(WithoutWidth(Config()))
+    with pytest.raises(ValueError, match=r"^--model\.width 3: must be even$"):
+        make_model(Refusing(Config()))
