@@ -128,8 +128,10 @@ def test_lightning_trains_as_over_gloo(name, tmp_path):
     theirs.write_text(ours.read_text().replace('backend="mntrain"', 'backend="gloo"'))
     losses = []
     for script, backend in ((ours, "mntrain"), (theirs, "gloo")):
-        result = completed(mpirun(2, [sys.executable, script], timeout=110))
+        result = mpirun(2, [sys.executable, script], timeout=110)
         assert f"distributed_backend={backend}" in result.stderr, result.report()
+        if script is ours:  # torch's gloo sometimes aborts while the interpreter ends
+            completed(result)
         losses += re.findall(r"loss (0\.000\d+) on 2 ranks", result.stdout)
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-4)
