@@ -297,7 +297,8 @@ class LaneOwner:
         addends, start = [by_node[node].tensor for node in sorted(by_node)], 0
         for span in spans:
             total, stop = self._buffer(span).tensor, start + _length(span)
-            self._context.add([addend[start:stop] for addend in addends], total)
+            parts = [addend[start:stop] for addend in addends] if len(spans) > 1 else addends
+            self._context.add(parts, total)
             if self._casts:
                 total.copy_(total.to(self._wire))
             start = stop

@@ -13,7 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 1 << 20
 # A lane is cut into at least so many chunks, unless they get very short: the wire idles while the
 # first one is summed within the node, and while the last one is distributed there.
 MIN_CHUNKS = 8
@@ -32,7 +32,7 @@ class AlgorithmChoice(NamedTuple):
 
         The others keep the wire busy, so fewer chunks suffice, which cost less CPU time.
         """
-        return self._replace(chunk_bytes=2 * self.chunk_bytes, min_chunks=2, concurrent=True)
+        return self._replace(min_chunks=2, concurrent=True)
 
 
 @cache
