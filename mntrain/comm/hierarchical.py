@@ -37,6 +37,7 @@ from mntrain.comm import small_messages
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
 from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.peer_memory import PeerTensor
 from mntrain.comm.resources import BufferView, CommContext, Take, TensorAccess, as_bytes
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
@@ -88,7 +89,7 @@ def _chunks(
     ticket: Ticket,
     access: TensorAccess,
     context: CommContext,
-    tensors: Sequence[Tensor] | None,
+    tensors: Sequence[Tensor | PeerTensor] | None,
 ) -> Iterator[NumberedChunk]:
     """Yield the chunks in which this rank takes part. `tensors`: see `LaneOwner`."""
     call, tensor = ticket.signature, access.host
@@ -122,8 +123,9 @@ def _chunks(
 class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
-    `tensors` are those of the node's ranks in shared memory; None: they are out of reach, and the
-    other ranks run `member_steps`. `wire` is the dtype between nodes, and `plain` that of a ticket.
+    `tensors` are those of the node's ranks, in shared memory or not; None: they are out of reach,
+    and the other ranks run `member_steps`. `wire` is the dtype between nodes, and `plain` that of a
+    ticket.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class LaneOwner:
         context: CommContext,
         plan: HierarchyPlan,
         tensor: Tensor,
-        tensors: Sequence[Tensor] | None,
+        tensors: Sequence[Tensor | PeerTensor] | None,
         plain: float,
         *,
         wire: torch.dtype,
@@ -140,10 +142,10 @@ class LaneOwner:
         self._context, self._comm = context, context.comm
         self._plan, self._tags = plan, tags
         self._shared = tensors is not None
-        self._tensors = [tensor] if tensors is None else tensors
+        self._tensor, self._tensors = tensor, [tensor] if tensors is None else tensors
         self._self = plan.local_rank if self._shared else 0  # index of the own tensor
-        self._bytes = as_bytes(self._tensors[self._self])
-        self._views: dict[Span, Sequence[Tensor]] = {}
+        self._bytes = as_bytes(tensor)
+        self._views: dict[Span, Sequence[Tensor | PeerTensor]] = {}
         self._wire, self._casts = wire, wire != tensor.dtype
         self._plain = plain * tensor.element_size() / wire.itemsize
         self._own = plan.node
@@ -344,7 +346,7 @@ class LaneOwner:
         owner = self._plan.lane_owners[chunk.lane][node]
         return self._comm.receive(owner, buffer.bytes, self._tags[chunk.index])
 
-    def _of(self, span: Span) -> Sequence[Tensor]:
+    def _of(self, span: Span) -> Sequence[Tensor | PeerTensor]:
         """Return a span of every tensor within reach."""
         views = self._views.get(span)
         if views is None:
@@ -356,6 +358,7 @@ class LaneOwner:
         """Return a view of a span of this rank's tensor."""
         low, high = span
         view = self._of(span)[self._self]
+        assert isinstance(view, Tensor)
         size = view.element_size()
         return BufferView(view, self._bytes[low * size : high * size])
 
@@ -366,15 +369,22 @@ class LaneOwner:
         if not self._shared:
             yield from self._sum_messages(chunk, span, to)
             return
-        addends, block = self._of(span), BLOCK_BYTES // self._tensors[0].element_size()
+        addends, own = self._of(span), self._buffer(span).tensor
         if len(addends) == 1:
             return
-        parts = zip(*(view.split(block) for view in addends), strict=True) if to else [addends]
-        for blocks in parts:
-            total = blocks[self._self]
-            self._context.add(blocks, total)
-            for local_rank in to:
-                blocks[local_rank].copy_(total)
+        far = [at for at, addend in enumerate(addends) if isinstance(addend, PeerTensor)]
+        block = BLOCK_BYTES // own.element_size() if to or far else len(own)
+        with self._context.buffers.lease() as take:
+            rooms = {at: take(min(block, len(own)), own.dtype).tensor for at in far}
+            cut = zip(*(addend.split(block) for addend in addends), strict=True)
+            for blocks, total in zip(cut, own.split(block), strict=True):
+                near = [
+                    part if isinstance(part, Tensor) else part.read(rooms[at][: len(part)])
+                    for at, part in enumerate(blocks)
+                ]
+                self._context.add(near, total)
+                for local_rank in to:
+                    blocks[local_rank].copy_(total)
         self._count(span, len(addends) - 1 + len(to))
 
     def _sum_spans(self, chunk: Chunk, spans: Sequence[Span], level: int) -> Steps[None]:
@@ -386,7 +396,11 @@ class LaneOwner:
         """Get the span of the local rank `source`."""
         if self._shared:
             views = self._of(span)
-            views[self._self].copy_(views[source])
+            own, there = self._buffer(span).tensor, views[source]
+            if isinstance(there, PeerTensor):
+                there.read(own)
+            else:
+                own.copy_(there)
             self._count(span, 1)
         else:
             member, data = self._plan.members[source], self._buffer(span).bytes
@@ -395,9 +409,9 @@ class LaneOwner:
     def _publish(self, chunk: Chunk, span: Span, to: Collection[int]) -> Steps[None]:
         """Give the span to the local ranks `to`."""
         if self._shared:
-            views = self._of(span)
+            views, own = self._of(span), self._buffer(span).tensor
             for local_rank in to:
-                views[local_rank].copy_(views[self._self])
+                views[local_rank].copy_(own)
             self._count(span, len(to))
         else:
             data, tag = self._buffer(span).bytes, self._tags[chunk.index]
@@ -421,7 +435,7 @@ class LaneOwner:
         yield from self._publish(chunk, span, to)
 
     def _count(self, span: Span, times: int) -> None:
-        nbytes = _length(span) * self._tensors[0].element_size()
+        nbytes = _length(span) * self._tensor.element_size()
         self._comm.traffic.count("node", times * nbytes, messages=0)
 
 

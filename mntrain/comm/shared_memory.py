@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mntrain.comm.forked import PrivateCopies
 from mntrain.comm.mpi import Communicator
+from mntrain.comm.peer_memory import PeerMemory, PeerTensor
 
 TOKEN_BYTES = 16  # at the end of a segment, to identify it
 
@@ -35,7 +36,7 @@ _ENTERED, _LEFT, _LOCATIONS = 0, _LINE, 2 * _LINE
 _DIGESTS = _LOCATIONS + 2 * DEPTH
 _WORDS = _DIGESTS + DEPTH
 _WORDS += -_WORDS % _LINE
-_UNREACHABLE = -1  # in place of a segment's number
+_UNREACHABLE, _PRIVATE = -1, -2  # in place of a segment's number; private: of an address
 
 # Of a tensor in shared memory: the number of its segment, and its first byte there.
 SegmentOffset = tuple[int, int]
@@ -59,7 +60,8 @@ class SharedSegment:
 class NodeSharedMemory:
     """The shared memory of one node group. `why_not` is the reason if there is none, else empty.
 
-    Construction and `allocate` are collective over the node group; all else is local.
+    `private` is what reaches memory outside of it. Construction and `allocate` are collective over
+    the node group; all else is local.
     """
 
     def __init__(self, node: Communicator) -> None:
@@ -67,6 +69,7 @@ class NodeSharedMemory:
         self._segments: dict[int, SharedSegment] = {}
         self._count = 0
         self.why_not = ""
+        self.private = PeerMemory(node)
         if node.size > 1:
             self._copies = PrivateCopies()
             self.allocate(TOKEN_BYTES)  # a trial
@@ -209,6 +212,8 @@ class SharedFlags:
         """
         number = self._entered
         location = self._memory.locate(tensor) if reachable else None
+        if location is None and reachable and self._memory.private:
+            location = _PRIVATE, tensor.data_ptr()
         words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
         words[word : word + 2] = location or (_UNREACHABLE, 0)
         words[_DIGESTS + number % DEPTH] = digest
@@ -238,23 +243,25 @@ class SharedFlags:
         """Return whether all ranks of the node have left a collective. Once true, always."""
         return self._all_beyond(_LEFT, number)
 
-    def tensors(self, number: int, own: Tensor) -> list[Tensor] | None:
+    def tensors(self, number: int, own: Tensor) -> list[Tensor | PeerTensor] | None:
         """Return every rank's tensor, by local rank, after all have entered; None if out of reach.
 
-        They are views of the ranks' memory; this rank's is `own`.
+        They are views of the ranks' memory, or `PeerTensor`s; this rank's is `own`.
         """
         if self._size == 1:
             return [own]
         if not self._shared:
             return None
         word = _LOCATIONS + 2 * (number % DEPTH)
-        tensors = []
+        tensors: list[Tensor | PeerTensor] = []
         for local in range(self._size):
             segment, start = self._words[local][word : word + 2].tolist()
             if segment == _UNREACHABLE:
                 return None
             if local == self._rank:
                 tensors.append(own)
+            elif segment == _PRIVATE:
+                tensors.append(self._memory.private.view(local, start, own.numel(), own.dtype))
             else:
                 view = self._memory.view(local, (segment, start), own.numel(), own.dtype)
                 tensors.append(view)

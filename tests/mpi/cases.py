@@ -3,14 +3,17 @@
 import functools
 import hashlib
 import random
+from contextlib import contextmanager
 from itertools import product
 
+import pytest
 import torch
 from mpi4py import MPI
 from worlds import RANKS, Worlds
 
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.peer_memory import PeerMemory
 
 RANK = MPI.COMM_WORLD.rank
 CPU = torch.device("cpu")
@@ -53,6 +56,14 @@ class Arena:
         self._used = start + numel * dtype.itemsize
         assert self._used <= len(self._memory)
         return self._memory[start : self._used].view(dtype)
+
+
+@contextmanager
+def out_of_reach():
+    """Let no rank copy from another's private memory, as where the kernel does not allow it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerMemory, "__bool__", lambda _: False)
+        yield
 
 
 class Ways:

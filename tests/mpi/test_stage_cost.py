@@ -5,6 +5,7 @@ from itertools import chain, product
 
 import pytest
 import torch
+from cases import out_of_reach
 from oracle import ADAMW, OWN, init, modes
 from test_cost import ITEM, bill, less, nodes_of, split, transfers, usage
 from torch import nn
@@ -19,6 +20,13 @@ WIDE = 2  # fp64 elements, counted in those of 4 bytes
 # Small all-reduces of fp64 numbers: that a rank goes on or is done (with its weight, its divisor
 # and the parameters that it misses), and the norm with two digests.
 ROLL_CALL, NORM = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def messages():
+    """Let what lies out of shared memory be sent."""
+    with out_of_reach():
+        yield
 
 
 class Vectors(nn.Module):
