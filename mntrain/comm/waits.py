@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # collective only; for one of several, while other ranks may still compute on this core; of the
 # engine's thread, while its own rank computes.
 Policy = tuple[float, float, float]
-LATENCY_BOUND = 2e-3, 0.3e-3, 1 / 12
+LATENCY_BOUND = 2e-3, 0.3e-3, 1 / 16
 BANDWIDTH_BOUND = 0.0, 1e-3, 1 / 4
 BACKGROUND = 0.0, 4e-3, 1 / 4
 MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 16e-3

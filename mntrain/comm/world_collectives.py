@@ -286,7 +286,8 @@ class WorldCollectives:
         small = 0 < nbytes * self.size <= self.small_message_bytes
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
         wake = long or self.always_wakes
-        call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
+        choice = self.choice.for_lane(nbytes // self._host.topology.smallest_node)
+        call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.plain), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
         if self._devices is not None and self._devices.copier.owns(tensor):

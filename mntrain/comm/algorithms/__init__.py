@@ -13,10 +13,11 @@ from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 512 << 10
 # A lane is cut into at least so many chunks, unless they get very short: the wire idles while the
 # first one is summed within the node, and while the last one is distributed there.
 MIN_CHUNKS = 8
+LONG_LANE_BYTES = 24 << 20  # from here on, the first and the last chunk matter less than CPU time
 
 
 class AlgorithmChoice(NamedTuple):
@@ -32,7 +33,13 @@ class AlgorithmChoice(NamedTuple):
 
         The others keep the wire busy, so fewer chunks suffice, which cost less CPU time.
         """
-        return self._replace(min_chunks=2, concurrent=True)
+        return self._replace(chunk_bytes=2 * self.chunk_bytes, min_chunks=2, concurrent=True)
+
+    def for_lane(self, nbytes: int) -> "AlgorithmChoice":
+        """Return the same choice for a lane of so many bytes: a long one gets longer chunks."""
+        if self.concurrent or nbytes < LONG_LANE_BYTES:
+            return self
+        return self._replace(chunk_bytes=2 * self.chunk_bytes)
 
 
 @cache
