@@ -101,7 +101,8 @@ class WorldCollectives:
         label                  what the calls are for, in messages about ranks that disagree
         plain                  bytes of a call without compression, for each that it sends
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
-        always_wakes           whether the engine's thread begins also what a caller waits for soon
+        wakes                  whether the engine's thread begins a call before its caller waits for
+                               it, as it does where there is a GPU; None: a long one
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class WorldCollectives:
         self.rank, self.size = comm.rank, comm.size
         self.choice, self.label, self.plain = choice, "", 1.0
         self.transport, self.node_first = transport, node_first
-        self.small_message_bytes, self.always_wakes = SMALL_MESSAGE_BYTES, False
+        self.small_message_bytes = SMALL_MESSAGE_BYTES
+        self.wakes: bool | None = None
         self._node = node
         self._memory: NodeSharedMemory = shares._memory if shares else NodeSharedMemory(node)
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
@@ -285,7 +287,7 @@ class WorldCollectives:
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
-        wake = long or self.always_wakes
+        wake = long if self.wakes is None else self.wakes or self._devices is not None
         choice = self.choice.for_lane(nbytes // self._host.topology.smallest_node)
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.plain), self._algorithm()

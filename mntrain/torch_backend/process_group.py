@@ -80,8 +80,9 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         super().__init__(collectives.rank, collectives.size)
         self._store = store
         self._rank, self._size = collectives.rank, collectives.size
-        self._collectives, self._messages = collectives, messages
-        self._going_on = collectives.replace(always_wakes=True)  # for those who do not wait at once
+        # For those who wait at once, and do the work themselves; and for those who go on.
+        self._collectives, self._messages = collectives.replace(wakes=False), messages
+        self._going_on = collectives.replace(wakes=True)
         self._shut = False
         self._name = self._description = ""
 
