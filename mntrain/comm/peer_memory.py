@@ -10,8 +10,10 @@ High-Performance MPI Intra-Node Communication on Linux Cluster", ICPP 2005.
 """
 
 import ctypes
+import errno
 import os
 import secrets
+import time
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from mntrain.comm.mpi import Communicator
 
+ENDED_S = 5.0  # that a rank waits for the end that its launcher gives it
 _TOKEN_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61
 
@@ -37,7 +40,8 @@ for _function in filter(None, (_read, _write)):
 class PeerTensor:
     """A flat tensor in the private memory of another process of this node.
 
-    Calls raise OSError if the process has ended.
+    Calls raise OSError if the process has ended, after some seconds: a launcher ends the other
+    ranks before, and names the one that ended first.
     """
 
     def __init__(self, pid: int, address: int, numel: int, dtype: torch.dtype) -> None:
@@ -84,6 +88,8 @@ def _copy(
         copied = function(pid, start, 1, start + 2 * ctypes.sizeof(ctypes.c_size_t), 1, 0)
         if copied <= 0:
             number = ctypes.get_errno()
+            if number == errno.ESRCH:
+                time.sleep(ENDED_S)
             text = f"process {pid} of this node, which runs a rank: {os.strerror(number)}"
             raise OSError(number, text)
         done += copied

@@ -192,6 +192,8 @@ class SharedFlags:
         self._memory, self._rank, self._size = memory, rank, size
         block = memory.allocate(8 * _WORDS)
         self._entered = self._left = 0
+        # By collective: private memory to which others may write, kept also after an error here.
+        self._lent: dict[int, Tensor] = {}
         self._lock = threading.Lock()
         self._lock.acquire()
         location = memory.locate(block)
@@ -214,6 +216,7 @@ class SharedFlags:
         location = self._memory.locate(tensor) if reachable else None
         if location is None and reachable and self._memory.private:
             location = _PRIVATE, tensor.data_ptr()
+            self._lent[number] = tensor
         words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
         words[word : word + 2] = location or (_UNREACHABLE, 0)
         words[_DIGESTS + number % DEPTH] = digest
@@ -241,7 +244,10 @@ class SharedFlags:
 
     def all_left(self, number: int) -> bool:
         """Return whether all ranks of the node have left a collective. Once true, always."""
-        return self._all_beyond(_LEFT, number)
+        if not self._all_beyond(_LEFT, number):
+            return False
+        self._lent.pop(number, None)
+        return True
 
     def tensors(self, number: int, own: Tensor) -> list[Tensor | PeerTensor] | None:
         """Return every rank's tensor, by local rank, after all have entered; None if out of reach.

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import resource
+import time
 
 import pytest
 import torch
@@ -177,6 +178,27 @@ def test_memory_that_takes_the_place_of_what_is_gone_is_not_taken_for_it():
             plain = torch.empty(1 << 20).fill_(RANK)  # from the same place, perhaps
             world.collectives.all_reduce(plain).wait()
             assert plain[0] == plain[-1] == RANKS * LAST / 2
+
+
+@several_a_node
+def test_private_memory_lives_until_all_ranks_have_left_it():
+    with make_world() as world:
+        if not all(world.gather(bool(world.collectives._memory.private))):
+            pytest.skip("the kernel lets no process copy from another's memory")
+        flags = world.collectives._host.flags
+        tensor = torch.zeros(20011)
+        number = flags.enter(tensor)
+        del tensor
+        while not flags.all_entered(number):
+            time.sleep(1e-3)
+        gc.collect()
+        assert flags._lent[number].untyped_storage().nbytes() == 4 * 20011
+        flags.leave()
+        while not flags.all_left(number):
+            time.sleep(1e-3)
+        assert not flags._lent
+        world.collectives.all_reduce(torch.zeros(20011)).wait()
+        assert not flags._lent
 
 
 # Where there is none.
