@@ -160,6 +160,15 @@ class SlurmJob:
         file = self.folder / "run" / "metrics.jsonl"
         self.until(lambda: file.exists() and file.read_text().count("\n") >= step, f"step {step}")
 
+    def until_checkpoint(self, step: int) -> None:
+        """Wait for a complete checkpoint of `step` or a later one: saves lag behind the steps."""
+        folder = self.folder / "run" / "checkpoints"
+        first = f"step-{step:08}"
+        self.until(
+            lambda: any(found.name >= first for found in folder.glob("step-*")),
+            f"a checkpoint of step {step}",
+        )
+
     def until_restart(self, number: int) -> None:
         mark = f"requeue.sbatch: job {self.id}, start {1 + number}: on "
         self.until(lambda: mark in self.log, f"restart {number}")
@@ -182,7 +191,7 @@ class SlurmJob:
 def lost_its_shell(cluster, folder):
     """The node with the batch shell crashes, and comes back."""
     job = SlurmJob.submit(cluster, folder, "requeue.sbatch", *LONG, "--checkpoint.every", "1")
-    job.until_step(4)
+    job.until_checkpoint(3)
     cluster.crash("n1")
     job.until(lambda: cluster.facts(job.id)["Restarts"] == "1", "that Slurm notices")
     job.go()
@@ -217,7 +226,7 @@ def lost_a_node(cluster, folder):
     job = SlurmJob.submit(
         cluster, folder, "requeue.sbatch", *options, slurm=nodes, RANKS_PER_NODE="1"
     )
-    job.until_step(4)
+    job.until_checkpoint(3)
     cluster.crash("n2")
     job.go()
     return job.end()
