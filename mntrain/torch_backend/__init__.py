@@ -67,7 +67,7 @@ def create(opts: Any, _: object) -> MpiProcessGroup:
     own_s = None if opts.timeout == default_pg_timeout else opts.timeout.total_seconds()
     collectives = world.subgroup(ranks, name, meetings, own_s)
     messages = world.messages(collectives, f"messages of {name}", own_s)
-    return MpiProcessGroup(collectives, messages, opts.store)
+    return MpiProcessGroup(collectives, messages, opts.store, opts.timeout)
 
 
 def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> MpiProcessGroup:
@@ -84,7 +84,7 @@ def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> Mpi
     _Default.made.clear()  # torch numbers the groups of each default group from 0
     _Default.meetings = world.messages(world.collectives, "meetings of torch's groups")
     messages = world.messages(world.collectives, "messages of torch's world")
-    return MpiProcessGroup(world.collectives, messages, store)
+    return MpiProcessGroup(world.collectives, messages, store, timeout)
 
 
 def _start() -> None:

@@ -21,6 +21,7 @@ from mntrain.comm.mpi import Communicator
 from mntrain.comm.ticket import Ticket
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.torch_backend import verbs
+from mntrain.torch_backend.other_backends import OtherBackends
 from mntrain.torch_backend.work import Call, untraced
 from zero.collectives import CompletedWork, Work
 
@@ -50,6 +51,33 @@ def _verb(method: Callable[..., Call]) -> Callable[..., Call]:
     return verb
 
 
+def _collective(method: Callable[..., Call]) -> Callable[..., Call]:
+    """Make a verb, which passes on calls with tensors that another backend of the group is for.
+
+    It has each name that the class gives it, since its own is the one to pass on.
+    """
+    return cast("Callable[..., Call]", _Collective(_verb(method)))
+
+
+class _Collective:
+    """A method of a class that is not made yet."""
+
+    def __init__(self, verb: Callable[..., Call]) -> None:
+        self._verb = verb
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        own = self._verb
+
+        @wraps(own)
+        def collective(self: "MpiProcessGroup", *arguments: Any, **options: Any) -> Any:
+            other = self.other_backends.of_call(arguments)
+            if other is None:
+                return own(self, *arguments, **options)
+            return getattr(other, name)(*map(_ready, arguments), **options)
+
+        setattr(owner, name, collective)
+
+
 def _ready(value: Any) -> Any:
     """Return an argument with tensors that have arrived."""
     if isinstance(value, AsyncCollectiveTensor):
@@ -62,13 +90,14 @@ def _ready(value: Any) -> Any:
 class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     """A process group of torch over MPI. Construction is local.
 
-    `store` is of this group alone.
+    `store` is of this group alone, and `timeout` that of other backends beside this one.
 
     Calls of one group must come in one order on all of its ranks, messages between two ranks aside;
     ranks that disagree about a call raise one error, which names both calls. Results are in the
     caller's tensors when the returned work has been waited for. Tensors that are not contiguous are
     copied, and so are those of a GPU for verbs that `zero.Collectives` lacks. Each group takes
-    tensors of the CPU and of this rank's GPU.
+    tensors of the CPU and of this rank's GPU. Collectives of a device for which torch was given
+    another backend are that backend's; messages between two ranks are all of this one.
 
     The methods have the names and arguments of torch's own, whose lists hold one tensor but for
     `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit.
@@ -76,8 +105,15 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     supports_coalescing = supports_splitting = False  # as torch asks the backend of a device
 
-    def __init__(self, collectives: WorldCollectives, messages: Messages, store: Store) -> None:
+    def __init__(
+        self,
+        collectives: WorldCollectives,
+        messages: Messages,
+        store: Store,
+        timeout: timedelta,
+    ) -> None:
         super().__init__(collectives.rank, collectives.size)
+        self.other_backends = OtherBackends(self, store, timeout)
         self._store = store
         self._rank, self._size = collectives.rank, collectives.size
         # For those who wait at once, and do the work themselves; and for those who go on.
@@ -120,8 +156,9 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
-    def _get_backend(self, _: torch.device) -> "MpiProcessGroup":
-        return self
+    def _get_backend(self, device: torch.device) -> Any:
+        other = self.other_backends.of(device.type)
+        return self if other is None else other._get_backend(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -137,12 +174,13 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Refuse later calls. Local: the communicators are freed with the world."""
         self._shut = True
+        self.other_backends.shutdown()
 
     abort = shutdown
 
     # Collectives.
 
-    @_verb
+    @_collective
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Call:
         """Combine tensors over all ranks, in place; a sparse one by SUM, which coalesces it."""
         if tensors[0].is_sparse:
@@ -153,7 +191,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    @_verb
+    @_collective
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Combine tensors over all ranks, in place on the root; others keep theirs."""
         (tensor,) = tensors
@@ -163,14 +201,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             copies.append((tensor, result))
         return Call([work], [tensor], copies)
 
-    @_verb
+    @_collective
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Copy the root's tensors to all ranks, in place."""
         flat, copies = _joined(tensors)
         root = opts.rootRank
         return Call([self._start(opts).broadcast(flat, root)], list(tensors), copies)
 
-    @_verb
+    @_collective
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -178,7 +216,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         calls = [self._gather(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return _call_of(calls, [row for rows in outputs for row in rows])
 
-    @_verb
+    @_collective
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -186,12 +224,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self._expect_number(outputs, "lists of outputs")
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
-    @_verb
+    @_collective
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Call:
         """Copy every rank's tensor to its part of the output, in the order of ranks."""
         return self.all_gather_single_coalesced([output], [own], opts)
 
-    @_verb
+    @_collective
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -224,7 +262,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         copies = [(rows[rank], part) for rank, part in zip(self._owners, parts, strict=True)]
         return self._start(opts).all_gather(flat, bounds), copies
 
-    @_verb
+    @_collective
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Call:
@@ -232,12 +270,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         calls = [self._scatter_sum(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return _call_of(calls, list(outputs))
 
-    @_verb
+    @_collective
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Call:
         """Combine every rank's input; each rank gets its part of it, in the order of ranks."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
-    @_verb
+    @_collective
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -275,7 +313,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange(f"reduce_scatter {operation} of {sizes}", output.dtype, steps, opts)
         return work, [(output, result)]
 
-    @_verb
+    @_collective
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Call:
@@ -294,7 +332,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange("all_to_all", inputs[0].dtype, steps, opts)
         return work, list(zip(outputs, received, strict=True))
 
-    @_verb
+    @_collective
     def all_to_all_single(
         self,
         output: Tensor,
@@ -309,7 +347,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work, copies = self._swap(outputs, self._cut(whole, input_lengths, "input"), opts)
         return Call([work], [output], [*copies, (output, target)])
 
-    @_verb
+    @_collective
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Call:
@@ -329,7 +367,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange(f"gather of {own.numel()} to rank {root}", own.dtype, steps, opts)
         return Call([work], list(rows), list(zip(rows, received, strict=True)))
 
-    @_verb
+    @_collective
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Call:
@@ -349,7 +387,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         work = self._exchange(f"scatter of {own.numel()} from rank {root}", own.dtype, steps, opts)
         return Call([work], [own], [(own, received)])
 
-    @_verb
+    @_collective
     def barrier(self, opts: Any = None) -> Call:
         """Wait for all ranks of the group."""
         token = torch.zeros(1, dtype=torch.float32, device="cpu")

@@ -28,6 +28,19 @@ def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
     assert result.stdout.count("14 tests passed") == ranks
 
 
+@pytest.mark.parametrize(
+    ("backends", "served"),
+    [
+        ("cpu:gloo,cuda:mntrain", "gloo"),
+        pytest.param("cuda:mntrain,cpu:gloo", "gloo", marks=pytest.mark.exhaustive),
+        pytest.param("cpu:mntrain,cuda:nccl", "mntrain", marks=MORE),
+    ],
+)
+def test_each_device_has_the_backend_that_it_was_given(backends, served):
+    result = completed(run(3, "mixed_backends.py", backends, served))
+    assert result.stdout.count(f"served by {served} in {backends}") == 3
+
+
 @pytest.mark.thorough
 def test_torchs_own_tests_pass_as_over_gloo():
     """Some of them; docs/results/torch-suite.md has all."""
@@ -96,6 +109,7 @@ def test_ddp_fsdp_and_checkpoints_work_as_over_gloo(ranks):
     ("name", "said"),
     [
         ("ddp", r"accuracy 0\.9\d* on 2 ranks"),
+        ("sync_batchnorm", r"accuracy 0\.9\d* on 2 ranks"),
         ("fsdp", r"loss (0\.\d+), and \1 from the checkpoint"),
         ("accelerate_loop", r"loss 0\.000\d on 2 ranks"),
         ("hf_trainer", r"loss 0\.\d+ on 2 ranks"),

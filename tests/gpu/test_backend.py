@@ -7,7 +7,7 @@ import pytest
 from job import completed
 from launch import mpirun
 
-from gpu.place import ON, gpu
+from gpu.place import ON, device_memory, gpu
 
 pytestmark = gpu
 
@@ -25,3 +25,10 @@ def test_ddp_fsdp_and_checkpoints_work_as_on_the_cpu(ranks):
     result = completed(mpirun(ranks, [sys.executable, SCRIPTS / "training.py", ON], timeout=110))
     assert result.stdout.count("as over gloo") == 4 * ranks
     assert result.stdout.count("checkpoint: as saved") == ranks
+
+
+@device_memory
+def test_tensors_of_a_gpu_go_to_nccl_where_it_is_asked_for():
+    words = [SCRIPTS / "mixed_backends.py", "cpu:mntrain,cuda:nccl", "nccl", ON]
+    result = completed(mpirun(1, [sys.executable, *words], timeout=110))
+    assert "served by nccl in cpu:mntrain,cuda:nccl" in result.stdout
