@@ -236,13 +236,12 @@ class Ranks:
         self._devices = transport.make_devices(self.device, self.kernels.add, engine)
         self.waits.copier = self._devices.copier if self._devices else None
         context = transport.TransportContext(
-            comm, node, self.topology, engine, self._devices, self._gpus
+            comm, node, self.topology, engine, self._devices, self._gpus, self._resources
         )
         try:
             selected = transport.select_transport(self.settings.transport, context)
-        except transport.TransportError as error:
+        except ValueError as error:
             raise AgreedError(str(error), self.rank) from None
-        self._resources.enter_context(selected.resources)
         warning = self._devices.copier.warning if self._devices else ""
         self.transport: str = selected.name
         self.transport_line = "; ".join(filter(None, [selected.line, warning]))

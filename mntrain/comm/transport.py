@@ -17,8 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,8 +30,6 @@ from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Transport, WorldCollectives
 from zero.kernels import Add
 
-T = TypeVar("T")
-
 PROBE = (sys.executable, "-m", "mntrain.comm.transport")
 PROBE_S = 60.0
 PROBE_SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes: an MPI has several protocols
@@ -42,10 +39,6 @@ LAUNCHER_VARIABLES = re.compile(
     # A user's settings for Open MPI begin with OMPI_MCA_, but mpirun sets a few of these as well.
     "|OMPI_(?!MCA_)|OMPI_MCA_(orte|ess|pmix|prte|initial_wdir)"
 )
-
-
-class TransportError(ValueError):
-    """The requested transport does not work in this job. All ranks raise it alike."""
 
 
 def probe_device_memory(
@@ -102,12 +95,11 @@ def send_to_self(device: torch.device) -> None:
         print(nbytes, flush=True)
 
 
-@dataclass(frozen=True)
-class TransportContext:
+class TransportContext(NamedTuple):
     """The parts of a world that a transport is selected for.
 
-    `devices` is None where ranks have no GPUs; `gpus` names each rank's GPU, by rank. Tests
-    replace `connect` and `probe`.
+    `devices` is None where ranks have no GPUs; `gpus` names each rank's GPU, by rank. What a
+    transport makes is freed with `resources`, collectively.
     """
 
     world: mpi.Communicator
@@ -116,32 +108,18 @@ class TransportContext:
     progress: ProgressEngine
     devices: Devices | None
     gpus: Sequence[str]
-    connect: Callable[[mpi.Communicator, torch.device], Any] = nccl.connect
-    probe: Callable[[str], str] = probe_device_memory
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Call a function on the communication thread and return its result."""
-        return self.progress.call(function).wait()
-
-    def agree(self, reason: str) -> None:
-        """Raise TransportError with the first non-empty reason of a rank. Collective."""
-        for rank, text in enumerate(self.run(lambda: self.world.gather_objects(reason))):
-            if text:
-                raise TransportError(f"rank {rank}: {text}")
+    resources: ExitStack
 
 
-@dataclass(frozen=True)
-class SelectedTransport:
+class SelectedTransport(NamedTuple):
     """The transport of a world, with a one-line explanation; "" where there is nothing to choose.
 
-    `node_first` is set for nccl. The owner closes `resources`: NCCL's group and the communicators
-    between nodes. Collective.
+    `node_first` is set for nccl.
     """
 
     name: Transport | Literal[""] = ""
     line: str = ""
     node_first: nccl.NodeFirstCollectives | None = None
-    resources: ExitStack = field(default_factory=ExitStack)
 
 
 def make_devices(device: torch.device, add: Add, progress: ProgressEngine) -> Devices | None:
@@ -155,33 +133,34 @@ def make_devices(device: torch.device, add: Add, progress: ProgressEngine) -> De
 def select_transport(requested: str, context: TransportContext) -> SelectedTransport:
     """Return the requested transport, ready for use, or the one that `auto` selects. Collective.
 
-    Raises TransportError, the same on all ranks, if the requested transport cannot work here.
+    Raises ValueError, the same on all ranks, if the requested transport cannot work here.
     """
     devices = context.devices
     if devices is None and requested in ("cuda-aware", "nccl"):
-        raise TransportError(
+        raise ValueError(
             f"transport {requested}: no rank of this job has a GPU; choose auto or host"
         )
     if devices is None or context.world.size == 1:
         return SelectedTransport()
     if requested == "host":
         return SelectedTransport("host", "host: as requested")
-    try:
-        if requested == "cuda-aware":
-            # The leaders probe for their nodes, whose ranks have the same MPI.
-            leader = context.topology.local_rank(context.world.rank) == 0
-            context.agree(context.probe(str(devices.device)) if leader else "")
-            return SelectedTransport("cuda-aware", "cuda-aware: as requested")
-        resources = ExitStack()
-        node_first = _connect_nccl(context, devices, resources)
-    except TransportError as error:
-        if requested == "auto":
-            return SelectedTransport("host", f"host; not nccl: {error}")
-        raise TransportError(
-            f"transport {requested}: {error}; choose host, which works with every MPI, or auto"
-        ) from None
-    why = "as requested" if requested == "nccl" else "each rank has a GPU of its own"
-    return SelectedTransport("nccl", f"nccl: {why}", node_first, resources)
+    node_first, reason = None, ""
+    if requested == "cuda-aware":
+        # The leaders probe for their nodes, whose ranks have the same MPI.
+        if context.topology.local_rank(context.world.rank) == 0:
+            reason = probe_device_memory(str(devices.device))
+        reason = _first_reason(context, reason)
+    else:
+        node_first, reason = _connect_nccl(context, devices)
+    if reason and requested == "auto":
+        return SelectedTransport("host", f"host; not nccl: {reason}")
+    if reason:
+        raise ValueError(
+            f"transport {requested}: {reason}; choose host, which works with every MPI, or auto"
+        )
+    why = "each rank has a GPU of its own" if requested == "auto" else "as requested"
+    name: Transport = "cuda-aware" if node_first is None else "nccl"
+    return SelectedTransport(name, f"{name}: {why}", node_first)
 
 
 def why_not_nccl(topology: Topology, gpus: Sequence[str]) -> str:
@@ -196,48 +175,56 @@ def why_not_nccl(topology: Topology, gpus: Sequence[str]) -> str:
     return ""
 
 
-def _connect_nccl(
-    context: TransportContext, devices: Devices, resources: ExitStack
-) -> nccl.NodeFirstCollectives:
-    """Connect the GPUs of each node and the nodes' lanes; add them to `resources`. Collective.
+def _first_reason(context: TransportContext, own: str) -> str:
+    """Return the first rank's reason that is not empty, with the rank; "" if none. Collective."""
+    reasons = context.progress.call(lambda: context.world.gather_objects(own)).wait()
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
-    Raises TransportError on all ranks if it fails on any.
+
+def _connect_nccl(
+    context: TransportContext, devices: Devices
+) -> tuple[nccl.NodeFirstCollectives | None, str]:
+    """Connect the GPUs of each node and the nodes' lanes. Collective.
+
+    Return the collectives, or None and why all ranks do without.
     """
-    rank, topology, world = context.world.rank, context.topology, context.world
+    topology, world, progress = context.topology, context.world, context.progress
     if reason := why_not_nccl(topology, context.gpus):
-        raise TransportError(reason)
+        return None, reason
     group: Any = None
     try:
-        group = context.run(lambda: context.connect(context.node, devices.device))
-        resources.callback(nccl.close, group)
+        group = progress.call(lambda: nccl.connect(context.node, devices.device)).wait()
     except Exception as error:  # NCCL and its loader raise various types; all ranks must learn
         reason = str(error) or type(error).__name__
-    try:
-        context.agree(reason)
-    except TransportError:
-        resources.close()
-        raise
-    local = topology.local_rank(rank)
+    if reason := _first_reason(context, reason):
+        if group is not None:
+            nccl.close(group)
+        return None, reason
+    context.resources.callback(nccl.close, group)
+    local = topology.local_rank(world.rank)
 
     def make() -> WorldCollectives:
-        cross, alone = (
-            world.split(local, topology.node(rank), "cross"),
-            world.split(rank, 0, "alone"),
-        )
+        cross = world.split(local, topology.node(world.rank), "cross")
+        alone = world.split(world.rank, 0, "alone")
         cross.traffic = world.traffic
-        for comm in (cross, alone):
-            resources.callback(context.run, comm.free)
+        for free in (cross.free, alone.free):
+            context.resources.callback(_call, progress, free)
         # Ranks of unequal local ranks sum lanes of unequal lengths: their calls are not compared.
-        stream = context.progress.add_stream(
+        stream = progress.add_stream(
             f"the ranks with local rank {local}", [node[local] for node in topology.nodes]
         )
-        nodes = Topology(tuple((node,) for node in range(len(topology.nodes))))
-        choice = AlgorithmChoice("flat")
+        nodes, choice = Topology.from_hosts(range(len(topology.nodes))), AlgorithmChoice("flat")
         return WorldCollectives(
-            cross, alone, nodes, context.progress, devices, stream=stream, choice=choice
+            cross, alone, nodes, progress, devices, stream=stream, choice=choice
         )
 
-    return nccl.NodeFirstCollectives(group, context.run(make), devices.copier, devices.add)
+    cross = progress.call(make).wait()
+    return nccl.NodeFirstCollectives(group, cross, devices.copier, devices.add), ""
+
+
+def _call(progress: ProgressEngine, function: Callable[[], None]) -> None:
+    """Call a function on the communication thread."""
+    progress.call(function).wait()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Collectives of a world whose ranks have an emulated device each."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from devices import GlooGroup, LateGlooGroup, PromptDevice, late_add
 
 import mntrain
+from mntrain.comm import nccl, transport
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.staging import Devices
-from mntrain.comm.transport import TransportContext, TransportError, select_transport
+from mntrain.comm.transport import TransportContext, select_transport
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.kernels import add
 
@@ -35,7 +38,7 @@ class Rig:
                 choice=AlgorithmChoice("lanes"),
             )
         )
-        self.selected = []
+        self.resources = ExitStack()
 
     def on_thread(self, function):
         return self.progress.call(function).wait()
@@ -43,21 +46,21 @@ class Rig:
     def connect(self, node, device):
         return LateGlooGroup(node, self.device) if self.late else GlooGroup(node, device)
 
-    def context(self, **changes):
-        options = {
-            "devices": self.devices,
-            "gpus": [f"gpu {rank}" for rank in range(self.world.size)],
-            "connect": self.connect,
-            "probe": lambda device: "",
-        } | changes
-        return TransportContext(
-            self.comm, self.world._node, self.world.topology, self.progress, **options
-        )
-
-    def select(self, name, **changes):
+    def select(self, name, gpus=None, connect=None, probe=lambda device: ""):
         """Use a transport and return its explanation."""
-        selected = select_transport(name, self.context(**changes))
-        self.selected.append(selected)
+        context = TransportContext(
+            self.comm,
+            self.world._node,
+            self.world.topology,
+            self.progress,
+            self.devices,
+            gpus or [f"gpu {rank}" for rank in range(self.world.size)],
+            self.resources,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nccl, "connect", connect or self.connect)
+            patch.setattr(transport, "probe_device_memory", probe)
+            selected = select_transport(name, context)
         self.collectives = self.collectives.replace(
             transport=selected.name, node_first=selected.node_first
         )
@@ -67,13 +70,12 @@ class Rig:
         """Return the collectives by a transport; skip a layout that it does not support."""
         try:
             self.select(name)
-        except TransportError as error:
+        except ValueError as error:
             pytest.skip(str(error))
         return self.collectives
 
     def close(self):
-        for selected in self.selected:
-            selected.resources.close()
+        self.resources.close()
         self.on_thread(self.comm.free)
         self.world.close()
         self.device.close()
