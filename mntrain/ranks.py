@@ -27,12 +27,13 @@ from mntrain.checks.host import StartError
 from mntrain.comm import mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.disagreement import DisagreementWatch
-from mntrain.comm.engine import Future, ProgressEngine
+from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.messages import Messages
+from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import Transport, WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import WorldConfig
 from mntrain.config_types import construct
 from mntrain.device_kernels import DeviceKernels
@@ -75,6 +76,12 @@ def start_mpi(
             time.sleep(REPORT_S)
         where = f"{socket.gethostname()}: " if error.on_host else ""
         raise AgreedError(f"{where}{error}", rank) from error
+
+
+def _select_gpu(device: torch.device) -> None:
+    """Make a GPU the current one of the calling thread; nothing for the CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class Ranks:
@@ -171,8 +178,7 @@ class Ranks:
         ]
         index = indices[self.rank]
         self.device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        _select_gpu(self.device)
         self.kernels = DeviceKernels(self.device)
 
     def _check(self) -> None:
@@ -211,7 +217,7 @@ class Ranks:
             listener = socket.create_server((towards, 0), backlog=1024)
             address = listener.getsockname()
         monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
-        engine = self._engine = ProgressEngine()
+        engine = self._engine = ProgressEngine(partial(_select_gpu, self.device))
         engine.main.observer = self.recorder
         self.watchdog = self._watch.others = Watchdog(
             rank,
@@ -233,7 +239,9 @@ class Ranks:
     def _make_collectives(self) -> None:
         """Choose how tensors on GPUs travel, and make the collectives over all ranks."""
         comm, node, engine = self._comm, self._node, self._engine
-        self._devices = transport.make_devices(self.device, self.kernels.add, engine)
+        self._devices = None
+        if self.device.type == "cuda":
+            self._devices = Devices(self.device, DeviceCopy(self.device), self.kernels.add)
         self.waits.copier = self._devices.copier if self._devices else None
         context = transport.TransportContext(
             comm, node, self.topology, engine, self._devices, self._gpus, self._resources
@@ -287,7 +295,6 @@ class Ranks:
         group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
         ranks = tuple(range(len(group)))
         own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
-        staged: Transport = "host" if world.transport == "nccl" else world.transport
 
         def split(color: int, name: str) -> mpi.Communicator:
             comm = self._comm.split(color, group.index(rank), name)
@@ -299,17 +306,8 @@ class Ranks:
             comm = split(group[0], f"{level} group")
             comm.traffic, comm.levels = self._comm.traffic, [level] * comm.size
             name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
-            return WorldCollectives(
-                comm,
-                node,
-                own,
-                self._engine,
-                self._devices,
-                stream=self._engine.add_stream(name, group),
-                choice=world.choice,
-                transport=staged,
-                shares=world if level == "node" else None,
-            )
+            shares = world if level == "node" else None
+            return self._over(comm, node, own, self._engine.add_stream(name, group), shares)
 
         return world.call_together(make, f"world.{level}_collectives").wait()
 
@@ -325,29 +323,42 @@ class Ranks:
         `name` is new to the world; `messages` are between all of its ranks; `timeout_s`: seconds of
         a wait without progress that end the job, if other than the world's.
         """
-        topology, world, rank = self.topology, self.collectives, self.rank
+        topology, rank = self.topology, self.rank
         groups = [[r for r in node if r in ranks] for node in topology.nodes]
         nodes = sorted(tuple(sorted(map(ranks.index, group))) for group in groups if group)
-        staged: Transport = "host" if world.transport == "nccl" else world.transport
 
         def make() -> WorldCollectives:
             comm = self._comm.of_members(ranks, tag, name)
             node = comm.split(topology.node(rank), ranks.index(rank), f"{name}, node")
             for made in (node, comm):
                 self._groups.callback(made.free)
-            return WorldCollectives(
-                comm,
-                node,
-                Topology(tuple(nodes)),
-                self._engine,
-                self._devices,
-                stream=self._engine.add_stream(name, ranks, timeout_s),
-                choice=world.choice,
-                transport=staged,
-            )
+            stream = self._engine.add_stream(name, ranks, timeout_s)
+            return self._over(comm, node, Topology(tuple(nodes)), stream)
 
         tag = digest_of(name) % MEETING_TAGS
         return messages.meet([r for r in ranks if r != rank], tag, make).wait()
+
+    def _over(
+        self,
+        comm: mpi.Communicator,
+        node: mpi.Communicator,
+        topology: Topology,
+        stream: Stream,
+        shares: WorldCollectives | None = None,
+    ) -> WorldCollectives:
+        """Make collectives of a group, with the world's algorithm. Collective over the group."""
+        world = self.collectives
+        return WorldCollectives(
+            comm,
+            node,
+            topology,
+            self._engine,
+            self._devices,
+            stream=stream,
+            choice=world.choice,
+            transport="host" if world.transport == "nccl" else world.transport,
+            shares=shares,
+        )
 
     def messages(
         self, collectives: WorldCollectives, name: str, timeout_s: float | None = None

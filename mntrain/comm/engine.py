@@ -375,10 +375,10 @@ class ProgressEngine:
     Collectives and functions of one stream, by default `main`, run in the order of their
     submission, which must be the same on every rank. The engine's thread progresses them while
     callers compute; a caller that waits does so itself, which saves two thread switches. Only one
-    thread at a time makes MPI calls.
+    thread at a time makes MPI calls. The engine's own thread first calls `begin`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
         self.main = Stream("the world")
         self.streams = [self.main]
         self.watch: Any = None  # a `disagreement.DisagreementWatch`
@@ -394,7 +394,7 @@ class ProgressEngine:
         self._waiters: deque[tuple[str, float]] = deque()
         self._moved_at = 0.0  # when anything last made progress
         self._callers: set[int] = set()  # the threads that have submitted something
-        self._first: Callable[[], object] | None = None
+        self._begin = begin
         # Released to wake the thread, on submissions and by callers that want the turn. (An Event
         # would allocate a lock for each wait.)
         self._sleep = threading.Lock()
@@ -482,10 +482,6 @@ class ProgressEngine:
         for future in futures:
             future.wakes_thread = True
         self._wake()
-
-    def prepare(self, function: Callable[[], object]) -> None:
-        """Run a function once on the engine's own thread, before anything else runs there."""
-        self._first = function
 
     def finish(self, ticket: Ticket) -> None:
         """Finish what is queued, on all ranks; nothing may be queued after. Collective."""
@@ -593,13 +589,11 @@ class ProgressEngine:
             raise self._closed
 
     def _run(self) -> None:
+        self._begin()
         while not self._closed:
             self._sleep.acquire()
             with self._turn:
                 self._sleep.acquire(blocking=False)
-                if self._first is not None:
-                    self._first()
-                    self._first = None
                 while not (self.idle or self._waiters or self._abandoned):
                     self._rest(moved=self._round())
 

@@ -25,10 +25,9 @@ from mntrain.comm import mpi, nccl
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.resources import as_bytes
-from mntrain.comm.staging import DeviceCopy, Devices
+from mntrain.comm.staging import Devices
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Transport, WorldCollectives
-from zero.kernels import Add
 
 PROBE = (sys.executable, "-m", "mntrain.comm.transport")
 PROBE_S = 60.0
@@ -120,14 +119,6 @@ class SelectedTransport(NamedTuple):
     name: Transport | Literal[""] = ""
     line: str = ""
     node_first: nccl.NodeFirstCollectives | None = None
-
-
-def make_devices(device: torch.device, add: Add, progress: ProgressEngine) -> Devices | None:
-    """Return this rank's GPU with its copies and sums; None on the CPU."""
-    if device.type == "cpu":
-        return None
-    progress.prepare(lambda: torch.cuda.set_device(device))
-    return Devices(device, DeviceCopy(device), add)
 
 
 def select_transport(requested: str, context: TransportContext) -> SelectedTransport:

@@ -447,11 +447,10 @@ def test_close_finishes_what_is_queued_and_ends_the_thread():
         engine.call(lambda: None)
 
 
-def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself(engine):
+def test_what_the_thread_is_to_do_first_is_done_by_the_thread_itself():
     threads = []
-    engine.prepare(lambda: threads.append(threading.current_thread().name))
-    future = engine.submit(Steps([], "a").work)
-    until(lambda: future.done)
+    engine = ProgressEngine(lambda: threads.append(threading.current_thread().name))
+    engine.close()
     assert threads == ["mntrain communication"]
 
 
