@@ -38,51 +38,29 @@ MIB = 2**20
 TERMINAL = {"force_terminal": True, "color_system": "truecolor"}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", {}),
-        ("--sizes 1G 64k 1M 1024K 40", {"sizes": (40, 65536, MIB, 2**30)}),
-        ("--verbs broadcast all_reduce", {"verbs": ("broadcast", "all_reduce")}),
-        ("--algorithms naive naive", {"algorithms": ("naive",)}),
-        ("--repeats 9 --seconds 1e2", {"repeats": 9, "seconds": 100.0}),
-        ("--json a.json", {"json": Path("a.json")}),
-        ("--json a.json --json none", {}),
-        ("--comm.ranks-per-node 2", {"comm": BenchCommOptions(ranks_per_node=2)}),
-    ],
-)
-def test_options_of_the_command_line(words, expected):
-    assert parse(words.split()) == BenchOptions(**expected)
+def test_options_of_the_command_line():
+    words = "--sizes 1G 64k 1M 1024K 40 --verbs broadcast all_reduce --algorithms naive naive"
+    words += " --seconds 1e2 --json a.json --comm.ranks-per-node 2"
+    assert parse(words.split()) == BenchOptions(
+        sizes=(40, 65536, MIB, 2**30),
+        verbs=("broadcast", "all_reduce"),
+        algorithms=("naive",),
+        seconds=100.0,
+        json=Path("a.json"),
+        comm=BenchCommOptions(ranks_per_node=2),
+    )
+    assert parse([]) == parse(["--json", "a.json", "--json", "none"]) == BenchOptions()
     for nbytes in (8, 1000, 1024, 1536, 3 * 2**10, MIB, 5 * 2**30):
         assert parse(["--sizes", size_label(nbytes)]).sizes == (nbytes,)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        *(
-            (
-                f"--sizes {sizes}",
-                f"--sizes: must be a positive multiple of 8 bytes, such as 64K, not '{bad}'",
-            )
-            for sizes, bad in (("64K 4Q", "4Q"), ("12", "12"))
-        ),
-        (
-            "--verbs gather",
-            "--verbs: Input should be 'all_reduce', 'reduce_scatter', 'all_gather' or 'broadcast', "
-            "not 'gather'",
-        ),
-        (
-            "--train.steps 5",
-            "--train.steps: no such option; python -m mntrain bench --help lists all",
-        ),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse(argv.split())
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err == f"mntrain: {message}\n"
+def test_bad_sizes_are_refused_in_one_line(capsys):
+    for sizes, bad in (("64K 4Q", "4Q"), ("12", "12")):
+        with pytest.raises(SystemExit) as exit_:
+            parse(["--sizes", *sizes.split()])
+        assert exit_.value.code == 2
+        message = f"--sizes: must be a positive multiple of 8 bytes, such as 64K, not '{bad}'"
+        assert capsys.readouterr().err == f"mntrain: {message}\n"
 
 
 def test_help_is_printed_without_importing_torch_or_mpi():
@@ -172,14 +150,14 @@ def test_candidates_take_turns_after_a_warm_up_until_the_time_limit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, pytest.param(96, marks=pytest.mark.thorough)])
-def test_every_partial_sum_of_the_pattern_is_exact(size, dtype):
-    patterns = [Pattern(rank, size, dtype, torch.device("cpu")) for rank in range(size)]
-    for order in (patterns, patterns[::-1]):
-        total = torch.zeros_like(patterns[0].contribution)
-        for pattern in order:
-            total += pattern.contribution  # rounds to dtype
-        assert all(torch.equal(total, pattern.total) for pattern in patterns)
+def test_every_partial_sum_of_the_pattern_is_exact(dtype):
+    for size in (1, 2, 3, 4, 5, 24):
+        patterns = [Pattern(rank, size, dtype, torch.device("cpu")) for rank in range(size)]
+        for order in (patterns, patterns[::-1]):
+            total = torch.zeros_like(patterns[0].contribution)
+            for pattern in order:
+                total += pattern.contribution  # rounds to dtype
+            assert all(torch.equal(total, pattern.total) for pattern in patterns)
 
 
 def test_a_missing_rank_and_misplaced_data_are_detected():
@@ -202,16 +180,16 @@ def test_a_missing_rank_and_misplaced_data_are_detected():
     assert not matches((total, 0), patterns[0].total)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_one_wrong_element_is_detected(verb):
+def test_one_wrong_element_is_detected():
     tensor = torch.empty(1000)
     pattern = Pattern(0, 1, torch.float32, torch.device("cpu"))
-    candidate = library_candidate("alone", verb, SingleProcessCollectives(), tensor, pattern)
-    candidate.prepare()
-    candidate.run()
-    assert candidate.is_correct()
-    tensor[777] += 1
-    assert not candidate.is_correct()
+    for verb in VERBS:
+        candidate = library_candidate("alone", verb, SingleProcessCollectives(), tensor, pattern)
+        candidate.prepare()
+        candidate.run()
+        assert candidate.is_correct()
+        tensor[777] += 1
+        assert not candidate.is_correct()
 
 
 FACTS = {
@@ -321,16 +299,14 @@ def bench(ranks, folder, *words):
 
 
 @pytest.mark.thorough
-def test_an_unwritable_file_is_refused_before_the_measurement_and_reported_by_one_rank(tmp_path):
-    message = "must be a file in a directory that exists"
+def test_an_unwritable_file_is_refused_before_the_measurement(tmp_path):
+    said = "must be a file in a directory that exists"
     assert file_problem(None) == file_problem(tmp_path / "a.json") == ""
-    for path in (tmp_path / "none" / "a.json", tmp_path):
-        assert file_problem(path) == f"--json {path}: {message}"
-    words = ["--device", "cpu", "--json", "/no/such/folder/a.json"]
-    result = mpirun(2, [*COMMAND, *words], timeout=60, per_rank=True)
-    assert result.returncode != 0, result.report()
-    expected = f"mntrain: error: --json /no/such/folder/a.json: {message}\n"
-    assert result.outputs == [expected, ""], result.report()
+    assert file_problem(tmp_path) == f"--json {tmp_path}: {said}"
+    words = ["--device", "cpu", "--json", "/no/a.json"]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"mntrain: error: --json /no/a.json: {said}\n"
 
 
 @pytest.mark.thorough
