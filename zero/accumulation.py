@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
-from zero.exchange.schedule import SyncSchedule
+from zero.exchange.exchange import Exchange
 from zero.gradients.weights import BatchSource, BatchWeight
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
@@ -80,7 +80,7 @@ class Accumulation:
         self,
         shard: OptimizerShard,
         hook: CommHook,
-        schedule: SyncSchedule,
+        schedule: Exchange,
         levels: NodeLevels | None,
         scale: LossScale,
         *,

@@ -19,7 +19,7 @@ from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
-from zero.exchange.schedule import SyncSchedule, check_replicas
+from zero.exchange.exchange import Exchange, every_step
 from zero.layout import MIB, ParameterSpec, plan_buckets
 from zero.memory import Memory
 from zero.norms import (
@@ -111,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
-    - `schedule`: over which ranks a step is averaged (`zero.exchange.schedule`); by default all.
+    - `schedule`: over which ranks a step is averaged (`zero.exchange.exchange`); by default all.
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
       broadcasts its buffers, and its parameters that do not train. Buffers in its state dict are
@@ -128,9 +128,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     parameters between steps is copied to them.
 
     Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
-    for a schedule whose replicas are not all ranks, and for an optimizer that cannot be driven
-    here, or not at this stage and partition: its results in a trial on small tensors depend on
-    which rank updates what (`zero.trials`).
+    and for an optimizer that cannot be driven here, or not at this stage and partition: its results
+    in a trial on small tensors depend on which rank updates what (`zero.trials`).
     """
 
     closed = ""  # why this optimizer was closed; empty if it was not
@@ -152,7 +151,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gather_dtype: torch.dtype | None = None,
         comm_hook: CommHook | None = None,
         levels: NodeLevels | None = None,
-        schedule: SyncSchedule | None = None,
+        schedule: Exchange | None = None,
         bucket_bytes: int = 25 * MIB,
         model: nn.Module | None = None,
         overlap_forward: bool = False,
@@ -169,8 +168,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._model, self._hook = model, make_hook(comm_hook)
-        self.schedule = schedule or SyncSchedule(collectives)
-        check_replicas(self.schedule, collectives)
+        self.schedule = schedule or every_step(collectives)
         sharding = self.schedule.sharding
         check_shard_weights(shard_weights, sharding.size)
         self._levels = levels if self._hook.between_nodes and collectives.size > 1 else None

@@ -123,8 +123,8 @@ class CommHook:
     def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
         """Let the hook serve an optimizer on so many ranks, at least 2. Local.
 
-        `scheduled` means a sync schedule of the user's. Raises ValueError for a hook over all ranks
-        or nodes with one, or in use by another optimizer, and for one between nodes without levels.
+        `scheduled` means with a sync schedule. Raises ValueError for a hook over all ranks or nodes
+        with one, or in use by another optimizer, and for one between nodes without levels.
         """
         if not (self.between_nodes or self.world_only):
             return
