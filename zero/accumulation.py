@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
 from zero.exchange.exchange import Exchange
-from zero.gradients.weights import BatchSource, BatchWeight
+from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
@@ -197,17 +197,14 @@ class Accumulation:
         if self.phase is not Phase.HELD:
             self.finish()
 
-    def expect(
-        self, own: float, total: float | None, digest: int | None, source: BatchSource
-    ) -> None:
-        """Note a batch that was drawn, of which this rank has `own` of `total` samples. Local.
+    def expect(self, batch: DrawnBatch) -> None:
+        """Note a batch that was drawn. Local.
 
-        It weighs the backward passes that follow, until one follows the next batch. A `total` of
-        None is unknown, and an `own` of 0 a stand-in, which counts nothing. If batches that differ
-        were drawn ahead, backward raises RuntimeError; so do ranks with different digests (16 bits)
-        of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
+        It weighs the backward passes that follow, until one follows the next batch. If batches that
+        differ were drawn ahead, backward raises RuntimeError; so do ranks with different digests of
+        the samples of the whole batch.
         """
-        self.weight.expect(own, total, digest, source)
+        self.weight.expect(batch)
         if self.weight.may_change and not self._weighing:
             # Only where the factor of what is added may not be 1: a hook takes time.
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
