@@ -79,6 +79,7 @@ def everyone(numel, dtype=torch.float32, seed=0):
 
 
 def coded(sums):
+    """Return what sums are coded as, and leave in them what the code lacks."""
     code = torch.zeros(CODE.nbytes(len(sums)), dtype=torch.uint8)
     total = torch.zeros_like(sums)
     if len(sums):
