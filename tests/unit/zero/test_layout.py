@@ -107,12 +107,6 @@ def specs_of(*numels):
     return [ParameterSpec(f"p{i}", (numel,), torch.float32) for i, numel in enumerate(numels)]
 
 
-def test_what_is_of_an_odd_length_moves_no_other_to_an_odd_address():
-    (bucket,) = plan_buckets(specs_of(64, 3, 128, 10), 2**20)
-    assert names(bucket) == ["p2", "p0", "p3", "p1"]
-    assert [entry.start for entry in bucket.entries] == [0, 128, 192, 202]
-
-
 @pytest.mark.parametrize(
     ("numels", "bucket_bytes", "expected"),
     [

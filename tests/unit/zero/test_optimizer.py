@@ -53,52 +53,6 @@ def test_a_model_in_place_of_its_parameters_is_trained_as_they_are():
     assert_same_weights(mine, theirs)
 
 
-class Forked(nn.Module):
-    """One branch or the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x, left):
-        return (self.left if left else self.right)(x)
-
-
-@pytest.mark.parametrize("emptied", [True, False])
-@modes
-def test_unused_parameters_are_left_alone_and_have_no_state_until_they_are_used(mode, emptied):
-    torch.manual_seed(3)
-    mine = Forked()
-    theirs = copy.deepcopy(mine)
-    optimizer, plain = zero(mine, ADAMW, bucket_bytes=1, **mode), ADAMW(theirs.parameters())
-    for step, x in enumerate(inputs(5)):
-        for model, stepper in ((mine, optimizer), (theirs, plain)):
-            model(x, left=step in (0, 3)).square().mean().backward()
-            stepper.step()
-        (mine if emptied else optimizer).zero_grad()  # the model's own leaves no gradient at all
-        if emptied and mode["stage"] == 2:
-            optimizer.zero_grad()  # what is kept is the optimizer's, not the model's
-        plain.zero_grad()
-        if step == 0:
-            used = {piece.name for piece in optimizer.slices() if piece.tensors}
-            assert used == {"left.weight", "left.bias"}
-    assert_same_weights(mine, theirs)
-
-
-@pytest.mark.parametrize("part", [slice(None), slice(3, 4)], ids=["model", "layer"])
-@modes
-def test_weights_that_are_loaded_into_16_bit_parameters_stay(mode, part):
-    mine, other = mlp().bfloat16(), mlp().bfloat16()
-    optimizer = zero(mine, partial(torch.optim.SGD, lr=0.0), model=mine, **mode)
-    train(mine, optimizer, inputs(1, torch.bfloat16))
-    with torch.no_grad():
-        for p in other[part].parameters():
-            p.add_(1)
-    mine[part].load_state_dict(other[part].state_dict())
-    train(mine, optimizer, inputs(1, torch.bfloat16))
-    assert_same_weights(mine, other)
-
-
 @modes
 def test_a_scale_that_no_loss_was_multiplied_by_is_refused(mode):
     model = mlp()
