@@ -127,9 +127,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
 
-    Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
-    and for an optimizer that cannot be driven here, or not at this stage and partition: its results
-    in a trial on small tensors depend on which rank updates what (`zero.trials`).
+    Raises ValueError for an option that does not exist, for parameters without names, or as
+    `check_trainable` does, and for an optimizer that cannot be driven here, or not at this stage
+    and partition: its results in a trial on small tensors depend on which rank updates what
+    (`zero.trials`).
     """
 
     closed = ""  # why this optimizer was closed; empty if it was not
@@ -174,13 +175,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._levels = levels if self._hook.between_nodes and collectives.size > 1 else None
         if collectives.size > 1:
             self._hook.bind(collectives.size, self._levels, scheduled=schedule is not None)
+        waits, alone = overlap_forward, collectives.size == 1
         self._shard = OptimizerShard(
-            stage if sharding.size > 1 else 0,
-            sharding,
-            model,
-            gather_dtype if stage else None,
-            overlap_forward=overlap_forward,
-            alone=collectives.size == 1,
+            stage, sharding, model, gather_dtype, overlap_forward=waits, alone=alone
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, model)
         self._agreement = StepComparison(
