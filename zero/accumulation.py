@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
-from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
+from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.exchange.exchange import Exchange
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
@@ -81,13 +81,12 @@ class Accumulation:
         shard: OptimizerShard,
         hook: CommHook,
         schedule: Exchange,
-        levels: NodeLevels | None,
         scale: LossScale,
         *,
         world_size: int,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
-        self._hook, self._schedule, self._levels, self._scale = hook, schedule, levels, scale
+        self._hook, self._schedule, self._scale = hook, schedule, scale
         self._world_size = world_size
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
@@ -304,7 +303,7 @@ class Accumulation:
         orders = [(name, order(parameter)) for name, parameter in self._parameters.items()]
         turned = [[name, *dims] for name, dims in orders if list(dims) != sorted(dims)]
         buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.plan]
-        nodes = [[*map(list, self._levels.nodes)]] if self._levels else []
+        nodes = [[*map(list, self._hook.levels.nodes)]] if self._hook.levels else []
         ranks = self._schedule.sharding
         own = [type(self._hook).__name__, ranks.rank, ranks.size]
         return [*own, buckets, *nodes, *([turned] if turned else [])]
@@ -486,7 +485,7 @@ class Accumulation:
         totals = self._totals()
         weight, divisor = totals["weight"], totals["divisor"]
         unused = self._unused() if totals["missing"] else frozenset()
-        if self._levels is not None and self._levels.count > 1:
+        if self._hook.several_nodes:
             # The hook also sends what it has not sent before.
             self._unsent |= self._parameters.keys() - unused
             unused -= self._unsent
@@ -581,7 +580,6 @@ class Accumulation:
             group,
             # Several sharding groups together need the whole sum, and each rank keeps its shard.
             self._shard.sharded and group.size == self._shard.sharding.size,
-            self._levels,
             self.weight.unit / self._scale.value,
             last=index == len(plan) - 1,
             parameters=self._parameters,

@@ -172,9 +172,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.schedule = schedule or every_step(collectives)
         sharding = self.schedule.sharding
         check_shard_weights(shard_weights, sharding.size)
-        self._levels = levels if self._hook.between_nodes and collectives.size > 1 else None
         if collectives.size > 1:
-            self._hook.bind(collectives.size, self._levels, scheduled=schedule is not None)
+            self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
         waits, alone = overlap_forward, collectives.size == 1
         self._shard = OptimizerShard(
             stage, sharding, model, gather_dtype, overlap_forward=waits, alone=alone
@@ -184,12 +183,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._shard, collectives.rank, self.schedule.replica, check_every
         )
         self.accumulation = Accumulation(
-            self._shard,
-            self._hook,
-            self.schedule,
-            self._levels,
-            self._scale,
-            world_size=collectives.size,
+            self._shard, self._hook, self.schedule, self._scale, world_size=collectives.size
         )
         self._make_inner = partial(optimizer_class, **kwargs)
         self.stage, self.partition, self._gather_dtype = stage, partition, gather_dtype
@@ -637,7 +631,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards=self._shard.sharding.size,
             slot=self._shard.slot,
             gather_dtype=self._gather_dtype,
-            chained=self._levels is not None and self._levels.count > 1,
+            chained=self._hook.several_nodes,
         )
 
     def __getstate__(self) -> dict[str, Any]:
