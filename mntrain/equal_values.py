@@ -87,6 +87,6 @@ def _describe_option(option: object) -> object:
     """Return text, numbers and None as they are, and others by class and what all ranks share."""
     if option is None or isinstance(option, str | Real):
         return option
-    attributes = {n: v for n, v in getattr(option, "__dict__", {}).items() if n != "replica"}
-    plain = [(n, v) for n, v in attributes.items() if isinstance(v, _PLAIN) and n[0] != "_"]
+    attributes = getattr(option, "__dict__", {}).items()
+    plain = [(n, v) for n, v in attributes if isinstance(v, _PLAIN) and n[0] != "_"]
     return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"

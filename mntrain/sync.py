@@ -17,7 +17,7 @@ from mntrain.config_types import STRICT, OrNone
 
 if TYPE_CHECKING:
     from zero.collectives import Collectives
-    from zero.exchange.schedule import SyncSchedule
+    from zero.exchange.exchange import Exchange
 
 # ruff: noqa: PLC0415 - zero imports torch, which --help does without
 
@@ -63,7 +63,7 @@ class LocalSGD:
 
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
-    ) -> "SyncSchedule":
+    ) -> "Exchange":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
         from zero.exchange.exchange import Exchange
 

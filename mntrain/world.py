@@ -40,7 +40,6 @@ from mntrain.run.saving import Checkpoints
 from mntrain.sync import LocalSGD
 from mntrain.timeline import Timeline
 from zero.comm_hooks import CommHook
-from zero.exchange.schedule import SyncSchedule
 from zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class World(Ranks):
         loss_scale: float | Literal["dynamic"] | None = None,
         groups: Iterable[Any] | None = None,
         comm_hook: CommHook | None = None,
-        sync: LocalSGD | SyncSchedule | None = None,
+        sync: LocalSGD | None = None,
         overlap_forward: bool = False,
         check_every: int = 100,
         **kwargs: Any,
@@ -122,11 +121,10 @@ class World(Ranks):
         all parameters form one group. With `shard_by` "memory", shards at stages 1 and 2 are in
         proportion to the memory that is free now on the GPU, or else on the host, of each rank.
         With `sync` nodes exchange parameters every few steps instead of gradients in each: by a
-        description in `mntrain.sync`, such as `DiLoCo`, or a schedule of your own over
-        `node_collectives` and `cross_collectives`. Every `check_every` steps, ranks compare all
-        bits of their weights in a message that they send anyway; 0: never. `zero.ZeroOptimizer`
-        documents the other options and `step`. It closes an optimizer that has trained any of the
-        parameters so far: each has one optimizer at a time.
+        description in `mntrain.sync`, such as `DiLoCo`. Every `check_every` steps, ranks compare
+        all bits of their weights in a message that they send anyway; 0: never.
+        `zero.ZeroOptimizer` documents the other options and `step`. It closes an optimizer that has
+        trained any of the parameters so far: each has one optimizer at a time.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale` or `check_every`, in

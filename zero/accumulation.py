@@ -31,9 +31,9 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
-from zero.comm_hooks import CommHook, NodeLevels, ReducibleBucket
-from zero.exchange.schedule import SyncSchedule
-from zero.gradients.weights import BatchSource, BatchWeight
+from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.exchange.exchange import Exchange
+from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
@@ -80,14 +80,13 @@ class Accumulation:
         self,
         shard: OptimizerShard,
         hook: CommHook,
-        schedule: SyncSchedule,
-        levels: NodeLevels | None,
+        schedule: Exchange,
         scale: LossScale,
         *,
         world_size: int,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
-        self._hook, self._schedule, self._levels, self._scale = hook, schedule, levels, scale
+        self._hook, self._schedule, self._scale = hook, schedule, scale
         self._world_size = world_size
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
@@ -197,17 +196,14 @@ class Accumulation:
         if self.phase is not Phase.HELD:
             self.finish()
 
-    def expect(
-        self, own: float, total: float | None, digest: int | None, source: BatchSource
-    ) -> None:
-        """Note a batch that was drawn, of which this rank has `own` of `total` samples. Local.
+    def expect(self, batch: DrawnBatch) -> None:
+        """Note a batch that was drawn. Local.
 
-        It weighs the backward passes that follow, until one follows the next batch. A `total` of
-        None is unknown, and an `own` of 0 a stand-in, which counts nothing. If batches that differ
-        were drawn ahead, backward raises RuntimeError; so do ranks with different digests (16 bits)
-        of the samples of the whole batch. A `source` has counted its batches in `drawn` before.
+        It weighs the backward passes that follow, until one follows the next batch. If batches that
+        differ were drawn ahead, backward raises RuntimeError; so do ranks with different digests of
+        the samples of the whole batch.
         """
-        self.weight.expect(own, total, digest, source)
+        self.weight.expect(batch)
         if self.weight.may_change and not self._weighing:
             # Only where the factor of what is added may not be 1: a hook takes time.
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
@@ -307,7 +303,7 @@ class Accumulation:
         orders = [(name, order(parameter)) for name, parameter in self._parameters.items()]
         turned = [[name, *dims] for name, dims in orders if list(dims) != sorted(dims)]
         buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.plan]
-        nodes = [[*map(list, self._levels.nodes)]] if self._levels else []
+        nodes = [[*map(list, self._hook.levels.nodes)]] if self._hook.levels else []
         ranks = self._schedule.sharding
         own = [type(self._hook).__name__, ranks.rank, ranks.size]
         return [*own, buckets, *nodes, *([turned] if turned else [])]
@@ -489,7 +485,7 @@ class Accumulation:
         totals = self._totals()
         weight, divisor = totals["weight"], totals["divisor"]
         unused = self._unused() if totals["missing"] else frozenset()
-        if self._levels is not None and self._levels.count > 1:
+        if self._hook.several_nodes:
             # The hook also sends what it has not sent before.
             self._unsent |= self._parameters.keys() - unused
             unused -= self._unsent
@@ -584,7 +580,6 @@ class Accumulation:
             group,
             # Several sharding groups together need the whole sum, and each rank keeps its shard.
             self._shard.sharded and group.size == self._shard.sharding.size,
-            self._levels,
             self.weight.unit / self._scale.value,
             last=index == len(plan) - 1,
             parameters=self._parameters,

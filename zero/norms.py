@@ -21,7 +21,7 @@ class NonFiniteGradientError(ArithmeticError):
 class NonFiniteReplicaError(ArithmeticError):
     """The gradient of one replica holds an infinity or a NaN. Raised by its ranks alone.
 
-    The others are in other steps (`zero.exchange.schedule.SyncSchedule.independent`).
+    The others are in other steps (`zero.exchange.exchange.Exchange.independent`).
     """
 
 

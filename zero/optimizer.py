@@ -19,7 +19,7 @@ from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
-from zero.exchange.schedule import SyncSchedule, check_replicas
+from zero.exchange.exchange import Exchange, every_step
 from zero.layout import MIB, ParameterSpec, plan_buckets
 from zero.memory import Memory
 from zero.norms import (
@@ -111,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
       1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
-    - `schedule`: over which ranks a step is averaged (`zero.exchange.schedule`); by default all.
+    - `schedule`: over which ranks a step is averaged (`zero.exchange.exchange`); by default all.
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
       broadcasts its buffers, and its parameters that do not train. Buffers in its state dict are
@@ -127,10 +127,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
 
-    Raises ValueError for an option that does not exist, for parameters as `check_trainable` does,
-    for a schedule whose replicas are not all ranks, and for an optimizer that cannot be driven
-    here, or not at this stage and partition: its results in a trial on small tensors depend on
-    which rank updates what (`zero.trials`).
+    Raises ValueError for an option that does not exist, for parameters without names, or as
+    `check_trainable` does, and for an optimizer that cannot be driven here, or not at this stage
+    and partition: its results in a trial on small tensors depend on which rank updates what
+    (`zero.trials`).
     """
 
     closed = ""  # why this optimizer was closed; empty if it was not
@@ -152,7 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gather_dtype: torch.dtype | None = None,
         comm_hook: CommHook | None = None,
         levels: NodeLevels | None = None,
-        schedule: SyncSchedule | None = None,
+        schedule: Exchange | None = None,
         bucket_bytes: int = 25 * MIB,
         model: nn.Module | None = None,
         overlap_forward: bool = False,
@@ -169,32 +169,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
         self._model, self._hook = model, make_hook(comm_hook)
-        self.schedule = schedule or SyncSchedule(collectives)
-        check_replicas(self.schedule, collectives)
+        self.schedule = schedule or every_step(collectives)
         sharding = self.schedule.sharding
         check_shard_weights(shard_weights, sharding.size)
-        self._levels = levels if self._hook.between_nodes and collectives.size > 1 else None
         if collectives.size > 1:
-            self._hook.bind(collectives.size, self._levels, scheduled=schedule is not None)
+            self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
+        waits, alone = overlap_forward, collectives.size == 1
         self._shard = OptimizerShard(
-            stage if sharding.size > 1 else 0,
-            sharding,
-            model,
-            gather_dtype if stage else None,
-            overlap_forward=overlap_forward,
-            alone=collectives.size == 1,
+            stage, sharding, model, gather_dtype, overlap_forward=waits, alone=alone
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives, model)
         self._agreement = StepComparison(
             self._shard, collectives.rank, self.schedule.replica, check_every
         )
         self.accumulation = Accumulation(
-            self._shard,
-            self._hook,
-            self.schedule,
-            self._levels,
-            self._scale,
-            world_size=collectives.size,
+            self._shard, self._hook, self.schedule, self._scale, world_size=collectives.size
         )
         self._make_inner = partial(optimizer_class, **kwargs)
         self.stage, self.partition, self._gather_dtype = stage, partition, gather_dtype
@@ -642,7 +631,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards=self._shard.sharding.size,
             slot=self._shard.slot,
             gather_dtype=self._gather_dtype,
-            chained=self._levels is not None and self._levels.count > 1,
+            chained=self._hook.several_nodes,
         )
 
     def __getstate__(self) -> dict[str, Any]:

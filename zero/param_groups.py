@@ -39,24 +39,22 @@ def as_groups(parameters: Iterable[Named] | Iterable[dict[str, Any]]) -> list[di
 
 
 def check_trainable(
-    parameters: Iterable[Named] | Iterable[dict[str, Any]],
+    groups: Iterable[dict[str, Any]],
     *,
     sharded: bool,
     known: Mapping[str, Parameter] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups whose "params" are pairs (name, parameter) that require a gradient.
+    """Return named groups with the parameters that require a gradient.
 
     Local. Construction of an optimizer is collective: where ranks could differ in what they refuse,
     call this first and agree on the result. `known` parameters are trained already.
 
-    Raises ValueError for parameters without names, for names or parameters that are given twice,
-    for dtypes that do not train, for parameters on different devices, and if there is nothing to
-    train; with `sharded` also if parameters share memory, since both cannot be moved to flat
-    memory.
+    Raises ValueError for names or parameters that are given twice, for dtypes that do not train,
+    for parameters on different devices, and if there is nothing to train; with `sharded` also if
+    parameters share memory, since both cannot be moved to flat memory.
     """
-    groups = as_groups(parameters)
-    groups = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
-    named = by_name([{"params": (known or {}).items()}, *groups])
+    found = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
+    named = by_name([{"params": (known or {}).items()}, *found])
     if not named:
         raise ValueError("no parameter requires a gradient: there is nothing to train")
     for name, parameter in named.items():
@@ -71,7 +69,7 @@ def check_trainable(
         raise ValueError(f"parameters lie on different devices ({where}): move the model to one")
     if sharded:
         _check_memory(named)
-    return groups
+    return found
 
 
 def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, Parameter]:

@@ -62,14 +62,8 @@ def predict(
         name: Parameter(_like(parameter, device))
         for name, parameter in by_name(named_groups).items()
     }
-    shard = OptimizerShard(
-        stage if shards > 1 else 0,
-        _OneOfSeveral(shards, slot),
-        None,
-        gather_dtype if stage else None,
-        overlap_forward=False,
-        alone=shards == 1,
-    )
+    ranks, alone = _OneOfSeveral(shards, slot), shards == 1
+    shard = OptimizerShard(stage, ranks, None, gather_dtype, overlap_forward=False, alone=alone)
     shard.add(plan, made)
     shard.gradients.add(plan, made)
     if shards == 1:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.exchange.schedule import SyncSchedule
+from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
 from zero.shard import OptimizerShard
 from zero.state import LOCAL
@@ -21,7 +21,7 @@ class Replicas:
 
     def __init__(
         self,
-        schedule: SyncSchedule,
+        schedule: Exchange,
         shard: OptimizerShard,
         collectives: Collectives,
         model: nn.Module | None,

@@ -71,9 +71,10 @@ class OptimizerShard:
     """The parameter slices that this rank owns, in the order of buckets, with master weights.
 
     At stage 0 a rank owns all parameters, from stage 1 on its shard of every bucket of `sharding`.
-    A parameter that is owned whole keeps its shape, and is updated itself unless it has master
-    weights; a slice of one is flat. Parameters of 16 bits have fp32 master weights, and so have
-    those that travel in a narrower `gather_dtype`, since they are rounded after an update.
+    A single rank shards nothing. A parameter that is owned whole keeps its shape, and is updated
+    itself unless it has master weights; a slice of one is flat. Parameters of 16 bits have fp32
+    master weights, and so have those that travel in a narrower `gather_dtype` from stage 1 on,
+    since they are rounded after an update.
     """
 
     def __init__(
@@ -86,18 +87,18 @@ class OptimizerShard:
         overlap_forward: bool,
         alone: bool,
     ) -> None:
-        self.stage, self.sharding = stage, sharding
-        self.gather_dtype = gather_dtype
+        self.stage, self.sharding = (stage if sharding.size > 1 else 0), sharding
+        self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
         self.gradients: Gradients
         if alone:
             self.gradients = LocalGradients(sharding)
-        elif stage == 2:
+        elif self.stage == 2:
             self.gradients = ShardedGradients(sharding)
         else:
-            self.gradients = Gradients(sharding, stage)
+            self.gradients = Gradients(sharding, self.stage)
         waiting = model if overlap_forward else None
-        self.parameters = FlatParameters(sharding, waiting, gather_dtype)  # empty at stage 0
+        self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []

@@ -179,7 +179,7 @@ class Manifest:
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
     hook: dict[str, Any] = field(default_factory=dict)  # state of the communication hook, likewise
     optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
-    # By replica, what its steps since the last exchange weigh (`SyncSchedule.weights`).
+    # By replica, what its steps since the last exchange weigh (`Exchange.weights`).
     sync_weights: list[list[float]] = field(default_factory=list)
 
     @property

@@ -52,7 +52,7 @@ from mntrain.data.source import (
     share_of,
 )
 from mntrain.data.streams import StreamSource
-from zero.gradients.weights import BatchSource
+from zero.gradients.weights import BatchSource, DrawnBatch
 from zero.optimizer import ZeroOptimizer
 
 
@@ -112,8 +112,7 @@ class ShardRegistry:
         self._ranks, self._optimizers = ranks, optimizers
         self._length_of_divided = length_of_divided
         self._passes: dict[int, Passes] = {}
-        # The batch of a pass in progress.
-        self._batch: tuple[float, int | None, BatchSource] | None = None
+        self._batch: DrawnBatch | None = None  # of a pass in progress
         self._balances: list[LoaderBalance] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
@@ -182,13 +181,11 @@ class ShardRegistry:
         """Return every rank's object, by rank. Collective."""
         return self._ranks.gather(value)
 
-    def expect(
-        self, own: float, total: int | None, digest: int | None, source: BatchSource
-    ) -> None:
-        """Tell the optimizers of a batch that is handed out; `total` is None if not in samples."""
-        self._batch = own, total, source
+    def expect(self, batch: DrawnBatch) -> None:
+        """Tell the optimizers of a batch that is handed out; its total is in samples, or None."""
+        self._batch = batch
         for optimizer in self._open():
-            optimizer.accumulation.expect(own, total, digest, source)
+            optimizer.accumulation.expect(batch)
 
     def forget(self, *, drawn: bool) -> None:
         """Tell the optimizers that a pass has ended; `drawn`: to drop batches not used yet."""
@@ -199,7 +196,7 @@ class ShardRegistry:
     def tell(self, optimizer: ZeroOptimizer) -> None:
         """Tell an optimizer that was just made of the batch that was drawn before. Local."""
         if self._batch is not None:
-            optimizer.accumulation.weight.assume(*self._batch)
+            optimizer.accumulation.weight.assume(self._batch)
 
     def _check_schedules(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
@@ -359,7 +356,7 @@ class ShardedLoader:
                 self._drawn.plan, self._drawn.samples = part.plan, part.own
                 self._shards.samples += part.own
                 total = part.total if self._weight is None else None
-                self._shards.expect(own, total, part.digest, self._drawn)
+                self._shards.expect(self._drawn.latest(own, total, part.digest))
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)

@@ -17,7 +17,7 @@ from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import make_hook
-from zero.exchange.schedule import SyncSchedule
+from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import (
     by_name,
@@ -43,9 +43,9 @@ def make_optimizer(
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`, with the options of `ZeroOptimizer`. Collective.
 
-    The world counts its optimizers by `number`. `schedule` is called `sync` here, and may be a
-    description; `shard_by` says what `shard_weights` are. Raises AgreedError on all ranks, before
-    anything is allocated, if they differ in what they give or if any of them cannot accept it.
+    The world counts its optimizers by `number`. `sync` describes the `schedule`; `shard_by` says
+    what `shard_weights` are. Raises AgreedError on all ranks, before anything is allocated, if they
+    differ in what they give or if any of them cannot accept it.
     """
     with world.agreement():
         check_model(model, world.size)
@@ -130,13 +130,13 @@ def _check_parameters(
 
 
 def check_sync(world: Ranks, sync: object) -> None:
-    """Raise ValueError for what is no schedule, or none for these nodes. Local."""
-    if sync is None or isinstance(sync, SyncSchedule):
+    """Raise ValueError for what describes no exchange, or none for these nodes. Local."""
+    if sync is None:
         return
     if not isinstance(sync, LocalSGD):
         raise ValueError(
             f"sync is of type {type(sync).__name__}: give mntrain.sync.LocalSGD(every=...), "
-            "DiLoCo, StreamingDiLoCo or SparseLoCo, a zero.exchange.schedule.SyncSchedule, or None"
+            "DiLoCo, StreamingDiLoCo or SparseLoCo, or None"
         )
     sizes = [len(node) for node in world.topology.nodes]
     if len(set(sizes)) > 1:
@@ -148,18 +148,18 @@ def check_sync(world: Ranks, sync: object) -> None:
 
 def _make_schedule(
     world: Ranks,
-    sync: LocalSGD | SyncSchedule | None,
+    sync: LocalSGD | None,
     stream: WorldCollectives,
     *,
     stage: int,
     user: str,
-) -> SyncSchedule | None:
+) -> Exchange | None:
     """Bind a description to collectives of an optimizer's own. Collective.
 
-    On one node, warns that there is nothing to exchange, and returns None.
+    Without one, returns None, and also on one node: then warns that there is nothing to exchange.
     """
-    if not isinstance(sync, LocalSGD):
-        return sync
+    if sync is None:
+        return None
     if len(world.topology.nodes) == 1:
         if world.master:
             warnings.warn(f"{sync}: there is one node, so every step is synchronous", stacklevel=4)

@@ -52,8 +52,8 @@ class Log:
     def observe(self, name, start):
         """Nobody records a timeline."""
 
-    def expect(self, own, total, digest, source):
-        self.expected.append((own, total, digest))
+    def expect(self, batch):
+        self.expected.append((batch.own, batch.total, batch.digest))
 
     def forget(self, *, drawn):
         self.forgotten += drawn

@@ -44,7 +44,7 @@ from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
 from zero.comm_hooks.codes import BlockCode, ChunkCode
 from zero.exchange.exchange import ARRIVING, EXCHANGED, MOMENTUM
 from zero.norms import NonFiniteGradientError
-from zero.state import ERROR, MASTER, UNSENT
+from zero.state import ERROR, UNSENT
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -608,25 +608,6 @@ def test_a_state_of_the_warm_up_is_loaded_after_it(world, cut):
         take_step(world, model, optimizer, step)
         take_step(world, other, expected, step)
         assert_close(model, other)
-
-
-@pytest.mark.skipif(RANKS != 4, reason="needs nodes of two ranks")
-def test_parameters_without_saved_masters_are_loaded_as_they_are(cut):
-    with init(ranks_per_node=2, gather_dtype="bf16") as narrow:
-        model = net()
-        saved = narrow.optimizer(model, ADAMW, sync=LocalSGD(3)).state_dict()  # at stage 0
-        other = net()
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.mul_(1.0009765)
-        optimizer = narrow.optimizer(other, ADAMW, sync=LocalSGD(3), stage=1)
-        other.load_state_dict(model.state_dict())
-        optimizer.load_state_dict(saved)
-        optimizer.publish_loaded()
-        exact = dict(model.named_parameters())
-        for piece in optimizer.slices():
-            right = exact[piece.name].detach().reshape(-1)[piece.low : piece.high]
-            assert torch.equal(piece.tensors[MASTER], right)
 
 
 def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, cut, folder):

@@ -25,17 +25,6 @@ def double(kind):
     return kind().double()
 
 
-@pytest.mark.parametrize("layout", [None, 1, 2, 3])
-@algorithms
-def test_equal_shares(worlds, pair, algorithm, layout):
-    both = pair(world=worlds(algorithm, layout, SMALL), max_grad_norm=MAX_NORM)
-    for result, norm in both.train(0, 1):
-        assert result.weight == RANKS
-        assert result.grad_norm == pytest.approx(norm, rel=1e-10)
-        assert result.clip_coef < 1
-    both.check()
-
-
 @algorithms
 def test_in_fp32_only_the_order_of_sums_differs(worlds, pair, algorithm):
     both = pair(net(torch.float32), SGD, world=worlds(algorithm, 2, SMALL))

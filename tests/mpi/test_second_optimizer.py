@@ -126,22 +126,6 @@ def test_a_parameter_moves_to_the_optimizer_that_it_is_added_to(world, stage):
     both.finish()
 
 
-@stages
-def test_optimizers_of_different_parameters_take_turns(world, stage):
-    both = Successors(world, stage, ADAMW, head)
-    heads = both.alone.optimizer, both.optimizer
-    both.make(stage, SGD, body)
-    bodies = both.alone.optimizer, both.optimizer
-    for seed in range(4):
-        both.backward(seed)
-        both.alone.optimizer, both.optimizer = (heads, bodies)[seed % 2]
-        both.update()
-        both.alone.model.zero_grad()
-        for optimizer in both.old:
-            optimizer.zero_grad()
-    both.finish()
-
-
 @pairs
 def test_a_gradient_outlives_its_optimizer_or_is_refused(world, old, new):
     both = Successors(world, old)

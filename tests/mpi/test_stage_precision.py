@@ -10,7 +10,6 @@ from models import net
 from mpi4py import MPI
 from oracle import ADAMW, MAX_NORM, SGD, loss_of, mine, modes, samples
 from torch import nn
-from torch.nn import functional
 from worlds import RANKS
 
 from zero import NonFiniteGradientError
@@ -207,27 +206,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_and_halves_the_scale(
             oracle.step(mean(step, dtype, 2.0**-12))
         oracle.check(model)
     assert len(set(world.gather(model_digest(model)))) == 1
-
-
-@pytest.mark.parametrize("loss_scale", [None, 1024.0, "dynamic"])
-@modes
-def test_a_scaled_loss_of_ones_own_is_the_same_as_backward(world, make, mode, loss_scale):
-    weights = []
-    for own in (False, True):
-        model = net(torch.float32).half()
-        optimizer = make(model, ADAMW, **mode, loss_scale=loss_scale, non_finite="skip")
-        for step in range(3):
-            batch = mine(world, samples(12, step, torch.float16))
-            loss = functional.cross_entropy(model(batch[0]).float(), batch[1]) * 2.0**-8
-            if own:
-                optimizer.scale(loss).backward()
-            else:
-                optimizer.backward(loss, 1)
-            result = optimizer.step()
-            assert not result.skipped
-            optimizer.zero_grad()
-        weights.append(model_digest(model))
-    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])

@@ -121,22 +121,6 @@ def test_the_micro_batches_of_a_loader_may_differ_in_size(world, pair, mode, syn
     both.check()
 
 
-@modes
-def test_stated_shares_are_weights_of_ranks(pair, mode):
-    # Rank r has r + 1 samples of each of three micro-batches, of which it takes the mean.
-    both = pair(**mode)
-    bounds = [r * (r + 1) // 2 for r in range(RANKS + 1)]
-    for step in range(2):
-        for k in range(3):
-            batch = samples(bounds[-1], seed=3 * step + k)
-            (loss_of(both.alone.model, batch) / 3).backward()
-            both.optimizer.share(RANK + 1)
-            with nullcontext() if k == 2 else both.optimizer.no_sync():
-                (loss_of(both.model, rows(batch, *bounds[RANK : RANK + 2])) / 3).backward()
-        both.update()
-    both.check()
-
-
 @pytest.mark.mpi(min_size=2)
 @modes
 def test_a_share_of_nothing_hides_a_nan(pair, mode):
@@ -194,16 +178,6 @@ def test_every_stage_tells_the_same_of_a_step(world, pair, norm_type):
 
 
 # Parameter groups and schedules.
-
-
-def test_groups_are_those_that_torch_takes(pair):
-    def groups(model):
-        return [{"params": model[0].weight, "lr": 0.5}, {"params": model[3].parameters()}]
-
-    both = pair(groups=groups)
-    assert [len(group["params"]) for group in both.optimizer.param_groups] == [1, 2]
-    both.train(0, 1)
-    both.check()  # what is in no group stays
 
 
 @modes

@@ -79,12 +79,6 @@ def title(row):
     return "-".join(map(str, [algorithm, layout or "one", stage, partition, *others]))
 
 
-def test_the_grid_holds_every_pair_of_choices():
-    held = set().union(*map(pairs_of, GRID))
-    for (i, these), (j, those) in combinations(enumerate(FACTORS.values()), 2):
-        assert held >= {((i, a), (j, b)) for a, b in product(these, those)}
-
-
 def parts_of(batch, micro_batches):
     """Every rank's equal share of a batch, in micro-batches of unequal sizes."""
     shares = zip(*(column.chunk(RANKS) for column in batch), strict=True)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from lone_nodes import NODE, NODES, PER_NODE, RANK, coded, digests, keep_optimizers, keep_world
-from oracle import PlainTraining, assert_parity, init, loss_of, samples
+from oracle import init
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
@@ -228,25 +228,6 @@ def start_of():
     """The parameters after the warm-up."""
     every = torch.cat([samples_of(rank, 0) for rank in range(RANKS)])
     return Linear().values() - LR * every.mean(0)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_exchanging_plain_sgd_after_each_step_is_training_on_the_whole_batch(world, make, stage):
-    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    alone = PlainTraining(model, lambda parameters: torch.optim.SGD(parameters, lr=LR))
-    model.load_state_dict(world.gather(model.state_dict())[0])
-    alone.model.load_state_dict(model.state_dict())
-    optimizer = make(model, sync=LocalSGD(1, weighted=True), stage=stage)
-    bounds = [0, 5, *range(6, 5 + RANKS)]  # of 5 samples, and of 1 each
-    for step in range(4):
-        batch = samples(bounds[-1], step)
-        alone.step(loss_of(alone.model, batch))
-        own = tuple(column[bounds[RANK] : bounds[RANK + 1]] for column in batch)
-        optimizer.backward(loss_of(model, own), weight=len(own[0]))
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.wait_for_parameters()
-    assert_parity(world, model, alone, tolerance=1e-13)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -18,7 +18,6 @@ from mntrain.errors import AgreedError
 from mntrain.sync import DiLoCo, LocalSGD
 from zero.collectives import gather_objects
 from zero.comm_hooks import CommHook
-from zero.exchange.schedule import SyncSchedule
 
 pytestmark = pytest.mark.mpi
 
@@ -181,16 +180,6 @@ def test_errors_of_some_ranks_are_raised_on_all_with_their_ranks(world):
     assert world.gather(1) == [1] * RANKS  # the world is still in order
 
 
-class Every(SyncSchedule):
-    """A schedule of which ranks compare the public attributes, but not the others."""
-
-    def __init__(self, steps):
-        self.steps, self._rank = steps, RANK
-
-    def __repr__(self):
-        return f"Every(steps={self.steps})"
-
-
 # Models that differ.
 
 
@@ -286,7 +275,6 @@ def test_an_error_of_one_ranks_optimizer_is_raised_on_all(world):
         ("comm_hook", CommHook(), CommHook(torch.bfloat16)),
         ("sync", None, LocalSGD(2)),
         ("sync", LocalSGD(2), DiLoCo(2)),
-        ("sync", Every(2), Every(3)),
     ],
 )
 def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other):
@@ -303,16 +291,10 @@ def test_different_arguments_are_refused_on_all_ranks(world, name, usual, other)
     assert said == f"{name} differs between ranks: {BUT_LAST} {usual}, rank {LAST} has {other}"
 
 
-def test_a_hook_and_a_schedule_are_passed_on(world):
-    schedule, hook = SyncSchedule(world.node_collectives), CommHook(torch.bfloat16)
-    optimizer = world.optimizer(two_layers(), comm_hook=hook, sync=schedule, **SGD)
-    assert optimizer.schedule is schedule
-    assert optimizer.group is world.node_collectives
-    optimizer.close()
+def test_a_hook_beside_a_wire_dtype_is_refused():
     with mntrain.init(device="cpu", wire_dtype="fp16") as narrow:
-        assert "give one of the two" in refusal(
-            narrow.optimizer, two_layers(), comm_hook=hook, **SGD
-        )
+        given = {"comm_hook": CommHook(torch.bfloat16), **SGD}
+        assert "give one of the two" in refusal(narrow.optimizer, two_layers(), **given)
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,11 @@ def test_every_collective_has_its_result(ranks):
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_training_equals_one_process_and_ddp(ranks):
-    passed(torchrun(ranks, SCRIPTS / "training.py"), ranks)
+    passed(torchrun(ranks, SCRIPTS / "zero_training.py"), ranks)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["collectives", "training"])
+@pytest.mark.parametrize("name", ["collectives", "zero_training"])
 def test_both_hold_over_our_own_backend(name):
     done = completed(
         mpirun(3, [sys.executable, SCRIPTS / f"{name}.py"], timeout=110, env=ENVIRONMENT)
@@ -71,7 +71,7 @@ def test_both_hold_over_our_own_backend(name):
     ],
 )
 def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):
-    done = torchrun(2, SCRIPTS / "faults.py", kind)
+    done = torchrun(2, SCRIPTS / "failing_rank.py", kind)
     assert done.returncode != 0
     assert re.search(rf"^rank 0 in step 2: rank 0: .*{words}", done.stdout, re.MULTILINE), done
     if kind == "raises":

@@ -12,7 +12,7 @@ returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or comp
         bucket.gradients.copy_(...)                      # decode
 
 In a group of one rank no hook is called. A hook that treats traffic between nodes unlike that
-within them sets `between_nodes`: its buckets then have the collectives of both levels
+within them sets `between_nodes`: it has the collectives of both levels as `levels` then
 (`zero.comm_hooks.between_nodes`).
 """
 
@@ -72,7 +72,6 @@ class ReducibleBucket:
     gradients: Tensor  # flat, layout.numel elements of layout.dtype; the hook overwrites it
     collectives: Collectives  # the group
     sharded: bool  # whether only this rank's shard of the sum is needed
-    levels: NodeLevels | None = None  # of the group; for hooks that are `between_nodes`
     # The mean gradient is the sum times this, divided by what `CommHook.end_reduction` is told.
     multiplier: float = 1.0
     last: bool = False  # whether no bucket follows in this round
@@ -104,7 +103,8 @@ class CommHook:
     """
 
     wire_dtype: torch.dtype | None = None
-    between_nodes = False  # whether the hook needs `ReducibleBucket.levels`
+    between_nodes = False  # whether the hook needs `levels`
+    levels: NodeLevels | None = None  # those of an optimizer on several ranks, if it needs them
     world_only = False  # whether the hook reduces over all ranks, whatever the bucket's group is
     _bound = False  # to an optimizer
 
@@ -123,8 +123,8 @@ class CommHook:
     def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
         """Let the hook serve an optimizer on so many ranks, at least 2. Local.
 
-        `scheduled` means a sync schedule of the user's. Raises ValueError for a hook over all ranks
-        or nodes with one, or in use by another optimizer, and for one between nodes without levels.
+        `scheduled` means with a sync schedule. Raises ValueError for a hook over all ranks or nodes
+        with one, or in use by another optimizer, and for one between nodes without levels.
         """
         if not (self.between_nodes or self.world_only):
             return
@@ -140,7 +140,12 @@ class CommHook:
             raise ValueError(
                 f"comm_hook {name} keeps a state for another optimizer: make a hook for each"
             )
-        self._bound = True
+        self._bound, self.levels = True, levels if self.between_nodes else None
+
+    @property
+    def several_nodes(self) -> bool:
+        """True if the hook treats the traffic between several nodes by itself."""
+        return self.levels is not None and self.levels.count > 1
 
     def note(self, nodes: int, *, sharded: bool) -> str:
         """Return what a user should know of this hook on so many nodes; empty if nothing. Local."""

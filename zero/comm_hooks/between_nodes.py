@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zero.collectives import Collectives, CompletedWork, Work
-from zero.comm_hooks import ChainedWork, CommHook, NodeLevels, ReducibleBucket
+from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
 from zero.comm_hooks.codes import Code, aligned
 from zero.kernels import sum_dtype
 
@@ -101,11 +101,9 @@ class BetweenNodesHook(CommHook):
 
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Start to sum a bucket; what crosses nodes is compressed."""
-        levels = bucket.levels
-        assert levels is not None, "the optimizer gives them to hooks that are between_nodes"
-        if levels.count == 1 or bucket.gradients.is_complex():
+        if not self.several_nodes or bucket.gradients.is_complex():
             return bucket.reduce()
-        return ChainedWork(self._steps(bucket, levels))
+        return ChainedWork(self._steps(bucket))
 
     def note(self, nodes: int, *, sharded: bool) -> str:
         """Say where nothing is compressed, or codes take more bytes than the sums."""
@@ -147,7 +145,9 @@ class BetweenNodesHook(CommHook):
         states = state.get("residuals", {})
         self._residuals = {int(i): Residual(Unsent(**kept)) for i, kept in states.items()}
 
-    def _steps(self, bucket: ReducibleBucket, levels: NodeLevels) -> Iterator[Work]:
+    def _steps(self, bucket: ReducibleBucket) -> Iterator[Work]:
+        levels = self.levels
+        assert levels is not None, "there are several nodes"
         label = f"gradient bucket {bucket.index}"
         node = levels.node.named(label)
         gradients, bounds = bucket.gradients, levels.lane_bounds(bucket.layout)

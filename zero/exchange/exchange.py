@@ -1,5 +1,10 @@
 """Exchanges of parameters between nodes that train alone for some steps, composed of parts.
 
+    step                                0         1         2         3
+    every_step                          world     world     world     world
+    every 2 steps after 1 of warm-up    world     node      node      node
+    exchange after it                                       yes
+
 Each node is a replica: its ranks average gradients in every step, and state is sharded over them.
 
     outer            none: nodes send their parameters, which become the mean. Otherwise nodes send
@@ -25,17 +30,18 @@ via a Stale Synchronous Parallel Parameter Server", NIPS 2013, for the bound; Li
 what nodes send at different times: there of each node that arrives, here of a round of all nodes.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, takewhile
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from zero.collectives import Collectives
+from zero.collectives import Collectives, SingleProcessCollectives
 from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
-from zero.exchange.schedule import Exchanged, SyncSchedule
 from zero.norms import NonFiniteGradientError
 from zero.state import ERROR, SYNC
 
@@ -43,6 +49,10 @@ LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is d
 DRIFT = "the difference between the parameters and those after the last exchange"
 # Keys of the outer state; the last is of mean outer gradients that are to be applied.
 EXCHANGED, MOMENTUM, ARRIVING = f"{SYNC}exchanged", f"{SYNC}momentum", f"{SYNC}arriving"
+
+# The extent of the exchange after a step. After "some", parameters have changed, and may still
+# differ between replicas; after "all", replicas hold the same parameters.
+Exchanged: TypeAlias = Literal["nothing", "some", "all"]
 
 
 class OuterSGD:
@@ -131,8 +141,19 @@ class SentExchange:
         return self._ranks / weights
 
 
-class Exchange(SyncSchedule):
+class Exchange:
     """Exchange parameters over nodes every `every` steps, after `warmup` synchronous steps.
+
+    Gradients, batch weights and buffers of a step are exchanged over `group(step)` alone; state is
+    sharded over `sharding`, the ranks of this node, in every step. If no rank of a group has a
+    sample in a step, the group updates nothing. Decisions about the job are agreed over all ranks
+    in every step, but for those that are `independent`: so a step that is not finite on one node is
+    skipped, or raises, on all ranks.
+
+    Between exchanges, parameters, buffers and optimizer state differ between nodes, the replicas.
+    The tensors below are those that this rank updates, flat slices or whole parameters, in fp32 or
+    wider: the same ones on ranks with the same slot in their node. All ranks get the same answers
+    from `group`, `exchange_due` and `after_update`.
 
     `node` are the ranks of this node, and `cross` one rank of each node, in the order of nodes.
     `sharded` states that each rank of a node updates tensors of its own. With `weighted`, a node
@@ -164,6 +185,8 @@ class Exchange(SyncSchedule):
         node 1    round 0         | round 1           | round 2           | round 3
     """
 
+    mode = "every-step"  # its name in reports
+
     def __init__(
         self,
         world: Collectives,
@@ -183,8 +206,8 @@ class Exchange(SyncSchedule):
         mix: float = 0.0,
         max_staleness: int = 0,
     ) -> None:
-        super().__init__(node)
-        self.replica, self.replicas, self.weighted = cross.rank, cross.size, weighted
+        self.sharding, self.weighted = node, weighted
+        self.replica, self.replicas = cross.rank, cross.size
         self._world, self._every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
         self._agree = partial(SentExchange, world, cross.rank)
@@ -203,7 +226,11 @@ class Exchange(SyncSchedule):
         self._between_rounds = False
 
     def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-        """Give each parameter to the fragment that has the fewest elements so far."""
+        """Give each parameter, by name, to the fragment that has the fewest elements so far. Local.
+
+        `sizes` are the elements of each, in the same order on all ranks, and `tensors` those that
+        this rank updates, of some or all of them.
+        """
         for name, numel in sizes.items():
             lightest = self._loads.index(min(self._loads))
             self._loads[lightest] += numel
@@ -211,25 +238,33 @@ class Exchange(SyncSchedule):
                 self._fragment[tensors[name]] = lightest
 
     def group(self, step: int) -> Collectives:
-        """Return all ranks in the warm-up, and the node's after it."""
+        """Return the ranks of step number `step`, from 0: all in the warm-up, then the node's."""
         return self._world if step < self._warmup else self.sharding
 
     def independent(self, step: int) -> bool:
-        """Return whether a step is after the warm-up, and there is a staleness."""
+        """Return whether replicas take a step without waiting for each other. Local.
+
+        Then each replica skips the step or raises NonFiniteReplicaError by itself, and buffers are
+        those of its own.
+        """
         return self._max_staleness > 0 and step >= self._warmup
 
     def exchange_due(self, step: int) -> bool:
-        """Return whether the exchange of a fragment starts after a step."""
+        """Return whether the exchange of a fragment starts after a step, also a skipped one."""
         return self._starts_after(step) is not None
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
-        """Copy the parameters that the first step after the warm-up finds. Collective."""
+        """Copy the parameters that the first step after the warm-up finds. Collective.
+
+        `equal` states that all replicas hold the same.
+        """
         self._between_rounds = (step - self._warmup) % self._every == 0
         if step < self._warmup:  # drop the state of an earlier job, whose warm-up was shorter
             self._state.clear()
             self._drop(list(self._arrived))
+            return
         new = [tensor for tensor in tensors if tensor not in self._state]
-        if step < self._warmup or self._outer is None or not new:
+        if self._outer is None or not new:
             return
         for tensor in new:
             self._state[tensor] = {EXCHANGED: tensor.detach().clone()} | self._zeros(tensor)
@@ -239,14 +274,18 @@ class Exchange(SyncSchedule):
                 exchanged.copy_(mean)
 
     def note_weight(self, step: int, weight: float) -> None:
-        """Add the weight of a step of this node alone."""
+        """Add the weight of a step of this node alone, such as its samples; 0 if it was skipped."""
         if step < self._warmup:
             self.load_weights(())
         else:
             self._since = [since + weight for since in self._since]
 
     def weights(self) -> list[float]:
-        """Return the weight of the steps since the last exchange of each fragment."""
+        """Return the weight of the steps since the last exchange of each fragment.
+
+        The same on all ranks of a replica; empty unless `weighted`. Saved with the optimizer's
+        state.
+        """
         return [*self._since] if self.weighted else []
 
     def load_weights(self, weights: Sequence[float]) -> None:
@@ -310,11 +349,14 @@ class Exchange(SyncSchedule):
 
     @property
     def unsettled(self) -> bool:
-        """True if `settle` will apply what is in flight."""
+        """True if `settle` will change parameters. The same on all ranks of the replica."""
         return bool(self._max_staleness and self._flying)
 
     def settle(self) -> bool:
-        """Wait for exchanges in flight; with a staleness, also apply them. Collective."""
+        """Wait for exchanges in flight, so that `state` has them. Collective, if there are any.
+
+        They are applied when they are due; with a staleness, at once: then returns True.
+        """
         if not self.unsettled:
             self._arrived.update(self._receive(self._flying))
             self._note_peak()
@@ -327,7 +369,10 @@ class Exchange(SyncSchedule):
         return True
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the outer state, and the mean outer gradient that is to be applied."""
+        """Return the outer state, and the mean outer gradient that is to be applied. Local.
+
+        After `settle`. The same on all replicas, but for the keys in `zero.state.PER_REPLICA`.
+        """
         arrived = {ARRIVING: self._arrived[tensor]} if tensor in self._arrived else {}
         return self._state.get(tensor, {}) | arrived
 
@@ -486,6 +531,12 @@ class Exchange(SyncSchedule):
         self._flying.clear()
         for tensor in tensors:
             self._arrived.pop(tensor, None)
+
+
+def every_step(collectives: Collectives) -> Exchange:
+    """Return the schedule that averages every step over all ranks: its warm-up does not end."""
+    alone = SingleProcessCollectives()
+    return Exchange(collectives, collectives, alone, sharded=False, every=1, warmup=sys.maxsize)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ class BatchSource:
     samples: float = 0.0  # of this rank in the latest one that was drawn, whatever they weigh
 
     def latest(self, own: float, total: float | None, digest: int | None = None) -> "DrawnBatch":
-        """Return this rank's part of the latest batch that was drawn."""
+        """Return this rank's part of the latest batch, which was counted in `drawn` before."""
         return DrawnBatch(own, total, digest, self, self.drawn, self.plan, self.samples)
 
 
@@ -32,7 +32,7 @@ class DrawnBatch(NamedTuple):
 
     own: float  # weight of this rank's part; 0 for a stand-in, and for samples without a token
     total: float | None = None  # of the whole batch; None if only its ranks know their parts
-    digest: int | None = None  # of the samples of the whole batch, the same on every rank
+    digest: int | None = None  # 16 bits, of the samples of the whole batch, alike on all ranks
     source: BatchSource = BatchSource()
     number: int = 0  # of its source's batches, from 1
     plan: int = 0  # by which it is divided between ranks
@@ -204,20 +204,18 @@ class BatchWeight:
         self._added, self._weighted = (self._added or 0.0) + weight, True
         return weight / self.unit
 
-    def expect(
-        self, own: float, total: float | None, digest: int | None, source: BatchSource
-    ) -> None:
+    def expect(self, batch: DrawnBatch) -> None:
         """Note the latest batch of a source, which was drawn for a coming backward.
 
         Batches of other sources that another optimizer has used are not for this backward.
         """
-        self._over = False
+        self._over, source = False, batch.source
         self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
-        self._drawn.append(source.latest(own, total, digest))
+        self._drawn.append(batch)
 
-    def assume(self, own: float, total: float | None, source: BatchSource) -> None:
+    def assume(self, batch: DrawnBatch) -> None:
         """Let the latest batch of a source hold until a backward follows the next one."""
-        self._batch = self._current = source.latest(own, total)
+        self._batch = self._current = batch
 
     def _drop_outdated(self) -> None:
         """Drop batches that this optimizer has left out: another one has used a later one."""

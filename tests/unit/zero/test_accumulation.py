@@ -29,8 +29,9 @@ def mean(model, *inputs):
 
 def expect(optimizer, own, total):
     """State the next batch of the only loader."""
-    SOURCES.setdefault(optimizer, BatchSource()).drawn += 1
-    optimizer.accumulation.expect(own, total, None, SOURCES[optimizer])
+    source = SOURCES.setdefault(optimizer, BatchSource())
+    source.drawn += 1
+    optimizer.accumulation.expect(source.latest(own, total))
 
 
 def play(model, optimizer, steps):

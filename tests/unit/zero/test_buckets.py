@@ -116,19 +116,6 @@ def test_a_bucket_without_a_gradient_is_launched_at_the_end_of_backward():
     assert launches[0] < chained.log.index(("backward below layer", 0)) < launches[1]
 
 
-def test_one_large_bucket_leaves_when_the_last_gradient_is_in():
-    chained = Chained(bucket_bytes=1 << 20)
-    chained.loss().backward()
-    bucket = min(chained.buckets)
-    assert chained.log == [
-        ("backward below layer", 2),
-        ("backward below layer", 1),
-        ("launch", bucket),
-        ("backward below layer", 0),
-        ("wait", bucket),
-    ]
-
-
 def test_no_sync_which_may_be_nested_and_a_closed_optimizer_launch_nothing():
     chained = Chained()
     with chained.optimizer.no_sync():

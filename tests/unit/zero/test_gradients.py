@@ -92,24 +92,6 @@ def test_a_gradient_with_a_graph_of_its_own_trains(stage):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_parameter_may_be_in_any_micro_batch():
-    weights = []
-    for stage in (0, 1, 2):
-        model = Sums(lambda a, b, c: None)
-        optimizer = zero(model, stage=stage, lr=0.5)
-        for _ in range(2):
-            with optimizer.no_sync():
-                (model.a * X).sum().backward()
-            (model.b * X).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append([p.tolist() for p in model.parameters()])
-    assert weights[0] == weights[1] == weights[2]
-    a, b, c = Sums(None).parameters()
-    torch.testing.assert_close(torch.tensor(weights[0][:2]), torch.stack([a - X, b - X]))
-    assert weights[0][2] == c.tolist()
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2**0.5), (torch.bfloat16, None)])
 @STAGES
 def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):

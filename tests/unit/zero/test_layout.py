@@ -107,12 +107,6 @@ def specs_of(*numels):
     return [ParameterSpec(f"p{i}", (numel,), torch.float32) for i, numel in enumerate(numels)]
 
 
-def test_what_is_of_an_odd_length_moves_no_other_to_an_odd_address():
-    (bucket,) = plan_buckets(specs_of(64, 3, 128, 10), 2**20)
-    assert names(bucket) == ["p2", "p0", "p3", "p1"]
-    assert [entry.start for entry in bucket.entries] == [0, 128, 192, 202]
-
-
 @pytest.mark.parametrize(
     ("numels", "bucket_bytes", "expected"),
     [
@@ -174,14 +168,6 @@ def test_by_parameter_no_slot_gets_what_another_could_bear(specs, bucket_bytes, 
 
 
 @FEWER
-@given(MODELS, BUCKET_BYTES, LOADS, st.integers(1, 100))
-def test_equal_weights_change_nothing(specs, bucket_bytes, loads, weight):
-    for elsewhere in (None, loads):
-        cut = specs, bucket_bytes, len(loads), elsewhere
-        assert plan_buckets(*cut, [weight] * len(loads)) == plan_buckets(*cut)
-
-
-@FEWER
 @given(MODELS, BUCKET_BYTES, WEIGHTS)
 def test_by_parameter_no_slot_could_leave_its_last_one_to_another(specs, bucket_bytes, weights):
     plan = plan_buckets(specs, bucket_bytes, len(weights), [0] * len(weights), weights)
@@ -192,20 +178,6 @@ def test_by_parameter_no_slot_could_leave_its_last_one_to_another(specs, bucket_
         for other, other_weight in zip(totals, weights, strict=True):
             if pieces and other_weight:  # the last one dealt is the smallest
                 assert Fraction(total, weight) <= Fraction(other + min(pieces), other_weight)
-
-
-@pytest.mark.parametrize("loads", [None, [0, 0, 0, 0]], ids=["element", "parameter"])
-def test_fewer_elements_than_shards_leave_slots_with_none(loads):
-    specs = [ParameterSpec("p", (2,), torch.float32), ParameterSpec("empty", (0, 3), torch.float32)]
-    plan = plan_buckets(specs, 64, 4, loads)
-    counts = sorted(elements(plan, slot) for slot in range(4))
-    assert counts == ([0, 0, 1, 1] if loads is None else [0, 0, 0, 2])
-    pieces = sum(len(found) for slot in range(4) for found in owned(plan, slot))
-    assert pieces == (2 if loads is None else 1)
-    empty = [ParameterSpec("a", (0,), torch.float32), ParameterSpec("b", (2, 0), DTYPES[1])]
-    plan = plan_buckets(empty, 64, 4, loads)
-    assert [bucket.nbytes for bucket in plan] == [0, 0]
-    assert [owned(plan, slot) for slot in range(4)] == [[[], []]] * 4
 
 
 def test_the_cuts_of_the_picture():

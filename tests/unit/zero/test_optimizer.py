@@ -13,7 +13,7 @@ from first_of_two import STAGES, FirstOfTwo, assert_same_weights
 from first_of_two import zero as zero_of
 from torch import nn
 
-from zero import NonFiniteGradientError, SingleProcessCollectives, StepResult, ZeroOptimizer
+from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 
 MODES = [
     {"stage": stage, "partition": partition}
@@ -51,52 +51,6 @@ def test_a_model_in_place_of_its_parameters_is_trained_as_they_are():
     train(mine, ZeroOptimizer(mine, SGD, SingleProcessCollectives(), stage=2), inputs(3))
     train(theirs, zero(theirs, SGD), inputs(3))
     assert_same_weights(mine, theirs)
-
-
-class Forked(nn.Module):
-    """One branch or the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x, left):
-        return (self.left if left else self.right)(x)
-
-
-@pytest.mark.parametrize("emptied", [True, False])
-@modes
-def test_unused_parameters_are_left_alone_and_have_no_state_until_they_are_used(mode, emptied):
-    torch.manual_seed(3)
-    mine = Forked()
-    theirs = copy.deepcopy(mine)
-    optimizer, plain = zero(mine, ADAMW, bucket_bytes=1, **mode), ADAMW(theirs.parameters())
-    for step, x in enumerate(inputs(5)):
-        for model, stepper in ((mine, optimizer), (theirs, plain)):
-            model(x, left=step in (0, 3)).square().mean().backward()
-            stepper.step()
-        (mine if emptied else optimizer).zero_grad()  # the model's own leaves no gradient at all
-        if emptied and mode["stage"] == 2:
-            optimizer.zero_grad()  # what is kept is the optimizer's, not the model's
-        plain.zero_grad()
-        if step == 0:
-            used = {piece.name for piece in optimizer.slices() if piece.tensors}
-            assert used == {"left.weight", "left.bias"}
-    assert_same_weights(mine, theirs)
-
-
-@pytest.mark.parametrize("part", [slice(None), slice(3, 4)], ids=["model", "layer"])
-@modes
-def test_weights_that_are_loaded_into_16_bit_parameters_stay(mode, part):
-    mine, other = mlp().bfloat16(), mlp().bfloat16()
-    optimizer = zero(mine, partial(torch.optim.SGD, lr=0.0), model=mine, **mode)
-    train(mine, optimizer, inputs(1, torch.bfloat16))
-    with torch.no_grad():
-        for p in other[part].parameters():
-            p.add_(1)
-    mine[part].load_state_dict(other[part].state_dict())
-    train(mine, optimizer, inputs(1, torch.bfloat16))
-    assert_same_weights(mine, other)
 
 
 @modes
@@ -176,22 +130,6 @@ def test_a_sharded_gradient_refuses_every_use(stage, partition):
     optimizer.step()
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-
-
-def norm_of(model):
-    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-
-
-def test_without_a_limit_nothing_is_clipped_and_with_one_the_gradient_is_the_clipped_mean():
-    plain, model, clipped = mlp(), mlp(), mlp()
-    optimizers = zero(model), zero(clipped, max_grad_norm=0.01)
-    for each in (plain, model, clipped):
-        (1e3 * each(inputs(1)[0])).square().mean().backward()
-    norm = pytest.approx(norm_of(plain))
-    free, limited = (optimizer.step() for optimizer in optimizers)
-    assert free == StepResult(norm, 1.0, norm, 1.0, skipped=False)
-    assert limited.clip_coef < 1
-    assert norm_of(clipped) == pytest.approx(limited.clipped_norm, rel=1e-6)
 
 
 def test_what_is_not_finite_is_named():
@@ -388,14 +326,6 @@ def test_parameters_are_the_rounded_master_weights(stage, dtype):
         assert torch.equal(model.get_parameter(name), master.to(dtype).float())
         assert not torch.equal(model.get_parameter(name), master)
         assert torch.equal(found[name], master.detach().flatten())
-
-
-@DTYPES
-def test_at_stage_0_they_are_not_rounded(dtype):
-    expected, model = mlp(), mlp()
-    train(expected, zero(expected, ADAMW), inputs(3))
-    train(model, zero(model, ADAMW, gather_dtype=dtype), inputs(3))
-    assert_same_weights(model, expected)
 
 
 @SHARDED

@@ -11,10 +11,8 @@ import pytest
 import torch
 from first_of_two import STAGES, FirstOfTwo, zero
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero import SingleProcessCollectives
-from zero.kernels import own_view
 
 
 class FailingGathers(FirstOfTwo):
@@ -116,19 +114,6 @@ def test_state_dicts_share_the_memory_of_the_model_and_outlive_it():
     del model, optimizer
     gc.collect()
     assert torch.equal(state["weight"], expected)
-
-
-def test_views_with_a_storage_of_their_own_keep_that_of_the_whole_alive():
-    flat = torch.arange(10.0)
-    whole = StorageWeakRef(flat.untyped_storage())
-    part = own_view(flat, 2, torch.empty(2, 3))
-    flat[3] = -1
-    assert part.tolist() == [[2, -1, 4], [5, 6, 7]]
-    view = part[0]
-    del flat, part
-    assert not whole.expired()
-    del view
-    assert whole.expired()
 
 
 @STAGES

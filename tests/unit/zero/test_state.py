@@ -164,10 +164,8 @@ def test_options_that_a_user_changed_are_kept_by_group():
         named = list(model.named_parameters())
         return [{"params": named[:2], "lr": 0.3}, {"params": named[2:]}]
 
-    model, other = net(), net()
-    optimizer = zero(groups(model))
+    optimizer, resumed = zero(groups(net())), zero(groups(net()))
     optimizer.param_groups[1]["lr"] = 0.7
-    resumed = zero(groups(other))
     resumed.load_state_dict(saved(optimizer))
     assert [group["lr"] for group in resumed.param_groups] == [0.3, 0.7]
 

@@ -1,6 +1,6 @@
 """A job in which one rank fails while others wait for it, over gloo.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/torchrun/scripts/faults.py raises
+python -m torch.distributed.run --nproc-per-node 2 tests/torchrun/scripts/failing_rank.py raises
 """
 
 import os

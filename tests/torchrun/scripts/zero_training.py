@@ -1,8 +1,8 @@
 """`zero.ZeroOptimizer` over `zero.TorchCollectives`, beside plain torch in every process, and DDP.
 
 export PYTHONPATH=tests/helpers:tests/mpi
-python -m torch.distributed.run --nproc-per-node 3 tests/torchrun/scripts/training.py
-mpirun -n 3 python tests/torchrun/scripts/training.py           over backend mntrain
+python -m torch.distributed.run --nproc-per-node 3 tests/torchrun/scripts/zero_training.py
+mpirun -n 3 python tests/torchrun/scripts/zero_training.py      over backend mntrain
 """
 
 import copy

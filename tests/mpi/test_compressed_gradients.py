@@ -47,14 +47,12 @@ class Seam:
 
     def __init__(self, world, hook, numel, dtype=torch.float32, *, sharded=False):
         self.world, self.hook, self.sharded = world, hook, sharded
-        self.levels = world.node_levels(f"test {next(_numbers)}")
+        hook.levels = self.levels = world.node_levels(f"test {next(_numbers)}")
         (self.layout,) = plan_buckets([ParameterSpec("p", (numel,), dtype)], 1 << 30, RANKS)
 
     def reduce(self, own):
         """The part of the sum of all ranks' tensors that this rank needs."""
-        bucket = ReducibleBucket(
-            0, self.layout, own.clone(), self.world.collectives, self.sharded, self.levels
-        )
+        bucket = ReducibleBucket(0, self.layout, own.clone(), self.world.collectives, self.sharded)
         self.hook(bucket).wait()
         self.hook.end_reduction(1.0)
         self.hook.end_step(taken=True)
@@ -79,6 +77,7 @@ def everyone(numel, dtype=torch.float32, seed=0):
 
 
 def coded(sums):
+    """Return what sums are coded as, and leave in them what the code lacks."""
     code = torch.zeros(CODE.nbytes(len(sums)), dtype=torch.uint8)
     total = torch.zeros_like(sums)
     if len(sums):
