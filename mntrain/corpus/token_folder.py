@@ -38,7 +38,6 @@ from mntrain.corpus.tokenizer import (
 
 MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.bin"
-_FILES = {MANIFEST_FILE, TOKENS_FILE, TOKENIZER_FILE, SETTINGS_FILE}
 _EVERY_S = 10.0  # between lines of progress
 _VERSION = 1  # of the rules by which text becomes tokens
 _AGAIN = "run `python -m mntrain tokenize` again"
@@ -133,14 +132,14 @@ def open_token_folder(path: Path) -> TokenFolder:
 
 
 def write_token_folder(
-    output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer, *, overwrite: bool
+    output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer
 ) -> TokenManifest:
     """Tokenize files into a new folder, which appears when it is complete.
 
     The memory used does not depend on the amount of data. Raises ValueError for text that cannot be
     read, if files change meanwhile, and if the folder exists; OSError if it cannot be written.
     """
-    check_output(output, overwrite=overwrite)
+    check_output(output)
     if found := next((file for file in sources.files if is_token_ids(file)), None):
         raise ValueError(f"{found} holds token ids already: let glob match text only")
     before = _file_states(sources)
@@ -173,8 +172,6 @@ def write_token_folder(
             (folder / TOKENIZER_FILE).write_bytes(made_by.content)
             (folder / SETTINGS_FILE).write_text(settings)
         (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
-        if overwrite:
-            shutil.rmtree(output, ignore_errors=True)
         folder.rename(output)
     return manifest
 
@@ -202,17 +199,14 @@ def _write_tokens(
     return tokens, documents
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
+def check_output(output: Path) -> None:
     """Raise ValueError unless a folder of tokens can be made at `output`."""
     if not output.parent.is_dir():
         raise ValueError(f"{output}: {output.parent} is not a folder: make it, or give another")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ValueError(f"{output} exists, and is no folder: give another name")
-    held = {path.name for path in output.iterdir()} if output.exists() else set()
-    if held and (held - _FILES or not is_token_folder(output)):
-        raise ValueError(f"{output} has other files than tokens: give another folder")
-    if held and not overwrite:
-        raise ValueError(f"{output} has tokens already: give another folder, or --overwrite")
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty: remove it, or give another folder")
 
 
 def _file_states(sources: CorpusFiles) -> list[tuple[str, int, int, int]]:
@@ -252,8 +246,8 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
             what = f"{size:.1f} MB of {sources.root} into {output}"
             print(f"mntrain: tokenizing {what}, once", file=sys.stderr, flush=True)
             try:
-                overwrite = output.exists()
-                write_token_folder(output, sources, text_field, tokenizer, overwrite=overwrite)
+                shutil.rmtree(output, ignore_errors=True)  # damaged
+                write_token_folder(output, sources, text_field, tokenizer)
             except (OSError, ValueError) as error:
                 if found := _find(output):  # a process without the lock made it
                     return found

@@ -69,7 +69,7 @@ def test_any_number_of_threads_makes_the_same_tokens_without_torch_and_mpi(tmp_p
         ("IN OUT --bpe-vocab 300", "line 1 has no field 'text': its fields are id, story;"),
         ("IN/x OUT --bpe-vocab 300", "IN/x: must be a file or a folder"),
         ("IN OUT/x --tokenizer bytes", "OUT/x: OUT is not a folder: make it"),
-        ("IN IN --tokenizer bytes", "IN has other files than tokens"),
+        ("IN IN --tokenizer bytes", "IN is not empty: remove it"),
         ("IN OUT --tokenizer gpt2", "tokenizer gpt2: must be bytes, bpe:FILE"),
         ("IN OUT --tokenizer bytes --glob *.md", "glob '*.md' matches no file"),
         ("IN/a.png OUT --tokenizer bytes", "IN/a.png has no text: a.png has"),
