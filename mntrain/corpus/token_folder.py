@@ -19,7 +19,7 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, BinaryIO, Literal, NamedTuple
+from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -38,7 +38,6 @@ from mntrain.corpus.tokenizer import (
 
 MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.bin"
-_FILES = {MANIFEST_FILE, TOKENS_FILE, TOKENIZER_FILE, SETTINGS_FILE}
 _EVERY_S = 10.0  # between lines of progress
 _VERSION = 1  # of the rules by which text becomes tokens
 _AGAIN = "run `python -m mntrain tokenize` again"
@@ -69,29 +68,6 @@ class TokenManifest:
     sources: dict[str, Count]  # sizes in bytes of the files that were tokenized
 
 
-class TokenFolder(NamedTuple):
-    """A complete folder of tokens."""
-
-    path: Path
-    manifest: TokenManifest
-    tokenizer: Tokenizer
-
-    @property
-    def tokens_path(self) -> Path:
-        """The file of tokens."""
-        return self.path / TOKENS_FILE
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the file, little-endian."""
-        return np.dtype(self.manifest.dtype).newbyteorder("<").str
-
-
-def dtype_of(vocabulary: int) -> Literal["uint16", "uint32"]:
-    """Return the dtype of tokens, by the size of their vocabulary."""
-    return "uint16" if vocabulary <= 1 << 16 else "uint32"
-
-
 def is_token_folder(path: Path) -> bool:
     """Return whether a folder holds tokens with a manifest, sound or not."""
     manifest = path / MANIFEST_FILE
@@ -101,8 +77,8 @@ def is_token_folder(path: Path) -> bool:
         return (path / TOKENS_FILE).exists() or b'"mntrain tokens' in file.read(256)
 
 
-def open_token_folder(path: Path) -> TokenFolder:
-    """Return a folder of tokens, after comparing its files with the manifest.
+def open_token_folder(path: Path) -> tuple[TokenManifest, Tokenizer]:
+    """Return what made a folder of tokens, after comparing its files with the manifest.
 
     Raises ValueError for one that was changed or cut short. The tokens themselves are not read.
     """
@@ -118,9 +94,8 @@ def open_token_folder(path: Path) -> TokenFolder:
     tokenizer: Tokenizer = ByteTokenizer()
     if content.tokenizer != "bytes":
         tokenizer = FileTokenizer(path / TOKENIZER_FILE)
-    found = TokenFolder(path, content, tokenizer)
-    expected = content.tokens * np.dtype(content.dtype).itemsize
-    size = found.tokens_path.stat().st_size if found.tokens_path.is_file() else 0
+    tokens, expected = path / TOKENS_FILE, content.tokens * np.dtype(content.dtype).itemsize
+    size = tokens.stat().st_size if tokens.is_file() else 0
     for name, stated, real in (
         ("the bytes of tokens.bin", expected, size),
         ("tokenizer_sha256", content.tokenizer_sha256, getattr(tokenizer, "sha256", None)),
@@ -129,25 +104,27 @@ def open_token_folder(path: Path) -> TokenFolder:
             raise ValueError(
                 f"{file}: {name} should be {stated}, and is {real}: restore the files, or {_AGAIN}"
             )
-    return found
+    return content, tokenizer
 
 
 def write_token_folder(
-    output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer, *, overwrite: bool
+    output: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer
 ) -> TokenManifest:
     """Tokenize files into a new folder, which appears when it is complete.
 
     The memory used does not depend on the amount of data. Raises ValueError for text that cannot be
     read, if files change meanwhile, and if the folder exists; OSError if it cannot be written.
     """
-    check_output(output, overwrite=overwrite)
+    check_output(output)
     if found := next((file for file in sources.files if is_token_ids(file)), None):
         raise ValueError(f"{found} holds token ids already: let glob match text only")
     before = _file_states(sources)
     with TemporaryDirectory(suffix=PARTIAL, prefix=f".{output.name}.", dir=output.parent) as parent:
         folder = Path(parent, "tokens")
         folder.mkdir()
-        tokens, documents = _write_tokens(folder / TOKENS_FILE, sources, text_field, tokenizer)
+        dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.size <= 1 << 16 else "uint32"
+        path = folder / TOKENS_FILE
+        tokens, documents = _write_tokens(path, dtype, sources, text_field, tokenizer)
         if _file_states(sources) != before:
             raise ValueError(f"files of {sources.root} changed while they were read: try again")
         if not tokens:
@@ -158,7 +135,7 @@ def write_token_folder(
         made_by = tokenizer if isinstance(tokenizer, FileTokenizer) else None
         manifest = TokenManifest(
             format="mntrain tokens 1",
-            dtype=dtype_of(tokenizer.size),
+            dtype=dtype,
             vocabulary=tokenizer.size,
             tokens=tokens,
             documents=documents,
@@ -173,17 +150,14 @@ def write_token_folder(
             (folder / TOKENIZER_FILE).write_bytes(made_by.content)
             (folder / SETTINGS_FILE).write_text(settings)
         (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
-        if overwrite:
-            shutil.rmtree(output, ignore_errors=True)
         folder.rename(output)
     return manifest
 
 
 def _write_tokens(
-    path: Path, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer
+    path: Path, dtype: str, sources: CorpusFiles, text_field: str, tokenizer: Tokenizer
 ) -> tuple[int, int]:
     """Write the token ids to a file, synced to disk; return the numbers of tokens and documents."""
-    dtype = np.dtype(dtype_of(tokenizer.size)).newbyteorder("<")
     tokens = documents = 0
     told = time.monotonic()
     with path.open("wb") as file:
@@ -191,7 +165,7 @@ def _write_tokens(
             for ids in batch:
                 if len(ids) and int(ids.max()) >= tokenizer.size:
                     raise ValueError(f"the tokenizer made id {ids.max()}, which it does not list")
-                file.write(ids.astype(dtype).tobytes())
+                file.write(ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
                 tokens += len(ids)
             documents += ended
             if time.monotonic() - told >= _EVERY_S:
@@ -202,17 +176,14 @@ def _write_tokens(
     return tokens, documents
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
+def check_output(output: Path) -> None:
     """Raise ValueError unless a folder of tokens can be made at `output`."""
     if not output.parent.is_dir():
         raise ValueError(f"{output}: {output.parent} is not a folder: make it, or give another")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ValueError(f"{output} exists, and is no folder: give another name")
-    held = {path.name for path in output.iterdir()} if output.exists() else set()
-    if held and (held - _FILES or not is_token_folder(output)):
-        raise ValueError(f"{output} has other files than tokens: give another folder")
-    if held and not overwrite:
-        raise ValueError(f"{output} has tokens already: give another folder, or --overwrite")
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty: remove it, or give another folder")
 
 
 def _file_states(sources: CorpusFiles) -> list[tuple[str, int, int, int]]:
@@ -228,8 +199,8 @@ def cache_folder() -> Path:
     return folder / "mntrain" / "tokens"
 
 
-def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -> TokenFolder:
-    """Return the tokens of text, from the cache or made now.
+def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -> Path:
+    """Return the folder of the tokens of text, in the cache already or made now.
 
     Local. Of the processes that share the cache and its file locks, one makes them, and the others
     wait; without locks the first to finish counts. Raises ValueError, for the same error on all
@@ -241,8 +212,8 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
         output = cache_folder() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
         output.parent.mkdir(parents=True, exist_ok=True)
         with _lock(output.with_suffix(".lock")) as (lock, locked):
-            if (found := _find(output)) is not None:
-                return found
+            if _is_sound(output):
+                return output
             if problem := lock.read():  # of the process that had the lock before
                 raise ValueError(problem.decode())
             if locked:  # what killed processes have left
@@ -252,15 +223,15 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
             what = f"{size:.1f} MB of {sources.root} into {output}"
             print(f"mntrain: tokenizing {what}, once", file=sys.stderr, flush=True)
             try:
-                overwrite = output.exists()
-                write_token_folder(output, sources, text_field, tokenizer, overwrite=overwrite)
+                shutil.rmtree(output, ignore_errors=True)  # damaged
+                write_token_folder(output, sources, text_field, tokenizer)
             except (OSError, ValueError) as error:
-                if found := _find(output):  # a process without the lock made it
-                    return found
+                if _is_sound(output):  # a process without the lock made it
+                    return output
                 if isinstance(error, ValueError):
                     lock.write(str(error).encode(errors="replace"))
                 raise
-            return open_token_folder(output)
+            return output
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"the tokens of {sources.root} cannot be cached: {error}; set XDG_CACHE_HOME to a "
@@ -269,12 +240,12 @@ def cached_tokens(sources: CorpusFiles, text_field: str, tokenizer: Tokenizer) -
         ) from error
 
 
-def _find(folder: Path) -> TokenFolder | None:
-    """Return cached tokens, or None if there are none or they are damaged."""
-    try:
-        return open_token_folder(folder)
-    except (OSError, ValueError):
-        return None
+def _is_sound(folder: Path) -> bool:
+    """Return whether there are cached tokens, and they are not damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        open_token_folder(folder)
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -57,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--glob", default="**/*", help="pattern of the files to read in a folder (default: **/*)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT if it exists")
     return parser
 
 
@@ -70,7 +69,7 @@ def _tokenize(options: argparse.Namespace) -> None:
             f"--bpe-vocab {vocabulary}: must be at least {MIN_BPE_VOCABULARY}: all bytes, and the "
             "end-of-text token"
         )
-    check_output(output, overwrite=options.overwrite)
+    check_output(output)
     tokenizer = load_tokenizer(options.tokenizer) if vocabulary is None else None
     sources = find_files(options.input, options.glob)
     if skipped := sources.describe_skipped():
@@ -84,7 +83,7 @@ def _tokenize(options: argparse.Namespace) -> None:
                 f"the text is too small for {vocabulary:,} tokens: the vocabulary has "
                 f"{tokenizer.size:,}"
             )
-    manifest = write_token_folder(output, sources, field, tokenizer, overwrite=options.overwrite)
+    manifest = write_token_folder(output, sources, field, tokenizer)
     print(
         f"{output}: {manifest.tokens:,} tokens ({manifest.dtype}, vocabulary "
         f"{manifest.vocabulary:,}) of {manifest.documents:,} documents in "

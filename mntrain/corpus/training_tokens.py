@@ -17,7 +17,7 @@ from mntrain.corpus.records import holds_records
 from mntrain.corpus.text_files import ID_SUFFIXES, CorpusFiles, find_files, is_token_ids
 from mntrain.corpus.token_folder import (
     MANIFEST_FILE,
-    TokenFolder,
+    TOKENS_FILE,
     cached_tokens,
     is_token_folder,
     open_token_folder,
@@ -157,13 +157,14 @@ def open_training_tokens(
     """
     given = load_tokenizer(tokenizer)
     if path is not None and is_token_folder(path):
-        folder = open_token_folder(path)
-        if isinstance(given, FileTokenizer) and given.identity != folder.tokenizer.identity:
+        found = _of_folder(path)
+        own = found.tokenizer
+        if isinstance(given, FileTokenizer) and own and given.identity != own.identity:
             raise ValueError(
                 f"{given.path} is not the tokenizer of {path}: tokenize the text with this one, or "
                 "leave out --data.tokenizer"
             )
-        return _of_folder(folder)
+        return found
     with named_in_errors("--data.path") as label:
         sources = find_files(path, glob)
     return _of_files(sources, given, text_field, label)
@@ -178,7 +179,7 @@ def open_validation_tokens(
     whose tokenizer is another one or is not known, and for data that is trained on.
     """
     tokenizer = training.tokenizer
-    found = _of_folder(open_token_folder(path)) if is_token_folder(path) else None
+    found = _of_folder(path) if is_token_folder(path) else None
     sources = found.sources if found else find_files(path, glob)
     refuse_shared(training.sources, sources)
     if found and found.tokenizer:
@@ -240,16 +241,16 @@ def _of_files(
     return TrainingTokens(Corpus(sources.files), sources, given, None, True, files)
 
 
-def _of_folder(folder: TokenFolder) -> TrainingTokens:
+def _of_folder(path: Path) -> TrainingTokens:
     """Return the tokens of a folder."""
-    path, manifest = folder.path, folder.manifest
-    names = [MANIFEST_FILE, folder.tokens_path.name]
-    if isinstance(folder.tokenizer, FileTokenizer):
+    manifest, tokenizer = open_token_folder(path)
+    names = [MANIFEST_FILE, TOKENS_FILE]
+    if isinstance(tokenizer, FileTokenizer):
         names.append(TOKENIZER_FILE)
     return TrainingTokens(
-        Corpus([folder.tokens_path], folder.dtype),
-        CorpusFiles(path, (folder.tokens_path,)),
-        folder.tokenizer,
+        Corpus([path / TOKENS_FILE], np.dtype(manifest.dtype).newbyteorder("<").str),
+        CorpusFiles(path, (path / TOKENS_FILE,)),
+        tokenizer,
         manifest.end_of_text,
         True,
         {name: path / name for name in names},

@@ -4,27 +4,20 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import default_collate
 
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.metrics.registry import StepRecord
-from mntrain.tasks import (
-    Loss,
-    Losses,
-    Metric,
-    Task,
-    check_loss,
-    errors_of_task,
-    evaluating,
-    name_of,
-)
+from mntrain.tasks import Task, check_loss, errors_of_task, evaluating, name_of
 from mntrain.train.compiling import Precision
 from mntrain.train.job_data import JobData
-from mntrain.train.step_means import GlobalMeans
+from mntrain.train.step_means import GlobalMeans, StepMeans
+from zero.collectives import SingleProcessCollectives
 
 EVAL_LOSS = "eval_loss"
 
@@ -117,42 +110,25 @@ def try_evaluation(
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
     task = copy.copy(task)  # one that counts its calls, say, must not count this one
     states = random_states(on)
-    losses: dict[str, Loss | Losses] = {}
+    sums = {which: StepMeans(0) for which in data.validation_sets}
     try:
         with evaluating(model):
-            for which in data.validation_sets:
+            for which, means in sums.items():
                 label = f"the validation data {which}".strip()
-                with errors_of_task(task, f"a sample of {label} cannot be read"):
+                with errors_of_task(task, f"an evaluation of {label} fails"):
                     samples = data.first_validation_samples(which)
-                with errors_of_task(task, f"collate fails on samples of {label}"):
                     batch = (task.collate or default_collate)(samples)
-                with errors_of_task(task, f"loss() fails on samples of {label}"):
-                    losses[which] = precision.loss(task, model, batch, on)
-                try:
-                    check_loss(losses[which], name_of(task))
-                except TypeError as error:
-                    raise ValueError(str(error)) from error
+                    loss = precision.loss(task, model, batch, on)
+                    check_loss(loss, name_of(task))
+                    means.add_loss(loss)
     finally:
         set_random_states(states, on)
-    names = [EVAL_LOSS]
-    for which, loss in losses.items():
-        try:
-            metrics = task.derive(*_of_batch(loss))
-        except Exception:  # of a batch without a positive, say: the first evaluation checks it
-            return
-        names += [f"{which} {name}".strip() for name in metrics]
-        names += [f"{which} loss"] if which else []
-    if losses:
-        best.check(names)
-
-
-def _of_batch(loss: Loss | Losses) -> tuple[float, dict[str, float]]:
-    """Return the loss and the metrics of one micro-batch."""
-    given: dict[str, Metric] = {**loss.metrics}
-    if isinstance(loss, Losses):
-        mean = sum(loss.factors.get(name, 1.0) * part.value for name, part in loss.parts.items())
-        given |= loss.parts
-    else:
-        mean = loss.mean
-    tensors = {name: m if isinstance(m, Tensor) else m.value for name, m in given.items()}
-    return float(mean), {name: float(tensor) for name, tensor in tensors.items()}
+    by_set: dict[str, GlobalMeans] = {}
+    try:
+        for which, means in sums.items():
+            found = means.reduce(SingleProcessCollectives(), "in an evaluation")
+            by_set[which] = replace(found, metrics=task.derive(found.loss, found.metrics))
+    except Exception:  # of a batch without a positive, say: the first evaluation checks it
+        return
+    if by_set:
+        best.check([EVAL_LOSS, *merge_sets(by_set)[1]])

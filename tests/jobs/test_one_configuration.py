@@ -97,36 +97,6 @@ def test_ranks_may_differ_in_what_no_result_depends_on(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-OPENS = """
-from mntrain.tasks.lm import LanguageModel
-from torch.utils.data import Dataset, Subset
-
-class Opening(Dataset):
-    file = None
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __len__(self):
-        return len(self.inner)
-
-    def __getitem__(self, index):
-        self.file = self.file or open("corpus.txt")
-        return self.inner[index]
-
-class Own(LanguageModel):
-    def dataset(self, split):
-        inner = Opening(super().dataset(split))
-        return Subset(inner, range(len(inner)))
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_dataset_that_opens_a_file_in_each_worker_is_still_sent_to_workers(tmp_path):
-    (tmp_path / "opens.py").write_text(OPENS)
-    completed(start(tmp_path, "--task", "opens:Own", "--data.workers", "1", ranks=1))
-
-
 @pytest.mark.exhaustive
 def test_bench_names_options_that_differ(tmp_path):
     words = 'exec "$@" --sizes %s'

@@ -46,20 +46,6 @@ def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, opt
 
 
 @pytest.mark.exhaustive
-def test_a_folder_of_tokens_trains_as_its_text_does_and_resumes_its_run(tmp_path, options):
-    given = Path(options[-1].removeprefix("bpe:"))
-    words = ["a.jsonl", "tokens", "--text-field", "story", "--tokenizer", f"bpe:{given.name}"]
-    command = [sys.executable, "-m", "mntrain", "tokenize", *words]
-    assert mpirun(1, command, cwd=tmp_path, timeout=60).returncode == 0
-    completed(train(2, tmp_path, *options, *STEPS, "--run.stop-after", "10"))
-    completed(train(2, tmp_path, "--data.path", str(tmp_path / "tokens"), *STEPS))
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    completed(train(2, whole, *options, *STEPS))
-    assert losses(tmp_path) == losses(whole)
-
-
-@pytest.mark.exhaustive
 def test_another_tokenizer_is_refused_by_ranks_and_by_resumed_runs(tmp_path, options):
     completed(train(2, tmp_path, *options, *STEPS, "--run.stop-after", "10"))
     path = Path(options[-1].removeprefix("bpe:"))

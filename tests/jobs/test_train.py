@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from job import (
     completed,
-    configuration,
     losses,
     losses_alone,
     metrics,
@@ -57,36 +56,10 @@ def test_a_run_needs_no_validation(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_resolved_configuration_runs_again_the_same_bit_for_bit(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    completed(train(2, first, "--run.seed", "7"))
-    command = [sys.executable, "-m", "mntrain", "--config", str(first / "run" / "config.toml")]
-    command += ["--run.dir", str(second / "run")]
-    completed(mpirun(2, command, timeout=100))
-    assert losses(second) == losses(first)
-    again = configuration(second)
-    assert again.pop("run")["seed"] == 7
-    expected = configuration(first)
-    expected.pop("run")
-    assert again == expected
-
-
-@pytest.mark.thorough
 def test_a_compiled_model_follows_the_plain_one(tmp_path):
     options = ["--model.layers", "1", "--train.eval-samples", "12"]  # few shapes to compile for
     completed(train(1, tmp_path, *options, "--train.compile", timeout=110))
     assert losses(tmp_path) == pytest.approx(losses_alone(*options), rel=1e-4)
-
-
-@pytest.mark.thorough
-def test_a_task_of_ones_own_with_metrics(tmp_path):
-    options = ["--task", "digits:Digits", "--train.steps", "60", "--train.batch-size", "64"]
-    options += ["--train.eval-samples", "0", "--run.dir", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "mntrain", *options, "--optim.lr", "0.01"]
-    completed(mpirun(2, command, timeout=100, cwd=EXAMPLES))
-    assert metrics(tmp_path)[-1]["eval_metrics"]["accuracy"] > 0.9
 
 
 @pytest.mark.thorough

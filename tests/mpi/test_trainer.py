@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -165,30 +164,3 @@ def test_a_callback_of_one_rank_ends_the_run_on_all(world, tmp_path, monkeypatch
         assert (summary["status"], summary["reason"]) == ("stopped", "good enough")
         assert steps_taken(tmp_path) == 5  # in which all ranks learn of it
         assert summary["checkpoint"].endswith("step-00000005")
-
-
-class Slow(LanguageModel):
-    """Takes a twentieth of a second for a step."""
-
-    def loss(self, model, batch):
-        time.sleep(0.05)
-        return super().loss(model, batch)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("checkpoint", "least", "most"),
-    [
-        (CheckpointConfig(every="0.005min"), 2, 7),  # after 0.3 s or more, and in the end
-        (CheckpointConfig(every="auto", mtbf_hours=1e-6), 3, 20),  # after the first step too
-        (CheckpointConfig(every="auto", mtbf_hours=1e6), 2, 2),  # too seldom for a second one
-    ],
-)
-def test_the_clock_decides_when_to_save(world, tmp_path, checkpoint, least, most):
-    config = small(tmp_path, f"{__name__}:Slow", steps=12)
-    assert fit(world, config, checkpoint=checkpoint) == 0
-    if world.master:
-        summary = summary_of(tmp_path)
-        assert least <= summary["checkpoints"]["saved"] <= most
-        assert summary["checkpoints"]["waited_s"] > 0
-        assert summary["checkpoint"].endswith("step-00000012")

@@ -25,23 +25,23 @@ def test_a_vocabulary_is_trained_and_applied_to_more_text(tmp_path, corpus, caps
     words = ["tokenize", str(corpus), str(tmp_path / "t"), "--text-field", "story"]
     assert main([*words, "--bpe-vocab", "300"]) == 0
     out, err = capsys.readouterr()
-    found = open_token_folder(tmp_path / "t")
-    assert f"{found.manifest.tokens:,} tokens (uint16, vocabulary 300) of 63 documents in 3" in out
+    manifest, tokenizer = open_token_folder(tmp_path / "t")
+    assert f"{manifest.tokens:,} tokens (uint16, vocabulary 300) of 63 documents in 3" in out
     assert "skipped 1 binary file: a.png" in err
     given = f"bpe:{tmp_path / 't' / 'tokenizer.json'}"
     words[2] = str(tmp_path / "t2")
     assert main([*words, "--tokenizer", given]) == 0
-    again = open_token_folder(tmp_path / "t2")
-    assert again.tokens_path.read_bytes() == found.tokens_path.read_bytes()
-    ids = np.fromfile(again.tokens_path, dtype="<u2")
+    tokens = tmp_path / "t2" / "tokens.bin"
+    assert tokens.read_bytes() == (tmp_path / "t" / "tokens.bin").read_bytes()
+    ids = np.fromfile(tokens, dtype="<u2")
     text = "".join(t + "<|endoftext|>" for i in range(3) for t in stories(20 + i))
-    assert again.tokenizer.decode(ids.tolist()) == text
+    assert tokenizer.decode(ids.tolist()) == text
 
 
 def test_a_vocabulary_larger_than_the_text_gives_is_said(tmp_path, corpus, capsys):
     words = ["tokenize", str(corpus), str(tmp_path / "t"), "--text-field", "story"]
     assert main([*words, "--bpe-vocab", "9000"]) == 0
-    size = open_token_folder(tmp_path / "t").manifest.vocabulary
+    size = open_token_folder(tmp_path / "t")[0].vocabulary
     assert size < 9000
     assert f"too small for 9,000 tokens: the vocabulary has {size:,}" in capsys.readouterr().err
 
@@ -69,7 +69,7 @@ def test_any_number_of_threads_makes_the_same_tokens_without_torch_and_mpi(tmp_p
         ("IN OUT --bpe-vocab 300", "line 1 has no field 'text': its fields are id, story;"),
         ("IN/x OUT --bpe-vocab 300", "IN/x: must be a file or a folder"),
         ("IN OUT/x --tokenizer bytes", "OUT/x: OUT is not a folder: make it"),
-        ("IN IN --tokenizer bytes", "IN has other files than tokens"),
+        ("IN IN --tokenizer bytes", "IN is not empty: remove it"),
         ("IN OUT --tokenizer gpt2", "tokenizer gpt2: must be bytes, bpe:FILE"),
         ("IN OUT --tokenizer bytes --glob *.md", "glob '*.md' matches no file"),
         ("IN/a.png OUT --tokenizer bytes", "IN/a.png has no text: a.png has"),

@@ -18,7 +18,7 @@ def tokenized(tmp_path, corpus):
 
     def make(tokenizer, glob="*"):
         folder, sources = tmp_path / "t", find_files(corpus, glob)
-        write_token_folder(folder, sources, "text", load_tokenizer(tokenizer), overwrite=False)
+        write_token_folder(folder, sources, "text", load_tokenizer(tokenizer))
         return folder
 
     return make

@@ -34,7 +34,7 @@ def kinds(tmp_path):
         np.array(range(50 * i), "<u2").tofile(made["ids", i])
         for kind, tokenizer in tokenizers.items():
             folder, lines = tmp_path / f"{kind}{i}", find_files(made["lines", i], "*")
-            write_token_folder(folder, lines, "text", tokenizer, overwrite=False)
+            write_token_folder(folder, lines, "text", tokenizer)
             made[kind, i] = folder
     return made, given
 

@@ -116,14 +116,6 @@ def test_a_list_of_samples_is_cut_by_sample(batch, size):
         assert all(of(part)[0] is batch[0] for part, share in parts if not share)
 
 
-def test_columns_in_a_list_are_cut_by_row():
-    columns = [torch.randn(5, 3), torch.arange(5)]
-    got = [epoch_of([columns], rank, 2)[0] for rank in range(2)]
-    assert [share for _, share in got] == [2, 3]
-    for index, column in enumerate(columns):
-        assert torch.equal(torch.cat([part[index] for part, _ in got]), column)
-
-
 class Opaque:
     pass
 

@@ -37,24 +37,6 @@ def test_the_parts_of_a_loader_are_the_global_batches(size, options):
     assert (drawn == sorted(drawn)) == ("shuffle" not in options)
 
 
-@pytest.mark.parametrize(
-    ("workers", "start_method"),
-    [(0, None), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.thorough)],
-)
-def test_the_ranks_agree_though_their_random_states_differ(workers, start_method):
-    data = TensorDataset(torch.arange(10), torch.arange(10))
-    loader = loader_of(data, 4, workers, shuffle=True, multiprocessing_context=start_method)
-    drawn = []
-    for rank in range(2):
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rank)
-            before = torch.get_rng_state()
-            drawn.append([x for (x, _), _ in epoch_of(loader, rank, 2, seed=7)])
-            assert torch.equal(torch.get_rng_state(), before)
-    assert [len(x) for x in drawn[0]] == [len(x) for x in drawn[1]] == [2, 2, 1]
-    assert sorted(torch.cat([*drawn[0], *drawn[1]]).tolist()) == list(range(10))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_rank_loads_its_own_samples_by_the_loaders_collate_or_a_stand_in_of_no_share(workers):
     data = Numbers(7)

@@ -11,8 +11,8 @@ import torch
 from sharding import Log, alone, in_turns, sharded
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-SIZES = [1, 2, 3]
-WORKERS = [0, 1, 2]
+SIZES = [1, 3]
+WORKERS = [0, 2]
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
@@ -172,12 +172,8 @@ def test_whole_streams_make_the_same_global_batches_everywhere(size, workers, dr
     assert run(partial(loader, Parted(0), workers), size, epoch) == [[]] * size
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent):
-    if persistent and not workers:
-        return
-
     def two_epochs(parts, log):
         random.seed(parts._shards.rank)
         torch.manual_seed(parts._shards.rank)

@@ -2,7 +2,6 @@ import math
 import sys
 import sysconfig
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +19,6 @@ from mntrain.corpus.training_tokens import Corpus
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load, make_model
 from mntrain.tasks.token_windows import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
 
 language_model = partial(text_tasks.language_model, valid_fraction=0.25)
 
@@ -421,17 +417,6 @@ def test_the_tokenizer_is_among_what_is_compared(tmp_path, documents):
     assert language_model(documents).compared_values() == {"the tokenizer": "bytes"}
     np.save(tmp_path / "a.npy", np.arange(40))
     assert language_model(tmp_path / "a.npy").compared_values() == {}
-
-
-# ---- the example ----
-
-
-def test_the_digits_name_the_package_to_install(modules, monkeypatch):
-    monkeypatch.chdir(EXAMPLES)
-    for module in ("sklearn", "sklearn.datasets"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"scikit-learn: pip install 'mntrain\[examples\]'"):
-        load("digits:Digits", Config())
 
 
 # ---- what a task returns ----
