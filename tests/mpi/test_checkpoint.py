@@ -321,7 +321,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("way", ["at once", "begun", "looked after"])
+@pytest.mark.parametrize("way", ["at once", "begun"])
 @pytest.mark.parametrize("call", FAILURES)
 def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, way):
     world, model, optimizer = sharded
@@ -335,8 +335,6 @@ def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, 
         if way == "at once":
             saver.save(progress(2))
         saver.begin(progress(2))
-        if way == "begun":
-            saver.finish()
         while sum(world.gather(saver.ready())) < RANKS or not saver.advance():
             pass
 

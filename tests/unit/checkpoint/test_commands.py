@@ -230,14 +230,14 @@ def test_export_to_a_full_disk_is_one_error_and_keeps_the_old_file(
 # Damaged checkpoints, for every subcommand.
 
 
-COMMANDS = {  # the words, {} for the damaged checkpoint, and the exit code
-    "show": ("show {}", 1),
-    "verify": ("verify {}", 1),
-    "diff, the first": ("diff {} {sound}", 2),
-    "diff, the second": ("diff {sound} {}", 2),
-    "export": ("export {} {out}.pt", 2),
-    "export to safetensors": ("export {} {out}.safetensors", 2),
-}
+COMMANDS = [  # the words, {} for the damaged checkpoint, and the exit code
+    ("show {}", 1),
+    ("verify {}", 1),
+    ("diff {} {sound}", 2),
+    ("diff {sound} {}", 2),
+    ("export {} {out}.pt", 2),
+    ("export {} {out}.safetensors", 2),
+]
 
 
 def fill(template, path, saved, tmp_path):
@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_it(saved, copied, tmp_path
     damage, said = DAMAGES[how]
     path = newest(copied / "run")
     damage(path)
-    for template, expected in COMMANDS.values():
+    for template, expected in COMMANDS:
         code, out, err = ckpt(*fill(template, path, saved, tmp_path))
         assert (code, out) == (expected, "")
         assert err.count(str(path)) == err.count(said) == err.count("\n") == 1
@@ -261,19 +261,18 @@ def test_a_damaged_checkpoint_is_one_error_that_names_it(saved, copied, tmp_path
     assert out.count("unsound") == out.count("complete") == 1
 
 
-@pytest.mark.parametrize("template", COMMANDS)
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file", "too long a name"])
-def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, template, what):
+def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, what):
     path = tmp_path / ("x" * 300 if what == "too long a name" else "x")
     if what == "an empty folder":
         path.mkdir()
     elif what == "a file":
         path.write_text("x")
-    template, expected = COMMANDS[template]
-    code, out, err = ckpt(*fill(template, path, saved, tmp_path))
-    assert (code, out) == (expected, "")
-    assert err.startswith(f"mntrain: {path}: ")
-    assert err.count("\n") == 1
+    for template, expected in COMMANDS:
+        code, out, err = ckpt(*fill(template, path, saved, tmp_path))
+        assert (code, out) == (expected, "")
+        assert err.startswith(f"mntrain: {path}: ")
+        assert err.count("\n") == 1
     assert len(list(tmp_path.iterdir())) == (what in ("an empty folder", "a file"))
     assert ckpt("list", path)[0] == 1
 
@@ -287,7 +286,7 @@ def test_a_flipped_bit_is_detected_by_every_command_that_reads_it(
     for at in chance.sample(range((path / name).stat().st_size), 40):
         bit = chance.randrange(8)
         flip(path / name, at, bit)
-        for template, expected in COMMANDS.values():
+        for template, expected in COMMANDS:
             if template.startswith(reading[name]):
                 code, out, err = ckpt(*fill(template, path, saved, tmp_path))
                 assert (code, out) == (expected, "")
