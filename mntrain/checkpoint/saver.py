@@ -103,7 +103,7 @@ class Save:
     seconds: float = 0.0  # from the snapshot until it was complete
     nbytes: int = 0  # of all files but the manifest
     written: Future[Checksums] = field(default_factory=Future)  # by this rank's thread
-    published: Future[None] | None = None  # by the master's thread, once all ranks have written
+    published: Future[None] | None = None  # by the master; on others: all have written
     process: int = field(default_factory=os.getpid)
 
     def end(self, *, warns: bool) -> None:
@@ -176,7 +176,7 @@ class Saver:
         """Take a snapshot, and write it in a thread. Collective.
 
         `progress` is what is known of the run, equal on all ranks. No other save may be in
-        progress: call `finish` first. Raises AgreedError as `advance`.
+        progress: call `finish` first. Errors are raised by `advance`.
         """
         with self._optimizer.averaged():
             self._begin(progress, in_background=True)
@@ -212,17 +212,15 @@ class Saver:
                 with self._world.agreement():
                     own = save.written.result()
                 gathered = self._world.gather(own)
-                save.seconds = time.perf_counter() - save.start
-                save.published = Future()
-                if self._world.master:
-                    save.published = _in_thread(partial(self._publish, save, gathered))
+                save.published = _in_thread(partial(self._publish, save, gathered))
                 return None
             with self._world.agreement():
-                if self._world.master:
-                    save.published.result()
+                save.published.result()
         except AgreedError as error:
             self._end(save)
-            raise self._failure(save.path, save.folder, error) from error
+            if self._world.master:
+                shutil.rmtree(save.folder, ignore_errors=True)
+            raise AgreedError(f"{save.path} was not saved: {error}", self._world.rank) from error
         self._end(save)
         return save
 
@@ -236,25 +234,29 @@ class Saver:
         assert self._pending is None, "a save is in progress: call finish first"
         world, start, token = self._world, time.perf_counter(), secrets.token_hex(4)
         path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        folder = path.with_name(f".{path.name}.{token}")
+        save = Save(path, path.with_name(f".{path.name}.{token}"), progress, start)
         ranges: Iterable[TensorRange]
         self._optimizer.wait_for_parameters()
         model = self._model.state_dict()
         try:
             with world.agreement():
-                progress = self._describe(progress)
+                save.manifest = self._describe(progress)
                 outline, ranges = _own_shard(world, token, model, self._optimizer, self._objects)
                 if world.master:
-                    folder.mkdir(parents=True)  # before the others, which have to open files in it
+                    save.folder.mkdir(
+                        parents=True
+                    )  # before the others, which have to open files in it
                 if in_background:  # training continues while they are written
                     ranges = self._buffer.copy(ranges)
                 elif world.device.type == "cuda":  # which may still be computing them
                     torch.cuda.current_stream(world.device).synchronize()
-        except AgreedError as error:
-            raise self._failure(path, folder, error) from error
-        outlines = world.gather(outline)
-        save = Save(path, path.with_name(f".{path.name}.{outlines[0].token}"), progress, start)
-        save.written = _in_thread(partial(_write, save, world, outlines, _shapes_of(model), ranges))
+        except AgreedError as error:  # such as no memory for the snapshot
+            save.written.set_exception(AgreedError(str(error), world.rank))
+        else:
+            outlines = world.gather(outline)
+            save.folder = path.with_name(f".{path.name}.{outlines[0].token}")
+            shapes = _shapes_of(model)
+            save.written = _in_thread(partial(_write, save, world, outlines, shapes, ranges))
         self._pending = save
         atexit.register(save.end, warns=world.master)
 
@@ -262,18 +264,15 @@ class Saver:
         self._pending = None
         atexit.unregister(save.end)
 
-    def _failure(self, path: Path, folder: Path, error: AgreedError) -> AgreedError:
-        """Remove the folder of a save that has failed, and return the error that says so."""
-        if self._world.master:
-            shutil.rmtree(folder, ignore_errors=True)
-        return AgreedError(f"{path} was not saved: {error}", self._world.rank)
-
     def _publish(self, save: Save, by_rank: Sequence[Checksums]) -> None:
-        """Publish a checkpoint that all ranks have written. In a thread of the master."""
+        """Publish a checkpoint that all ranks have written, on the master. In a thread."""
+        wrote_s = save.seconds = time.perf_counter() - save.start
+        if not self._world.master:
+            return
         checksums = {
             name: sorted(part for written in by_rank for part in written[name]) for name in FILES
         }
-        _make_valid(save, replace(save.manifest, wrote_s=save.seconds, checksums=checksums))
+        _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
         save.seconds = time.perf_counter() - save.start
         remove_old(self._run_dir, self._keep, save.manifest.scored_by)
 

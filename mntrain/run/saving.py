@@ -140,11 +140,10 @@ class RunSaver:
             start = time.perf_counter()
             self.wait(progress.step)
             copy_start = time.perf_counter()
+            self._saver.begin(progress)
             self.progress += 1
-            begun = self._report(lambda: self._saver.begin(progress), progress.step)
             end = time.perf_counter()
-            if begun:
-                self._interval.saved(end - copy_start)
+            self._interval.saved(end - copy_start)
             self._waited_s += end - start
 
     def save_now(self, progress: Manifest) -> None:
@@ -180,10 +179,10 @@ class RunSaver:
             self._best_score = min(score, lowest)
         return self._best_score < lowest
 
-    def _report(self, call: Callable[[], Save | None], step: int, *, warns: bool = True) -> bool:
-        """Report the complete checkpoint that a call returns, if any; return False if it failed."""
+    def _report(self, end: Callable[[], Save | None], step: int, *, warns: bool = True) -> None:
+        """Report the complete checkpoint that `end` returns, if any, or its failure."""
         try:
-            saved = call()
+            saved = end()
         except AgreedError as error:
             if not warns:
                 raise
@@ -193,9 +192,9 @@ class RunSaver:
             if now >= self._warned_at + RETRY_S:
                 self._warned_at = now
                 self._warn(str(error))
-            return False
+            return
         if saved is None:
-            return True
+            return
         self._last = saved.path
         self._saved += 1
         self.longest_s = max(self.longest_s, saved.seconds)
@@ -205,7 +204,6 @@ class RunSaver:
         )
         if self._world.master:
             self._on_checkpoint(saved.path)
-        return True
 
 
 class Checkpoints:
