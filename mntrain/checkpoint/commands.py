@@ -17,7 +17,7 @@ from rich.table import Table
 from safetensors import safe_open
 from torch import Tensor
 
-from mntrain.checkpoint.exports import export_file, export_folder, missing_tokenizer
+from mntrain.checkpoint.exports import export_file, export_folder
 from mntrain.checkpoint.format import DTYPES, FILES, MODEL, OPTIMIZER, Manifest, open_tensors
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, scores
 from mntrain.metrics.report import plain
@@ -87,24 +87,20 @@ def _list(options: Namespace, console: Console) -> int:
             problems[path] = f"{path}: {error}"
     # The best is by the metric of the newest checkpoint.
     metric = next((content.scored_by for content in contents.values()), "eval_loss")
-    found = scores(paths, metric)
-    others = [] if metric == "eval_loss" else [metric.partition(":")[0]]
-    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", *others, "files")
+    best = next(iter(scores(paths, metric)), None)
+    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
     for path in paths:
         if path in problems:
-            table.add_row(path.name, *[""] * (5 + len(others)), "unsound")
+            table.add_row(path.name, *[""] * 5, "unsound")
             _fail(problems[path], DAMAGED)
             continue
         content = contents[path]
         date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])
         loss = "" if content.eval_loss is None else f"{content.eval_loss:.4f}"
         row = [str(content.step), date, ranks, f"{content.nbytes / 1e6:.1f}", loss]
-        if others:
-            sign = -1 if metric.endswith(":max") else 1
-            row += [f"{sign * found[path]:.4g}" if path in found else ""]
         table.add_row(path.name, *row, "complete")
     console.print(table)
-    for best in list(found)[:1]:
+    if best is not None:
         _print(console, f"the best by {metric}: {best.name}")
     return DAMAGED if problems else 0
 
@@ -223,8 +219,6 @@ def _export(options: Namespace, console: Console) -> int:
         path, content = find_sound(options.CKPT, (MODEL,))
         size = export_folder(path, content, out, force=options.force)
         _print(console, f"{out}: the model of {path}, {size / 1e6:.1f} MB")
-        if missing := missing_tokenizer(path, content):
-            _print(console, f"{out}: {missing}")
         return 0
     if out.is_dir():
         raise ValueError(f"{out} is a folder: give the name of a file")

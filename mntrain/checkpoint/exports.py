@@ -26,7 +26,6 @@ from mntrain.corpus.tokenizer import (
     GENERIC_CLASS,
     SETTINGS_FILE,
     TOKENIZER_FILE,
-    ByteTokenizer,
     FileTokenizer,
 )
 from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, transformers_library
@@ -125,16 +124,6 @@ def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return size
-
-
-def missing_tokenizer(checkpoint: Path, content: Manifest) -> str:
-    """Return why an exported folder has no tokenizer, in one line; an empty text if it has one."""
-    if (checkpoint.absolute().parents[1] / RUN_FOLDER / TOKENIZER_FILE).is_file():
-        return ""
-    identity = content.data.get("values", {}).get("the tokenizer")
-    if identity in (None, ByteTokenizer.identity):
-        return "tokens are bytes, or ids without a tokenizer, so there is no tokenizer.json"
-    return f"the run has no copy of its tokenizer ({identity}): add its {TOKENIZER_FILE}"
 
 
 def _partial(out: Path) -> Path:

@@ -1,8 +1,8 @@
 """Saving a run: all ranks write one checkpoint in parallel, while training continues.
 
-begin      the master makes a folder, and all ranks take a snapshot; training may change the tensors
-           from then on (on a GPU, the copies are enqueued before that)
-           ranks exchange what each holds; a thread writes its part and waits for the disk
+begin      the master makes a folder, all ranks take a snapshot, and exchange what each holds
+           training may change the tensors from then on (on a GPU, the copies are enqueued before)
+           a thread of each rank writes its part and waits for the disk
 advance    when every part is on the disk, all ranks exchange the checksums of what they wrote
            the master's thread writes the manifest, renames the folder and removes old checkpoints
 advance    all ranks learn that the checkpoint is complete
@@ -15,7 +15,7 @@ communication hook, and an equal part of everything that all ranks hold in full:
 stage 0 the optimizer state. Replicas of a sync schedule save states of their own, and replica 0
 what all share.
 
-All messages are sent by the calling thread. The writing thread of a rank only polls for results.
+All messages are sent by the calling thread.
 """
 
 import atexit
@@ -66,8 +66,7 @@ from mntrain.checkpoint.objects import (
 )
 from mntrain.checkpoint.reader import checkpoint_name, is_shared, list_checkpoints, scores
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
-from mntrain.comm.engine import Future as CommFuture
-from mntrain.errors import AgreedError, combined_refusals
+from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
@@ -76,7 +75,6 @@ from zero.state import StateSlice
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
-_POLL_S = 0.001
 _EXIT_S = 30.0  # for a checkpoint that all ranks have written, at the end of the script
 _LOOK_S = 0.1  # between two looks for a new folder
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
@@ -102,11 +100,9 @@ class Save:
     folder: Path  # the temporary one
     manifest: Manifest  # completed as the save proceeds
     start: float
-    outlines: CommFuture[list[tuple[str | None, ShardOutline | None]]]  # with errors, by rank
     seconds: float = 0.0  # from the snapshot until it was complete
     nbytes: int = 0  # of all files but the manifest
     written: Future[Checksums] = field(default_factory=Future)  # by this rank's thread
-    results: CommFuture[list[tuple[str | None, Checksums]]] | None = None  # what all have written
     published: Future[None] | None = None  # by the master; on others: all have written
     process: int = field(default_factory=os.getpid)
 
@@ -212,19 +208,13 @@ class Saver:
         save = self._pending
         assert save is not None, "no save is in progress"
         try:
-            if save.results is None:
-                save.outlines.wait()  # for other ranks, where the watchdog sees it
-                result: tuple[str | None, Checksums]  # an error, and checksums
-                try:
-                    result = None, save.written.result()
-                except (OSError, ValueError, RuntimeError) as error:
-                    result = str(error), {}
-                save.results = self._world.gather_later(result)
-                save.published = _in_thread(partial(self._publish, save, save.results))
+            if save.published is None:
+                with self._world.agreement():
+                    own = save.written.result()
+                gathered = self._world.gather(own)
+                save.published = _in_thread(partial(self._publish, save, gathered))
                 return None
-            assert save.published is not None
             with self._world.agreement():
-                save.results.wait()
                 save.published.result()
         except AgreedError as error:
             self._end(save)
@@ -244,25 +234,29 @@ class Saver:
         assert self._pending is None, "a save is in progress: call finish first"
         world, start, token = self._world, time.perf_counter(), secrets.token_hex(4)
         path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        folder = path.with_name(f".{path.name}.{token}")
-        error: str | None = None
-        outline: ShardOutline | None = None
-        ranges: Iterable[TensorRange] = ()
+        save = Save(path, path.with_name(f".{path.name}.{token}"), progress, start)
+        ranges: Iterable[TensorRange]
         self._optimizer.wait_for_parameters()
         model = self._model.state_dict()
         try:
-            progress = self._describe(progress)
-            outline, ranges = _own_shard(world, token, model, self._optimizer, self._objects)
-            if world.master:
-                folder.mkdir(parents=True)  # before the others, which have to open files in it
-            if in_background:  # training continues while they are written
-                ranges = self._buffer.copy(ranges)
-            elif world.device.type == "cuda":  # which may still be computing them
-                torch.cuda.current_stream(world.device).synchronize()
-        except (OSError, ValueError, RuntimeError) as raised:  # such as no memory for the snapshot
-            error = str(raised) or type(raised).__name__
-        save = Save(path, folder, progress, start, world.gather_later((error, outline)))
-        save.written = _in_thread(partial(_write, save, world, _shapes_of(model), ranges))
+            with world.agreement():
+                save.manifest = self._describe(progress)
+                outline, ranges = _own_shard(world, token, model, self._optimizer, self._objects)
+                if world.master:
+                    save.folder.mkdir(
+                        parents=True
+                    )  # before the others, which have to open files in it
+                if in_background:  # training continues while they are written
+                    ranges = self._buffer.copy(ranges)
+                elif world.device.type == "cuda":  # which may still be computing them
+                    torch.cuda.current_stream(world.device).synchronize()
+        except AgreedError as error:  # such as no memory for the snapshot
+            save.written.set_exception(AgreedError(str(error), world.rank))
+        else:
+            outlines = world.gather(outline)
+            save.folder = path.with_name(f".{path.name}.{outlines[0].token}")
+            shapes = _shapes_of(model)
+            save.written = _in_thread(partial(_write, save, world, outlines, shapes, ranges))
         self._pending = save
         atexit.register(save.end, warns=world.master)
 
@@ -270,22 +264,17 @@ class Saver:
         self._pending = None
         atexit.unregister(save.end)
 
-    def _publish(
-        self, save: Save, gathered: CommFuture[list[tuple[str | None, Checksums]]]
-    ) -> None:
-        """Publish the checkpoint, on the master, if all ranks have written. In a thread."""
-        results = _poll(gathered)
-        _raise_any([error for error, _ in results], OSError)
-        if self._world.master:
-            checksums = {
-                name: sorted((part for _, c in results for part in c[name]), key=lambda p: p.start)
-                for name in FILES
-            }
-            wrote_s = time.perf_counter() - save.start
-            _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
+    def _publish(self, save: Save, by_rank: Sequence[Checksums]) -> None:
+        """Publish a checkpoint that all ranks have written, on the master. In a thread."""
+        wrote_s = save.seconds = time.perf_counter() - save.start
+        if not self._world.master:
+            return
+        checksums = {
+            name: sorted(part for written in by_rank for part in written[name]) for name in FILES
+        }
+        _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
         save.seconds = time.perf_counter() - save.start
-        if self._world.master:
-            remove_old(self._run_dir, self._keep, save.manifest.scored_by)
+        remove_old(self._run_dir, self._keep, save.manifest.scored_by)
 
     def _describe(self, progress: Manifest) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
@@ -403,20 +392,22 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _write(save: Save, world: Ranks, model: Shapes, ranges: Iterable[TensorRange]) -> Checksums:
-    """Write ranges, on the master also the files' headers, after all ranks have described theirs.
+def _write(
+    save: Save,
+    world: Ranks,
+    outlines: Sequence[ShardOutline],
+    model: Shapes,
+    ranges: Iterable[TensorRange],
+) -> Checksums:
+    """Write ranges, on the master also the files' headers.
 
     Returns the written ranges by file, after they are on the disk. Raises OSError, and ValueError
-    if a rank cannot save.
+    for a dtype that the files lack.
     """
     start = time.perf_counter()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
-    given = _poll(save.outlines)
-    _raise_any([error for error, _ in given], ValueError)
-    outlines = [outline for _, outline in given if outline]
     layouts = _lay_out(save, model, outlines)
-    save.folder = save.path.with_name(f".{save.path.name}.{outlines[0].token}")
     save.nbytes = sum(layout.nbytes for layout in layouts.values())
     files: dict[str, int] = {}
     written: Checksums = {name: [] for name in layouts}
@@ -509,16 +500,3 @@ def remove_old(run_dir: Path, keep: int, metric: str) -> None:
             with suppress(OSError):
                 path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
-
-
-def _poll(future: CommFuture[T]) -> T:
-    """Return a collective's result without driving it: the calling thread does that."""
-    while not future.done:
-        time.sleep(_POLL_S)
-    return future.wait()
-
-
-def _raise_any(errors: Sequence[str | None], kind: type[Exception]) -> None:
-    """Raise one exception for the errors of all ranks, if there are any."""
-    if any(errors):
-        raise kind(combined_refusals(errors))

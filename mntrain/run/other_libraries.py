@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import MethodType, ModuleType
@@ -66,7 +66,7 @@ def checked_once_imported(module: str, path: str, check: Callable[..., None]) ->
         yield
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder(MetaPathFinder):
     """A finder of one module, which calls a function with it after its import."""
 
     def __init__(self, module: str, imported: Callable[[ModuleType], None]) -> None:
@@ -75,26 +75,21 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the finders behind this one return, with this one as the loader."""
+        """Return what the finders behind this one return, with a loader that calls the function."""
         if name != self._module:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(name, path, target) for finder in behind)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._imported(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module of the loader in whose place this one is."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Let that loader import the module, and be the module's again."""
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._imported(module)
 
 
 def check_model(model: object, size: int) -> None:

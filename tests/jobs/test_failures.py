@@ -302,11 +302,17 @@ def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder,
     assert summary(folder)["status"] == "stalled"
 
 
+def run(folder, text, ranks, *words, **options):
+    """Run a script of one's own."""
+    script = folder / "own.py"
+    script.write_text(text)
+    return mpirun(ranks, [sys.executable, script, *words], cwd=folder, timeout=60, **options)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("late", ["before", "during"])
 def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp_path, late):
-    script = tmp_path / "own.py"
-    script.write_text(
+    text = (
         "import os, sys, time, torch, mntrain\n"
         "world = mntrain.init(device='cpu', timeout=3, warn_after=1)\n"
         "model = torch.nn.Linear(2, 2)\n"
@@ -319,18 +325,19 @@ def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp
         "    os.fsync = lambda file: time.sleep(1000)\n"
         "checkpoints.save(1, now=True)\n"
     )
-    result = mpirun(2, [sys.executable, script, late], cwd=tmp_path, timeout=60)
+    result = run(tmp_path, text, 2, late)
     assert not result.timed_out
     assert result.returncode == 1, result.report()
     assert "for rank 1 on" in result.stderr
-    assert f"in no collective, at {script}:{8 if late == 'before' else 11}" in result.stderr
+    assert (
+        f"in no collective, at {tmp_path}/own.py:{8 if late == 'before' else 11}" in result.stderr
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
-    script = tmp_path / "late.py"
-    script.write_text(
+    text = (
         "import os, time\n"
         "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
         f"time.sleep(1000 if rank == '{late}' else 0)\n"
@@ -338,12 +345,12 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
         "from mntrain.watchdog import start_timer; start_timer.LEAST_S = 0\n"
         "mntrain.init(timeout=3, warn_after=1)\n"
     )
-    result = mpirun(3, [sys.executable, script], timeout=60)
+    result = run(tmp_path, text, 3)
     assert result.returncode != 0
     assert not result.timed_out
     assert result.stderr.count("Timeout (0:00:0") == 1, result.report()
     assert "in _wait_until_all_ranks_have_started_mpi" in result.stderr
-    assert f'File "{script}", line 6 in <module>' in result.stderr
+    assert f'File "{tmp_path}/own.py", line 6 in <module>' in result.stderr
 
 
 LATE_AT_EXIT = """
@@ -402,8 +409,7 @@ def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
 @pytest.mark.thorough
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_path, fails):
-    script = tmp_path / "own.py"
-    script.write_text(
+    text = (
         "import time, torch, mntrain\n"
         "from mntrain.checkpoint import saver\n"
         "def full(*arguments):\n"
@@ -421,7 +427,7 @@ def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_pa
         "    time.sleep(0.5)\n"
         "main()\n"
     )
-    result = completed(mpirun(3, [sys.executable, script], timeout=100, cwd=tmp_path))
+    result = completed(run(tmp_path, text, 3))
     said = "run/checkpoints/step-00000001 was not saved, since the script has ended before"
     assert result.stderr.count(said) == 1, result.report()
     assert "Traceback" not in result.stderr
@@ -430,15 +436,14 @@ def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_pa
 
 @pytest.mark.thorough
 def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(
+    text = (
         "import os, mntrain\n"
         "with mntrain.init(device='cpu') as world:\n"
         "    world.sum([1.0])\n"
         "if world.rank == 1:\n"
         "    os._exit(3)\n"
     )
-    result = mpirun(3, [sys.executable, script], timeout=100, outlived=True)
+    result = run(tmp_path, text, 3, outlived=True)
     assert not result.timed_out, result.report()
     assert result.returncode not in (0, None), result.report()
     assert "rank 1 on" in result.stderr, result.report()
@@ -447,11 +452,10 @@ def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
 
 @pytest.mark.thorough
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(
+    text = (
         "import mntrain\nwith mntrain.init(algorithm='ring') as world:\n    print('not reached')\n"
     )
-    result = mpirun(3, [sys.executable, script], timeout=60)
+    result = run(tmp_path, text, 3)
     assert result.returncode == 1
     sentence = "algorithm: Input should be 'flat', 'lanes', 'leader' or 'naive', not 'ring'"
     assert result.stderr.count(sentence) == 1
@@ -461,8 +465,7 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
 
 @pytest.mark.thorough
 def test_threads_and_forked_children_and_caught_errors_end_without_the_job(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(
+    text = (
         "import os, sys, threading\nimport mntrain\n"
         "def bug():\n    raise KeyError('in a thread')\n"
         "with mntrain.init() as world:\n"
@@ -480,7 +483,7 @@ def test_threads_and_forked_children_and_caught_errors_end_without_the_job(tmp_p
         "        told = world.gather(str(error))\n"
         "    print(f'{world.sum([1.0])} {told}\\n', end='')\n"
     )
-    result = completed(mpirun(2, [sys.executable, script], timeout=60))
+    result = completed(run(tmp_path, text, 2))
     assert result.stdout.count("[2.0] ['rank 1: not here', 'rank 1: not here']") == 2
     assert result.stderr.count("mntrain: rank 1 of 2 on") == 1
     assert result.stderr.count("KeyError: 'in a thread'") == 1
@@ -489,8 +492,7 @@ def test_threads_and_forked_children_and_caught_errors_end_without_the_job(tmp_p
 
 @pytest.mark.thorough
 def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(
+    text = (
         "import sys\nimport mntrain\n"
         "sys.excepthook = lambda kind, error, trace: print('reported', error)\n"
         "with mntrain.init() as world:\n"
@@ -498,6 +500,6 @@ def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
         "    world.sum([1.0])\n"
     )
     for ranks in (1, 2):
-        result = mpirun(ranks, [sys.executable, script], timeout=60)
+        result = run(tmp_path, text, ranks)
         assert result.returncode not in (0, None), result.report()
         assert result.stdout.strip() == "reported 'a bug'"

@@ -308,6 +308,8 @@ def test_advance_does_not_wait_when_all_ranks_are_ready(sharded, folder):
         while sum(world.gather(saver.ready())) < RANKS:
             time.sleep(0.001)
         stages.append(saver.advance())
+        if saver.saving:  # the end of the script would wait for it on every rank
+            saver._pending.published.result(timeout=30)
     assert [stage and stage.path for stage in stages] == [None, list_checkpoints(folder)[0]]
 
 
@@ -321,7 +323,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("way", ["at once", "begun", "looked after"])
+@pytest.mark.parametrize("way", ["at once", "begun"])
 @pytest.mark.parametrize("call", FAILURES)
 def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, way):
     world, model, optimizer = sharded
@@ -335,8 +337,6 @@ def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, 
         if way == "at once":
             saver.save(progress(2))
         saver.begin(progress(2))
-        if way == "begun":
-            saver.finish()
         while sum(world.gather(saver.ready())) < RANKS or not saver.advance():
             pass
 

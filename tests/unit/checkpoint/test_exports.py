@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from mntrain.checkpoint.exports import export_folder, missing_tokenizer
+from mntrain.checkpoint.exports import export_folder
 from mntrain.config import Config, DataConfig, ModelConfig
 from mntrain.config_types import as_mapping
 from mntrain.corpus.tokenizer import FileTokenizer
@@ -63,8 +63,11 @@ def test_an_existing_folder_is_kept_unless_forced(saved, tmp_path):
     with pytest.raises(ValueError, match="out exists: give another name, or --force"):
         export_folder(saved[0], HF, tmp_path / "out", force=False)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
+    (tmp_path / "out" / "vocab.txt").write_text("")  # of an earlier export
     export_folder(saved[0], HF, tmp_path / "out", force=True)
-    assert {"mine", "model.safetensors"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"mine", "model.safetensors"} <= names
+    assert "vocab.txt" not in names
     with pytest.raises(ValueError, match="mine exists"):
         export_folder(saved[0], HF, tmp_path / "out" / "mine", force=True)
 
@@ -104,8 +107,8 @@ def save(folder, given, dtype=torch.float32):
     return path, model
 
 
-def described(given, **options):
-    return manifest(task="lm", model=as_mapping(given), **options)
+def described(given):
+    return manifest(task="lm", model=as_mapping(given))
 
 
 def opened(folder):
@@ -156,9 +159,7 @@ def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path
     for name, content in LanguageModel(Config(data=data)).run_files().items():
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / name).write_bytes(content)
-    content = described(shape(), tokenizer=tokenizer.identity)
-    export_folder(path, content, tmp_path / "out", force=False)
-    assert missing_tokenizer(path, content) == ""
+    export_folder(path, described(shape()), tmp_path / "out", force=False)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = stories(70)[69]
     assert theirs.encode(text) == tokenizer.encode([text])[0].tolist()
@@ -188,24 +189,8 @@ def test_the_exported_tokenizer_adds_no_token_that_training_has_not_seen(tmp_pat
     assert theirs.bos_token_id == start
 
 
-def test_forced_into_a_folder_no_file_of_an_earlier_export_is_left(tmp_path):
+def test_a_model_of_other_layers_is_refused(tmp_path):
     path, _ = save(tmp_path, shape())
-    out = tmp_path / "out"
-    out.mkdir()
-    for name in ("generation_config.json", "tokenizer.json", "vocab.txt", "notes.md"):
-        (out / name).write_text("{}")
-    export_folder(path, described(shape()), out, force=True)
-    names = {file.name for file in out.iterdir()}
-    assert names == {"config.json", "model.safetensors", "notes.md"}
-
-
-def test_a_folder_without_a_tokenizer_is_explained_and_other_layers_refused(tmp_path):
-    path, _ = save(tmp_path, shape())
-    for identity, line in (
-        *((identity, "tokens are bytes, or ids without") for identity in ("bytes", None)),
-        ("sha256 12", r"no copy of its tokenizer (sha256 12): add its tokenizer.json"),
-    ):
-        assert line in missing_tokenizer(path, described(shape(), tokenizer=identity))
     options = as_mapping(shape()) | {"layers": 3}
     with pytest.raises(ValueError, match=r"differs in blocks\.2\.attention"):
         export_folder(path, manifest(task="lm", model=options), tmp_path / "out", force=False)

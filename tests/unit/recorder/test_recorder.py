@@ -16,6 +16,7 @@ from mntrain.recorder.recording import (
     CAPACITY,
     FILE_BYTES,
     HEADER_BYTES,
+    MAGIC,
     NUMBER,
     RECORD_BYTES,
     Kind,
@@ -103,7 +104,7 @@ def test_long_texts_are_cut_where_they_tell_least(opened, tmp_path):
     assert event.site.endswith("/long/train.py:123")
 
 
-def test_a_torn_record_is_left_out_and_a_damaged_header_refused(opened, tmp_path):
+def test_a_torn_record_is_left_out_and_other_files_are_refused(opened, tmp_path):
     for number in (1, 2, 3):
         opened.collective_ends("s", number)
     path = tmp_path / "rank-00003.bin"
@@ -111,9 +112,14 @@ def test_a_torn_record_is_left_out_and_a_damaged_header_refused(opened, tmp_path
     NUMBER.pack_into(data, HEADER_BYTES + 2 * RECORD_BYTES, 0)  # as while event 2 is written
     path.write_bytes(data)
     assert [event.number for event in events(tmp_path)] == [1, 3]
-    path.write_bytes(path.read_bytes().replace(b'"rank"', b'"tank"'))
-    with pytest.raises(ValueError, match="damaged header"):
-        read(path)
+    damaged = path.read_bytes().replace(b'"rank"', b'"tank"')
+    for content, said in (
+        (damaged, "has a damaged header"),
+        *((other, "is no recording") for other in (b"", b"no recording", MAGIC + b"\xff" * 999)),
+    ):
+        (tmp_path / "other").write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            read(tmp_path / "other")
 
 
 def test_many_threads_write_without_loss_and_a_reader_sees_whole_records_only(opened, tmp_path):
@@ -247,15 +253,6 @@ def test_a_link_that_another_user_has_put_in_place_of_the_file_is_not_followed(r
     assert recorder.open(tmp_path, "job") == ""
     assert (tmp_path / "file").read_text() == "words"
     assert read(tmp_path / "rank-00003.bin").header.job == "job"
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"no recording", b"mntrain recording 1\n" + b"\xff" * 999]
-)
-def test_other_files_are_refused(tmp_path, content):
-    (tmp_path / "rank-00000.bin").write_bytes(content)
-    with pytest.raises(ValueError, match="is no recording"):
-        read(tmp_path / "rank-00000.bin")
 
 
 CRASH = """
