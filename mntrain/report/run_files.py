@@ -3,9 +3,10 @@
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.checks.finding import naming
@@ -18,20 +19,15 @@ _GOOD_ENDS = ("completed", "stopped", "preempted", "interrupted")
 _ERRORS = (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH)
 
 
-class RunFiles(NamedTuple):
+@dataclass(frozen=True)
+class RunFiles(LoggedRun):
     """A run of a job or of a user's own loop; what it lacks is empty."""
 
-    log: LoggedRun
     summary: dict[str, Any]
     options: dict[str, str]  # of config.toml, by name: train.steps
     recordings: Sequence[Recording]  # of the newest job
     end: Sequence[str]  # lines of `autopsy`, unless the newest job ended well
     missing: Sequence[str]  # sentences
-
-    @property
-    def label(self) -> str:
-        """The name of the run."""
-        return self.log.label
 
     @property
     def status(self) -> str:
@@ -48,7 +44,7 @@ class RunFiles(NamedTuple):
 
     def checkpoints(self) -> Iterator[dict[str, Any]]:
         """Yield what is known of each checkpoint, the newest first."""
-        for path in list_checkpoints(self.log.path):
+        for path in list_checkpoints(self.path):
             try:
                 content = inspect(path)
             except (OSError, ValueError) as error:
@@ -66,7 +62,7 @@ class RunFiles(NamedTuple):
         """Yield when something happened to the run, and what."""
         if resumed := self.summary.get("resumed_from"):
             yield "start", f"resumed from {resumed}"
-        for line in self.log.lines:
+        for line in self.lines:
             if line.get("skipped"):
                 yield f"step {line['step']}", "skipped: the gradient was not finite"
             if "error" in line:
@@ -86,7 +82,7 @@ class RunFiles(NamedTuple):
         if "stragglers" in self.summary:
             return list(self.summary["stragglers"])
         found: dict[str, dict[str, Any]] = {}
-        for line in self.log.lines:
+        for line in self.lines:
             for name in line:
                 if name.startswith("slow_ranks/"):
                     _, rank, phase = name.split("/", 2)
@@ -141,8 +137,8 @@ def _read(path: Path, label: str) -> RunFiles:
     end: list[str] = []
     if recordings and summary.get("status") not in _GOOD_ENDS:
         end = describe(examine(path, recordings))
-    log = LoggedRun(label, path, lines)
-    return RunFiles(log, summary, options, recordings, end, [*missing, *notes])
+    missing += notes
+    return RunFiles(label, path, lines, summary, options, recordings, end, missing)
 
 
 def _text_of(event: Any) -> str:
