@@ -35,13 +35,6 @@ class RunFiles(LoggedRun):
         facts = [self.summary.get(key) for key in ("status", "reason", "error")]
         return ": ".join(dict.fromkeys(str(fact) for fact in facts if fact)) or "no result"
 
-    @property
-    def hosts(self) -> dict[int, str]:
-        """The host of each rank that is known, from summary.json, or else the recordings."""
-        if ranks := self.summary.get("ranks"):
-            return {rank["rank"]: rank["host"] for rank in ranks}
-        return {end.header.rank: end.header.host for end in self.recordings}
-
     def checkpoints(self) -> Iterator[dict[str, Any]]:
         """Yield what is known of each checkpoint, the newest first."""
         for path in list_checkpoints(self.path):

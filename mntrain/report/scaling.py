@@ -53,7 +53,7 @@ def measure(run: RunFiles) -> Measured:
     return Measured(
         run,
         ranks=summary["world"]["size"],
-        nodes=len(set(run.hosts.values())),
+        nodes=len({rank["host"] for rank in summary["ranks"]}),
         batch=max(line["samples"] for line in timed),
         steps=len(timed),
         samples_per_s=sum(line["samples"] for line in timed) / sum(seconds),
