@@ -44,14 +44,6 @@ _MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-_OVER_RANKS = {
-    "mean": "mean over ranks",
-    "sum": "sum over ranks",
-    "max": "maximum over ranks",
-    "same": "same on all ranks",
-    "master": "of rank 0",
-    "each": "of each rank",
-}
 
 
 def _import_mlflow() -> Any:
@@ -279,12 +271,10 @@ class _PrometheusFile:
         registry = self._client.CollectorRegistry()
         for name, value in self._values.items():
             declared = METRICS.get(name, Metric("mean"))
-            help_text = f"{name} of metrics.jsonl, {_OVER_RANKS[declared.reduction]}"
             label = "rank" if declared.reduction == "each" else "name"
             labels = ["run", label] if isinstance(value, Mapping) else ["run"]
-            gauge = self._client.Gauge(
-                _prometheus_name(name, declared.unit), help_text, labels, registry=registry
-            )
+            shown = _prometheus_name(name, declared.unit)
+            gauge = self._client.Gauge(shown, f"{name} of metrics.jsonl", labels, registry=registry)
             for inner, number in (value if isinstance(value, Mapping) else {"": value}).items():
                 if isinstance(number, Real):
                     gauge.labels(self._run, *([inner] if len(labels) > 1 else [])).set(number)

@@ -10,9 +10,10 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,7 +63,8 @@ def running_mean(values: Array) -> Array | None:
     return np.array(means)
 
 
-class LoggedRun(NamedTuple):
+@dataclass(frozen=True)
+class LoggedRun:
     """The lines of one run's metrics.jsonl, flattened, and the run's label."""
 
     label: str

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
-from mntrain.metrics.plot import Curve, LoggedRun, colours_of, expect_drawable, panel_of
+from mntrain.metrics.plot import Curve, colours_of, expect_drawable, panel_of
 from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
 from mntrain.report import charts, scaling
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
@@ -72,7 +72,6 @@ def page_of(runs: Sequence[RunFiles]) -> str:
 
     labels = [run.label for run in runs]
     title = f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs"
-    logs = [run.log for run in runs]
     parts: dict[str, Callable[[Section, RunFiles, str], None]] = {
         "Memory": _add_memory,
         "Communication": _add_communication,
@@ -81,8 +80,8 @@ def page_of(runs: Sequence[RunFiles]) -> str:
     }
     sections = [
         _result(runs),
-        Section("Curves", [*_curves(logs)]),
-        _speed(logs),
+        Section("Curves", [*_curves(runs)]),
+        _speed(runs),
         *(_of_each(title, add, runs) for title, add in parts.items()),
         _options(runs),
     ]
@@ -109,8 +108,8 @@ def _result(runs: Sequence[RunFiles]) -> Section:
     by_run = []
     for run in runs:
         facts: dict[str, Any] = {"status": run.status}
-        if not run.summary and run.log.lines:
-            facts["steps"] = run.log.lines[-1]["step"]
+        if not run.summary and run.lines:
+            facts["steps"] = run.lines[-1]["step"]
         for name, value in run.summary.items():
             if name in _NESTED:
                 facts |= {_NESTED[name] + inner: item for inner, item in (value or {}).items()}
@@ -128,24 +127,24 @@ def _result(runs: Sequence[RunFiles]) -> Section:
     return section
 
 
-def _curves(logs: Sequence[LoggedRun]) -> Iterator[tuple[str, Markup]]:
+def _curves(runs: Sequence[RunFiles]) -> Iterator[tuple[str, Markup]]:
     """Yield the curves of what the display shows of a step, and of what own loops log."""
-    names = dict.fromkeys(n.removeprefix("eval_") for log in logs for n in log.names)
+    names = dict.fromkeys(n.removeprefix("eval_") for run in runs for n in run.names)
     for name in names:
         declared = METRICS.get(name.partition("/")[0])
         shown = declared is None or declared.row == "line"
-        if shown and (panel := panel_of(logs, name)):
+        if shown and (panel := panel_of(runs, name)):
             yield words(name.removeprefix("metrics/")), charts.curves(panel)
 
 
-def _speed(logs: Sequence[LoggedRun]) -> Section:
+def _speed(runs: Sequence[RunFiles]) -> Section:
     """Return the throughput, and where the time of a step goes."""
     section = Section("Speed")
     for name, title in _TIMES.items():
-        if panel := panel_of(logs, name):
+        if panel := panel_of(runs, name):
             section.charts.append((title, charts.curves(panel)))
     # A page about one run names it once.
-    named = {log.label if len(logs) > 1 else "": phase_means(log.lines) for log in logs}
+    named = {run.label if len(runs) > 1 else "": phase_means(run.lines) for run in runs}
     timed = {label: means for label, means in named.items() if means}
     if timed:
         parts = {
@@ -155,7 +154,7 @@ def _speed(logs: Sequence[LoggedRun]) -> Section:
         chart = charts.phases(list(timed), parts)
         section.charts.append(("mean seconds of a step, by phase", chart))
         cells = [{n: text_of("_s", s) for n, s in means.items()} for means in timed.values()]
-        of = f"{next(iter(timed))}: " if len(timed) == 1 < len(logs) else ""
+        of = f"{next(iter(timed))}: " if len(timed) == 1 < len(runs) else ""
         title = f"{of}mean of a step, without the first {WARMUP_STEPS}"
         section.add(side_by_side(list(timed), cells, title))
     return section
@@ -225,7 +224,7 @@ def _add_ranks(section: Section, run: RunFiles, of: str) -> None:
         chart = charts.by_rank({"": values}, "s", [one["rank"] for one in slow])
         section.charts.append((f"{of}own time for a sample, by rank; slow ranks red", chart))
     for name in PER_RANK:
-        if curves := _rank_curves(run.log, name):
+        if curves := _rank_curves(run, name):
             chart = charts.by_rank_and_step(curves, "s" if METRICS[name].unit == "s" else "B")
             section.charts.append((f"{of}{words(name)}", chart))
     section.add(table_of(slow, f"{of}slow ranks: time for a sample / median of the others"))
@@ -234,10 +233,10 @@ def _add_ranks(section: Section, run: RunFiles, of: str) -> None:
     section.add(table_of(ranks, folded=f"{of}all figures of {len(ranks)} ranks"))
 
 
-def _rank_curves(log: LoggedRun, name: str) -> dict[str, Curve]:
+def _rank_curves(run: RunFiles, name: str) -> dict[str, Curve]:
     """Return the curve of each rank of a metric; of many ranks the least, median and most."""
-    names = [known for known in log.names if known.startswith(f"{name}/")]
-    curves = {n.rpartition("/")[2]: curve for n in names if (curve := log.curve(n))}
+    names = [known for known in run.names if known.startswith(f"{name}/")]
+    curves = {n.rpartition("/")[2]: curve for n in names if (curve := run.curve(n))}
     if len(curves) <= _MANY_RANKS:
         return {f"rank {rank}": curve for rank, curve in curves.items()}
     steps = next(iter(curves.values()))[0]

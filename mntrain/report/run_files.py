@@ -3,9 +3,10 @@
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.checks.finding import naming
@@ -18,10 +19,10 @@ _GOOD_ENDS = ("completed", "stopped", "preempted", "interrupted")
 _ERRORS = (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH)
 
 
-class RunFiles(NamedTuple):
+@dataclass(frozen=True)
+class RunFiles(LoggedRun):
     """A run of a job or of a user's own loop; what it lacks is empty."""
 
-    log: LoggedRun
     summary: dict[str, Any]
     options: dict[str, str]  # of config.toml, by name: train.steps
     recordings: Sequence[Recording]  # of the newest job
@@ -29,26 +30,14 @@ class RunFiles(NamedTuple):
     missing: Sequence[str]  # sentences
 
     @property
-    def label(self) -> str:
-        """The name of the run."""
-        return self.log.label
-
-    @property
     def status(self) -> str:
         """The status in summary.json, with the reason or the error if there is one."""
         facts = [self.summary.get(key) for key in ("status", "reason", "error")]
         return ": ".join(dict.fromkeys(str(fact) for fact in facts if fact)) or "no result"
 
-    @property
-    def hosts(self) -> dict[int, str]:
-        """The host of each rank that is known, from summary.json, or else the recordings."""
-        if ranks := self.summary.get("ranks"):
-            return {rank["rank"]: rank["host"] for rank in ranks}
-        return {end.header.rank: end.header.host for end in self.recordings}
-
     def checkpoints(self) -> Iterator[dict[str, Any]]:
         """Yield what is known of each checkpoint, the newest first."""
-        for path in list_checkpoints(self.log.path):
+        for path in list_checkpoints(self.path):
             try:
                 content = inspect(path)
             except (OSError, ValueError) as error:
@@ -66,7 +55,7 @@ class RunFiles(NamedTuple):
         """Yield when something happened to the run, and what."""
         if resumed := self.summary.get("resumed_from"):
             yield "start", f"resumed from {resumed}"
-        for line in self.log.lines:
+        for line in self.lines:
             if line.get("skipped"):
                 yield f"step {line['step']}", "skipped: the gradient was not finite"
             if "error" in line:
@@ -86,7 +75,7 @@ class RunFiles(NamedTuple):
         if "stragglers" in self.summary:
             return list(self.summary["stragglers"])
         found: dict[str, dict[str, Any]] = {}
-        for line in self.log.lines:
+        for line in self.lines:
             for name in line:
                 if name.startswith("slow_ranks/"):
                     _, rank, phase = name.split("/", 2)
@@ -141,8 +130,8 @@ def _read(path: Path, label: str) -> RunFiles:
     end: list[str] = []
     if recordings and summary.get("status") not in _GOOD_ENDS:
         end = describe(examine(path, recordings))
-    log = LoggedRun(label, path, lines)
-    return RunFiles(log, summary, options, recordings, end, [*missing, *notes])
+    missing += notes
+    return RunFiles(label, path, lines, summary, options, recordings, end, missing)
 
 
 def _text_of(event: Any) -> str:

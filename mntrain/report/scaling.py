@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
 def measure(run: RunFiles) -> Measured:
     """Return the throughput of a run. Raises ValueError if its files do not tell it."""
-    path, summary = run.log.path, run.summary
+    path, summary = run.path, run.summary
     if not ("world" in summary and "task" in run.options):
         raise ValueError(
             f"{path} has no summary.json and config.toml of a job that ended regularly, which say "
@@ -41,7 +41,7 @@ def measure(run: RunFiles) -> Measured:
     # Steps of earlier jobs may have been taken on other ranks.
     resumed = summary.get("resumed_from")
     first = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
-    own = [line for line in run.log.lines if line["step"] > first and "step_s" in line]
+    own = [line for line in run.lines if line["step"] > first and "step_s" in line]
     timed = own[WARMUP_STEPS:]
     if not timed:
         raise ValueError(
@@ -53,7 +53,7 @@ def measure(run: RunFiles) -> Measured:
     return Measured(
         run,
         ranks=summary["world"]["size"],
-        nodes=len(set(run.hosts.values())),
+        nodes=len({rank["host"] for rank in summary["ranks"]}),
         batch=max(line["samples"] for line in timed),
         steps=len(timed),
         samples_per_s=sum(line["samples"] for line in timed) / sum(seconds),
@@ -125,8 +125,8 @@ def _kind(points: Sequence[Measured]) -> str:
             here, there = (run.options.get(name) for run in (one.run, base))
             if name.startswith(_SAME) and here != there:
                 raise ValueError(
-                    f"--scaling: {name} is {here} in {one.run.log.path}, and {there} in "
-                    f"{base.log.path}: give runs of one task and model"
+                    f"--scaling: {name} is {here} in {one.run.path}, and {there} in "
+                    f"{base.path}: give runs of one task and model"
                 )
     if len({one.ranks for one in points}) == 1:
         raise ValueError(

@@ -52,14 +52,13 @@ class EventLog:
     """The events of a rank from construction to `close`: at most so many, and how many it lacks.
 
     The thread that constructs it is the one that trains. What is sent outside of the collectives
-    that it holds counts in `others`, by level.
+    that it holds is left out.
     """
 
     def __init__(self, most: int) -> None:
         self.start, self.end = time.perf_counter(), 0.0
         self.spans: list[Span] = []
         self.collectives: list[Collective] = []
-        self.others: dict[str, LevelUse] = {}
         self.lacks = 0
         self._left = most
         self._thread = threading.get_ident()
@@ -113,10 +112,8 @@ class EventLog:
         self.end = time.perf_counter()
 
     def _use(self, level: str, start: float) -> LevelUse:
-        levels = self.others if self._current is None else self._current.levels
-        if level not in levels:
-            levels[level] = LevelUse(start, start)
-        return levels[level]
+        levels = {} if self._current is None else self._current.levels
+        return levels.setdefault(level, LevelUse(start, start))
 
     def _has_room(self) -> bool:
         if self._left <= 0:

@@ -29,7 +29,7 @@ from mntrain.metrics.files import json_text, write_whole
 from mntrain.ranks import Ranks
 from mntrain.timeline.clocks import ClockReading, read_clocks, to_master
 from mntrain.timeline.event_log import EventLog
-from mntrain.timeline.tracks import LEVELS, trace_events
+from mntrain.timeline.tracks import trace_events
 from zero.collectives import CompletedWork, Work
 
 FILE = "timeline.json.gz"
@@ -96,7 +96,6 @@ class Timeline:
         packed = zlib.compress(",\n".join(lines).encode())
         facts: dict[str, Any] = {
             "rank": world.rank,
-            "sent": _sent(log),
             "lacks_events": log.lacks,
             "clock_error_us": 1e6 * max(self._begun.error, last.error),
         }
@@ -211,18 +210,6 @@ def _try_file(path: Path) -> None:
             f"no timeline can be written to {path} ({error}): give a file in a folder in which "
             "files can be made"
         ) from error
-
-
-def _sent(log: EventLog) -> dict[str, dict[str, int]]:
-    """Return the messages and bytes that a rank has sent by level, in collectives and others."""
-    uses = [log.others, *(one.levels for one in log.collectives)]
-    return {
-        level: {
-            "messages": sum(use[level].messages for use in uses if level in use),
-            "bytes": sum(use[level].bytes for use in uses if level in use),
-        }
-        for level in LEVELS
-    }
 
 
 def _content(about: Mapping[str, Any], pieces: Iterable[bytes]) -> Iterator[bytes]:

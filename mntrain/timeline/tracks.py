@@ -6,15 +6,13 @@
     within the node   of each of them, from the first message or copy of a level to the last
     between nodes
 
-An arrow leads from the call of a collective to its begin, and a counter shows how many are queued.
+A counter shows how many collectives are queued.
 
 Source: Trace Event Format,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mntrain.comm.ticket import text_of
@@ -26,13 +24,12 @@ Clock = Callable[[float], int]  # from a time of this rank to microseconds of th
 
 
 class _Slice(NamedTuple):
-    """A slice of a track. `called` is when the training thread has called it, if it did."""
+    """A slice of a track."""
 
     start: int
     end: int
     name: str
     args: dict[str, Any]
-    called: int | None = None
 
 
 def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str, Any]]:
@@ -49,9 +46,7 @@ def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str
     }
     for name, args in facts.items():
         yield {"ph": "M", **rank, "name": name, "args": args}
-    training, *others = _thread_tracks(log.spans, clock).items()
-    tracks = [training, *others, *_communication_tracks(log, clock)]
-    callers, arrows = _outermost(training[1]), count(place.rank << 20)
+    tracks = [*_thread_tracks(log.spans, clock).items(), *_communication_tracks(log, clock)]
     # Unlike all other numbers: a thread with that of its process would be its main thread.
     first = 1000 * (place.rank + 1)
     for number, (name, slices) in enumerate(tracks, first):
@@ -62,10 +57,6 @@ def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str
             times = {"ts": piece.start, "dur": piece.end - piece.start}
             args = {"args": piece.args} if piece.args else {}
             yield {"ph": "X", **thread, **times, "name": piece.name, **args}
-            if piece.called is not None and _within(piece.called, callers):
-                arrow = {"cat": "call", "name": "call", "id": next(arrows)}
-                yield {"ph": "s", **rank, "tid": first, "ts": piece.called, **arrow}
-                yield {"ph": "f", "bp": "e", **thread, "ts": piece.start, **arrow}
     yield from _queue(log, rank, clock)
 
 
@@ -124,7 +115,7 @@ def _slice_of(one: Collective, log: EventLog, clock: Clock) -> _Slice:
     if one.end is None:
         args["ends_after_the_timeline"] = True
     end = clock(log.end if one.end is None else one.end)
-    return _Slice(clock(one.start), end, _name_of(one), args, clock(ticket.queued))
+    return _Slice(clock(one.start), end, _name_of(one), args)
 
 
 def _name_of(one: Collective) -> str:
@@ -134,21 +125,6 @@ def _name_of(one: Collective) -> str:
 
 def _sent(use: LevelUse) -> dict[str, int]:
     return {"messages": use.messages, "bytes": use.bytes}
-
-
-def _outermost(slices: Iterable[_Slice]) -> list[_Slice]:
-    """Return the slices that lie in no other."""
-    outer: list[_Slice] = []
-    for piece in slices:
-        if not outer or piece.start >= outer[-1].end:
-            outer.append(piece)
-    return outer
-
-
-def _within(at: int, slices: Sequence[_Slice]) -> bool:
-    """Return whether a time is in one of slices that follow each other."""
-    before = bisect_right(slices, at, key=lambda piece: piece.start)
-    return before > 0 and at < slices[before - 1].end
 
 
 def _queue(log: EventLog, rank: dict[str, int], clock: Clock) -> Iterator[dict[str, Any]]:

@@ -102,8 +102,6 @@ def test_collectives_of_all_ranks_lie_on_one_clock_with_all_their_bytes(world, f
         ]
         counted = [getattr(after[rank], name) - getattr(before[rank], name) for name in LEVELS]
         assert in_collectives == counted
-        sent = facts[rank]["sent"]
-        assert counted == [sent[level][k] for level in ("node", "cross") for k in sent[level]]
         assert "between nodes" in slices[rank] or not counted[3]
         assert "within the node" in slices[rank] or not counted[1]
     assert any(after[rank].cross_bytes for rank in range(RANKS)) == (len(world.topology.nodes) > 1)

@@ -65,12 +65,9 @@ def test_options_describe_the_exchange(words, expected):
             )
             for mode, option, modes in [
                 ("every-step", "every 5", "local-sgd, diloco, streaming or sparseloco, or leave"),
-                ("every-step", "warmup 5", ""),
                 ("local-sgd", "outer-lr 0.5", "diloco"),
-                ("local-sgd", "outer-momentum 0.0", ""),
                 ("diloco", "bits 4", "streaming, or"),
                 ("streaming", "density 0.1", "sparselo"),
-                ("sparseloco", "outer-momentum 0.9", ""),
                 ("every-step", "max-staleness 2", "local-sgd, diloco or sparseloco, or leave it"),
                 ("streaming", "max-staleness 2", "local-sgd, diloco or sparseloco, or leave it"),
             ]
@@ -90,14 +87,9 @@ def test_options_without_sense_or_effect_are_refused(words, error, capsys):
         (LocalSGD, {"every": 0}, "greater than or equal to 1"),
         (LocalSGD, {"every": 2.5}, "a valid integer"),
         (DiLoCo, {"warmup": -1}, "greater than or equal to 0"),
-        (LocalSGD, {"max_staleness": -1}, "greater than or equal to 0"),
         (StreamingDiLoCo, {"max_staleness": 1}, "0"),
         (LocalSGD, {"weighted": 1}, "a valid boolean"),
-        (DiLoCo, {"outer_lr": 0}, "greater than 0"),
         (DiLoCo, {"outer_momentum": 1.0}, "less than 1"),
-        (StreamingDiLoCo, {"fragments": 0}, "greater than or equal to 1"),
-        (StreamingDiLoCo, {"mix": 1.0}, "less than 1"),
-        (SparseLoCo, {"density": 0.0}, "greater than 0"),
     ],
 )
 def test_wrong_arguments_of_a_description_are_refused(kind, options, error):

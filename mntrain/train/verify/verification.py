@@ -119,7 +119,8 @@ def examine(
     wrong there.
     """
     options = {**options, "compress": "none", "gather_dtype": "fp32"}
-    reference = _Reference()
+    alone: _Alone | None = None  # on rank 0
+    wrong = ""
     patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
     with init(comm, **patient) as world:
         if world.size == 1:
@@ -132,11 +133,12 @@ def examine(
             chosen = [variant for variant in chosen if "wire_dtype" not in variant.comm]
         with world.agreement():
             if world.master:
-                reference.run(run, options, chosen, also)
-        wrong = world.gather(reference.wrong)[0]
-    outcomes = [_Outcome(reference.row())]
+                alone, wrong = _run_alone(run, options, chosen, also)
+        wrong = world.gather(wrong)[0]
+    orders = alone.others[0.0] if alone else ()
+    outcomes = [_Outcome(_row("one process, other orders", *orders))]
     for variant in () if wrong else chosen:
-        outcomes.append(_compare(run, variant, comm, options, reference))
+        outcomes.append(_compare(run, variant, comm, options, alone))
         if variant is chosen[0] and outcomes[-1].refused:
             outcomes[-1] = outcomes[-1]._replace(wrong=outcomes[-1].refused)
     if not wrong:
@@ -144,9 +146,17 @@ def examine(
             f"{outcome.row[0]}: {outcome.wrong}" for outcome in outcomes if outcome.wrong
         )
     with World(comm, **options) as world:
-        text = world.gather(_text(outcomes, wrong, reference))[0]
+        text = world.gather(_text(outcomes, wrong, alone))[0]
         world.print(text)
     return Verdict(not wrong, text)
+
+
+class _Alone(NamedTuple):
+    """The runs of one process, on rank 0."""
+
+    first: RecordedRun
+    divided: dict[int, RecordedRun]  # the same with other micro-batches, by size
+    others: dict[float, list[RecordedRun]]  # in other orders, by further jitter
 
 
 def _jitter(options: dict[str, Any], variant: Variant) -> float:
@@ -154,80 +164,50 @@ def _jitter(options: dict[str, Any], variant: Variant) -> float:
     return _JITTER[{**options, **variant.comm}.get("wire_dtype", "fp32")]
 
 
-class _Reference:
-    """The runs of one process, on rank 0."""
-
-    def __init__(self) -> None:
-        self.first: RecordedRun | None = None
-        self.divided: dict[int, RecordedRun] = {}  # the same with other micro-batches, by size
-        self.others: dict[float, list[RecordedRun]] = {}  # by further jitter
-        self.wrong = ""
-
-    def run(
-        self,
-        run: Run,
-        options: dict[str, Any],
-        chosen: Sequence[Variant],
-        also: Callable[[World, RecordedRun], str] | None,
-    ) -> None:
-        """Run the steps once, and then in other orders. Local."""
-        alone = {**options, "ranks_per_node": None}
-        with _OneProcess(mpi.comm_of_one(), **alone) as world:
-            self.first = first = RecordedRun(keeps=True)
-            first.record(run, world, {"stage": 0})
-            if not first.steps:
-                self.wrong = "one process alone took no step of an optimizer of world.optimizer"
-                return
-            for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
-                self.divided[size] = RecordedRun(keeps=True)
-                self.divided[size].record(run, world, {"stage": 0, "micro": size})
-            jitters = {0.0, *(_jitter(options, variant) for variant in chosen)}
-            eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
-            for jitter in jitters:
-                self.others[jitter] = []
-                for order in range(1, ORDERS + 1):
-                    world.order = order
-                    other = RecordedRun(first, jitter=max(jitter, eps))
-                    other.record(run, world, {"stage": 0}, order)
-                    self.others[jitter].append(other)
-            world.order = 0
-            self.wrong = self._depends_on_order(eps)
-            if also is not None and not self.wrong:
-                self.wrong = also(world, first)
-
-    def _depends_on_order(self, eps: float) -> str:
-        """Return why one process alone gives no results to compare with; "" if it does."""
-        for other in self.others[0.0]:
+def _run_alone(
+    run: Run,
+    options: dict[str, Any],
+    chosen: Sequence[Variant],
+    also: Callable[[World, RecordedRun], str] | None,
+) -> tuple[_Alone, str]:
+    """Run the steps once, and then in other orders; return the runs, and what is wrong. Local."""
+    alone = _Alone(RecordedRun(keeps=True), {}, {0.0: []})
+    with _OneProcess(mpi.comm_of_one(), **{**options, "ranks_per_node": None}) as world:
+        alone.first.record(run, world, {"stage": 0})
+        if not alone.first.steps:
+            return alone, "one process alone took no step of an optimizer of world.optimizer"
+        for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
+            alone.divided[size] = RecordedRun(keeps=True)
+            alone.divided[size].record(run, world, {"stage": 0, "micro": size})
+        eps = max(torch.finfo(p.dtype).eps for p in alone.first.start.values())
+        for jitter in {0.0, *(_jitter(options, variant) for variant in chosen)}:
+            alone.others[jitter] = []
+            for order in range(1, ORDERS + 1):
+                world.order = order
+                other = RecordedRun(alone.first, jitter=max(jitter, eps))
+                other.record(run, world, {"stage": 0}, order)
+                alone.others[jitter].append(other)
+        world.order = 0
+        for other in alone.others[0.0]:
             distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
             if not distance.relative <= eps**0.5:  # more than half of the digits
-                return (
+                return alone, (
                     "one process alone has other gradients if the samples of a batch are in "
                     f"another order (by {distance.relative:.1g}): random numbers are drawn in "
                     "forward, as functional dropout does, or for samples as they are read; switch "
                     "them off to verify"
                 )
-        return ""
+        return alone, "" if also is None else also(world, alone.first)
 
-    def limits(self, jitter: float) -> Iterator[dict[str, float]]:
-        """Yield, for each step, the largest distance by name that is right."""
-        largest: dict[str, float] = {}
-        assert self.first is not None
-        for number in range(len(self.first.steps)):
-            steps = [run.steps[number] for run in self.others[jitter] if number < len(run.steps)]
-            for name in {name for step in steps for name in step.distances}:
-                found = [step.distances[name] for step in steps if name in step.distances]
-                largest[name] = max([largest.get(name, 0.0), *(d.relative for d in found)])
-                rounding = max(d.rounding for d in found)
-                largest[name] = max(largest[name], rounding)
-            yield {name: MARGIN * value for name, value in largest.items()}
 
-    def row(self) -> tuple[str, ...]:
-        """Return the cells of a table: the largest distances of other orders."""
-        found: dict[str, float] = {}
-        for run in self.others.get(0.0, ()):
-            for kind, value in _largest(run).items():
-                found[kind] = max(found.get(kind, 0.0), value)
-        return ("one process, other orders", *_cells(found))
+def _limits(alone: _Alone, jitter: float) -> Iterator[dict[str, float]]:
+    """Yield, for each step, the largest distance by name that is right."""
+    largest: dict[str, float] = {}
+    for number in range(len(alone.first.steps)):
+        steps = [run.steps[number] for run in alone.others[jitter] if number < len(run.steps)]
+        for name, distance in (item for step in steps for item in step.distances.items()):
+            largest[name] = max(largest.get(name, 0.0), *distance)
+        yield {name: MARGIN * value for name, value in largest.items()}
 
 
 class _OneProcess(World):
@@ -273,30 +253,29 @@ def _compare(
     variant: Variant,
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
-    reference: _Reference,
+    alone: _Alone | None,
 ) -> _Outcome:
     """Run a variant on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
-    recorded = RecordedRun(reference.divided.get(variant.options.get("micro", 0), reference.first))
+    micro = variant.options.get("micro", 0)
+    recorded = RecordedRun(alone.divided.get(micro, alone.first) if alone else None)
     try:
         with World(comm, **{**options, **variant.comm}) as world:
             recorded.record(run, world, variant.options)
             by_rank = world.gather([(step.digests, step.inputs) for step in recorded.steps])
-            jitter = _jitter(options, variant)
             found = None
-            if world.master:
-                wrong = _unequal_ranks(by_rank) or _wrong(recorded, reference, jitter)
-                found = _Outcome((variant.name, *_cells(_largest(recorded))), wrong)
+            if alone:
+                limits = _limits(alone, _jitter(options, variant))
+                wrong = _unequal_ranks(by_rank) or _wrong(recorded, limits)
+                found = _Outcome(_row(variant.name, recorded), wrong)
             outcome = world.gather(found)[0]
             assert outcome is not None, "rank 0 has made it"
             return outcome
     except (AgreedError, NonFiniteGradientError) as error:
-        text = str(error)
-        if recorded.steps:
-            return _Outcome((variant.name, "", "", ""), wrong=text)
-        return _Outcome((variant.name, "", "", ""), refused=text)
+        why = {"wrong" if recorded.steps else "refused": str(error)}
+        return _Outcome((variant.name, "", "", ""), **why)
 
 
-def _wrong(recorded: RecordedRun, reference: _Reference, jitter: float) -> str:
+def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
     """Return what is wrong first; "" if nothing is."""
     first = recorded.first
     assert first is not None, "rank 0 has run alone"
@@ -304,7 +283,6 @@ def _wrong(recorded: RecordedRun, reference: _Reference, jitter: float) -> str:
         return (
             f"{len(recorded.steps)} steps were taken, and {len(first.steps)} by one process alone"
         )
-    limits = reference.limits(jitter)
     for number, (step, allowed) in enumerate(zip(recorded.steps, limits, strict=True), 1):
         for name, distance in step.distances.items():
             limit = allowed.get(name, MARGIN * distance.rounding)
@@ -343,21 +321,18 @@ def _unequal_ranks(by_rank: Sequence[Sequence[tuple[dict[str, int], list[int]]]]
     return ""
 
 
-def _largest(recorded: RecordedRun) -> dict[str, float]:
-    """Return the largest distance of all steps by the first word of its name."""
+def _row(name: str, *runs: RecordedRun) -> tuple[str, ...]:
+    """Return the cells of a table: the largest distance by the first word of its name."""
     found: dict[str, float] = {}
-    for step in recorded.steps:
-        for name, distance in step.distances.items():
-            kind = name.partition(" ")[0]
+    for step in (step for run in runs for step in run.steps):
+        for of, distance in step.distances.items():
+            kind = of.partition(" ")[0]
             found[kind] = max(found.get(kind, 0.0), distance.relative)
-    return found
+    cells = (f"{found[k]:.1e}" if k in found else "" for k in ("loss", "gradient", "weights"))
+    return (name, *cells)
 
 
-def _cells(found: dict[str, float]) -> tuple[str, ...]:
-    return tuple(f"{found[k]:.1e}" if k in found else "" for k in ("loss", "gradient", "weights"))
-
-
-def _text(outcomes: Sequence[_Outcome], wrong: str, reference: _Reference) -> str:
+def _text(outcomes: Sequence[_Outcome], wrong: str, alone: _Alone | None) -> str:
     """Return the table and the verdict."""
     head = ("largest difference, relative", "loss", "gradients", "weights")
     rows = [head, *(outcome.row for outcome in outcomes)]
@@ -372,8 +347,8 @@ def _text(outcomes: Sequence[_Outcome], wrong: str, reference: _Reference) -> st
         f"allowed is {MARGIN} times what {ORDERS} other orders make of each parameter, or one "
         "rounding"
     )
-    if reference.first and reference.first.dropout:
-        lines.append(f"layers of dropout that did nothing meanwhile: {reference.first.dropout}")
+    if alone and alone.first.dropout:
+        lines.append(f"layers of dropout that did nothing meanwhile: {alone.first.dropout}")
     but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
     right = f"right: all ranks train as one process does{but}"
     lines.append(f"wrong:\n{wrong}" if wrong else right)

@@ -59,16 +59,11 @@ def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("function", "value", "text"),
     [
-        (METRICS["loss"].format, 1e-7, "1.0000e-07"),
         (METRICS["loss"].format, 12.5, "12.500"),
-        (count_text, 0, "0"),
         (count_text, 3.71234, "3.71"),
-        (count_text, 812, "812"),
         (count_text, 1.2e6, "1,200,000"),
-        (short_time, 0.0, "0 us"),
         (short_time, 2.13e-5, "21.3 us"),
         (short_time, 0.01234, "12.3 ms"),
-        (short_time, 0.42, "0.42 s"),
         (short_time, 75.0, "75.00 s"),
     ],
 )
@@ -131,26 +126,17 @@ def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(tmp_p
     assert any("loss 2.4312  lr 2.9e-03" in line and "norm" not in line for line in shown[1])
 
 
-def test_a_line_tells_loss_rate_norm_speed_and_time_left(tmp_path):
+def test_a_line_tells_loss_rate_norm_speed_and_time_left_and_rates_leave_out_the_warm_up(tmp_path):
     on = console(False, width=200)
-    run_steps(tmp_path, on, range(41, 46), 174, metrics={"accuracy": 0.31})
-    assert on.file.getvalue().splitlines() == [
-        "step  41/174  loss 2.4312  accuracy 0.31  lr 2.9e-03  norm 0.81  warm-up, 0.50 s",
-        "step  45/174  loss 2.4312  accuracy 0.31  lr 2.9e-03  norm 0.81  left 0:01:04  "
-        "12,300 items/s  0.50 s/step",
-    ]
-
-
-def test_rates_and_time_left_leave_out_the_warm_up(tmp_path):
-    on = console(False)
-    with reporting(tmp_path, on, 105) as reporter:
-        for step, step_s in enumerate((60.0, 30.0, 31.0, 1.0, 3.0, 1.0), 1):
-            rate = {"tokens_per_s": 1.0} if step <= 3 else {}
-            reporter.step(record(step, step_s=step_s, **rate))
+    with reporting(tmp_path, on, 174) as reporter:
+        for step, step_s in zip(range(41, 46), (60.0, 30.0, 31.0, 1.0, 3.0), strict=True):
+            rate = {"tokens_per_s": 1.0} if step_s > 3 else {}
+            reporter.step(record(step, step_s=step_s, metrics={"accuracy": 0.31}, **rate))
     first, *others, last = on.file.getvalue().splitlines()
-    assert first.endswith("norm 0.81  warm-up, 60.00 s")
+    values = "loss 2.4312  accuracy 0.31  lr 2.9e-03  norm 0.81"
+    assert first == f"step  41/174  {values}  warm-up, 60.00 s"
     assert not any("items/s" in line or "left" in line for line in others)
-    assert last.endswith("left 0:01:39  12,300 items/s  1.00 s/step")
+    assert last == f"step  45/174  {values}  left 0:04:18  12,300 items/s  2.00 s/step"
 
 
 def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters(tmp_path):

@@ -74,18 +74,13 @@ ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another
         ("mpirun pipe hydra_pmi_proxy pipe RANK", True),
         ("mpirun pipe sh -c 'RANK; true'", True),
         ("RANK 2> file", False),
-        ("mpirun pipe RANK 2> file", False),
         # The output goes elsewhere, is changed, or is another user's.
         ("mpirun pipe RANK | cat", None),
-        ("mpirun pty RANK | cat", None),
-        ("mpirun pipe hydra_pmi_proxy pipe RANK | cat", None),
         ("mpirun pipe RANK > file", None),
-        ("driver pipe RANK", None),
         ("driver pipe mpirun pipe RANK", None),
         ("mpirun -l pipe RANK", None),
         ("mpirun --tag-output pty RANK", None),
         ("RANK | cat", None),
-        ("RANK > file", None),
         pytest.param("mpirun pipe RANK nobody", None, marks=ROOT),
     ],
 )
