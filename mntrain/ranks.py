@@ -398,7 +398,7 @@ class Ranks:
             cross_bytes=traffic.bytes["cross"],
             communication_s=busy_s,
             exposed_s=min(self.collectives.waited_s, busy_s),
-            pinned_memory=self.collectives.pinned_bytes,
+            pinned_memory=self._devices.copier.pinned_bytes if self._devices else 0,
             buffer_memory=traffic.buffer_bytes,
             before_bytes=round(traffic.before_bytes),
             compressed_bytes=traffic.compressed_bytes,

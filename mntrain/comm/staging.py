@@ -49,12 +49,13 @@ class DeviceCopy:
     side stream                                   wait e1, add | e2
     copy to device                                               wait e2, copy
 
-    One thread at a time uses it. `warning` is the reason why copies are slower than they could be.
+    One thread at a time uses it. `warning` is the reason why copies are slower than they could be,
+    and `pinned_bytes` is the host memory that is page-locked for them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.warning = ""
+        self.warning, self.pinned_bytes = "", 0
         self._to_host, self._to_device, self._side = (torch.cuda.Stream(device) for _ in range(3))
 
     def owns(self, tensor: Tensor) -> bool:
@@ -90,11 +91,14 @@ class DeviceCopy:
         If the driver refuses, copies still work, but are slower, and `warning` says so.
         """
         unpin, self.warning = pin(memory, self._device)
+        nbytes = 0 if self.warning else memory.nbytes
+        self.pinned_bytes += nbytes
 
         def unpin_when_idle() -> None:
             self._to_host.synchronize()
             self._to_device.synchronize()
             unpin()
+            self.pinned_bytes -= nbytes
 
         return unpin_when_idle
 
@@ -234,7 +238,6 @@ class Staging:
     ) -> None:
         self.copier, self.slot_bytes = copier, slot_bytes
         self._memory = memory.allocate(DEPTH * slot_bytes)
-        self.nbytes = len(self._memory)
         # By slot: the events after which it is free.
         self.free_after: list[list[torch.cuda.Event]] = [[] for _ in range(DEPTH)]
         self._count = 0

@@ -130,10 +130,8 @@ class WorldCollectives:
         self._engine, self._devices, self._stream = engine, devices, stream or engine.main
         flags = SharedFlags(self._memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(comm.traffic), add)
-        self._stagings: list[Staging] = []  # of all streams
         if devices is not None:
             self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-            self._stagings.append(self._staging)
             self._device = dataclasses.replace(
                 self._host,
                 buffers=BufferPool(comm.traffic, devices.device),
@@ -170,7 +168,6 @@ class WorldCollectives:
             if devices is not None:
                 other._device = dataclasses.replace(self._device, **own)
                 other._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
-                self._stagings.append(other._staging)
             return other
 
         return self.call_together(make, f"a new stream, {name}").wait()
@@ -208,11 +205,6 @@ class WorldCollectives:
     def no_shared_memory_reason(self) -> str:
         """The reason if this node's ranks share no memory and send messages; else empty."""
         return self._memory.why_not
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory in which this rank's device tensors are staged."""
-        return sum(staging.nbytes for staging in self._stagings)
 
     @property
     def busy_s(self) -> float:

@@ -82,7 +82,7 @@ class LateDevice:
         self._streams = [EmulatedStream(seed + i) for i in range(4)]
         self._caller, self._down, self._up, self._side = self._streams
         self.to_host = self.to_device = 0
-        self.pinned = 0  # number of pinned pieces of memory
+        self.pinned_bytes = 0
 
     @property
     def current(self):
@@ -134,11 +134,13 @@ class LateDevice:
             self._local.stream = before
 
     def pin(self, memory):
-        self.pinned += 1
-        return self._unpin
+        nbytes = memory.nbytes
+        self.pinned_bytes += nbytes
 
-    def _unpin(self):
-        self.pinned -= 1
+        def unpin():
+            self.pinned_bytes -= nbytes
+
+        return unpin
 
     def copy_to_host(self, copies, *after):
         self.to_host += sum(len(target) for target, _ in copies)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from devices import GlooGroup, LateDevice
 from mpi4py import MPI
-from rig import TRANSPORTS
+from rig import SLOT_BYTES, TRANSPORTS
 
 import mntrain
 from mntrain.comm import nccl
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.nccl import shared_store
+from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.transport import child_environment
 from zero.layout import split
 
@@ -154,9 +155,11 @@ def test_only_the_elements_a_verb_needs_are_copied(rig):
 
 def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     one = rig(2)
-    assert one.device.pinned == 1
-    one.collectives = one.devices = None
-    assert one.device.pinned == 0
+    assert one.device.pinned_bytes == DEPTH * SLOT_BYTES
+    stream = one.collectives.add_stream("another")
+    assert one.device.pinned_bytes == 2 * DEPTH * SLOT_BYTES
+    one.collectives = one.devices = stream = None  # noqa: F841 - it is freed
+    assert one.device.pinned_bytes == 0
 
 
 # Selection.
