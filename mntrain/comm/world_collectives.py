@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from mntrain.comm import algorithms, small_messages
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.engine import Future, ProgressEngine, Steps, Stream
+from mntrain.comm.hierarchical import run_hierarchical
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.resources import Algorithm, BufferPool, CommContext, TensorAccess
@@ -321,7 +323,11 @@ class WorldCollectives:
         name = self.choice.algorithm
         if name not in self._algorithms:
             module = algorithms.load(name)
-            self._algorithms[name] = module.make(self._host.topology, self.rank), module.HOST_ONLY
+            if hasattr(module, "plan"):
+                plan = module.plan(self._host.topology, self.rank)
+                self._algorithms[name] = partial(run_hierarchical, plan), False
+            else:
+                self._algorithms[name] = module.run, True
         return self._algorithms[name]
 
     def _device_parts(

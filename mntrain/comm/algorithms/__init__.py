@@ -1,10 +1,10 @@
 """The registry of collective algorithms.
 
 Each module of this package is one algorithm, and the module's name is the algorithm's name. To add
-an algorithm, add a module: configuration and benchmarks find it here. It defines
+an algorithm, add a module: configuration and benchmarks find it here. It defines one of
 
-    HOST_ONLY              whether it needs host memory: device tensors are staged there
-    make(topology, rank)   return a `resources.Algorithm` for a rank. Local
+    plan(topology, rank)   return a rank's `chunk_plan.HierarchyPlan`, for the hierarchical steps
+    run                    a `resources.Algorithm` on host memory: device tensors are staged there
 """
 
 import importlib

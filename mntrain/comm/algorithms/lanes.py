@@ -1,20 +1,9 @@
 """Lanes: ranks of a node share memory; each exchanges a part of the tensor with other nodes."""
 
-from functools import partial
-
 from mntrain.comm.chunk_plan import HierarchyPlan
-from mntrain.comm.hierarchical import run_hierarchical
-from mntrain.comm.resources import Algorithm
 from mntrain.comm.topology import Topology
-
-HOST_ONLY = False
 
 
 def plan(topology: Topology, rank: int) -> HierarchyPlan:
     """Return the plan of as many lanes as the smallest node has ranks."""
     return HierarchyPlan(topology, topology.smallest_node, topology.slots, rank)
-
-
-def make(topology: Topology, rank: int) -> Algorithm:
-    """Return the algorithm for a rank."""
-    return partial(run_hierarchical, plan(topology, rank))

@@ -9,21 +9,13 @@ from torch import Tensor
 
 from mntrain.comm.engine import Steps
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.resources import Algorithm, CommContext, TensorAccess, as_bytes
+from mntrain.comm.resources import CommContext, TensorAccess, as_bytes
 from mntrain.comm.ticket import Ticket
-from mntrain.comm.topology import Topology
 from zero.collectives import Work
 from zero.kernels import sum_dtype
 
-HOST_ONLY = True
 
-
-def make(topology: Topology, rank: int) -> Algorithm:
-    """Return the algorithm for a rank."""
-    return run_naive
-
-
-def run_naive(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Work]:
+def run(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Work]:
     """Run one call: the shortest correct implementation of the four verbs, on host memory."""
     access.begin()
     yield access.here
