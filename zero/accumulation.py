@@ -82,19 +82,17 @@ class Accumulation:
         hook: CommHook,
         schedule: Exchange,
         scale: LossScale,
-        *,
-        world_size: int,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
         self._hook, self._schedule, self._scale = hook, schedule, scale
-        self._world_size = world_size
+        self._world_size = schedule.sharding.size * schedule.replicas
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
         self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
         self.weight = BatchWeight(
             self._counted_ranks,
             every_micro_batch=self.announces,
-            alone=world_size == 1,
+            alone=self._world_size == 1,
             whole=self._whole,
         )
         self.finite = FiniteCheck()  # of this rank's gradients, if it is one of several

@@ -182,9 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agreement = StepComparison(
             self._shard, collectives.rank, self.schedule.replica, check_every
         )
-        self.accumulation = Accumulation(
-            self._shard, self._hook, self.schedule, self._scale, world_size=collectives.size
-        )
+        self.accumulation = Accumulation(self._shard, self._hook, self.schedule, self._scale)
         self._make_inner = partial(optimizer_class, **kwargs)
         self.stage, self.partition, self._gather_dtype = stage, partition, gather_dtype
         self._bucket_bytes = bucket_bytes

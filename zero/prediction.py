@@ -17,7 +17,7 @@ from zero.param_groups import by_name
 from zero.shard import OptimizerShard
 
 
-class _OneOfSeveral(SingleProcessCollectives):
+class OneOfSeveral(SingleProcessCollectives):
     """The owner of a slot among several ranks, of which there are no others."""
 
     def __init__(self, size: int, slot: int) -> None:
@@ -62,7 +62,7 @@ def predict(
         name: Parameter(_like(parameter, device))
         for name, parameter in by_name(named_groups).items()
     }
-    ranks, alone = _OneOfSeveral(shards, slot), shards == 1
+    ranks, alone = OneOfSeveral(shards, slot), shards == 1
     shard = OptimizerShard(stage, ranks, None, gather_dtype, overlap_forward=False, alone=alone)
     shard.add(plan, made)
     shard.gradients.add(plan, made)

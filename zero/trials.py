@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero.layout import ParameterSpec, plan_buckets
 from zero.param_groups import hyperparameters
 from zero.precision import is_16_bit
+from zero.prediction import OneOfSeveral
+from zero.shard import OptimizerShard
 
 STEPS = 6
 # Shapes of tensors by their number of dimensions. Matrices have more than the 16 rows and the 4096
@@ -141,7 +144,7 @@ def _problem(make: Factory, groups: Sequence[SmallGroup], partition: str) -> str
     devices = {device for _, kinds in groups for *_, device in kinds if device.type == "cuda"}
     with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the optimizer itself warns again
-        optimizer, _ = SmallProblem(make, groups).shards("whole")[0]
+        optimizer, _ = SmallProblem(make, groups).part("whole", 0)
         check_drivable(optimizer)
         difference = _difference(make, groups, partition)
         if not difference:
@@ -182,55 +185,48 @@ class SmallProblem:
             values = [(each * turn).to(device, dtype) for each in (start, slope)]
             self._tensors.append((group, values[0], values[1]))
 
-    def shards(
-        self, partition: str
-    ) -> list[tuple[torch.optim.Optimizer, list[tuple[int, slice, Tensor]]]]:
-        """Make an optimizer of each part, with what it updates: elements of a numbered tensor."""
-        parts = PARTS[partition]
-        shards = []
-        for part in range(parts):
-            owned: list[tuple[int, slice, Tensor]] = []
-            of_group: list[list[Tensor]] = [[] for _ in self._groups]
-            for number, (group, start, _) in enumerate(self._tensors):
-                numel = start.numel()
-                bounds = slice(part * numel // parts, (part + 1) * numel // parts)
-                if partition != "element" or (bounds.start, bounds.stop) == (0, numel):
-                    bounds = slice(0, numel)
-                    tensor: Tensor = Parameter(start.clone())
-                    if partition == "parameter" and number % parts != part:
-                        continue
-                elif bounds.start == bounds.stop:
-                    continue
-                else:
-                    tensor = start.flatten()[bounds].clone()
-                owned.append((number, bounds, tensor))
-                of_group[group].append(tensor)
-            options = [dict(options) for options, _ in self._groups]
-            pairs = zip(options, of_group, strict=True)
-            optimizer = self._make([{**given, "params": tensors} for given, tensors in pairs])
-            for made in optimizer.param_groups:
-                rate = made.get("lr")
-                if isinstance(rate, Tensor) and float(rate) < LEAST_LR:
-                    made["lr"] = torch.full_like(rate, TRIAL_LR)
-                elif isinstance(rate, Real) and float(rate) < LEAST_LR:
-                    made["lr"] = TRIAL_LR
-            shards.append((optimizer, owned))
-        return shards
+    def part(self, partition: str, slot: int) -> tuple[torch.optim.Optimizer, OptimizerShard]:
+        """Make the optimizer of a part, and what it updates, which is cut as in training."""
+        size, named = PARTS[partition], dict[str, Parameter]()
+        groups: list[dict[str, Any]] = [{**dict(given), "params": []} for given, _ in self._groups]
+        for number, (group, start, _) in enumerate(self._tensors):
+            parameter = named[str(number)] = Parameter(start.clone())
+            parameter.grad = torch.zeros_like(parameter)
+            groups[group]["params"].append(parameter)
+        specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
+        loads = [0] * size if partition == "parameter" else None
+        plan = plan_buckets(specs, bucket_bytes=1, shards=size, loads=loads)  # one of each tensor
+        ranks, alone = OneOfSeveral(size, slot), size == 1
+        shard = OptimizerShard(1, ranks, None, None, overlap_forward=False, alone=alone)
+        shard.add(plan, named)
+        shard.gradients.add(plan, named)
+        optimizer = self._make(shard.groups(groups))
+        for made in optimizer.param_groups:
+            rate = made.get("lr")
+            if isinstance(rate, Tensor) and float(rate) < LEAST_LR:
+                made["lr"] = torch.full_like(rate, TRIAL_LR)
+            elif isinstance(rate, Real) and float(rate) < LEAST_LR:
+                made["lr"] = TRIAL_LR
+        return optimizer, shard
 
     def run(self, partition: str) -> Results:
         """Return the results of a few steps in which every part has an optimizer of its own."""
         found: dict[tuple[str, int], list[Tensor]] = {}
-        for optimizer, owned in self.shards(partition):
+        for slot in range(PARTS[partition]):
+            optimizer, shard = self.part(partition, slot)
+            owned = [(int(own.piece.spec.name), own) for own in shard.pieces]
             for step in range(STEPS):
-                for number, bounds, tensor in owned:
-                    gradient = self._tensors[number][2].flatten().roll(step)[bounds]
-                    tensor.grad = gradient.reshape(tensor.shape)
-                optimizer.step()
-            for number, bounds, tensor in owned:
-                start = self._tensors[number][1].flatten()[bounds]
-                change = (tensor.detach().flatten() - start).cpu()
+                for number, own in owned:
+                    gradient = self._tensors[number][2].flatten().roll(step)
+                    part = gradient[own.piece.low : own.piece.high]
+                    shard.gradients.reduced(own.index, own.piece).copy_(part)
+                with shard.gradients_set(frozenset()):
+                    optimizer.step()
+            for number, own in owned:
+                start = self._tensors[number][1].flatten()[own.piece.low : own.piece.high]
+                change = (own.tensor.detach().flatten() - start).cpu()
                 found.setdefault((WEIGHTS, number), []).append(change)
-                for key, value in _numbers(optimizer.state[tensor], len(start)):
+                for key, value in _numbers(optimizer.state[own.tensor], len(start)):
                     found.setdefault((f"state {key}", number), []).append(value)
             for place, group in enumerate(optimizer.param_groups):
                 for key, value in _numbers(hyperparameters(group), 1):
