@@ -7,7 +7,15 @@ from pathlib import Path
 from mpi4py import MPI
 from worlds import RANKS
 
-from mntrain.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig, ZeroConfig
+from mntrain.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from mntrain.tasks.lm import LanguageModel
 
 
@@ -38,6 +46,7 @@ def small(folder: Path, task: str = "lm", **train) -> Config:
         train=TrainConfig(**(steps | train)),
         zero=ZeroConfig(stage=2),
         run=RunConfig(dir=folder / "run"),
+        log=LogConfig(plot=False),
     )
 
 

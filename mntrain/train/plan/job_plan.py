@@ -28,7 +28,7 @@ from zero.memory import Memory
 from zero.param_groups import by_name, check_trainable, name_parameters
 from zero.prediction import predict
 
-_ALL_SLOTS = 16  # of more shards, those with the most and the fewest elements are predicted
+_ALL_SLOTS = 16  # of more shards, the largest is predicted
 _ITEMSIZES = {name: dtype.itemsize if dtype else None for name, dtype in TRAVEL_DTYPES.items()}
 _CPU = torch.device("cpu")
 
@@ -40,8 +40,7 @@ class PlannedJob:
     precision: str
     stage: int
     topology: Topology
-    least: Memory  # by role, over ranks
-    most: Memory
+    most: Memory  # by role, over ranks
     activations: int | None  # estimated; None if unknown
     sent: SentBytes | None  # None with a sync schedule
     seconds: float | None  # of this communication, if known
@@ -101,8 +100,7 @@ class JobPlan:
         micro = min(share, options.train.micro_batch_size)
         times = -(-share // micro)
         chained = options.comm.compress != "none" and nodes > 1
-        memories = self._memory(dtypes.parameters, stage, shards, times if chained else 0)
-        kept = self._hook(plan, topology)
+        most = self._memory(dtypes.parameters, stage, shards, times if chained else 0)
         sent, seconds = None, None
         if not exchanges:
             sent, seconds = self._communication(plan, stage, topology, times)
@@ -110,8 +108,7 @@ class JobPlan:
             precision,
             stage,
             topology,
-            replace(_by_role(min, memories), hook=kept[0]),
-            replace(_by_role(max, memories), hook=kept[1]),
+            replace(most, hook=self._hook(plan, topology)),
             self._activations(precision, micro),
             sent,
             seconds,
@@ -159,10 +156,8 @@ class JobPlan:
         loads = [0] * shards if whole else None
         return plan_buckets(specs, self._options.comm.bucket_bytes, shards, loads)
 
-    def _predict(
-        self, dtype: torch.dtype | None, stage: int, shards: int, chains: int
-    ) -> list[Memory]:
-        """Return what ranks hold, by slot if there are few.
+    def _predict(self, dtype: torch.dtype | None, stage: int, shards: int, chains: int) -> Memory:
+        """Return the most by role that ranks hold.
 
         `chains`: the micro-batches of a step whose gradients are compressed between nodes, or 0.
         """
@@ -171,7 +166,7 @@ class JobPlan:
         owned = [sum(b.bounds[s + 1] - b.bounds[s] for b in plan) for s in range(shards)]
         slots: Sequence[int] = range(shards)
         if shards > _ALL_SLOTS:
-            slots = [owned.index(max(owned)), owned.index(min(owned))]
+            slots = [owned.index(max(owned))]
         gather = TRAVEL_DTYPES[self._options.comm.gather_dtype]
         on = partial(
             predict,
@@ -186,22 +181,21 @@ class JobPlan:
         )
         slots = slots if stage else slots[:1]
         try:
-            return [on(slot=slot) for slot in slots]
+            memories = [on(slot=slot) for slot in slots]
         except Exception as error:
             self._note_on_cpu("the optimizer runs", "it", error)
-            return [on(slot=slot, device="cpu") for slot in slots]
+            memories = [on(slot=slot, device="cpu") for slot in slots]
+        return Memory(*map(max, zip(*map(astuple, memories), strict=True)))
 
-    def _hook(self, plan: Sequence[Bucket], topology: Topology) -> tuple[int, int]:
-        """Return the least and most that ranks' hooks keep: what they have not sent yet."""
+    def _hook(self, plan: Sequence[Bucket], topology: Topology) -> int:
+        """Return the most that a rank's hook keeps: what it has not sent yet."""
         hook = compression.select_hook(self._options.comm.compress, None)
         if not isinstance(hook, BetweenNodesHook) or len(topology.nodes) == 1:
-            return 0, 0
-        kept = [
+            return 0
+        return max(
             sum(2 * (b.bounds[high] - b.bounds[low]) * max(FP32, b.dtype.itemsize) for b in plan)
             for low, high in pairwise(topology.lane_slots)
-        ]
-        idle = any(len(node) > len(kept) for node in topology.nodes)  # ranks without a lane
-        return 0 if idle else min(kept), max(kept)
+        )
 
     # A forward and backward.
 
@@ -252,10 +246,6 @@ class JobPlan:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _by_role(choose: Any, memories: Sequence[Memory]) -> Memory:
-    return Memory(*(choose(values) for values in zip(*map(astuple, memories), strict=True)))
 
 
 def smallest(jobs: Sequence[PlannedJob], memory: int) -> PlannedJob | None:
