@@ -51,6 +51,10 @@ ADVICE = (
     "Trainer, use world.optimizer and world.shard in a loop of your own (docs/own-loop.md), or "
     "python -m mntrain --task hf"
 )
+_WITH_BACKEND = (
+    'call torch.distributed.init_process_group("mntrain") before, and '
+    "destroy_process_group after all else"
+)
 _NO_GROUP = ("process group has not been initialized", "MASTER_ADDR expected", "RANK expected")
 
 # Errors that every rank raises: rank 0 alone prints them.
@@ -83,7 +87,8 @@ class RemoteRankError(RuntimeError):
 def advise(error: BaseException) -> None:
     """Add what to use instead to an error for want of a process group, as a note."""
     if any(sign in str(error) for sign in _NO_GROUP) and not hasattr(error, "__notes__"):
-        error.add_note(ADVICE)
+        has_backend = "mntrain.torch_backend" in sys.modules
+        error.add_note(_WITH_BACKEND if has_backend else ADVICE)
 
 
 class ExceptionWatch:

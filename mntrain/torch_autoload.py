@@ -63,6 +63,8 @@ def _meet(of_torch: Callable[..., Iterator[Any]], url: str, **more: Any) -> Iter
         return
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-    import mntrain.torch_backend  # noqa: F401 - it sets them
+    before = handlers["env"]
+    import mntrain.torch_backend  # noqa: F401 - it sets them, but in a rank's child
 
-    yield from handlers["env"](url, **more)
+    after = handlers["env"]
+    yield from (of_torch if after is before else after)(url, **more)

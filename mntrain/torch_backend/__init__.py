@@ -38,6 +38,7 @@ from mntrain.watchdog.side_channel import address_towards, own_addresses
 from mntrain.world import World, init
 
 _OLDEST_TORCH = (2, 9)
+_RANKS = "start the script with mpirun -n or srun, and call its function without mp.spawn"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for its processes
 
 
@@ -71,10 +72,14 @@ def create(opts: Any, _: object) -> MpiProcessGroup:
 
 
 def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> MpiProcessGroup:
+    if _is_child():
+        raise RuntimeError(f"a process that a rank has started cannot be a rank itself: {_RANKS}")
     if _Default.world is not None:  # of a group that was destroyed
         _Default.world.close()
     world = init(timeout=timeout.total_seconds())
     with world.agreement():
+        if size > world.size == 1:
+            raise ValueError(f"init_process_group is for {size} ranks, and MPI has one: {_RANKS}")
         if (rank, size) != (world.rank, world.size):
             raise ValueError(
                 f"init_process_group is for rank {rank} of {size}, and MPI has rank {world.rank} "
@@ -85,6 +90,14 @@ def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> Mpi
     _Default.meetings = world.messages(world.collectives, "meetings of torch's groups")
     messages = world.messages(world.collectives, "messages of torch's world")
     return MpiProcessGroup(world.collectives, messages, store, timeout)
+
+
+def _is_child() -> bool:
+    """Return whether this is a process of multiprocessing, such as a data-loader worker.
+
+    A spawned one imports the script, and is still inheriting from its parent then.
+    """
+    return parent_process() is not None or getattr(current_process(), "_inheriting", False)
 
 
 def _start() -> None:
@@ -145,7 +158,9 @@ class _Stores:
     def _set_port(self, port: int) -> None:
         self._port = os.environ["MASTER_PORT"] = str(self._comm.gather_objects(port)[0])
 
-    def _meet(self, url: str, timeout: timedelta, **more: Any) -> Iterator[tuple[Any, int, int]]:
+    def _meet(
+        self, url: str, timeout: timedelta = default_pg_timeout, **more: Any
+    ) -> Iterator[tuple[Any, int, int]]:
         """Yield a new store, this rank and the number of ranks. Collective."""
         if os.environ.get("MASTER_PORT") != self._port:  # the user has set one since
             yield from self._of_torch(url, timeout=timeout, **more)
@@ -162,6 +177,5 @@ class _Stores:
 
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-# A spawned data-loader worker imports the script, and is still inheriting from its parent then.
-if parent_process() is None and not getattr(current_process(), "_inheriting", False):
+if not _is_child():
     _start()

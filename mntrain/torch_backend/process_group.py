@@ -119,6 +119,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         # For those who wait at once, and do the work themselves; and for those who go on.
         self._collectives, self._messages = collectives.replace(wakes=False), messages
         self._going_on = collectives.replace(wakes=True)
+        self._starts: dict[tuple[str, bool], WorldCollectives] = {}  # by label, and who waits
         self._shut = False
         self._name = self._description = ""
 
@@ -196,7 +197,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Combine tensors over all ranks, in place on the root; others keep theirs."""
         (tensor,) = tensors
         result = tensor.detach().reshape(-1).clone()
-        work, copies = self._combine(result, opts)
+        work, copies = self._combine(result, opts, f"reduce to rank {opts.rootRank}")
         if self._rank == opts.rootRank:
             copies.append((tensor, result))
         return Call([work], [tensor], copies)
@@ -299,7 +300,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             if operation == ReduceOp.AVG:
                 flat.div_(self._size)
             bounds = [0, *accumulate(len(flats[rank]) for rank in self._owners)]
-            work = self._start(opts).reduce_scatter(flat, bounds)
+            work = self._start(opts, _summed(operation)).reduce_scatter(flat, bounds)
             own = flat[bounds[self._slot] : bounds[self._slot + 1]]
             return work, [(output, own)]
         verbs.check(operation, output.dtype)
@@ -310,7 +311,9 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             result.copy_((yield from verbs.reduce_parts(comm, flats, operation, tags[0])))
 
         sizes = [len(flat) for flat in flats]
-        work = self._exchange(f"reduce_scatter {operation} of {sizes}", output.dtype, steps, opts)
+        work = self._exchange(
+            f"reduce_scatter {_name(operation)} of {sizes}", output.dtype, steps, opts
+        )
         return work, [(output, result)]
 
     @_collective
@@ -391,7 +394,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Call:
         """Wait for all ranks of the group."""
         token = torch.zeros(1, dtype=torch.float32, device="cpu")
-        return Call([self._start(opts).named("barrier").all_reduce(token)], [token])
+        return Call([self._start(opts, "barrier").all_reduce(token)], [token])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks of the group; raise RuntimeError if one has not come in time.
@@ -443,6 +446,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Send a tensor to a rank of the group."""
         (tensor,) = tensors
         self._check_open()
+        self._check_peer(peer)
         return Call([self._messages.send(_on_host(tensor), peer, tag)], [tensor])
 
     @_verb
@@ -450,6 +454,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Receive a tensor, of the size that is sent, from a rank of the group."""
         (tensor,) = tensors
         self._check_open()
+        self._check_peer(peer)
         data = _like_on_host(tensor)
         work, message = self._messages.receive(data, peer, tag)
         return Call([work], [tensor], [(tensor, data)], message)
@@ -477,26 +482,39 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._shut:
             raise RuntimeError("this process group was destroyed: no communication after that")
 
-    def _start(self, opts: Any) -> WorldCollectives:
-        """Return the collectives for one call, whose caller may wait for it at once."""
+    def _check_peer(self, peer: int | None) -> None:
+        if peer is not None and not 0 <= peer < self._size:
+            raise ValueError(
+                f"rank {peer} is not in a group of {self._size}: give 0 to {self._size - 1}"
+            )
+
+    def _start(self, opts: Any, label: str = "") -> WorldCollectives:
+        """Return the collectives for one call, whose caller may wait for it at once.
+
+        Ranks compare the `label`, for what the call alone does not tell.
+        """
         self._check_open()
         waits = opts is not None and not opts.asyncOp
-        return self._collectives if waits else self._going_on
+        if (label, waits) not in self._starts:
+            collectives = self._collectives if waits else self._going_on
+            self._starts[label, waits] = collectives.named(label)
+        return self._starts[label, waits]
 
-    def _combine(self, flat: Tensor, opts: Any) -> Started:
+    def _combine(self, flat: Tensor, opts: Any, label: str = "") -> Started:
         """Start to combine a flat tensor over all ranks, in place."""
         operation = _operation(opts)
         if operation in SUMS and flat.dtype in SUMMED:
             if operation == ReduceOp.AVG:
                 flat.div_(self._size)
-            return self._start(opts).all_reduce(flat), []
+            label = ", ".join(filter(None, [label, _summed(operation)]))
+            return self._start(opts, label).all_reduce(flat), []
         verbs.check(operation, flat.dtype)
         host = flat.cpu()
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.all_reduce(comm, host, operation, tags)
 
-        what = f"all_reduce {operation} of {flat.numel()}"
+        what = f"{label or 'all_reduce'} {_name(operation)} of {flat.numel()}"
         return self._exchange(what, flat.dtype, steps, opts), [(flat, host)]
 
     def _sparse_sum(self, tensors: Sequence[Tensor], opts: Any) -> Call:
@@ -561,6 +579,15 @@ def _call_of(calls: Sequence[Started], outputs: list[Tensor]) -> Call:
 
 def _operation(opts: Any) -> ReduceOp.RedOpType:
     return ReduceOp.SUM if opts is None else opts.reduceOp.op
+
+
+def _name(operation: ReduceOp.RedOpType) -> str:
+    return str(operation).rpartition(".")[2]
+
+
+def _summed(operation: ReduceOp.RedOpType) -> str:
+    """Return the label of a sum that is made in place: ranks divide before it."""
+    return "average" if operation == ReduceOp.AVG else ""
 
 
 def _in_place(tensor: Tensor) -> bool:

@@ -151,7 +151,8 @@ class Monitor:
     """A monitor of a world. Rank 0 acts; rank 1 does if rank 0 is gone, or does not answer.
 
     Used by one thread. `limit` and `warning_limit` are seconds without progress; without `limit`, a
-    job that hangs is not ended. `own_status` returns this rank's, `warn` prints a warning, and
+    job that hangs is not ended. Ranks that wait for one that has left, and so in vain, are given
+    `lost_after` seconds. `own_status` returns this rank's, `warn` prints a warning, and
     `end_job` prints a report and ends the job with a reason and a status for the summary and an
     exit code.
     """
@@ -164,12 +165,13 @@ class Monitor:
         *,
         limit: float | None,
         warning_limit: float,
+        lost_after: float,
         own_status: Callable[[], RankStatus],
         warn: Callable[[str], None],
         end_job: Callable[[str, str, str, int], None],
     ) -> None:
         self._rank, self._facts, self._channel = rank, facts, channel
-        self._limit, self._warning_limit = limit, warning_limit
+        self._limit, self._warning_limit, self._lost_after = limit, warning_limit, lost_after
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
@@ -181,6 +183,7 @@ class Monitor:
         self.all_at_exit: Message | None = None
         """The message to ranks at the exit once no more are waited for."""
         self._inquiry: Inquiry | None = None
+        self._ask_at = math.inf  # whether ranks wait for those that have left
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
 
     def look(self, now: float) -> None:
@@ -188,6 +191,9 @@ class Monitor:
         self._connected |= set(self._channel.peers)
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
+        if now >= self._ask_at and self._inquiry is None and self._acts:
+            self._inquiry = Inquiry(self._facts, self.left, now)
+            self._ask_at = now + self._lost_after / 4
         if (inquiry := self._inquiry) is not None:
             if inquiry.asked is None and now >= inquiry.at:
                 self._ask(inquiry)
@@ -285,10 +291,13 @@ class Monitor:
         headline, details = inquiry.headline(), inquiry.details()
         warning_limit = self._warning_limit
         waits = [(s.wait.seconds, s.limit) for s in inquiry.statuses.values() if s.wait is not None]
+        in_vain = self._in_vain(inquiry)
         if inquiry.reason:
             headline = f"{inquiry.reason}; {headline}" if waits else inquiry.reason
         elif inquiry.at_exit and not inquiry.culprits:
             return  # all have come meanwhile
+        elif in_vain:
+            pass
         elif inquiry.networks and waits and not inquiry.ends:
             pass  # told early
         elif not any(
@@ -297,11 +306,14 @@ class Monitor:
         ):
             return  # it has gone on meanwhile
         debugged = any(status.debugged for status in inquiry.statuses.values())
-        if not inquiry.ends or (debugged and not inquiry.reason):
+        ends = inquiry.ends or (in_vain and self._limit is not None)
+        if not ends or (debugged and not inquiry.reason):
             end = ""
             limits = [limit for _, limit in waits if limit is not None]
             if limits and not inquiry.at_exit:
-                option = "--comm.timeout" if min(limits) == self._limit else "of this group"
+                option = "of this group"
+                if min(limits) == self._limit:
+                    option = "--comm.timeout, or timeout="
                 end = f"\n  the job ends after {min(limits):g} s ({option})"
             self._warn(f"{headline}\n{details}{end}")
             self._quiet_until = time.monotonic() + warning_limit
@@ -309,6 +321,16 @@ class Monitor:
         self._print_stacks_of_held(inquiry)
         report = f"{headline}\n{details}\n{inquiry.stacks()}"
         self._end_job(report, headline, "stalled", inquiry.code)
+
+    def _in_vain(self, inquiry: Inquiry) -> bool:
+        """Return whether ranks wait for some that have left, and whose messages would have come.
+
+        Those that were sent before may be late by the time that a link may be silent.
+        """
+        longest = max((wait.seconds for wait in inquiry.waits.values()), default=0.0)
+        culprits = inquiry.culprits
+        left = bool(culprits) and culprits <= self.left and not inquiry.at_exit
+        return left and longest >= self._lost_after
 
     def _print_stacks_of_held(self, inquiry: Inquiry) -> None:
         """Let ranks that run but do not answer print their stacks, on order of a neighbour."""
@@ -322,6 +344,7 @@ class Monitor:
 
     def _on_left(self, peer: int) -> None:
         self.left.add(peer)
+        self._ask_at = min(self._ask_at, time.monotonic() + self._lost_after)
         if len(self.left) == len(self._facts):
             for failed in self._failed:
                 self._channel.send(failed, {"kind": "others left"})

@@ -68,7 +68,7 @@ class SideChannel:
         lost_after: float = LOST_S,
     ) -> None:
         self._rank, self._secret, self._listener = rank, secret, listener
-        self._lost_after = lost_after
+        self.lost_after = lost_after
         self._connections: dict[int, _Connection] = {}
         self._strangers: list[_Connection] = []  # the oldest first
         self._early: list[_Connection] = []  # new ones to monitors
@@ -99,7 +99,7 @@ class SideChannel:
         """
         own = socket.create_connection(where, CONNECT_S)
         try:
-            connection = _Connection(own, _MAX_LINE, self._lost_after)
+            connection = _Connection(own, _MAX_LINE, self.lost_after)
             given = connection.read_line(_GREETING_S)["challenge"]
             proof = self._proof("rank", self._rank, given)
             challenge = connection.challenge
@@ -200,7 +200,7 @@ class SideChannel:
         except OSError:  # the peer has gone, or no descriptor is free
             return
         own.setblocking(False)
-        connection = _Connection(own, _MAX_GREETING, self._lost_after)
+        connection = _Connection(own, _MAX_GREETING, self.lost_after)
         self._strangers.append(connection)
         self._selector.register(own, selectors.EVENT_READ, connection)
         connection.send({"challenge": connection.challenge})

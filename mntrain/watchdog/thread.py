@@ -84,6 +84,7 @@ class Watchdog:
                 channel,
                 limit=timeout,
                 warning_limit=warn_after,
+                lost_after=channel.lost_after,
                 own_status=self._own_status,
                 warn=lambda text: call_for(PRINT_S, lambda: _print(f"warning: {text}")),
                 end_job=self._end_job,

@@ -31,14 +31,14 @@ def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
 @pytest.mark.parametrize(
     ("backends", "served"),
     [
-        ("cpu:gloo,cuda:mntrain", "gloo"),
+        pytest.param("cpu:gloo,cuda:mntrain", "gloo", marks=MORE),
         pytest.param("cuda:mntrain,cpu:gloo", "gloo", marks=pytest.mark.exhaustive),
         pytest.param("cpu:mntrain,cuda:nccl", "mntrain", marks=MORE),
     ],
 )
 def test_each_device_has_the_backend_that_it_was_given(backends, served):
-    result = completed(run(3, "mixed_backends.py", backends, served))
-    assert result.stdout.count(f"served by {served} in {backends}") == 3
+    result = completed(run(2, "mixed_backends.py", backends, served))
+    assert result.stdout.count(f"served by {served} in {backends}") == 2
 
 
 @pytest.mark.thorough
@@ -74,6 +74,24 @@ def test_a_process_without_a_launcher_is_told_how_to_start(monkeypatch):
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
     assert "start the script with mpirun or srun" in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_script_that_spawns_its_ranks_is_told_how_to_start(imported, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import torch, torch.distributed as dist{', mntrain.torch_backend' * imported}\n"
+        "def main(rank):\n"
+        f"    given = {{'rank': rank, 'world_size': 2}} if {imported} else {{}}\n"
+        "    dist.init_process_group('mntrain', **given)\n"
+        "if __name__ == '__main__':\n"
+        "    torch.multiprocessing.spawn(main, nprocs=2)\n"
+    )
+    result = mpirun(1, [sys.executable, script], timeout=100)
+    assert result.returncode not in (0, None), result.report()
+    said = "start the script with mpirun" if imported else "environment variable RANK expected"
+    assert said in result.stderr, result.report()
 
 
 @pytest.mark.thorough
@@ -167,6 +185,10 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
     [
         ("sizes", "rank 1: all_reduce of 5 float32, called at "),
         pytest.param("verbs", "rank 0: broadcast of 4 float32, called at ", marks=MORE),
+        pytest.param("averages", "average: all_reduce of 4 float32, called at ", marks=MORE),
+        pytest.param("averages_of_parts", "average: reduce_scatter of 4 float32", marks=MORE),
+        pytest.param("roots", "reduce to rank 1: all_reduce of 4 float32, called", marks=MORE),
+        pytest.param("stranger", "rank 7 is not in a group of 2: give 0 to 1", marks=MORE),
         pytest.param(
             "message", "has sent 16 bytes with tag 0, and this rank receives 12", marks=MORE
         ),

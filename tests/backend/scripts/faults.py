@@ -26,6 +26,24 @@ def verbs(rank):
             dist.broadcast(tensor, 0)
 
 
+def averages(rank):
+    """One rank asks for the mean, and one for the sum, whose messages are alike."""
+    dist.all_reduce(torch.ones(4), dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM)
+
+
+def averages_of_parts(rank):
+    operation = dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM
+    dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * 2, operation)
+
+
+def roots(rank):
+    dist.reduce(torch.ones(4), dst=rank)
+
+
+def stranger(rank):
+    dist.recv(torch.ones(3), 7)
+
+
 def message(rank):
     if rank:
         dist.send(torch.ones(4), 0)

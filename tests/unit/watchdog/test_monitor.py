@@ -55,6 +55,7 @@ class MonitoredWorld:
             self.channel,
             limit=limit,
             warning_limit=10.0,
+            lost_after=5.0,
             own_status=lambda: self.status(rank),
             warn=self.warnings.append,
             end_job=lambda report, *how: self.ends.append((report, how)),
@@ -106,7 +107,7 @@ def test_a_wait_is_one_warning_and_then_one_report(make):
     world.answer(1, 2)
     assert len(world.warnings) == 1
     assert world.warnings[0].startswith("ranks 0, 1 on a have waited 10 s for rank 2 on b\n")
-    assert "the job ends after 100 s (--comm.timeout)" in world.warnings[0]
+    assert "the job ends after 100 s (--comm.timeout, or timeout=)" in world.warnings[0]
     world.hear(1, "waiting", ends=False)  # a moment later
     assert world.channel.taken("ask") == []
     world.waits = {0: 100.0, 1: 100.0}
@@ -116,6 +117,30 @@ def test_a_wait_is_one_warning_and_then_one_report(make):
     assert report.startswith("ranks 0, 1 on a have waited 100 s for rank 2 on b\n")
     assert how == (report.splitlines()[0], "stalled", 1)
     assert len(world.warnings) == 1
+
+
+@pytest.mark.parametrize("limit", [100.0, None])
+def test_a_wait_for_a_rank_that_has_left_ends_the_job_soon(make, limit):
+    world = make(0, limit=limit)
+    world.hear(2, "left")
+    world.channel.peers.remove(2)
+    for seconds, told in ((2.0, 0), (6.0, 1)):  # its last messages may still come
+        world.waits = {0: seconds, 1: seconds}
+        world.pass_time(5.0)
+        world.answer(1)
+        said = [report for report, _ in world.ends] if limit else world.warnings
+        assert len(said) == told
+    assert said[0].startswith("ranks 0, 1 on a have waited 6 s for rank 2 on b\n")
+    assert "rank 2 on b: has left the world, or ended its script" in said[0]
+
+
+def test_a_wait_for_a_rank_that_is_there_goes_on_after_another_has_left(make):
+    world = make(0)
+    world.hear(2, "left")
+    world.waits = {0: 7.0}  # for rank 1, too
+    world.pass_time(5.0)
+    world.answer(1)
+    assert (world.warnings, world.ends) == ([], [])
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -138,7 +163,10 @@ def test_a_wait_ends_the_job_at_the_limit_of_what_is_waited_for(make, own, ends)
     world.hear(1, "waiting", ends=False)
     world.answer(1, 2)
     said = {40.0: "40 s (of this group)", 50.0: "50 s (of this group)"}
-    assert f"the job ends after {said.get(own, '100 s (--comm.timeout)')}" in world.warnings[0]
+    assert (
+        f"the job ends after {said.get(own, '100 s (--comm.timeout, or timeout=)')}"
+        in world.warnings[0]
+    )
     world.waits = {0: 45.0, 1: 45.0}
     world.hear(1, "waiting", ends=True)
     world.answer(1, 2)
