@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # The largest total of all ranks' tensors that every rank gathers whole. Above it, bandwidth matters
 # more than latency.
-SMALL_MESSAGE_BYTES = 64 << 10
+SMALL_MESSAGE_BYTES = 128 << 10
 # Up to this size the engine's thread is not woken: waking it takes longer than the collective.
 NO_WAKE_BYTES = 128 << 10
 
