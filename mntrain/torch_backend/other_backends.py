@@ -1,5 +1,6 @@
 """Backends of torch beside mntrain in one process group, as of `cpu:mntrain,cuda:nccl`."""
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ class OtherBackends:
         self._group, self._store, self._timeout = group, store, timeout
         self._names: dict[str, str] | None = None  # by device, once torch knows the group
         self._made: dict[str, ProcessGroup] = {}
+        self._lock = threading.Lock()  # threads make one group
 
     def of(self, device: str) -> ProcessGroup | None:
         """Return the group for a type of device; None if that is mntrain's.
@@ -36,9 +38,10 @@ class OtherBackends:
             self._names = {at: name for at, name in pairs if name != self._group.getBackendName()}
         if not self._names or device not in self._names:
             return None
-        if device not in self._made:
-            self._made[device] = self._make(device, self._names[device])
-        return self._made[device]
+        with self._lock:
+            if device not in self._made:
+                self._made[device] = self._make(device, self._names[device])
+            return self._made[device]
 
     def of_call(self, arguments: Sequence[Any]) -> ProcessGroup | None:
         """Return the group for a call with these arguments, by the first tensor among them."""

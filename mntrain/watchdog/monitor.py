@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mntrain.checks.all_ranks import RankFacts
 from mntrain.checks.finding import alike
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks, name_ranks
-from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
+from mntrain.watchdog.rank_status import EXIT, MESSAGE, RankStatus, print_stack, process_state
 from mntrain.watchdog.side_channel import Message, SideChannel
 
 MONITORS = (0, 1)
@@ -191,7 +191,8 @@ class Monitor:
         self._connected |= set(self._channel.peers)
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
-        if now >= self._ask_at and self._inquiry is None and self._acts:
+        due = now >= max(self._ask_at, self._quiet_until)
+        if due and self._inquiry is None and self._acts:
             self._inquiry = Inquiry(self._facts, self.left, now)
             self._ask_at = now + self._lost_after / 4
         if (inquiry := self._inquiry) is not None:
@@ -325,9 +326,13 @@ class Monitor:
     def _in_vain(self, inquiry: Inquiry) -> bool:
         """Return whether ranks wait for some that have left, and whose messages would have come.
 
-        Those that were sent before may be late by the time that a link may be silent.
+        Those that were sent before may be late by the time that a link may be silent. Of a message
+        between two ranks it is not known which rank is to send it.
         """
-        longest = max((wait.seconds for wait in inquiry.waits.values()), default=0.0)
+        waits = inquiry.waits.values()
+        longest = max((wait.seconds for wait in waits), default=0.0)
+        if any(wait.what == MESSAGE for wait in waits):
+            return False
         culprits = inquiry.culprits
         left = bool(culprits) and culprits <= self.left and not inquiry.at_exit
         return left and longest >= self._lost_after

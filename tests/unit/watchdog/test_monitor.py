@@ -9,7 +9,7 @@ import pytest
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
 from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, Monitor
-from mntrain.watchdog.rank_status import RankStatus
+from mntrain.watchdog.rank_status import MESSAGE, RankStatus
 
 
 class Channel:
@@ -132,6 +132,19 @@ def test_a_wait_for_a_rank_that_has_left_ends_the_job_soon(make, limit):
         assert len(said) == told
     assert said[0].startswith("ranks 0, 1 on a have waited 6 s for rank 2 on b\n")
     assert "rank 2 on b: has left the world, or ended its script" in said[0]
+    world.pass_time(5.0)  # a warning is not repeated at once
+    assert world.channel.taken("ask") == [] or limit
+
+
+def test_a_message_may_be_of_another_rank_than_the_one_that_has_left(make, monkeypatch):
+    world = make(0)
+    world.hear(2, "left")
+    world.channel.peers.remove(2)
+    waiting = RankStatus({"w": 5}, Wait("w", 4, MESSAGE, "", 7.0), "", "", False, "", 100.0)
+    monkeypatch.setattr(world, "status", lambda rank: waiting)
+    world.pass_time(5.0)
+    world.answer(1)
+    assert (world.warnings, world.ends) == ([], [])
 
 
 def test_a_wait_for_a_rank_that_is_there_goes_on_after_another_has_left(make):
