@@ -364,7 +364,8 @@ class Ranks:
         self, collectives: WorldCollectives, name: str, timeout_s: float | None = None
     ) -> Messages:
         """Make messages between two ranks of a group. Collective. Arguments as of `subgroup`."""
-        return Messages(collectives.duplicate(name), self._engine, name, timeout_s)
+        comm, ranks = collectives.duplicate(name), collectives.world_ranks
+        return Messages(comm, self._engine, name, ranks, timeout_s)
 
     def node_levels(self, user: str) -> NodeLevels:
         """Make the groups of a communication hook. Collective. `user` names the optimizer."""

@@ -13,6 +13,7 @@ At most one report of a rank is on its way. Nothing is sent while collectives ma
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mntrain.comm import small_messages
@@ -192,11 +193,13 @@ def _explain(title: str, calls: Mapping[int, tuple[Ticket, str]]) -> str:
         ranks.setdefault(ticket.digest, []).append(rank)
     several = [calls[group[0]] for group in ranks.values()]
     texts = [f"{ticket.signature}{words}" for ticket, words in several]
-    alike = len(set(texts)) < len(texts)
+    columns = zip(*(ticket.signature.details for ticket, _ in several), strict=True)
+    differs = [len(set(texts)) < len(texts) and len(set(column)) > 1 for column in columns]
     lines = [title]
     for group, text, (ticket, _) in zip(ranks.values(), texts, several, strict=True):
         line = f"  rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {text}"
-        line += f" [{ticket.signature.details}]" if alike else ""
+        details = compress(ticket.signature.details, differs)
+        line += f" [{', '.join(details)}]" if any(differs) else ""
         lines.append(line + (f", called at {ticket.site}" if ticket.site else ""))
     lines.append(
         "All ranks must make the same calls in the same order: look for a call in a branch or a "

@@ -59,15 +59,25 @@ class Pipelined(NamedTuple):
     latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
 
+class MessageCall(NamedTuple):
+    """A call that waits for single ranks of its stream, for reports; ranks do not compare it."""
+
+    what: str  # such as "recv of 16 bytes from rank 1, tag 0"
+    site: str  # as of a ticket
+    peers: Sequence[int]  # the world's ranks
+    may_end: Callable[[], bool]  # whether it may end although these ranks call nothing more
+
+
 class Future(Generic[T]):
     """A collective or function in a stream, and its result.
 
     `wakes_thread`: whether the engine's thread runs it while no caller waits. `ticket`: of a
-    collective that ranks compare. `stream`: its name.
+    collective that ranks compare. `message`: of a call that they do not. `stream`: its name.
     """
 
     wakes_thread = True
     ticket: Ticket | None = None
+    message: MessageCall | None = None
     stream = ""
 
     def __init__(
@@ -390,8 +400,8 @@ class ProgressEngine:
         self._busy_before_s = 0.0  # the part of `busy_s` before `_busy_since`
         self._busy_since: float | None = None
         self._turn = threading.Lock()  # held by the thread that progresses the collectives
-        # Every caller that wants the turn: the stream that it waits for, and since when.
-        self._waiters: deque[tuple[str, float]] = deque()
+        # Every caller that wants the turn: what it waits for, and since when.
+        self._waiters: deque[tuple[Future[Any], float]] = deque()
         self._moved_at = 0.0  # when anything last made progress
         self._callers: set[int] = set()  # the threads that have submitted something
         self._begin = begin
@@ -419,6 +429,7 @@ class ProgressEngine:
         wake: bool = True,
         stream: Stream | None = None,
         ticket: Ticket | None = None,
+        message: MessageCall | None = None,
     ) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
@@ -436,7 +447,8 @@ class ProgressEngine:
         self._turn_to()
         task: Future[T] = Future(work, self.drive_until)
         stream = stream or self.main
-        task.wakes_thread, task.ticket, task.stream = wake, ticket, stream.name
+        task.wakes_thread, task.stream = wake, stream.name
+        task.ticket, task.message = ticket, message
         self._callers.add(threading.get_ident())
         stream.queue.append(task)
         if wake:
@@ -453,7 +465,7 @@ class ProgressEngine:
             return
         self._check_not_abandoned()
         self._turn_to()
-        waiter = future.stream, time.monotonic()
+        waiter = future, time.monotonic()
         self._waiters.append(waiter)
         try:
             if self._turn.locked():
@@ -537,17 +549,18 @@ class ProgressEngine:
         """True if nothing is queued or active."""
         return all(stream.idle for stream in self.streams)
 
-    def awaited(self) -> tuple[Stream, float] | None:
+    def awaited(self) -> tuple[Stream, float, MessageCall | None] | None:
         """Return the stream for which a caller waits, and when the wait began or anything moved.
 
-        None if no caller waits. Thread-safe.
+        The third is the caller's message, if it waits for one. None if no caller waits.
+        Thread-safe.
         """
         waiters = list(self._waiters)
         if not waiters:
             return None
-        name, since = waiters[0]
-        stream = next(stream for stream in self.streams if stream.name == name)
-        return stream, max(since, self._moved_at)
+        future, since = waiters[0]
+        stream = next(stream for stream in self.streams if stream.name == future.stream)
+        return stream, max(since, self._moved_at), future.message
 
     @property
     def busy_s(self) -> float:
@@ -622,7 +635,7 @@ class ProgressEngine:
     def _waits_in(self) -> str:
         """Return the stream for which the only thread that uses this engine waits, or ""."""
         callers = [t for t in threading.enumerate() if t.ident in self._callers]
-        return self._waiters[0][0] if len(callers) == len(self._waiters) == 1 else ""
+        return self._waiters[0][0].stream if len(callers) == len(self._waiters) == 1 else ""
 
     def _rest(self, *, moved: bool) -> None:
         """Give up the core: for a moment after progress, else until the next test is due."""

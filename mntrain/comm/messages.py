@@ -10,9 +10,10 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
+from mntrain.comm.engine import Future, MessageCall, ProgressEngine, Steps, UnorderedStream
 from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
+from mntrain.comm.ticket import call_site
 from mntrain.comm.world_collectives import CollectiveWork
 from zero.collectives import CompletedWork, Work
 
@@ -22,8 +23,8 @@ T = TypeVar("T")
 class Messages:
     """The messages of one group, over a communicator of their own. Construction is local.
 
-    `name` is new to the engine, and `timeout_s` as in `Stream`. Tensors are flat and contiguous, in
-    host memory.
+    `name` is new to the engine, and `ranks` and `timeout_s` are as in `Stream`. Tensors are flat
+    and contiguous, in host memory.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class Messages:
         comm: Communicator,
         engine: ProgressEngine,
         name: str,
+        ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         self._comm, self._engine = comm, engine
-        self._stream = UnorderedStream(name, timeout_s=timeout_s)
+        self._stream = UnorderedStream(name, ranks, timeout_s)
+        self._ranks = self._stream.ranks or range(comm.size)  # the world's
         self._missing: list[FoundMessage] = []  # in the order of the receives
         engine.streams.append(self._stream)
 
@@ -47,7 +50,9 @@ class Messages:
             yield self._comm.send(peer, data, tag, empty=True).test
             return CompletedWork()
 
-        return CollectiveWork(self._engine, [self._submit(steps())])
+        to = self._ranks[peer]
+        what = f"send of {data.nbytes} bytes to rank {to}, tag {tag}"
+        return self._work(steps(), what, [to], lambda: True)  # its receive may have begun
 
     def receive(
         self, tensor: Tensor, peer: int | None, tag: int
@@ -70,7 +75,11 @@ class Messages:
             yield found.receive(data).test
             return CompletedWork()
 
-        return CollectiveWork(self._engine, [self._submit(steps())]), found
+        others = (r for r in range(self._comm.size) if r != self._comm.rank)
+        sources = [self._ranks[r] for r in (others if peer is None else [peer])]
+        source = "any rank" if peer is None else f"rank {self._ranks[peer]}"
+        what = f"recv of {data.nbytes} bytes from {source}, tag {tag}"
+        return self._work(steps(), what, sources, lambda: peer is None or found.source >= 0), found
 
     def _looked_for(self, found: FoundMessage) -> Callable[[], bool]:
         """Return the condition that a message is here, after those of earlier receives of the kind.
@@ -100,10 +109,16 @@ class Messages:
                 yield self._comm.receive(peer, tokens[1], tag).test
             return then()
 
-        return self._submit(steps())
+        peers = [self._ranks[r] for r in others]
+        call = MessageCall("the start of a group", call_site(), peers, lambda: False)
+        return self._engine.submit(steps(), stream=self._stream, message=call)
 
-    def _submit(self, steps: Steps[T]) -> Future[T]:
-        return self._engine.submit(steps, stream=self._stream)
+    def _work(
+        self, steps: Steps[Work], what: str, peers: Sequence[int], may_end: Callable[[], bool]
+    ) -> CollectiveWork:
+        call = MessageCall(what, call_site(), peers, may_end)
+        future = self._engine.submit(steps, stream=self._stream, message=call)
+        return CollectiveWork(self._engine, [future])
 
 
 def _check_tag(tag: int) -> None:

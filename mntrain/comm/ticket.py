@@ -51,13 +51,16 @@ class Signature(NamedTuple):
         return text
 
     @property
-    def details(self) -> str:
-        """The rest of the call, for two whose words are the same."""
+    def details(self) -> tuple[str, ...]:
+        """The rest of the call, each in words, for calls whose text is the same."""
         bounds = ", ".join(map(str, self.bounds[:8])) + (", ..." if self.bounds[8:] else "")
         wire = _name(self.wire) if self.wire else "that of the tensor"
         return (
-            f"bounds ({bounds}), root {self.root}, wire dtype {wire}, {self.choice}, "
-            f"small={self.small}"
+            f"root {self.root}",
+            f"bounds ({bounds})",
+            f"wire dtype {wire}",
+            str(self.choice),
+            f"small={self.small}",
         )
 
 

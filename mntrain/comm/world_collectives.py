@@ -209,6 +209,11 @@ class WorldCollectives:
         return self._memory.why_not
 
     @property
+    def world_ranks(self) -> Sequence[int] | None:
+        """The world's ranks that these are, in their order; None: all."""
+        return self._stream.ranks
+
+    @property
     def busy_s(self) -> float:
         """Seconds so far in which a collective was active."""
         return self._engine.busy_s

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 
 class Wait(NamedTuple):
-    """A collective that a rank has begun and waits for."""
+    """A collective that a rank has begun and waits for, or a message of which it has the number 0.
+
+    No rank counts messages, so all of `ranks` are late.
+    """
 
     stream: str
     number: int  # in its stream
@@ -17,10 +20,13 @@ class Wait(NamedTuple):
     seconds: float
     root: int | None = None  # of a broadcast
     ranks: Collection[int] | None = None  # of the stream; None: all of the world
+    message: bool = False  # between single ranks: `ranks` are those that are waited for
+    may_end: bool = False  # whether it may end although these ranks call nothing more
 
     def __str__(self) -> str:
         """Return the collective in words."""
-        return f"{self.what} (collective {self.number} of {self.stream})"
+        number = "" if self.message else f"collective {self.number} of "
+        return f"{self.what} ({number}{self.stream})"
 
 
 def late_ranks(

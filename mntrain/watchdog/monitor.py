@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mntrain.checks.all_ranks import RankFacts
 from mntrain.checks.finding import alike
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks, name_ranks
-from mntrain.watchdog.rank_status import EXIT, MESSAGE, RankStatus, print_stack, process_state
+from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
 from mntrain.watchdog.side_channel import Message, SideChannel
 
 MONITORS = (0, 1)
@@ -326,12 +326,12 @@ class Monitor:
     def _in_vain(self, inquiry: Inquiry) -> bool:
         """Return whether ranks wait for some that have left, and whose messages would have come.
 
-        Those that were sent before may be late by the time that a link may be silent. Of a message
-        between two ranks it is not known which rank is to send it.
+        Those that were sent before may be late by the time that a link may be silent. A long
+        message may be on its way for longer.
         """
         waits = inquiry.waits.values()
         longest = max((wait.seconds for wait in waits), default=0.0)
-        if any(wait.what == MESSAGE for wait in waits):
+        if any(wait.may_end for wait in waits):
             return False
         culprits = inquiry.culprits
         left = bool(culprits) and culprits <= self.left and not inquiry.at_exit

@@ -25,7 +25,6 @@ _MAX_FRAMES = 30
 READ_S = 1.0  # for the files of source code, whose file system may be what hangs
 _COMM = str(Path(engine.__file__).parent)
 START = "a call that all ranks make at the start of a world"
-MESSAGE = "a message between two ranks"
 EXIT = "the exit"  # in place of a stream: ranks wait there for each other
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """Lets a rank print its stack, also while the interpreter is held in C code."""
@@ -102,10 +101,12 @@ def print_stack(pid: int) -> None:
 def _wait_of(progress: ProgressEngine, stalled_s: float) -> Wait | None:
     if (awaited := progress.awaited()) is None:
         return None
-    stream = awaited[0]
+    stream, _, message = awaited
+    if message is not None:
+        call = message.what, message.site, stalled_s, None, message.peers, True, message.may_end()
+        return Wait(stream.name, 0, *call)
     if (ticket := stream.oldest) is None:  # the stack shows it
-        what = MESSAGE if isinstance(stream, engine.UnorderedStream) else START
-        return Wait(stream.name, stream.begun, what, "", stalled_s, None, stream.ranks)
+        return Wait(stream.name, stream.begun, START, "", stalled_s, None, stream.ranks)
     what, root = str(ticket.signature), stream.awaited_rank(ticket)
     return Wait(stream.name, ticket.number, what, ticket.site, stalled_s, root, stream.ranks)
 

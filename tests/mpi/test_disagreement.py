@@ -134,8 +134,8 @@ CALLS = {
     "other verbs": (reducing(1000), other("all_gather", None, "all_gather of 1000 float32")),
     "other dtypes": (reducing(1000), reducing(1000, torch.int32)),
     "other roots": (
-        other("broadcast", 0, "broadcast of 1000 float32 [bounds (0, 1000), root 0"),
-        other("broadcast", 1, "broadcast of 1000 float32 [bounds (0, 1000), root 1"),
+        other("broadcast", 0, "broadcast of 1000 float32 [root 0], called"),
+        other("broadcast", 1, "broadcast of 1000 float32 [root 1], called"),
     ),
     "other bounds": (
         other("all_gather", [0] * RANKS + [1000], "all_gather of 1000 float32 [bounds (0, 0"),

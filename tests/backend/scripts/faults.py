@@ -69,6 +69,12 @@ def never_sent(rank):
         dist.recv(torch.ones(3), 1)
 
 
+def sender_gone(rank):
+    if rank:
+        sys.exit()
+    dist.recv(torch.ones(3), 1)
+
+
 def killed(rank):
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)

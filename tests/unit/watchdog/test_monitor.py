@@ -9,7 +9,7 @@ import pytest
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
 from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, Monitor
-from mntrain.watchdog.rank_status import MESSAGE, RankStatus
+from mntrain.watchdog.rank_status import RankStatus
 
 
 class Channel:
@@ -136,15 +136,29 @@ def test_a_wait_for_a_rank_that_has_left_ends_the_job_soon(make, limit):
     assert world.channel.taken("ask") == [] or limit
 
 
-def test_a_message_may_be_of_another_rank_than_the_one_that_has_left(make, monkeypatch):
+@pytest.mark.parametrize("may_end", [True, False])
+@pytest.mark.parametrize("peers", [[1], [2], [1, 2]])
+def test_a_message_from_a_rank_that_has_left_ends_the_job_unless_it_may_come(
+    make, monkeypatch, peers, may_end
+):
     world = make(0)
     world.hear(2, "left")
     world.channel.peers.remove(2)
-    waiting = RankStatus({"w": 5}, Wait("w", 4, MESSAGE, "", 7.0), "", "", False, "", 100.0)
-    monkeypatch.setattr(world, "status", lambda rank: waiting)
+    what = "recv of 8 bytes", "a.py:1", 7.0, None, peers, True, may_end
+    statuses = [
+        RankStatus({"w": 0}, wait, "", "", limit=100.0) for wait in (Wait("w", 0, *what), None)
+    ]
+    monkeypatch.setattr(world, "status", lambda rank: statuses[rank])
     world.pass_time(5.0)
     world.answer(1)
-    assert (world.warnings, world.ends) == ([], [])
+    ended = peers == [2] and not may_end
+    assert [report.splitlines()[:2] for report, _ in world.ends] == ended * [
+        [
+            "rank 0 on a has waited 7 s for rank 2 on b",
+            "  rank 0 on a: in recv of 8 bytes (w), called at a.py:1",
+        ]
+    ]
+    assert world.warnings == []
 
 
 def test_a_wait_for_a_rank_that_is_there_goes_on_after_another_has_left(make):
