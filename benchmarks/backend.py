@@ -18,7 +18,7 @@ import torch.distributed as dist
 import mntrain.torch_backend  # noqa: F401 - registers the backend
 
 SIZES = [64, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
-TURNS, MOST_CALLS, BYTES = 4, 50, 16 << 20
+TURNS, MOST_CALLS, BYTES = 4, 50, 64 << 20
 
 
 def main() -> None:

@@ -156,7 +156,8 @@ class Future(Generic[T]):
 
         `others` is the number of other collectives' chunks in flight, `oldest` the lowest number
         among them. No chunk starts while another one with the same tag is in flight. The first
-        chunk starts alone: other ranks on this core send their first one before this rank goes on.
+        chunk starts alone, unless it has ended: other ranks on this core send their first one
+        before this rank goes on.
         """
         moved = False
         while self._next and others + len(self.in_flight) < self._max_in_flight:
@@ -168,7 +169,8 @@ class Future(Generic[T]):
             self.all_started = self._next is None
             if self._first:
                 self._first = False
-                break
+                if self.in_flight:
+                    break
         return moved
 
     def advance_chunks(self) -> bool:
