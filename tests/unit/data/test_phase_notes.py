@@ -42,8 +42,14 @@ def collated(samples):
     return samples
 
 
-def text_of(error):
-    return "".join(traceback.format_exception(error))
+def error_of(steps):
+    """The text of the error of the next step, whose frames would keep the workers."""
+    try:
+        next(steps)
+    except (KeyError, ValueError) as error:
+        text = "".join(traceback.format_exception(error))
+        traceback.clear_frames(error.__traceback__)
+        return text
 
 
 def options(rank=1, workers=0, **more):
@@ -79,12 +85,10 @@ def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, w
     )
     for _ in range(step):
         next(steps)
-    with pytest.raises((KeyError, ValueError)) as raised:
-        next(steps)
-    said = name_samples(samples if all_of_it else [BROKEN], "training data")
-    assert text_of(raised.value).count(f"mntrain: rank {rank}: {phase} {said}\n") == 1
-    assert text_of(raised.value).count("mntrain: ") == 1
-    assert "label" in text_of(raised.value) or "of unequal lengths" in text_of(raised.value)
+    text, said = error_of(steps), name_samples(samples if all_of_it else [BROKEN], "training data")
+    assert text.count(f"mntrain: rank {rank}: {phase} {said}\n") == 1
+    assert text.count("mntrain: ") == 1
+    assert "label" in text or "of unequal lengths" in text
 
 
 def test_a_validation_sample_is_noted_by_its_index_in_the_dataset():
