@@ -1,9 +1,4 @@
-"""Runs with checkpoints for the tests of `python -m mntrain ckpt`: a program for one rank.
-
-    mpirun -n 1 python saved_runs.py
-
-It saves the runs in the current directory, and the state of the first model as run.pt.
-"""
+"""Runs with checkpoints for the tests of `python -m mntrain ckpt`."""
 
 import math
 from pathlib import Path
@@ -48,7 +43,7 @@ class Many(nn.Module):
 
 
 def save_all(folder: Path) -> None:
-    """Save all runs, and the state of the first model."""
+    """Save all runs, and the state of the first model as run.pt."""
     with mntrain.init(device="cpu") as world:
         model = seeded(SavedModel)
         optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.01)
@@ -91,7 +86,3 @@ def nudge(model):
     model.norm.running_var[0] = math.inf
     model.mask[1] = True
     model.wide[0] = -0.0
-
-
-if __name__ == "__main__":
-    save_all(Path())

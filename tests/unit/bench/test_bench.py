@@ -13,6 +13,7 @@ import torch
 from launch import mpirun
 from rich.console import Console
 
+from mntrain.__main__ import main
 from mntrain.bench.bench_options import (
     ALGORITHMS,
     VERBS,
@@ -298,15 +299,12 @@ def bench(ranks, folder, *words):
     return result, json.loads((folder / "bench.json").read_text())
 
 
-@pytest.mark.thorough
-def test_an_unwritable_file_is_refused_before_the_measurement(tmp_path):
+def test_an_unwritable_file_is_refused_before_the_measurement(tmp_path, capsys):
     said = "must be a file in a directory that exists"
     assert file_problem(None) == file_problem(tmp_path / "a.json") == ""
     assert file_problem(tmp_path) == f"--json {tmp_path}: {said}"
-    words = ["--device", "cpu", "--json", "/no/a.json"]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == f"mntrain: error: --json /no/a.json: {said}\n"
+    assert main(["bench", "--device", "cpu", "--json", "/no/a.json"]) == 2
+    assert capsys.readouterr() == ("", f"mntrain: error: --json /no/a.json: {said}\n")
 
 
 @pytest.mark.thorough

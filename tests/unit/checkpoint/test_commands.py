@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from damages import DAMAGES, flip
-from launch import TESTS, mpirun
 from manifests import manifest
 from safetensors.torch import load_file
-from saved_runs import SavedModel
+from saved_runs import SavedModel, save_all
 
 from mntrain.checkpoint import commands, reader
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
@@ -30,9 +28,7 @@ ENDINGS = ["safetensors", "pt", "pth"]
 def saved(tmp_path_factory) -> Path:
     """The folder of runs, which no test changes."""
     folder = tmp_path_factory.mktemp("saved")
-    command = [sys.executable, str(TESTS / "helpers" / "saved_runs.py")]
-    result = mpirun(1, command, timeout=60, cwd=folder)
-    assert result.returncode == 0, result.report()
+    save_all(folder)
     return folder
 
 

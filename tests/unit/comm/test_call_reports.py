@@ -1,8 +1,5 @@
 """The judgement of what ranks report about their calls, without communication."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -74,7 +71,6 @@ def test_a_broadcast_waits_for_its_root_only():
     assert find(report("", a=[], b=[]), report("b", a=[], b=["y"]), waits) is None
 
 
-@pytest.mark.thorough
 def test_unequal_calls_have_unequal_digests_and_equal_ones_have_one_in_any_process():
     equal = Signature("all_reduce", "", torch.float32, (0, 4), 0, None, None, False)
     others = [
@@ -90,10 +86,4 @@ def test_unequal_calls_have_unequal_digests_and_equal_ones_have_one_in_any_proce
         ]
     ]
     assert len({digest_of(each) for each in [equal, *others]}) == 8
-    code = (
-        "import torch; from mntrain.comm.ticket import *;"
-        "print(digest_of(Signature('all_reduce', '', torch.float32, (0, 4), 0)))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert int(printed.stdout) == digest_of(equal)
-    assert 0 <= digest_of(equal) < 1 << 63
+    assert digest_of(equal) == 3218657938213354222  # in any process

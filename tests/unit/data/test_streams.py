@@ -120,7 +120,7 @@ def loader(dataset, workers=0, batch_size=4, **options):
 
 
 def run(make, size, body):
-    """Return what body(parts, log) gives on each of the ranks."""
+    """Return what body(parts, log) gives on each of the ranks, each with a loader of its own."""
 
     def rank_body(rank, gather):
         log = Log()
@@ -160,13 +160,16 @@ def seed_by_reader(worker):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_whole_streams_make_the_same_global_batches_everywhere(size, workers, drop_last):
+def test_whole_streams_make_the_same_global_batches_everywhere(size, workers):
     expected = [list(range(low, min(low + 4, 13))) for low in range(0, 13, 4)]
-    make = partial(loader, Entire(13), workers, drop_last=drop_last, worker_init_fn=seed_by_reader)
-    assert global_batches(run(make, size, epoch)) == expected[: 3 if drop_last else 4]
-    seen = [sample for samples in run(make, size, evaluate) for sample in samples]
-    assert sorted(seen) == list(range(12 if drop_last else 13))
+    for drop_last, count in ((False, 4), (True, 3)):
+        make = partial(
+            loader, Entire(13), workers, drop_last=drop_last, worker_init_fn=seed_by_reader
+        )
+        trained = run(make, size, lambda parts, log: (epoch(parts, log), evaluate(parts, log)))
+        assert global_batches([whole for whole, _ in trained]) == expected[:count]
+        seen = [sample for _, samples in trained for sample in samples]
+        assert sorted(seen) == list(chain(*expected[:count]))
     make = partial(loader, Chunks(11), workers, batch_size=None)
     assert global_batches(run(make, size, epoch)) == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9, 10]]
     assert run(partial(loader, Parted(0), workers), size, epoch) == [[]] * size
@@ -194,24 +197,26 @@ def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent
     assert sorted(first) == sorted(second) == list(range(10))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", [Parted, Uneven, Empty, PartedSeekable])
-def test_streams_of_their_own_give_each_sample_once(size, workers, kind):
-    make = partial(loader, kind(23), workers)
-    ranks = run(make, size, epoch)
+@pytest.mark.parametrize(
+    ("kind", "size", "workers"),
+    [
+        *((kind, 3, workers) for kind in (Parted, Empty, Ranged) for workers in WORKERS),
+        *((kind, 1, 2) for kind in (Uneven, Ranged)),
+        (Uneven, 3, 2),
+        (PartedSeekable, 3, 0),
+        (Parted, 1, 0),
+    ],
+)
+def test_streams_of_their_own_give_each_sample_once(kind, size, workers):
+    options = {"worker_init_fn": cut_range} if kind is Ranged else {}
+    make = partial(loader, kind(23), workers, **options)
+    trained = run(make, size, lambda parts, log: (epoch(parts, log), evaluate(parts, log)))
+    ranks = [whole for whole, _ in trained]
     assert len({len(parts) for parts in ranks}) == 1
     assert sorted(chain(*global_batches(ranks))) == list(range(23))
     assert all(part for parts in ranks for part, _, _ in parts)  # stand-ins, too
-    seen = [sample for samples in run(make, size, evaluate) for sample in samples]
+    seen = [sample for _, samples in trained for sample in samples]
     assert sorted(seen) == list(range(23))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_worker_init_fn_may_cut_the_stream(size, workers):
-    make = partial(loader, Ranged(23), workers, worker_init_fn=cut_range)
-    assert sorted(chain(*global_batches(run(make, size, epoch)))) == list(range(23))
 
 
 class Buffered(Parted):
@@ -259,16 +264,10 @@ def test_a_dataset_that_asks_late_for_its_worker_is_refused():
 
 
 class Drawing(Entire):
-    """Draws from every default generator; with a stream of its own if it reads the id."""
-
-    def __init__(self, n, own):
-        super().__init__(n)
-        self.own = own
+    """Draws from every default generator, in a stream of its own."""
 
     def __iter__(self):
-        info = get_worker_info()
-        assert info is not None
-        here = info.id if self.own else 0
+        here = get_worker_info().id
         for _ in range(self.n):
             yield here, random.random(), np.random.random(), float(torch.rand(()))
 
@@ -285,31 +284,31 @@ def test_readers_of_their_own_streams_draw_unlike_random_numbers(workers):
     def collate(samples):
         return torch.tensor(samples, dtype=torch.float64).unbind(1)
 
-    ranks = run(partial(loader, Drawing(6, own=True), workers, collate_fn=collate), 2, batches)
+    ranks = run(partial(loader, Drawing(6), workers, collate_fn=collate), 2, batches)
     drawn = [sample[1:] for samples in ranks for sample in samples]
     # The first sample of a stream is drawn before it is known to be one.
     assert len(set(drawn)) == len(drawn) - (2 * max(1, workers) - 1)
 
 
-def continued(make, size, done, batches_before):
-    """Train `done` batches, and return what a resumed job trains, and what it read."""
+def states_behind(make, size):
+    """The state before the first batch of an epoch on `size` ranks, and behind each of them."""
 
-    def before(parts, log):
-        states = [parts.state_dict()]
-        got = []
-        for batch in itertools.islice(parts, done):
-            got.append(batch.tolist())
-            states.append(parts.state_dict())
-        return states[-1]
+    def train(parts, log):
+        return [parts.state_dict(), *(parts.state_dict() for _ in parts)]
 
-    states = run(make, batches_before, before)
-    assert all(state == states[0] for state in states)
+    states, *others = run(make, size, train)
+    assert all(other == states for other in others)
+    return states
 
-    def after(parts, log):
-        parts.load_state_dict(states[0])
+
+def continued(make, size, state):
+    """The global batches of the rest of an epoch behind a state."""
+
+    def train(parts, log):
+        parts.load_state_dict(state)
         return epoch(parts, log)
 
-    return global_batches(run(make, size, after))
+    return global_batches(run(make, size, train))
 
 
 @pytest.mark.parametrize("kind", [Entire, Seekable])
@@ -317,9 +316,10 @@ def continued(make, size, done, batches_before):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_whole_stream_is_resumed_behind_the_last_batch(kind, sizes, workers):
     expected = [list(range(low, min(low + 4, 30))) for low in range(0, 30, 4)]
+    make = partial(loader, kind(30), workers)
+    states = states_behind(make, sizes[0])
     for done in (0, 1, 2, 5, 8):
-        got = continued(partial(loader, kind(30), workers), sizes[1], done, sizes[0])
-        assert got == expected[done:]
+        assert continued(make, sizes[1], states[done]) == expected[done:]
 
 
 def test_a_stateful_stream_is_not_read_again():
@@ -339,9 +339,9 @@ def test_a_stateful_stream_is_not_read_again():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_of_their_own_are_resumed_behind_the_last_batch(kind, workers):
     make = partial(loader, kind(29), workers)
-    expected = global_batches(run(make, 2, epoch))
+    expected, states = global_batches(run(make, 2, epoch)), states_behind(make, 2)
     for done in (0, 1, 3, len(expected) - 1, len(expected)):
-        assert continued(make, 2, done, 2) == expected[done:]
+        assert continued(make, 2, states[done]) == expected[done:]
 
 
 def test_streams_of_their_own_are_resumed_by_as_many_readers():
