@@ -8,6 +8,7 @@ from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
@@ -69,14 +70,6 @@ class Steps:
 
     def note(self, step, *more):
         self.log.append((self.name, step, *more))
-
-
-def until(condition):
-    """Wait for what the communication thread does by itself."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def of(log, step):

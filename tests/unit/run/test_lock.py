@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from waiting import until
 
 from mntrain.run import lock
 from mntrain.run.lock import RunLock
@@ -30,13 +31,6 @@ def elsewhere(folder):
     own = {**lock.describe_process(), "place": "far", "holder": "on far, process 7"}
     lock.write(folder / ".lock", own)
     return own
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from mntrain.watchdog import thread as watchdogs
 from mntrain.watchdog.side_channel import SideChannel
@@ -43,14 +44,6 @@ class WatchedJob:
             rank.close()
 
 
-def wait_for(condition):
-    """Wait until a condition holds."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def job():
     made = WatchedJob()
@@ -74,19 +67,19 @@ def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeyp
     job = WatchedJob(addresses=lambda found: ("127.0.0.2", found[1]))
     try:
         job.ranks[2].arrive_at_exit()
-        wait_for(job.ranks[2]._all_at_exit.is_set)
+        until(job.ranks[2]._all_at_exit.is_set)
         assert not job.ranks[2]._none_unknown
         assert not job.connected()
         for rank in job.ranks:
             rank._monitors = {m: ("127.0.0.1", port) for m, (_, port) in rank._monitors.items()}
-        wait_for(job.connected)
+        until(job.connected)
     finally:
         job.close()
 
 
 def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_closed():
     first = WatchedJob()
-    wait_for(first.connected)
+    until(first.connected)
     first.ranks[2].leave_world()
     second = WatchedJob()
     try:
@@ -94,7 +87,7 @@ def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_
         assert not first.ranks[1]._closed
         for rank in (0, 1):
             first.ranks[rank].arrive_at_exit()
-        wait_for(first.ranks[0]._all_at_exit.is_set)
+        until(first.ranks[0]._all_at_exit.is_set)
     finally:
         first.close()
         second.close()
@@ -121,6 +114,6 @@ def test_a_job_ends_some_time_after_a_signal_or_at_a_second_one(job, monkeypatch
         assert rank._late[0][0] >= now + 1000
         monkeypatch.setattr(rank, "_tell_waiting", lambda **how: None)
         rank._on_signal(signal.SIGINT)
-        wait_for(lambda: not rank._late)  # at once
+        until(lambda: not rank._late)  # at once
     finally:
         rank.ignore_signals()
