@@ -13,23 +13,15 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from mntrain.comm.ticket import text_of
 from mntrain.rank_info import Place
 from mntrain.timeline.event_log import TRAINING, Collective, EventLog, LevelUse, Span
 
 LEVELS = {"node": "within the node", "cross": "between nodes"}
-Clock = Callable[[float], int]  # from a time of this rank to microseconds of the trace
-
-
-class _Slice(NamedTuple):
-    """A slice of a track."""
-
-    start: int
-    end: int
-    name: str
-    args: dict[str, Any]
+Clock: TypeAlias = Callable[[float], int]  # from a time of this rank to microseconds of the trace
+Slice: TypeAlias = dict[str, Any]  # an event without its process and thread
 
 
 def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str, Any]]:
@@ -54,18 +46,20 @@ def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str
         yield {"ph": "M", **thread, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": number}}
         for piece in slices:
-            times = {"ts": piece.start, "dur": piece.end - piece.start}
-            args = {"args": piece.args} if piece.args else {}
-            yield {"ph": "X", **thread, **times, "name": piece.name, **args}
+            yield {"ph": "X", **thread, **piece}
     yield from _queue(log, rank, clock)
 
 
-def _thread_tracks(spans: Iterable[Span], clock: Clock) -> dict[str, list[_Slice]]:
+def _slice(start: int, end: int, name: str, args: dict[str, Any] | None = None) -> Slice:
+    return {"ts": start, "dur": end - start, "name": name} | ({"args": args} if args else {})
+
+
+def _thread_tracks(spans: Iterable[Span], clock: Clock) -> dict[str, list[Slice]]:
     """Return the slices of each thread, without those that lie in one of the same name.
 
     The phases of a job are also seen from inside, by the optimizer.
     """
-    tracks: dict[str, list[_Slice]] = {TRAINING: []}
+    tracks: dict[str, list[Slice]] = {TRAINING: []}
     around: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         outer = around.setdefault(span.thread, [])
@@ -73,28 +67,28 @@ def _thread_tracks(spans: Iterable[Span], clock: Clock) -> dict[str, list[_Slice
             outer.pop()
         if span.name not in [other.name for other in outer]:
             outer.append(span)
-            piece = _Slice(clock(span.start), clock(span.end), span.name, {})
+            piece = _slice(clock(span.start), clock(span.end), span.name)
             tracks.setdefault(span.thread, []).append(piece)
     return tracks
 
 
-def _communication_tracks(log: EventLog, clock: Clock) -> Iterator[tuple[str, list[_Slice]]]:
+def _communication_tracks(log: EventLog, clock: Clock) -> Iterator[tuple[str, list[Slice]]]:
     yield from _rows("communication", [_slice_of(one, log, clock) for one in log.collectives])
     of_tensors = [one for one in log.collectives if one.ticket.signature.dtype is not None]
     for level, name in LEVELS.items():
         slices = [
-            _Slice(clock(use.start), clock(use.end), _name_of(one), _sent(use))
+            _slice(clock(use.start), clock(use.end), _name_of(one), _sent(use))
             for one in of_tensors
             if (use := one.levels.get(level))
         ]
         yield from _rows(name, slices)
 
 
-def _rows(name: str, slices: Iterable[_Slice]) -> Iterator[tuple[str, list[_Slice]]]:
+def _rows(name: str, slices: Iterable[Slice]) -> Iterator[tuple[str, list[Slice]]]:
     """Yield tracks of one name, in each of which no two slices overlap."""
-    rows: list[list[_Slice]] = []
-    for piece in sorted(slices, key=lambda piece: piece[:2]):
-        row = next((row for row in rows if row[-1].end <= piece.start), None)
+    rows: list[list[Slice]] = []
+    for piece in sorted(slices, key=lambda piece: (piece["ts"], piece["dur"])):
+        row = next((row for row in rows if row[-1]["ts"] + row[-1]["dur"] <= piece["ts"]), None)
         if row is None:
             rows.append(row := [])
         row.append(piece)
@@ -102,7 +96,7 @@ def _rows(name: str, slices: Iterable[_Slice]) -> Iterator[tuple[str, list[_Slic
         yield name, row
 
 
-def _slice_of(one: Collective, log: EventLog, clock: Clock) -> _Slice:
+def _slice_of(one: Collective, log: EventLog, clock: Clock) -> Slice:
     call, ticket = one.ticket.signature, one.ticket
     args: dict[str, Any] = {"call": text_of(call), "stream": one.stream, "number": ticket.number}
     if call.dtype is not None:
@@ -115,7 +109,7 @@ def _slice_of(one: Collective, log: EventLog, clock: Clock) -> _Slice:
     if one.end is None:
         args["ends_after_the_timeline"] = True
     end = clock(log.end if one.end is None else one.end)
-    return _Slice(clock(one.start), end, _name_of(one), args)
+    return _slice(clock(one.start), end, _name_of(one), args)
 
 
 def _name_of(one: Collective) -> str:
