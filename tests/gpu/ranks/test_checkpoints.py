@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 from models import net
-from oracle import ADAMW, MAX_NORM, SHARED, PlainTraining, loss_of, mine, samples
+from oracle import ADAMW, MAX_NORM, SHARED, PlainTraining, loss_of, mine, samples, update
 from torch import nn
 from worlds import RANKS, shared_folder
 
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.mpi, *gpu]
 STEPS, SAVED = 6, 3
 WAYS = [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")] if CUDA else [("cpu", "cpu")]
 WIDE = 2048 if CUDA else 256
+MANIFEST = Manifest(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
 
 
 @pytest.fixture
@@ -43,9 +44,7 @@ def train(world, model, optimizer, steps):
     for step in steps:
         batch = [column.to(world.device) for column in mine(world, samples(12, step))]
         loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss)
         losses.append(world.sum([float(loss.detach())])[0] / RANKS)
     return losses
 
@@ -66,9 +65,7 @@ def test_training_goes_on_on_the_other_device(folder, stage, first, then):
         model = net().to(world.device)
         optimizer = world.optimizer(model, ADAMW, stage=stage, max_grad_norm=MAX_NORM)
         losses = train(world, model, optimizer, range(SAVED))
-        Saver(world, model, optimizer, folder, 3).save(
-            Manifest(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
-        )
+        Saver(world, model, optimizer, folder, 3).save(MANIFEST)
     with closing(world_on(then)) as world:
         model = net().to(world.device)
         for parameter in model.parameters():
@@ -89,7 +86,7 @@ def test_what_is_saved_while_training_goes_on_is_of_its_step(folder):
         saver = Saver(world, model, optimizer, folder, 3)
         train(world, model, optimizer, range(SAVED))
         expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
-        saver.begin(Manifest(SAVED, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None))
+        saver.begin(MANIFEST)
         train(world, model, optimizer, range(SAVED, STEPS))
         saver.finish()
         synchronize()

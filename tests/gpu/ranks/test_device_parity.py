@@ -24,6 +24,7 @@ from oracle import (
     mine,
     rows,
     samples,
+    update,
 )
 from worlds import RANKS
 
@@ -126,9 +127,7 @@ def test_with_one_micro_batch_all_stages_give_the_same_bits(worlds, transport):
         optimizer = world.optimizer(model, ADAMW, stage=stage, max_grad_norm=MAX_NORM)
         for step in range(STEPS):
             batch = mine(world, samples(12, step, torch.float32))
-            loss_of(model, to(world.device, batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer, loss_of(model, to(world.device, batch)))
         optimizer.close()
         found.append(list(model.state_dict().values()))
     first, one, two, again = found
@@ -151,8 +150,6 @@ def test_a_language_model_trained_on_a_loader_of_unequal_shares(worlds, transpor
     optimizer = world.optimizer(model, ADAMW, stage=1)
     for batch, whole in zip(world.shard(tokens), tokens, strict=True):
         alone.step(loss_of(alone.model, whole.unbind(1)))
-        loss_of(model, to(world.device, batch.unbind(1))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, loss_of(model, to(world.device, batch.unbind(1))))
     optimizer.close()
     assert_parity_of_devices(world, model, alone, CLOSE)
