@@ -20,7 +20,7 @@ def far_apart(dtypes, numel):
 
 
 def bits(tensor):
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def rounded(values, dtype):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from damages import DAMAGES, flip
+from kernel_cases import bits
 from manifests import manifest
 from safetensors.torch import load_file
 from saved_runs import SavedModel, save_all
@@ -86,10 +87,6 @@ def test_the_best_checkpoint_is_listed(tmp_path, ckpt, monkeypatch, metric, scor
 
 
 # diff
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def expected_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

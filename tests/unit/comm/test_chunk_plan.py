@@ -67,9 +67,6 @@ def lanes_take_turns(pieces, lanes):
         assert all(left[lane] == 0 for lane in behind)
 
 
-# Schemes.
-
-
 # All-reduce.
 
 

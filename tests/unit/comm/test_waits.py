@@ -2,9 +2,9 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
+from sharding import Clock
 
 from mntrain.comm import waits as module
 from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits
@@ -38,8 +38,8 @@ class Device:
 @pytest.fixture
 def host(monkeypatch):
     """The clock of the host, in seconds."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 

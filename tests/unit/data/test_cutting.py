@@ -90,15 +90,6 @@ WORDS = [{"text": str(i), "ids": torch.arange(i)} for i in range(5)]
         [None, "a", "b", None, "c"],
         [0.5, 1, 2, 3, 4],
     ],
-    ids=[
-        "dicts",
-        "tuples",
-        "lists",
-        "dataclasses",
-        "scalars",
-        "words",
-        "numbers",
-    ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_list_of_samples_is_cut_by_sample(batch, size):

@@ -87,7 +87,7 @@ def samples(folder: Path) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_prometheus_reads_the_last_values_with_their_units(tmp_path, monkeypatch):
+def test_prometheus_reads_the_last_values_with_their_units(tmp_path, clock):
     pytest.importorskip("prometheus_client")
     folder = tmp_path / 'ru"n\n'
     folder.mkdir()
@@ -109,12 +109,10 @@ def test_prometheus_reads_the_last_values_with_their_units(tmp_path, monkeypatch
     assert not {"mntrain_slow_ranks", "mntrain_grad_norm", "mntrain_error"} & names
     assert os.listdir(folder).count("metrics.prom") == len(os.listdir(folder)) - 1
     # It is replaced once a second.
-    now = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
     files = MetricsFiles(tmp_path, PROMETHEUS, pytest.fail)
     seen = []
     for step in range(1, 9):
-        now += 0.4
+        clock[0] += 0.4
         files.write(line(step))
         seen.append(samples(tmp_path)["mntrain_step", ""])
     assert seen == [1, 1, 1, 4, 4, 4, 7, 7]

@@ -62,13 +62,13 @@ def test_a_resumed_run_has_the_table_of_an_uninterrupted_one(tmp_path):
 
 
 class Disk:
-    """A disk that is full while `full` is, below the files of metrics, and a clock."""
+    """A disk that is full while `full` is, below the files of metrics."""
+
+    full = False
 
     def __init__(self, monkeypatch):
-        self.full, self.now = False, 1000.0
         for name in ("append_whole", "write_whole"):
             monkeypatch.setattr(writers, name, self.guarded(getattr(writers, name)))
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
 
     def guarded(self, write):
         def unless_full(*arguments):
@@ -84,13 +84,13 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_path, disk):
+def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_path, disk, clock):
     warnings: list[str] = []
     files = MetricsFiles(tmp_path, CSV, warnings.append)
     lines = [line(step, metrics={f"m{step // 100}": float(step)}) for step in range(1, 200)]
     for step, written in enumerate(lines, 1):  # a step a second; a new column on the full disk
         disk.full = 20 <= step < 190
-        disk.now += 1
+        clock[0] += 1
         files.write(written)
     full = "metrics.jsonl cannot be written: No space left on device. Training continues, and up to"
     full += " 10000 lines wait in memory until there is space"
@@ -102,12 +102,13 @@ def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_pa
         assert (tmp_path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_what_is_lost_is_told(tmp_path, disk, monkeypatch):
+def test_what_is_lost_is_told(tmp_path, disk, clock, monkeypatch):
     monkeypatch.setattr(writers, "WAITING", 5)
     warnings: list[str] = []
     files = MetricsFiles(tmp_path, CSV, warnings.append)
     for step in range(1, 21):
-        disk.full, disk.now = 3 <= step < 15, disk.now + 10
+        disk.full = 3 <= step < 15
+        clock[0] += 10
         files.write(line(step))
     assert warnings[-1] == "all lines of metrics that waited are written; 7 older ones are lost"
     steps = [1, 2, *range(10, 21)]  # the newest are kept
@@ -136,7 +137,7 @@ def test_what_the_disk_has_no_room_for_is_not_there_in_part(tmp_path):
     assert path.read_bytes() == b"whole\n"
 
 
-def test_a_table_that_cannot_be_written_is_written_anew(tmp_path, disk):
+def test_a_table_that_cannot_be_written_is_written_anew(tmp_path, clock):
     warnings: list[str] = []
     files = MetricsFiles(tmp_path, CSV, warnings.append)
     table = tmp_path / "metrics.csv"
@@ -144,7 +145,7 @@ def test_a_table_that_cannot_be_written_is_written_anew(tmp_path, disk):
         if step == 2:
             table.unlink()
             table.mkdir()
-        disk.now += 10
+        clock[0] += 10
         files.write({"step": step})
     table.rmdir()
     files.close()

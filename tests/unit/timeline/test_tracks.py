@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from sharding import Clock
 
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.rank_info import Place
@@ -20,14 +21,8 @@ PLACE = Place(3, "n2", 1, 0, "cpu", 1)
 @pytest.fixture
 def clock(monkeypatch):
     """The time of events, in seconds; tests set it."""
-
-    class SetClock:
-        now = 100.0
-
-        def perf_counter(self):
-            return self.now
-
-    made = SetClock()
+    made = Clock()
+    made.now = 100.0
     monkeypatch.setattr(event_log, "time", made)
     return made
 

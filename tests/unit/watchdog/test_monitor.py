@@ -1,6 +1,5 @@
 """Questions, warnings and reports of a monitor, by messages that tests make up."""
 
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -92,10 +91,8 @@ class MonitoredWorld:
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(clock):
     """Makes a world whose clock the test sets."""
-    clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     return partial(MonitoredWorld, clock)
 
 
