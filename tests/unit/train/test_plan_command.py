@@ -78,13 +78,15 @@ def peak_of_allocator(task, model, batch, precision, *, recompute):
     return most
 
 
-thorough = pytest.mark.thorough
+FURTHER = [("fp32", False, 8), ("bf16", False, 3), ("bf16", True, 8), ("bf16-pure", True, 3)]
 
 
-@pytest.mark.parametrize("samples", [3, pytest.param(8, marks=thorough)])
-@pytest.mark.parametrize("recompute", [pytest.param(False, marks=thorough), True])
 @pytest.mark.parametrize(
-    "precision", ["fp32", *(pytest.param(name, marks=thorough) for name in ("bf16", "bf16-pure"))]
+    ("precision", "recompute", "samples"),
+    [
+        ("fp32", True, 3),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in FURTHER),
+    ],
 )
 def test_activations_are_what_the_allocator_has_at_its_peak(precision, recompute, samples):
     task, dtypes = Tokens(Config()), PRECISIONS[precision]
