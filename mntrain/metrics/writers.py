@@ -49,7 +49,8 @@ class MetricsFiles:
             append_whole(self._path, b"")
         self._waiting: deque[Line] = deque()  # lines that the record lacks
         self._lost = 0  # the oldest lines, for which there was no place in memory
-        self._table = _Table(run_dir) if log.csv else None
+        self._table = run_dir / CSV_FILE if log.csv else None
+        self._columns: list[str] = []  # of the table, if it has all lines of the record
         self._failed, self._error = "", ""  # the file that cannot be written, and why
         self._retry_at = self._warned_at = -math.inf
         self._copies: dict[str, Copy] = {}
@@ -79,7 +80,7 @@ class MetricsFiles:
         why = f" ({self._error})" if self._failed else ""
         if number := self._lost + len(self._waiting):
             self.missing.append(f"{number} line{'s' * (number != 1)} of {METRICS_FILE}{why}")
-        if self._table is not None and not self._table.complete:
+        if self._table is not None and not self._columns:
             self.missing.append(f"the last rows of {CSV_FILE}{why}")
         for name, copy in list(self._copies.items()):
             with self._guarded(name):
@@ -95,12 +96,11 @@ class MetricsFiles:
                 written.append(self._waiting.popleft())
             self._failed = CSV_FILE
             if self._table is not None:
-                self._table.append(written)
+                self._append_rows(self._table, written)
             self._failed = ""
         except OSError as error:
             self._error, self._retry_at = error.strerror or str(error), now + RETRY_S
-            if self._table is not None:
-                self._table.complete = False
+            self._columns = []
         older = f"; {self._lost} older ones are lost" if self._lost else ""
         if self._failed and now >= self._warned_at + WARN_EVERY_S:
             self._warned_at = now
@@ -110,6 +110,19 @@ class MetricsFiles:
             )
         elif failed and not self._failed:
             self._warn(f"all lines of metrics that waited are written{older}")
+
+    def _append_rows(self, table: Path, lines: Sequence[Line]) -> None:
+        """Add the rows of lines that have just got into the record to a table. Raises OSError.
+
+        A row has the same text for each number as the line. A value that a line lacks, and one that
+        is not finite, is an empty cell. A new name, such as that of the first evaluation, adds a
+        column at the end: the table is then written anew, as at the start, and after an error.
+        """
+        rows, columns = [flatten(line) for line in lines], set(self._columns)
+        if columns and all(row.keys() <= columns for row in rows) and table.exists():
+            append_whole(table, _csv_text(self._columns, rows))
+        else:
+            self._columns = _write_table(table, read_metrics(table.parent))
 
     @contextmanager
     def _guarded(self, name: str, when: str = "") -> Iterator[None]:
@@ -122,30 +135,6 @@ class MetricsFiles:
                 f"{name} gets no more metrics: {type(error).__name__}{when}: "
                 f"{str(error).rstrip('.')}. Training continues, and metrics.jsonl has every step"
             )
-
-
-class _Table:
-    """metrics.csv: one row for each line of metrics.jsonl, with the same text for each number.
-
-    A value that a line lacks, and one that is not finite, is an empty cell. A new name, such as
-    that of the first evaluation, adds a column at the end: the file is then written anew, as it is
-    at the start, and after an error.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._path = run_dir, run_dir / CSV_FILE
-        self._columns: list[str] = []
-        self.complete = False  # the file has all lines of metrics.jsonl
-
-    def append(self, lines: Sequence[Line]) -> None:
-        """Add the rows of lines that have just got into metrics.jsonl. Raises OSError."""
-        rows = [flatten(line) for line in lines]
-        known = all(row.keys() <= set(self._columns) for row in rows)
-        if self.complete and known and self._path.exists():
-            append_whole(self._path, _csv_text(self._columns, rows))
-        else:
-            self._columns = _write_table(self._path, read_metrics(self._run_dir))
-            self.complete = True
 
 
 def rewind_csv(run_dir: Path, lines: Sequence[Line]) -> None:
