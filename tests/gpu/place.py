@@ -26,6 +26,12 @@ gpu = [
 device_memory = pytest.mark.skipif(not CUDA, reason="a rehearsal on the CPU has no device memory")
 
 
+def needs_cuda(test):
+    """Mark a test that no other device can stand in for."""
+    skipped = pytest.mark.skipif(not torch.cuda.is_available(), reason=REASON)
+    return pytest.mark.gpu(skipped(test))
+
+
 def synchronize():
     """Wait for all work of the device."""
     if CUDA:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu.place import needs_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,14 +95,12 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
         visible_gpus("cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@needs_cuda
 def test_visible_gpus_have_different_identifiers():
     assert len(set(visible_gpus("cuda"))) == len(visible_gpus("auto")) == torch.cuda.device_count()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@needs_cuda
 def test_move_does_not_wait_for_the_gpu():
     device = torch.device("cuda")
     batch = torch.arange(1_000_000)

@@ -1,7 +1,7 @@
 """Snapshots hold the values of their time, whatever happens to the originals."""
 
-import pytest
 import torch
+from gpu.place import needs_cuda
 
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange
 
@@ -37,13 +37,7 @@ def test_copies_keep_the_values_in_memory_that_is_reused_and_grows():
     assert torch.equal(copy.flat, large[0].flat)
 
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="torch sees no CUDA device here"
-)
-
-
-@pytest.mark.gpu
-@needs_gpu
+@needs_cuda
 def test_only_readers_wait_for_a_copy_from_a_gpu():
     originals, buffer = ranges("cuda"), SnapshotBuffer(torch.device("cuda"))
     expected = [one.flat.cpu() for one in originals]

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpu.place import ON, gpu
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -60,16 +61,7 @@ def test_an_optimizer_of_torch_is_found_by_its_name(name):
     assert on_gpu.get("fused") is (True if name in ("AdamW", "Adam", "SGD") else None)
 
 
-on_gpu = pytest.param(
-    GPU,
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-    ],
-)
-
-
-@pytest.mark.parametrize("device", [CPU, on_gpu], ids=str)
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device(ON), marks=gpu)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_an_update_has_the_same_bits_wherever_a_parameter_is_cut(name, dtype, device):
