@@ -407,7 +407,7 @@ def _source(loader: Any, peers: Peers, balance: LoaderBalance | None) -> Source:
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:
-            return _IndexedSource(loader, shares).parts
+            return _indexed_source(loader, shares)
     return partial(_cut_parts, loader, shares)
 
 
@@ -463,37 +463,33 @@ def _cut_parts(loader: Iterable[Any], shares: _Shares, this: Pass) -> Iterator[P
         yield part._replace(batch=cut(batch, rows))
 
 
-class _IndexedSource:
-    """A DataLoader over a map-style dataset, rebuilt to load this rank's samples only."""
+def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
+    """Return the source of a map-style loader, rebuilt to load this rank's samples only."""
+    feed, generator = Feed(), torch.Generator()  # it seeds the workers: differently on each rank
+    own = rebuilt(loader, batch_sampler=feed, generator=generator)
 
-    def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
-        self._given, self._shares, self._feed = loader, shares, Feed()
-        self._generator = torch.Generator()  # seeds the workers: differently on each rank
-        self._loader = rebuilt(loader, batch_sampler=self._feed, generator=self._generator)
+    def describe(batch: list[Any] | None, samples: int) -> FirstBatch:
+        digest = None if batch is None else _digest(batch)
+        return of_samples(loader.dataset, ends(batch or []), sizes_of(loader, samples), digest)
 
-    def parts(self, this: Pass) -> Iterator[Part]:
-        """Yield this rank's part of each batch of a pass."""
-        self._generator.manual_seed(this.rank_seed)
-        # Workers load ahead: each part is queued from sampling until its batch is yielded.
-        parts = deque[Part]()
-        drawn = self._draw(this, parts)
-        # Ranks compare the first batch here, before the loader has started its workers.
-        self._feed.items = chain(list(islice(drawn, 1)), drawn)
-        for batch in self._loader:
-            yield parts.popleft()._replace(batch=batch)
-
-    def _draw(self, this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
+    def draw(this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
         """Yield the indices of this rank's part, or stand-in, of each batch."""
-        batches = _seeded(cast(Iterable[Any], self._given.batch_sampler), this.seed, list)
-        for indices, rows, part in self._shares(this, batches, length=len, describe=self._describe):
+        batches = _seeded(cast(Iterable[Any], loader.batch_sampler), this.seed, list)
+        for indices, rows, part in shares(this, batches, length=len, describe=describe):
             parts.append(part._replace(digest=_digest(indices)))
             yield indices[rows]
 
-    def _describe(self, batch: list[Any] | None, samples: int) -> FirstBatch:
-        digest = None if batch is None else _digest(batch)
-        return of_samples(
-            self._given.dataset, ends(batch or []), sizes_of(self._given, samples), digest
-        )
+    def parts_of(this: Pass) -> Iterator[Part]:
+        generator.manual_seed(this.rank_seed)
+        # Workers load ahead: each part is queued from sampling until its batch is yielded.
+        parts = deque[Part]()
+        drawn = draw(this, parts)
+        # Ranks compare the first batch here, before the loader has started its workers.
+        feed.items = chain(list(islice(drawn, 1)), drawn)
+        for batch in own:
+            yield parts.popleft()._replace(batch=batch)
+
+    return parts_of
 
 
 def _digest(indices: list[Any]) -> int | None:
