@@ -1,18 +1,21 @@
 """The example of an own loop, as a user runs it: stopped and resumed."""
 
+import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from job import metrics, summary
 from launch import Result, mpirun
 from safetensors.torch import load_file
+
+from mntrain.__main__ import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop_resume.py"
 
@@ -27,10 +30,9 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 def ckpt(*words: object) -> str:
-    command = [sys.executable, "-m", "mntrain", "ckpt", *map(str, words)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
+    with redirect_stdout(io.StringIO()) as output:
+        assert main(["ckpt", *map(str, words)]) == 0
+    return output.getvalue()
 
 
 def signal_master(folder: Path, number: int) -> None:
