@@ -54,6 +54,13 @@ def write_corpus(folder: Path, windows: int = 60) -> Path:
     return path
 
 
+def job_words(folder: Path, *options: str) -> list[str]:
+    """Return the command of a job on a small model and corpus; the run directory is folder/run."""
+    corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
+    words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
+    return [sys.executable, "-m", "mntrain", *words]
+
+
 def train(
     ranks: int,
     folder: Path,
@@ -63,12 +70,9 @@ def train(
     cluster=None,
     outlived=False,
 ) -> Result:
-    """Run `python -m mntrain` on a small model and corpus; the run directory is folder/run."""
-    corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
-    words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
-    command = [sys.executable, "-m", "mntrain", *words]
+    """Run a small job on ranks: see `job_words`."""
     settings = {"timeout": timeout, "env": env, "cluster": cluster, "outlived": outlived}
-    return mpirun(ranks, command, cwd=folder, **settings)
+    return mpirun(ranks, job_words(folder, *options), cwd=folder, **settings)
 
 
 @functools.cache

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from job import LATE, SMALL, autopsy, completed, losses, metrics, summary, train, write_corpus
-from launch import in_own_group, is_open_mpi, mpirun
+from job import LATE, autopsy, completed, job_words, losses, metrics, summary, train
+from launch import in_own_group, is_open_mpi, mpirun, wait_until
 
 TASKS = (
     LATE
@@ -254,17 +254,11 @@ def interrupted(
     folder: Path, signals: int, *more: str, task: str = "Slow", lines: int = 2, pause: float = 0
 ) -> subprocess.CompletedProcess:
     """Start a long job, press Ctrl-C so many times once it has taken some steps, and wait."""
-    write_corpus(folder)
-    command = [sys.executable, "-m", "mntrain", *SMALL]
-    command += ["--data.path", str(folder / "corpus.txt"), "--run.dir", str(folder / "run")]
-    command += ["--train.steps", "100000", "--task", f"broken:{task}", *more]
+    options = ["--train.steps", "100000", "--task", f"broken:{task}", *more]
+    command = job_words(folder, *options)
     with in_own_group(command, folder, ranks=2) as process:
         log = folder / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while not log.exists() or log.read_text().count("\n") < lines:
-            assert time.monotonic() < deadline, "no step within a minute"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: log.exists() and log.read_text().count("\n") >= lines, process)
         for _ in range(signals):
             time.sleep(pause)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
