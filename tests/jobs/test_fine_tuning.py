@@ -20,7 +20,7 @@ def weights(folder):
 def first(tmp_path_factory):
     """A run whose weights others begin with, and the corpus."""
     folder = tmp_path_factory.mktemp("first")
-    completed(train(2, folder, *SAVED, "--run.seed", "5"))
+    completed(train(1, folder, *SAVED, "--run.seed", "5"))
     return folder
 
 
