@@ -1,14 +1,18 @@
 """A small training job for tests: run it as a user does, and read what it wrote."""
 
 import functools
+import io
 import json
 import subprocess
 import sys
 import tempfile
 import tomllib
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from launch import Result, mpirun
+
+from mntrain.__main__ import main
 
 SMALL = [
     *("--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
@@ -94,6 +98,13 @@ def completed(result: Result) -> Result:
     assert result.returncode == 0, result.report()
     assert "Exception ignored" not in result.stderr, result.report()
     return result
+
+
+def ckpt(*words: object) -> tuple[int, str, str]:
+    """Run `python -m mntrain ckpt` in this process, and return its code, stdout and stderr."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main(["ckpt", *map(str, words)])
+    return code, out.getvalue(), err.getvalue()
 
 
 def autopsy(*paths: Path) -> subprocess.CompletedProcess[str]:

@@ -5,11 +5,10 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from job import completed, configuration, losses, metrics, summary, train
+from job import ckpt, completed, configuration, losses, metrics, summary, train
 from launch import TESTS
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
@@ -96,10 +95,11 @@ def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
     newest.write_bytes(data)
-    shown = ckpt("verify", tmp_path / "run", newest.parent.with_name("step-00000002"))
-    assert shown.returncode == 1
-    assert shown.stderr.count("optimizer.safetensors is damaged between bytes") == 1
-    assert "step-00000002: sound, " in shown.stdout
+    sound = newest.parent.with_name("step-00000002")
+    code, said, errors = ckpt("verify", tmp_path / "run", sound)
+    assert code == 1
+    assert errors.count("optimizer.safetensors is damaged between bytes") == 1
+    assert "step-00000002: sound, " in said
     same = completed(train(2, tmp_path, *saves, "--run.stop-after", "4"))
     assert "warning: step-00000003 was passed over: rank " in same.stderr
     assert ": optimizer.safetensors is damaged between bytes " in same.stderr
@@ -122,11 +122,6 @@ def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(
     assert (tmp_path / "run" / "checkpoints" / "step-00000003.aside").is_dir()
 
 
-def ckpt(*words: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mntrain", "ckpt", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 OLD = TESTS / "data" / "checkpoint-0.1"
 OLD_OPTIONS = [
     *("--data.path", str(OLD / "corpus.txt"), "--zero.stage", "2", "--train.precision"),
@@ -136,9 +131,9 @@ OLD_OPTIONS = [
 
 @pytest.mark.thorough
 def test_a_checkpoint_of_version_0_1_is_sound_and_resumed(tmp_path):
-    verified = ckpt("verify", OLD / "step-00000003")
-    assert (verified.returncode, verified.stderr) == (0, "")
-    assert verified.stdout.replace("\n", "").endswith("step-00000003: sound, 0.1 MB")
+    code, said, errors = ckpt("verify", OLD / "step-00000003")
+    assert (code, errors) == (0, "")
+    assert said.replace("\n", "").endswith("step-00000003: sound, 0.1 MB")
     resume = ["--run.resume", str(OLD / "step-00000003")]
     result = completed(train(2, tmp_path, *OLD_OPTIONS, *resume))
     assert "(saved by 3 ranks on 1 node)" in result.stdout
