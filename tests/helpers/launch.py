@@ -82,7 +82,7 @@ def in_own_group(
     It runs on so many ranks, or without mpirun. `env` adds to the environment.
     """
     own = OPEN_MPI_ENVIRONMENT if is_open_mpi() else {}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*(mpirun_words(ranks) if ranks else []), *map(str, command)],
         cwd=folder,
         env={**os.environ, **own, "OMP_NUM_THREADS": "1", **(env or {})},
@@ -90,13 +90,12 @@ def in_own_group(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], object], *running: subprocess.Popen[str]) -> None:
