@@ -22,7 +22,7 @@ SYNC = {  # between nodes of one rank, which then communicate in exchanges only
     "sparseloco": mntrain.sync.SparseLoCo(every=1),
 }
 NODES = {"node lost", "link cut", "link cut for 30 s", "link cut for 3 s"}
-HEALED_S = 12.0  # until a job whose network comes back has gone on for long enough
+HEALED_S = 8.0  # until a job whose network comes back has gone on for long enough
 
 
 def parse():

@@ -1,7 +1,6 @@
 """The doctor on emulated nodes: bad links are named, and a folder that hosts do not share."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,9 +10,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from job import SMALL
-from launch import is_open_mpi
-
-import slurm
 
 pytestmark = pytest.mark.cluster
 
@@ -33,7 +29,7 @@ def doctor(cluster, *words, prefix=()):
 
 @pytest.mark.thorough
 def test_the_node_that_sends_slowly_is_named(make_cluster, tmp_path):
-    with make_cluster(ranks=(2, 1, 1), link="100mbit") as cluster:
+    with make_cluster(ranks=(1, 1, 1), link="100mbit") as cluster:
         shape = ["root", "tbf", "rate", "5mbit", "burst", "16kb", "latency", "50ms"]
         slow = ["tc", "qdisc", "replace", "dev", "eth0", *shape]
         subprocess.run([*cluster.enter("n2"), *slow], check=True)
@@ -140,27 +136,3 @@ def test_a_folder_that_the_hosts_do_not_share_fails(make_cluster):
     assert checks["shared files"]["status"] == "fail"
     assert checks["shared files"]["text"].startswith("n2 does not see the files that rank 0 writes")
     assert "mntrain-doctor" not in left
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(slurm.available() is not None, reason=str(slurm.available()))
-def test_the_wrong_plugin_of_srun_is_one_sentence_before_mpi_dies(tmp_path):
-    wrong, right = ("pmi2", "pmix") if is_open_mpi() else ("pmix", "pmi2")
-    train = [sys.executable, "-m", "mntrain", "--run.dir", str(tmp_path / "run")]
-    with slurm.SlurmCluster() as cluster:
-        srun = ["srun", f"--mpi={wrong}", "--nodes=2", "--ntasks=2", *train]
-        command = [*cluster.enter(slurm.HEAD), *srun]
-        ended = subprocess.run(
-            command,
-            env={**os.environ, **cluster.environment},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    assert ended.returncode == 2, ended.stderr
-    ours = [line for line in ended.stderr.splitlines() if not line.startswith("srun: ")]
-    assert len(ours) == 1, ended.stderr
-    assert ours[0].startswith(f"mntrain: srun --mpi={wrong} passes the ranks by PMI")
-    assert ours[0].endswith(f"Fix: start the job with srun --mpi={right}")
-    assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from launch import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -75,13 +76,6 @@ def talking(cluster, stop):
             yield process, process.stdout.readline().strip()
         finally:
             process.kill()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """A link that is down for a while: what is said of the rank behind it, and when it is lost."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from launch import in_own_group
 
 pytestmark = pytest.mark.cluster
 
@@ -43,31 +42,20 @@ def test_a_link_that_is_down_is_named_and_its_node_lost_after_the_limit_only(
     with make_cluster(ranks=(1, 1), link=None) as cluster:
         words = [sys.executable, "-c", LOOP, str(stop), str(lost_after)]
         command, environment = cluster.mpirun(words)
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as job:
-            try:
-                said = read_until(job, "begun")
-                cluster.link("n2", up=False)
-                if down_s is None:
-                    said = read_until(job, "is lost")
-                    assert (
-                        "error: rank 1 on n2 is lost: the node, or the network to it, does not"
-                    ) in said
-                    return
-                said = read_until(job, "rank 1 on n2: does not answer")
-                time.sleep(down_s)
-                cluster.link("n2", up=True)
-                stop.touch()
-                said += read_until(job, "ended well")
-            finally:
-                if job.poll() is None:
-                    os.killpg(job.pid, signal.SIGKILL)
+        with in_own_group(command, tmp_path, env=environment, stderr=subprocess.STDOUT) as job:
+            said = read_until(job, "begun")
+            cluster.link("n2", up=False)
+            if down_s is None:
+                said = read_until(job, "is lost")
+                assert (
+                    "error: rank 1 on n2 is lost: the node, or the network to it, does not" in said
+                )
+                return
+            said = read_until(job, "rank 1 on n2: does not answer")
+            time.sleep(down_s)
+            cluster.link("n2", up=True)
+            stop.touch()
+            said += read_until(job, "ended well")
     assert "rank 1 on n2: does not answer: nor does its node: the link to it may be down" in said
     assert "is stopped" not in said
 

@@ -50,6 +50,7 @@ sys.path.insert(0, "")
 runpy.run_module("mntrain", run_name="__main__", alter_sys=True)
 """
 
+PLUGINS = ("pmix", "pmi2") if is_open_mpi() else ("pmi2", "pmix")  # the right and the wrong one
 ENDED = ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
 STORIES: dict[str, Callable] = {}
 ONE_AT_A_TIME = threading.Lock()  # clusters that look for a free network
@@ -205,8 +206,7 @@ def out_of_time(cluster, folder):
     python, options = folder / "python", ["--ntasks-per-node=1", "--signal=B:USR1@0"]
     python.write_text(STARTER)
     python.chmod(0o755)
-    plugin = "pmix" if is_open_mpi() else "pmi2"  # the starter would not tell it
-    settings = {"PYTHON": str(python), "MPI_PLUGIN": plugin}
+    settings = {"PYTHON": str(python), "MPI_PLUGIN": PLUGINS[0]}  # the starter would not tell it
     job = SlurmJob.submit(cluster, folder, "requeue.sbatch", *LONG, slurm=options, **settings)
     job.until(lambda: all((folder / f"ready-{rank}").exists() for rank in "01"), "a start")
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 40))
@@ -241,11 +241,14 @@ def uninterrupted(cluster, folder):
 
 @story
 def launched(cluster, folder):
-    """Four jobs at once: by mpirun; by an srun that does not know the MPI library; two arrays."""
+    """Jobs at once: by mpirun; by an srun without a plugin, and with a wrong one; two arrays."""
     wide = ["--ntasks-per-node=2"]
     mpirun = SlurmJob.submit(cluster, folder / "mpirun", "train-mpirun.sbatch", *LONG, slurm=wide)
     mpirun.go()
-    alone = SlurmJob.submit(cluster, folder / "alone", "train.sbatch", MPI_PLUGIN="none")
+    alone, wrong = (
+        SlurmJob.submit(cluster, folder / plugin, "train.sbatch", MPI_PLUGIN=plugin)
+        for plugin in ("none", PLUGINS[1])
+    )
     (folder / "sweep.txt").write_text("--run.seed 1\n--optim.lr '0.001'  --run.seed 2\n")
     arguments = [cluster, folder, "array.sbatch"]
     settings = {"SWEEP": "sweep.txt", "SWEEP_DIR": "sweep"}
@@ -256,7 +259,7 @@ def launched(cluster, folder):
         cluster.wait(f"{array.id}_{task}", timeout=120)
     cluster.wait(f"{array.id}_3", ["FAILED"])
     again = SlurmJob.submit(*arguments, slurm=["--array=2", "--output=log"], **settings)
-    return mpirun.end(), alone.end("FAILED"), folder, again.end()
+    return mpirun.end(), alone.end("FAILED"), wrong.end("FAILED"), folder, again.end()
 
 
 @story
@@ -311,8 +314,17 @@ def test_ranks_that_train_alone_fail_and_say_which_plugin_is_right(launched):
     assert "no summary.json of this job" in alone.log
 
 
+def test_the_wrong_plugin_of_srun_is_one_sentence_before_mpi_dies(launched):
+    _, _, wrong, *_ = launched
+    others = ("srun: ", "slurmstepd: ", "train.sbatch: ")
+    (line,) = [line for line in wrong.log.splitlines() if not line.startswith(others)]
+    assert line.startswith(f"mntrain: srun --mpi={PLUGINS[1]} passes the ranks by PMI")
+    assert line.endswith(f"Fix: start the job with srun --mpi={PLUGINS[0]}")
+    assert not (wrong.folder / "run").exists()
+
+
 def test_each_task_of_an_array_has_a_run_of_its_own(launched):
-    _, _, folder, again = launched
+    *_, folder, again = launched
     ends = [json.loads((folder / "sweep" / n / "summary.json").read_text()) for n in "12"]
     assert [end["status"] for end in ends] == ["completed"] * 2
     configurations = [(folder / "sweep" / n / "config.toml").read_text() for n in "12"]

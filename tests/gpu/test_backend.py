@@ -29,6 +29,6 @@ def test_ddp_fsdp_and_checkpoints_work_as_on_the_cpu(ranks):
 
 @device_memory
 def test_tensors_of_a_gpu_go_to_nccl_where_it_is_asked_for():
-    words = [SCRIPTS / "mixed_backends.py", "cpu:mntrain,cuda:nccl", "nccl", ON]
+    words = [SCRIPTS / "mixed_backends.py", ON, *["cpu:mntrain,cuda:nccl=nccl"] * 2]
     result = completed(mpirun(1, [sys.executable, *words], timeout=110))
     assert "served by nccl in cpu:mntrain,cuda:nccl" in result.stdout

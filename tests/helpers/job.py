@@ -1,14 +1,18 @@
 """A small training job for tests: run it as a user does, and read what it wrote."""
 
 import functools
+import io
 import json
 import subprocess
 import sys
 import tempfile
 import tomllib
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from launch import Result, mpirun
+
+from mntrain.__main__ import main
 
 SMALL = [
     *("--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
@@ -54,6 +58,13 @@ def write_corpus(folder: Path, windows: int = 60) -> Path:
     return path
 
 
+def job_words(folder: Path, *options: str) -> list[str]:
+    """Return the command of a job on a small model and corpus; the run directory is folder/run."""
+    corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
+    words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
+    return [sys.executable, "-m", "mntrain", *words]
+
+
 def train(
     ranks: int,
     folder: Path,
@@ -63,12 +74,9 @@ def train(
     cluster=None,
     outlived=False,
 ) -> Result:
-    """Run `python -m mntrain` on a small model and corpus; the run directory is folder/run."""
-    corpus = folder / "corpus.txt" if (folder / "corpus.txt").exists() else write_corpus(folder)
-    words = ["--data.path", str(corpus), "--run.dir", str(folder / "run"), *SMALL, *options]
-    command = [sys.executable, "-m", "mntrain", *words]
+    """Run a small job on ranks: see `job_words`."""
     settings = {"timeout": timeout, "env": env, "cluster": cluster, "outlived": outlived}
-    return mpirun(ranks, command, cwd=folder, **settings)
+    return mpirun(ranks, job_words(folder, *options), cwd=folder, **settings)
 
 
 @functools.cache
@@ -90,6 +98,13 @@ def completed(result: Result) -> Result:
     assert result.returncode == 0, result.report()
     assert "Exception ignored" not in result.stderr, result.report()
     return result
+
+
+def ckpt(*words: object) -> tuple[int, str, str]:
+    """Run `python -m mntrain ckpt` in this process, and return its code, stdout and stderr."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main(["ckpt", *map(str, words)])
+    return code, out.getvalue(), err.getvalue()
 
 
 def autopsy(*paths: Path) -> subprocess.CompletedProcess[str]:

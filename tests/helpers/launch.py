@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,7 +82,7 @@ def in_own_group(
     It runs on so many ranks, or without mpirun. `env` adds to the environment.
     """
     own = OPEN_MPI_ENVIRONMENT if is_open_mpi() else {}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*(mpirun_words(ranks) if ranks else []), *map(str, command)],
         cwd=folder,
         env={**os.environ, **own, "OMP_NUM_THREADS": "1", **(env or {})},
@@ -90,13 +90,22 @@ def in_own_group(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], object], *running: subprocess.Popen[str]) -> None:
+    """Wait until a condition holds, for a minute, while processes run."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        for process in running:
+            assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(
     ended = threading.Event()
     with ThreadPoolExecutor() as pool:
         alive = pool.submit(kill_once_diagnosed, folder / "run", ended, "in forward of step 2")
-        train(3, folder, "--task", f"broken:{task}")
+        train(2, folder, "--task", f"broken:{task}")
         ended.set()
     before, after = alive.result(), autopsy(folder / "run").stdout
     name = f"rank 1 on {os.uname().nodename}"
@@ -84,7 +84,7 @@ def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(
     assert said == (runs if task == "Hangs" else f"{name} stopped first.")
     assert after.splitlines()[1] == f"{name} stopped first."
     for text in (before, after):
-        assert "waiting   ranks 0, 2 on" in text, text
+        assert "waiting   rank 0 on" in text, text
         assert "in forward of step 2" in text
     if task == "Stopped":
         assert "is stopped" in before
@@ -117,7 +117,7 @@ with mntrain.init(device="cpu") as world, world.metrics(sys.argv[1]):
 def test_a_rank_that_ends_at_once_while_no_other_waits_is_named(tmp_path, end):
     (tmp_path / "own.py").write_text(EARLY)
     run = tmp_path / "run"
-    mpirun(3, [sys.executable, tmp_path / "own.py", run, end], timeout=60)
+    mpirun(2, [sys.executable, tmp_path / "own.py", run, end], timeout=60)
     text = autopsy(run).stdout
     host, surely = os.uname().nodename, "" if end == "crashes" else "probably "
     assert text.splitlines()[1] == f"rank 1 on {host} {surely}stopped first.", text

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from job import LATE, SMALL, autopsy, completed, losses, metrics, summary, train, write_corpus
-from launch import in_own_group, is_open_mpi, mpirun
+from job import LATE, autopsy, completed, job_words, losses, metrics, summary, train
+from launch import in_own_group, is_open_mpi, mpirun, wait_until
 
 TASKS = (
     LATE
@@ -139,7 +139,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
 @pytest.mark.parametrize(
     ("ranks", "task", "stage", "every"),
     [
-        pytest.param(3, "InBackward", 2, 100, marks=pytest.mark.thorough),
+        pytest.param(2, "InBackward", 2, 100, marks=pytest.mark.thorough),
         pytest.param(3, "Raises", 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.exhaustive),
         pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.thorough),
@@ -197,8 +197,8 @@ def test_a_last_batch_that_is_too_small_for_batch_norm_is_explained(folder):
 
 @pytest.mark.thorough
 def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
-    # Shares of 8 over 3 ranks are 2, 3 and 3: rank 1's third forward is the first of step 2.
-    result = train(3, folder, "--task", "broken:NotANumber")
+    # A step has two micro-batches on each rank: rank 1's third forward is the first of step 2.
+    result = train(2, folder, "--task", "broken:NotANumber")
     said = "in step 2, the loss is nan on rank 1"
     assert not result.timed_out, result.report()
     assert result.returncode == 1 or is_open_mpi(), result.report()
@@ -212,7 +212,7 @@ def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
 
 @pytest.mark.thorough
 def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
-    result = train(3, folder, "--task", "broken:NeedsMore")
+    result = train(2, folder, "--task", "broken:NeedsMore")
     assert result.returncode == 2, result.report()
     assert result.stderr.count("rank 1: no /data on this node") == 1, result.report()
     assert "Traceback" not in result.stderr
@@ -254,17 +254,11 @@ def interrupted(
     folder: Path, signals: int, *more: str, task: str = "Slow", lines: int = 2, pause: float = 0
 ) -> subprocess.CompletedProcess:
     """Start a long job, press Ctrl-C so many times once it has taken some steps, and wait."""
-    write_corpus(folder)
-    command = [sys.executable, "-m", "mntrain", *SMALL]
-    command += ["--data.path", str(folder / "corpus.txt"), "--run.dir", str(folder / "run")]
-    command += ["--train.steps", "100000", "--task", f"broken:{task}", *more]
+    options = ["--train.steps", "100000", "--task", f"broken:{task}", *more]
+    command = job_words(folder, *options)
     with in_own_group(command, folder, ranks=2) as process:
         log = folder / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while not log.exists() or log.read_text().count("\n") < lines:
-            assert time.monotonic() < deadline, "no step within a minute"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: log.exists() and log.read_text().count("\n") >= lines, process)
         for _ in range(signals):
             time.sleep(pause)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
@@ -345,7 +339,7 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
         "from mntrain.watchdog import start_timer; start_timer.LEAST_S = 0\n"
         "mntrain.init(timeout=3, warn_after=1)\n"
     )
-    result = run(tmp_path, text, 3)
+    result = run(tmp_path, text, 2)
     assert result.returncode != 0
     assert not result.timed_out
     assert result.stderr.count("Timeout (0:00:0") == 1, result.report()
@@ -387,7 +381,7 @@ print("end")
 @pytest.mark.parametrize("world", ["open", "closed"])
 def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
     (tmp_path / "late.py").write_text(LATE_AT_EXIT)
-    with in_own_group([sys.executable, "late.py", world], tmp_path, ranks=3) as job:
+    with in_own_group([sys.executable, "late.py", world], tmp_path, ranks=2) as job:
         lines = []
         for line in job.stderr:
             lines.append(line)
@@ -396,7 +390,7 @@ def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
         out, _ = job.communicate()
     said = "".join(lines)
     assert job.returncode == 0, said
-    assert out.count("end") == 3
+    assert out.count("end") == 2
     host = os.uname().nodename
     assert (
         f" at the exit for rank 1 on {host}, which has not reached the end of the job\n"
@@ -427,7 +421,7 @@ def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_pa
         "    time.sleep(0.5)\n"
         "main()\n"
     )
-    result = completed(run(tmp_path, text, 3))
+    result = completed(run(tmp_path, text, 2))
     said = "run/checkpoints/step-00000001 was not saved, since the script has ended before"
     assert result.stderr.count(said) == 1, result.report()
     assert "Traceback" not in result.stderr
@@ -443,7 +437,7 @@ def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
         "if world.rank == 1:\n"
         "    os._exit(3)\n"
     )
-    result = run(tmp_path, text, 3, outlived=True)
+    result = run(tmp_path, text, 2, outlived=True)
     assert not result.timed_out, result.report()
     assert result.returncode not in (0, None), result.report()
     assert "rank 1 on" in result.stderr, result.report()
@@ -455,7 +449,7 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     text = (
         "import mntrain\nwith mntrain.init(algorithm='ring') as world:\n    print('not reached')\n"
     )
-    result = run(tmp_path, text, 3)
+    result = run(tmp_path, text, 2)
     assert result.returncode == 1
     sentence = "algorithm: Input should be 'flat', 'lanes', 'leader' or 'naive', not 'ring'"
     assert result.stderr.count(sentence) == 1

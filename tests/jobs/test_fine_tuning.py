@@ -20,7 +20,7 @@ def weights(folder):
 def first(tmp_path_factory):
     """A run whose weights others begin with, and the corpus."""
     folder = tmp_path_factory.mktemp("first")
-    completed(train(2, folder, *SAVED, "--run.seed", "5"))
+    completed(train(1, folder, *SAVED, "--run.seed", "5"))
     return folder
 
 
@@ -33,7 +33,7 @@ def tune(ranks, folder, first, *options):
 @pytest.mark.thorough
 def test_a_run_takes_weights_and_trains_the_layers_that_are_not_frozen(tmp_path, first):
     frozen = ["--init.freeze", "embedding*", "blocks.0.*", "--zero.stage", "2"]
-    result = completed(tune(3, tmp_path / "tuned", first, *frozen))
+    result = completed(tune(2, tmp_path / "tuned", first, *frozen))
     assert f"weights: 14 of 14 tensors from {first}/run" in result.stdout
     assert re.search(r"lm: 4\d,\d{3} parameters, of which 2\d,\d{3} are frozen", result.stdout)
     before, after = weights(first), weights(tmp_path / "tuned")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from corpora import stories, write_records
 from hf_models import write_bert, write_gpt2
-from job import completed, losses, metrics, summary, train
+from job import ckpt, completed, losses, metrics, summary, train
 from launch import mpirun
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -32,10 +32,9 @@ def text(tmp_path, monkeypatch) -> list[str]:
     return ["--data.path", str(write_records(tmp_path / "a.jsonl", stories(200)))]
 
 
-def command(folder, *words):
-    result = mpirun(1, [sys.executable, "-m", "mntrain", *words], cwd=folder, timeout=60)
-    assert result.returncode == 0, result.report()
-    return result.stdout
+def export(folder):
+    code, _, errors = ckpt("export", folder / "run", folder / "exported", "--hf")
+    assert (code, errors) == (0, "")
 
 
 def opened(kind, folder):
@@ -63,7 +62,7 @@ def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss
     completed(train(1, alone(tmp_path), *options))
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.1
-    command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
+    export(tmp_path)
     model = opened(AutoModelForCausalLM, tmp_path / "exported")
     assert model.dtype == torch.float32
     assert model.lm_head.weight is model.transformer.wte.weight  # tied, and stored once
@@ -78,8 +77,9 @@ def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss
     logits = model(valid[:, :-1]).logits.double().log_softmax(-1)
     loss = -logits.gather(2, valid[:, 1:, None]).mean().item()
     assert loss == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
-    said = command(tmp_path, "sample", "run", "--prompt", "12 and 13", "--tokens", "5")
-    assert said.startswith("12 and 13")
+    words = ["sample", "run", "--prompt", "12 and 13", "--tokens", "5"]
+    result = mpirun(1, [sys.executable, "-m", "mntrain", *words], cwd=tmp_path, timeout=60)
+    assert completed(result).stdout.startswith("12 and 13")
 
 
 @pytest.mark.exhaustive
@@ -104,7 +104,7 @@ def test_bert_has_the_same_masks_on_any_number_of_ranks(tmp_path, text):
     completed(train(2, tmp_path, *options))
     completed(train(3, alone(tmp_path), *options))
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-    command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
+    export(tmp_path)
     saved = weights(tmp_path)
     state = opened(AutoModelForMaskedLM, tmp_path / "exported").state_dict()
     assert saved.keys() == state.keys()
@@ -127,7 +127,7 @@ def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_fo
     options += ["--hf.model", str(write_bert(tmp_path / "bert")), "--data.valid-fraction", "0.3"]
     options += ["--train.batch-size", "32", "--train.micro-batch-size", "16"]
     completed(train(2, tmp_path, *options, "--train.steps", "9", "--optim.lr", "1e-2"))
-    command(tmp_path, "ckpt", "export", "run", "exported", "--hf")
+    export(tmp_path)
     model = opened(AutoModelForSequenceClassification, tmp_path / "exported")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     order = torch.randperm(120, generator=torch.Generator().manual_seed(0))[-36:]

@@ -4,10 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from launch import in_own_group, is_open_mpi, mpirun_words
+from launch import in_own_group, is_open_mpi, mpirun_words, wait_until
 
 # A library that takes long to import, and turns whatever interrupts it into another error.
 SLOW_LIBRARY = """
@@ -33,11 +32,7 @@ def ctrl_c(command, folder, ready, ranks=0):
         (folder / "stderr").open("w") as stderr,
         in_own_group(command, folder, env=path(folder), stderr=stderr) as process,
     ):
-        deadline = time.monotonic() + 60
-        while not ready():
-            assert time.monotonic() < deadline, (folder / "stderr").read_text()
-            assert process.poll() is None, (folder / "stderr").read_text()
-            time.sleep(0.02)
+        wait_until(ready, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
         out, _ = process.communicate(timeout=40)
     err = (folder / "stderr").read_text()

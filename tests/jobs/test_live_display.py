@@ -3,14 +3,13 @@
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyte
 import pytest
-from job import SMALL, write_corpus
+from job import job_words
 from launch import environment, mpirun_words
 from reports import emulate, lines_of
 from terminals import pseudo_terminal
@@ -38,8 +37,7 @@ NAMES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMN
 
 
 def command_line(folder: Path, *options: str, ranks: int = 2) -> list[str]:
-    words = ["--data.path", str(write_corpus(folder)), "--run.dir", str(folder / "run"), *SMALL]
-    return [*mpirun_words(ranks), sys.executable, "-m", "mntrain", *words, *options]
+    return [*mpirun_words(ranks), *job_words(folder, *options)]
 
 
 def emulated_run(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SMALL, completed, summary, write_corpus
+from job import completed, job_words, summary, write_corpus
 from launch import Result, mpirun
 
 # Rank 1 runs other shell words, in which "$@" is the command of all; options that come last count.
@@ -15,8 +15,7 @@ FIX = "give all ranks the same options, and all nodes the same files"
 
 def start(folder: Path, *options: str, odd: str = 'exec "$@"', ranks: int = 2) -> Result:
     """Run a small job in folder, in which rank 1 runs `odd`, where "$@" is the common command."""
-    words = ["--data.path", str(write_corpus(folder)), "--run.dir", str(folder / "run"), *SMALL]
-    command = ["sh", "-c", ODD % odd, "sh", sys.executable, "-m", "mntrain", *words, *options]
+    command = ["sh", "-c", ODD % odd, "sh", *job_words(folder, *options)]
     return mpirun(ranks, command, timeout=100, cwd=folder)
 
 

@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from job import metrics, summary
+from job import ckpt, metrics, summary
 from launch import Result, mpirun
 from safetensors.torch import load_file
 
@@ -26,11 +25,10 @@ def column(folder: Path, name: str) -> list[float]:
     return [line[name] for line in metrics(folder)]
 
 
-def ckpt(*words: object) -> str:
-    command = [sys.executable, "-m", "mntrain", "ckpt", *map(str, words)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
+def said_by(*words: object) -> str:
+    code, said, errors = ckpt(*words)
+    assert (code, errors) == (0, "")
+    return said
 
 
 def signal_master(folder: Path, number: int) -> None:
@@ -56,7 +54,7 @@ def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_pat
     assert (found["status"], found["reason"]) == ("preempted", "SIGTERM on rank 0")
     assert found["checkpoint"].endswith(f"step-{found['steps']:08d}")
     assert 5 <= found["steps"] < 24
-    assert " by 2 ranks on 1 node;" in ckpt("show", parts / "run")
+    assert " by 2 ranks on 1 node;" in said_by("show", parts / "run")
     resumed = run(3, parts, *steps, "--stage", 2)
     assert (resumed.returncode, resumed.stdout) == (0, "")
     warned = "mntrain: warning: 3 ranks share the "  # where there are fewer cores
@@ -72,11 +70,11 @@ def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_pat
 
 def check_commands(tmp_path: Path, whole: Path, parts: Path) -> None:
     """The commands for checkpoints work on those of an own loop."""
-    assert "step-00000024" in ckpt("list", parts / "run")
-    assert "states of scheduler" in ckpt("show", parts / "run")
-    assert ": sound, " in ckpt("verify", parts / "run")
+    assert "step-00000024" in said_by("list", parts / "run")
+    assert "states of scheduler" in said_by("show", parts / "run")
+    assert ": sound, " in said_by("verify", parts / "run")
     for folder in (whole, parts):
-        ckpt("export", folder / "run", tmp_path / f"{folder.name}.safetensors")
+        said_by("export", folder / "run", tmp_path / f"{folder.name}.safetensors")
     ours, theirs = (load_file(tmp_path / f"{name}.safetensors") for name in ("parts", "whole"))
     assert sorted(ours) == ["0.bias", "0.weight", "2.bias", "2.weight"]
     for name, tensor in theirs.items():

@@ -74,7 +74,7 @@ def test_make_train_runs_on_the_mpi_of_the_system(library, tmp_path):
     environment = make_environment(tmp_path / "environment")
     data, run = write_corpus(tmp_path), tmp_path / "run"
     options = shlex.join([*SMALL, "--data.path", str(data), "--run.dir", str(run)])
-    words = ["train", "MPI=system", f"VENV={environment}", f"ARGS={options}"]
+    words = ["train", "RANKS=3", "MPI=system", f"VENV={environment}", f"ARGS={options}"]
     done = make(*words, first_on_path=tmp_path / "bin")
     assert done.returncode == 0, done.stdout + done.stderr
     installed = (environment / "bin" / "pip.log").read_text()

@@ -49,13 +49,6 @@ def test_a_run_leaves_its_records(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_run_needs_no_validation(tmp_path):
-    completed(train(2, tmp_path, "--data.valid-fraction", "0", "--train.eval-every", "1"))
-    assert not any("eval_loss" in line for line in metrics(tmp_path))
-    assert (summary(tmp_path)["status"], summary(tmp_path)["eval_loss"]) == ("completed", None)
-
-
-@pytest.mark.thorough
 def test_a_compiled_model_follows_the_plain_one(tmp_path):
     options = ["--model.layers", "1", "--train.eval-samples", "12"]  # few shapes to compile for
     completed(train(1, tmp_path, *options, "--train.compile", timeout=110))

@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from launch import wait_until
 
 from mntrain.checkpoint.reader import list_checkpoints
 
@@ -37,14 +37,6 @@ def start(folder):
     )
 
 
-def until(condition, *running):
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        assert all(job.poll() is None for job in running), running[0].communicate()
-        time.sleep(0.05)
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_two_jobs_never_train_in_one_directory(tmp_path):
@@ -52,7 +44,7 @@ def test_two_jobs_never_train_in_one_directory(tmp_path):
     run = tmp_path / "run"
     first = start(tmp_path)
     try:
-        until(lambda: list_checkpoints(run), first)
+        wait_until(lambda: list_checkpoints(run), first)
         second = start(tmp_path)
         errors = second.communicate(timeout=100)[1]
         assert second.returncode == 1, errors
@@ -65,7 +57,7 @@ def test_two_jobs_never_train_in_one_directory(tmp_path):
     before = list_checkpoints(run)[0].name
     third = start(tmp_path)
     try:
-        until(lambda: list_checkpoints(run)[0].name > before, third)
+        wait_until(lambda: list_checkpoints(run)[0].name > before, third)
         holder = json.loads((run / ".lock").read_text())
         other = {**holder, "token": "another", "holder": "on far, process 7"}
         (run / ".lock").write_text(json.dumps(other))  # as one that had found no sign of it

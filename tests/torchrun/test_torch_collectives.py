@@ -14,7 +14,6 @@ import zero
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
-MORE = pytest.mark.thorough
 HELPERS = os.pathsep.join([str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "mpi")])
 ENVIRONMENT = {"PYTHONPATH": HELPERS, "OMP_NUM_THREADS": "1"}
 
@@ -39,15 +38,13 @@ def passed(done, ranks):
     )
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(n, marks=MORE) if n != 3 else n for n in (1, 2, 3, 4)]
-)
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.thorough)])
 def test_every_collective_has_its_result(ranks):
     passed(torchrun(ranks, SCRIPTS / "collectives.py"), ranks)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_training_equals_one_process_and_ddp(ranks):
     passed(torchrun(ranks, SCRIPTS / "zero_training.py"), ranks)
 
@@ -56,19 +53,15 @@ def test_training_equals_one_process_and_ddp(ranks):
 @pytest.mark.parametrize("name", ["collectives", "zero_training"])
 def test_both_hold_over_our_own_backend(name):
     done = completed(
-        mpirun(3, [sys.executable, SCRIPTS / f"{name}.py"], timeout=110, env=ENVIRONMENT)
+        mpirun(2, [sys.executable, SCRIPTS / f"{name}.py"], timeout=110, env=ENVIRONMENT)
     )
-    passed(done, 3)
+    passed(done, 2)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [
-        ("raises", "has failed: .*Connection closed by peer"),
-        ("killed", "has failed: .*Connection"),
-        ("hangs", "has failed: .*timeout"),
-    ],
+    [("raises", "has failed: .*Connection closed by peer"), ("hangs", "has failed: .*timeout")],
 )
 def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):
     done = torchrun(2, SCRIPTS / "failing_rank.py", kind)

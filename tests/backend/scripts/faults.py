@@ -1,11 +1,14 @@
-"""A mistake or an accident, by its name: every rank must end with an error that names it."""
+"""Mistakes and accidents, by name: every rank must end with an error that names it, or go on."""
 
+import contextlib
+import functools
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,15 +18,6 @@ import mntrain.torch_backend
 
 def sizes(rank):
     dist.all_reduce(torch.ones(4 + rank))
-
-
-def verbs(rank):
-    tensor = torch.ones(4)
-    for _ in range(2):
-        if rank:
-            dist.all_reduce(tensor)
-        else:
-            dist.broadcast(tensor, 0)
 
 
 def averages(rank):
@@ -38,28 +32,6 @@ def averages_of_parts(rank):
 
 def roots(rank):
     dist.reduce(torch.ones(4), dst=rank)
-
-
-def stranger(rank):
-    dist.recv(torch.ones(3), 7)
-
-
-def message(rank):
-    if rank:
-        dist.send(torch.ones(4), 0)
-    else:
-        dist.recv(torch.ones(3), 1)
-
-
-def nothing(rank):
-    if rank:
-        dist.send(torch.empty(0, dtype=torch.uint8), 0)
-    else:
-        dist.recv(torch.ones(1, dtype=torch.uint8), 1)
-
-
-def tag(rank):
-    dist.send(torch.ones(3), 1 - rank, tag=-1)
 
 
 def never_sent(rank):
@@ -95,25 +67,36 @@ def send_rows(rank, sent, received):
     dist.all_to_all_single(output, whole, receives, sends)
 
 
-def fewer_rows(rank):
-    send_rows(rank, 2, 3)
+def send_bytes(rank, sent, received):
+    """Rank 1 sends so many bytes, and rank 0 receives so many. A tag of its own: it may stay."""
+    tensor = torch.ones(sent if rank else received, dtype=torch.uint8)
+    dist.send(tensor, 0, tag=sent) if rank else dist.recv(tensor, 1, tag=sent)
 
 
-def no_rows(rank):
-    send_rows(rank, 0, 3)
-
-
-def more_rows(rank):
-    send_rows(rank, 3, 2)
-
-
-def rows_for_none(rank):
-    send_rows(rank, 3, 0)
-
-
-def average_of_bool(rank):
-    del rank
-    dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
+def refused(rank):
+    """Calls with one error on both ranks, or on the one that receives; the group goes on."""
+    wrong_tag = functools.partial(dist.send, torch.ones(3), 1 - rank, tag=-1)
+    flags, more = torch.ones(3, dtype=torch.bool), "has sent more bytes than this rank receives"
+    for call, ranks, said in (
+        (lambda: dist.recv(torch.ones(3), 7), [0, 1], "rank 7 is not in a group of 2: give 0 to 1"),
+        (wrong_tag, [0, 1], "the tag of a message is -1: give one from 0 to"),
+        (lambda: dist.all_reduce(flags, dist.ReduceOp.AVG), [0, 1], "AVG takes numbers, not torch"),
+        (
+            lambda: send_bytes(rank, 16, 12),
+            [0],
+            "sent 16 bytes with tag 16, and this rank receives 12",
+        ),
+        (lambda: send_bytes(rank, 0, 1), [0], "0 bytes with tag 0, and this rank receives 1"),
+        (lambda: send_rows(rank, 2, 3), [1], "has sent 16 bytes, and this rank receives 24"),
+        (lambda: send_rows(rank, 0, 3), [1], "and this rank receives 24: their lists"),
+        (lambda: send_rows(rank, 3, 2), [1], more),
+        (lambda: send_rows(rank, 3, 0), [1], more),
+    ):
+        error = pytest.raises((ValueError, RuntimeError), match=said)
+        with error if rank in ranks else contextlib.nullcontext():
+            call()
+    dist.all_reduce(total := torch.ones(3))
+    assert total[0] == 2
 
 
 def destroyed(rank):
@@ -180,11 +163,12 @@ def again(rank):
         dist.init_process_group("mntrain")
 
 
-def main(name):
+def main(*names):
     dist.init_process_group("mntrain", timeout=timedelta(seconds=8))
-    globals()[name](dist.get_rank())
+    for name in names:
+        globals()[name](dist.get_rank())
     dist.barrier()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,10 +1,10 @@
 """Process groups of backend mntrain and another, by the device of a tensor.
 
-    mpirun -n 3 python mixed_backends.py cpu:gloo,cuda:mntrain gloo
-    mpirun -n 3 python mixed_backends.py cpu:mntrain,cuda:nccl mntrain
-    mpirun -n 1 python mixed_backends.py cpu:mntrain,cuda:nccl nccl cuda
+    mpirun -n 3 python mixed_backends.py cpu cpu:gloo,cuda:mntrain=gloo
+    mpirun -n 1 python mixed_backends.py cuda cpu:mntrain,cuda:nccl=nccl cpu:mntrain,cuda:nccl=nccl
 
-The second word is the backend that must have served the tensors, and the third their device.
+The first word is the device of tensors. The others are given one after the other to groups that are
+destroyed, and made again; behind `=` is the backend that must have served the tensors.
 """
 
 import sys
@@ -25,11 +25,11 @@ scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "mntrain": "MpiProcessGroup"}
 
 
-def check_verbs(group=None):
+def check_verbs(served, group=None):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     total = torch.full((5,), float(rank + 1))
     work = dist.all_reduce(total, group=group, async_op=True)
-    assert isinstance(work, Call) == (SERVED == "mntrain"), work
+    assert isinstance(work, Call) == (served == "mntrain"), work
     work.wait()
     assert total.tolist() == [size * (size + 1) / 2] * 5
     rows = [torch.zeros(3) for _ in range(size)]
@@ -52,7 +52,7 @@ def check_verbs(group=None):
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     assert objects == [{"rank": other} for other in range(size)]
     backend = dist.group.WORLD._get_backend(torch.empty(0).device)
-    assert type(backend).__name__ == CLASSES[SERVED]
+    assert type(backend).__name__ == CLASSES[served]
 
 
 def check_models():
@@ -84,20 +84,19 @@ def check_messages():
     assert received.tolist() == [(rank - 1) % size] * 4
 
 
-WANTED, SERVED = sys.argv[1:3]
-if "cuda" in sys.argv[3:]:
+if sys.argv[1] == "cuda":
     torch.set_default_device("cuda:0")
-for _ in range(2):  # a group may be destroyed, and made again
-    dist.init_process_group(WANTED)
+for word in sys.argv[2:]:
+    wanted, _, served = word.partition("=")
+    dist.init_process_group(wanted)
     assert isinstance(dist.group.WORLD, MpiProcessGroup)
-    check_verbs()
+    check_verbs(served)
     members = [*range(min(2, dist.get_world_size()))]
     part = dist.new_group(members)
     if dist.get_rank() in members:
-        check_verbs(part)
+        check_verbs(served, part)
         dist.destroy_process_group(part)
     check_models()
     check_messages()
-    backend = dist.get_backend()
+    print(f"served by {served} in {dist.get_backend()}\n", end="", flush=True)
     dist.destroy_process_group()
-print(f"served by {SERVED} in {backend}\n", end="", flush=True)

@@ -69,7 +69,8 @@ def combined(operation, ranks, shape, dtype):
 
 def test_sums(group, ranks, own):
     for dtype, numel in itertools.product(DTYPES, (0, 1, 5, 1000, 300_001)):
-        for name, operation in OPERATIONS.items():
+        few = numel < 10_000 or dtype == torch.float32
+        for name, operation in OPERATIONS.items() if few else [(dist.ReduceOp.SUM, torch.add)]:
             tensor = values(own, numel, dtype)
             dist.all_reduce(tensor, name, group=group)
             equal(tensor, combined(operation, ranks, numel, dtype))
