@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from launch import wait_until
+from waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -112,6 +112,6 @@ def test_a_link_is_not_faster_than_declared_and_a_job_waits_while_it_is_down(
             assert cluster.sent("n2") == before
             assert running.poll() is None
             cluster.link("n2", up=True)
-            wait_until(lambda: cluster.sent("n2") > before + 10_000)
+            until(lambda: cluster.sent("n2") > before + 10_000)
             (tmp_path / "stop").touch()
             assert running.wait(SECONDS) == 0

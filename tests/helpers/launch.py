@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,16 +96,6 @@ def in_own_group(
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], object], *running: subprocess.Popen[str]) -> None:
-    """Wait until a condition holds, for a minute, while processes run."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        for process in running:
-            assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """Waiting for what another thread or process does."""
 
+import subprocess
 import time
+from collections.abc import Callable
 
 
-def until(condition):
-    """Return when the condition holds; fail if it does not for long."""
-    end = time.monotonic() + 30
+def until(condition: Callable[[], object], *running: subprocess.Popen[str]) -> None:
+    """Return when the condition holds; fail after a minute, or if one of some processes ends."""
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.002)
+        for process in running:
+            assert process.poll() is None, process.communicate()
+        time.sleep(0.005)

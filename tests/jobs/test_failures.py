@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from job import LATE, autopsy, completed, job_words, losses, metrics, summary, train
-from launch import in_own_group, is_open_mpi, mpirun, wait_until
+from launch import in_own_group, is_open_mpi, mpirun
+from waiting import until
 
 TASKS = (
     LATE
@@ -258,7 +259,7 @@ def interrupted(
     command = job_words(folder, *options)
     with in_own_group(command, folder, ranks=2) as process:
         log = folder / "run" / "metrics.jsonl"
-        wait_until(lambda: log.exists() and log.read_text().count("\n") >= lines, process)
+        until(lambda: log.exists() and log.read_text().count("\n") >= lines, process)
         for _ in range(signals):
             time.sleep(pause)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launch import in_own_group, is_open_mpi, mpirun_words, wait_until
+from launch import in_own_group, is_open_mpi, mpirun_words
+from waiting import until
 
 # A library that takes long to import, and turns whatever interrupts it into another error.
 SLOW_LIBRARY = """
@@ -32,7 +33,7 @@ def ctrl_c(command, folder, ready, ranks=0):
         (folder / "stderr").open("w") as stderr,
         in_own_group(command, folder, env=path(folder), stderr=stderr) as process,
     ):
-        wait_until(ready, process)
+        until(ready, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
         out, _ = process.communicate(timeout=40)
     err = (folder / "stderr").read_text()

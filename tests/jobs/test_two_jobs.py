@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import wait_until
+from waiting import until
 
 from mntrain.checkpoint.reader import list_checkpoints
 
@@ -44,7 +44,7 @@ def test_two_jobs_never_train_in_one_directory(tmp_path):
     run = tmp_path / "run"
     first = start(tmp_path)
     try:
-        wait_until(lambda: list_checkpoints(run), first)
+        until(lambda: list_checkpoints(run), first)
         second = start(tmp_path)
         errors = second.communicate(timeout=100)[1]
         assert second.returncode == 1, errors
@@ -57,7 +57,7 @@ def test_two_jobs_never_train_in_one_directory(tmp_path):
     before = list_checkpoints(run)[0].name
     third = start(tmp_path)
     try:
-        wait_until(lambda: list_checkpoints(run)[0].name > before, third)
+        until(lambda: list_checkpoints(run)[0].name > before, third)
         holder = json.loads((run / ".lock").read_text())
         other = {**holder, "token": "another", "holder": "on far, process 7"}
         (run / ".lock").write_text(json.dumps(other))  # as one that had found no sign of it
