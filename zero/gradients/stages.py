@@ -354,8 +354,7 @@ class Gradients:
         """Return whether a parameter's `grad` is still what this object has made of it."""
         if self._stage:
             return self._parameters[name].grad is self._unavailable[name]
-        shown = self._shown.get(name)
-        return shown is not None and shown() is self._parameters[name].grad is not None
+        return self._alias(name) is self._parameters[name].grad is not None
 
     def dropped(self, name: str) -> bool:
         """Return whether a parameter's `grad` is None."""
@@ -390,12 +389,17 @@ class Gradients:
     def _published(self, name: str) -> Tensor:
         if self._stage:
             return self._unavailable[name]
-        shown = self._shown.get(name)
-        alias = shown() if shown is not None else None
+        alias = self._alias(name)
         if alias is None:
             alias = self._views[name].detach()
             self._shown[name] = ref(alias)
         return alias
+
+    def _alias(self, name: str) -> Tensor | None:
+        """Return the last gradient shown, unless it is gone, or `p.grad.data = t` has moved it."""
+        shown = self._shown.get(name)
+        alias = shown() if shown is not None else None
+        return alias if alias is not None and alias.is_set_to(self._views[name]) else None
 
     def _leave_to_user(self, name: str) -> None:
         """Give the last gradient memory of its own, if the user still holds it, as in torch."""

@@ -94,6 +94,17 @@ def mask_by_assignment(kit):
     return {"model": model}
 
 
+@script(refused=WITHOUT_GRADIENTS)
+def mask_by_data(kit):
+    """The gradient stays the same tensor, and gets other memory."""
+    model, optimizer = make(kit)
+    masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
+    for _ in backwards(kit, model, optimizer):
+        for parameter, mask in zip(model.parameters(), masks, strict=True):
+            parameter.grad.data = parameter.grad.data * mask
+    return {"model": model}
+
+
 @script()
 def take_gradients_away(kit):
     """Momentum is left alone where a gradient is None, unlike where it is zero."""
