@@ -34,6 +34,7 @@ from mntrain.comm.mpi import Communicator
 from mntrain.errors import AgreedError
 from mntrain.ranks import start_mpi
 from mntrain.torch_backend.process_group import NAME, MpiProcessGroup
+from mntrain.torch_backend.work import keep_works_of_join
 from mntrain.watchdog.side_channel import address_towards, own_addresses
 from mntrain.world import World, init
 
@@ -177,5 +178,6 @@ class _Stores:
 
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+keep_works_of_join()
 if not _is_child():
     _start()

@@ -8,9 +8,11 @@ from contextlib import suppress
 from datetime import timedelta
 from inspect import isfunction, unwrap
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Reducer
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
@@ -184,3 +186,22 @@ class Call(TorchWork):
                 self._future.set_exception(error)
             else:
                 self._future.set_result(self._outputs)
+
+
+def keep_works_of_join() -> None:
+    """Let DDP's reducers keep a work of this module that they get from `join`.
+
+    They wait for it in C++ without a reference to Python's object, and without that forever. They
+    read its future's value at once then, so it is here before.
+    """
+    kept: WeakKeyDictionary[Reducer, Call] = WeakKeyDictionary()
+    take = Reducer._set_forward_pass_work_handle
+
+    def keep(reducer: Reducer, work: TorchWork, use_static_world_size: bool) -> None:
+        if isinstance(work, Call):
+            if not use_static_world_size:
+                work.get_future().wait()
+            kept[reducer] = work
+        take(reducer, work, use_static_world_size)
+
+    Reducer._set_forward_pass_work_handle = keep  # type: ignore[method-assign, assignment]

@@ -73,6 +73,8 @@ def uneven_inputs():
     model = DistributedDataParallel(make_model())
     with Join([model]):
         train(model, steps=3 + dist.get_rank())
+    with model.join(divide_by_initial_world_size=False):
+        train(model, steps=3 + dist.get_rank())
     return digest(model)
 
 
