@@ -242,9 +242,9 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
 class ArrivingParameter(Parameter):
     """The class of a parameter while it is in flight: operations in Python call `arrive` first.
 
-    Also those on references that were kept from before, as in lists and parameter groups. C++ code
-    that is handed the tensor reads it without asking: a scripted module, the transforms of
-    torch.func, extensions.
+    Also those on references that were kept from before, as in lists and parameter groups. Two read
+    without asking: other tensors over its memory that were made before, such as `p.detach()`, and
+    C++ code that is handed the tensor: a scripted module, the transforms of torch.func, extensions.
     """
 
     arrive: Callable[[], None]  # waits, and gives the parameter its own class back

@@ -106,6 +106,12 @@ class OwnLoop:
                     f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "
                     "give objects that have them, or leave it out"
                 )
+            if isinstance(value, ZeroOptimizer) and value.sharded:
+                raise ValueError(
+                    f"{name} is another optimizer whose state is sharded, and a checkpoint has one "
+                    f"such state, that of optimizer=: save {name}.full_state_dict(), which all "
+                    "ranks call, with torch.save"
+                )
 
     def metrics(
         self, run_dir: str | Path, config: Mapping[str, Any] | None, copies: Mapping[str, Any]
