@@ -16,7 +16,7 @@ import pytest
 import torch
 from mpi4py import MPI
 from pages import Page
-from small_jobs import lines_of
+from small_jobs import lines_of, steps_kept
 from torch import nn
 from torch.optim import lr_scheduler
 from worlds import RANKS, meet, refusal
@@ -24,7 +24,6 @@ from worlds import RANKS, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import saver
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.metrics import files, writers
 
 pytestmark = pytest.mark.mpi
@@ -116,14 +115,6 @@ def on_first(size):
 
 def column(run_dir, name):
     return [line[name] for line in lines_of(run_dir)]
-
-
-def steps_kept(run_dir):
-    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
-    paths = list_checkpoints(run_dir)
-    for path in paths:
-        verify(path, inspect(path))
-    return [inspect(path).step for path in paths]
 
 
 def summary(run_dir):
