@@ -19,7 +19,7 @@ from pages import Page
 from small_jobs import lines_of, steps_kept
 from torch import nn
 from torch.optim import lr_scheduler
-from worlds import RANKS, meet, refusal
+from worlds import RANKS, first_ranks, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
@@ -99,18 +99,13 @@ def looping(run_dir, **options):
 
 def train(run_dir, *, comm=COMM, stop_after=STEPS, **options):
     """Run the loop on the ranks of comm; the other ranks wait."""
-    if comm != MPI.COMM_NULL:
+    if comm is not None:
         with world_of(comm) as world:
             loop = Loop(world, run_dir, **options)
             loop.run(stop_after)
             if stop_after == STEPS:
                 loop.metrics.close()
     meet()
-
-
-def on_first(size):
-    """A communicator of the first ranks; COMM_NULL on the others."""
-    return COMM.Split(0 if size > RANK else MPI.UNDEFINED)
 
 
 def column(run_dir, name):
@@ -128,10 +123,12 @@ def summary(run_dir):
 def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
     folder, stages, schedule
 ):
-    train(folder / "whole", comm=on_first(1), schedule=schedule, every=0)
+    with first_ranks(1) as comm:
+        train(folder / "whole", comm=comm, schedule=schedule, every=0)
     train(folder / "parts", stage=stages[0], schedule=schedule, stop_after=5)
     assert steps_kept(folder / "parts") == [4, 2]  # step 5 is taken again
-    train(folder / "parts", comm=on_first(max(1, RANKS - 1)), stage=stages[1], schedule=schedule)
+    with first_ranks(max(1, RANKS - 1)) as comm:
+        train(folder / "parts", comm=comm, stage=stages[1], schedule=schedule)
     for name in ("loss", "lr"):
         expected = column(folder / "whole", name)
         assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)
