@@ -26,6 +26,7 @@ AT_THREE += ("agreement", "changed_parameters", "full_state", "metrics_over_rank
 AT_THREE += ("second_optimizer", "sync_batchnorm", "weighted_exchanges", "wire")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made.
 _ABOVE = ("balance", "comparison", "compressed_gradients", "data", "default_device", "losses")
+_ABOVE += ("checkpoint", "own_loop")
 _ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
 _ABOVE += ("stages", "state_over_ranks", "exchanges", "cadence", "shard_by")
 _ABOVE += ("rank_clipping", "rare_jobs", "staleness", "weighted_exchanges")

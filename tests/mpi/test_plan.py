@@ -60,7 +60,7 @@ def options(task, folder, *, steps=STEPS[0], optim=(), zero=(), comm=(), **train
         optim=OptimConfig(**dict(optim)),
         zero=ZeroConfig(**dict(zero)),
         comm=CommConfig(**dict(comm)),
-        model=replace(config.model, width=64, heads=2, context=32),
+        model=replace(config.model, layers=2, width=64, heads=2, context=32),
         run=replace(config.run, dir=folder / "run" if folder else None),
     )
 
