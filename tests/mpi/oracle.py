@@ -167,16 +167,6 @@ def assert_close(model, other, tolerance=EXACT, absolute=None):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=absolute)
 
 
-def train(world, model, optimizer, alone, steps):
-    """Equal shares of the same batches, on the ranks and alone; give the pairs of results."""
-    results = []
-    for step in steps:
-        batch = samples(12, seed=step)
-        norm = alone.step(loss_of(alone.model, batch))
-        results.append((update(optimizer, loss_of(model, mine(world, batch))), norm))
-    return results
-
-
 def train_in_fp32(world, kind, micro_batches=1, make=None, **options):
     """Train a model in fp32; give the results and all weights of the steps."""
     model = net(torch.float32)

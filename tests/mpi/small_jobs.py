@@ -7,6 +7,7 @@ from pathlib import Path
 from mpi4py import MPI
 from worlds import RANKS
 
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.config import (
     Config,
     DataConfig,
@@ -19,7 +20,14 @@ from mntrain.config import (
 from mntrain.tasks.lm import LanguageModel
 
 
-class Signalling(LanguageModel):
+class Silent(LanguageModel):
+    """The built-in task, which shows no text at the end of a job."""
+
+    def sample(self, model):
+        return ""
+
+
+class Signalling(Silent):
     """Sends the last rank signals, in the forward of its second step."""
 
     signals = ()
@@ -33,7 +41,7 @@ class Signalling(LanguageModel):
         return super().loss(model, batch)
 
 
-def small(folder: Path, task: str = "lm", **train) -> Config:
+def small(folder: Path, task: str = f"{__name__}:Silent", **train) -> Config:
     """A job of four short steps, with one micro-batch on every rank."""
     corpus = folder / "corpus.txt"
     corpus.write_text("one and two make three\n" * 40)
@@ -52,6 +60,14 @@ def small(folder: Path, task: str = "lm", **train) -> Config:
 
 def steps_taken(folder: Path) -> int:
     return len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+
+
+def steps_kept(run: Path) -> list[int]:
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = list_checkpoints(run)
+    for path in paths:
+        verify(path, inspect(path))
+    return [inspect(path).step for path in paths]
 
 
 def lines_of(run: Path) -> list[dict]:

@@ -12,18 +12,16 @@ from mpi4py import MPI
 from oracle import (
     ADAMW,
     SGD,
+    SMALL,
     PlainTraining,
     assert_close,
     assert_parity,
-    init,
     loss_of,
-    make_optimizers,
     mine,
     samples,
     update,
 )
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from worlds import RANKS
 
 from mntrain.errors import AgreedError
@@ -38,15 +36,9 @@ ODD = RANK == LAST
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
-@pytest.fixture(scope="module")
-def world():
-    with init(ranks_per_node=1) as world:
-        yield world
-
-
 @pytest.fixture
-def make(world):
-    yield from make_optimizers(world)
+def world(worlds):
+    return worlds(layout=1, bucket_mb=SMALL)
 
 
 def loss(model, step=0):
@@ -231,37 +223,6 @@ def test_an_embedding_that_changes_in_forward_is_refused(make, layer):
     model = nn.Sequential(layer(7, 4, max_norm=1.0))
     with pytest.raises(AgreedError, match=r"^model\.0 is of type Embedding(Bag)? with max_norm"):
         make(model, SGD)
-
-
-@stages
-def test_what_all_ranks_do_alike_is_allowed(world, make, stage):
-    model = net()
-    alone = PlainTraining(model, ADAMW, 0.05)
-    optimizer = make(model, ADAMW, stage=stage, non_finite="skip")
-    schedulers = [
-        torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0, threshold=0.5)
-        for each in (alone.optimizer, optimizer)
-    ]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for step in range(4):
-        batch = samples(12, seed=step)
-        if step == 2:  # a step that all ranks skip
-            factor = math.inf if ODD else 1.0
-            assert update(optimizer, loss_of(model, mine(world, batch)) * factor).skipped
-            continue
-        norm = alone.step(loss_of(alone.model, batch))
-        loss_of(model, mine(world, batch)).backward()
-        if stage == 0:
-            assert float(clip_grad_norm_(trained, 0.05)) == pytest.approx(norm, rel=1e-10)
-        else:
-            optimizer.clip_grad_norm_(0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step(norm)
-    optimizer.wait_for_parameters()
-    assert_parity(world, model, alone)
-    assert optimizer.param_groups[0]["lr"] == alone.optimizer.param_groups[0]["lr"]
 
 
 def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):

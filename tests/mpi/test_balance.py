@@ -7,13 +7,14 @@ from functools import partial
 import pytest
 import torch
 from devices import LateDevice
+from lone_nodes import PER_NODE
 from mpi4py import MPI
 from oracle import assert_close, update
 from rig import TRANSPORTS
 from torch import nn
 from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
-import mntrain
+from mntrain.sync import DiLoCo, LocalSGD
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -61,11 +62,17 @@ def expect_few_on_the_last_rank(world, size):
     assert sizes[-1] < sum(sizes) / len(sizes)
 
 
+def trained_alone(world):
+    """A model that was trained on the whole batches of all epochs, and these batches."""
+    model, loader = make_model(), make_loader()
+    batches = [batch for _ in range(EPOCHS) for batch in ordered(world, loader)]
+    train(batches, model, SGD(model.parameters()))
+    return model, batches
+
+
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage):
-    alone, reference = make_model(), make_loader()
-    whole = [batch for _ in range(EPOCHS) for batch in ordered(world, reference)]
-    train(whole, alone, SGD(alone.parameters()))
+    alone, whole = trained_alone(world)
     model = make_model()
     optimizer = make(model, SGD, stage=stage)
     batches = world.shard(make_loader(), balance=True)
@@ -226,15 +233,31 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
     assert_close(model, alone, 1e-4, 1e-5)
 
 
-def test_nodes_that_train_alone_are_refused(world, make):
-    if len(world.topology.nodes) == 1 or len({len(node) for node in world.topology.nodes}) > 1:
-        pytest.skip("needs nodes of equal numbers of ranks")
-    model = make_model()
-    optimizer = make(model, SGD, sync=mntrain.sync.DiLoCo(every=5))
-    with pytest.raises(ValueError, match="balance=True with an optimizer that has sync="):
+@pytest.mark.parametrize(
+    ("sync", "has"),
+    [(DiLoCo(5), "sync="), (LocalSGD(5, max_staleness=1, weighted=True), "max_staleness")],
+)
+def test_nodes_that_train_alone_are_refused(worlds, make, sync, has):
+    world, model = worlds(layout=PER_NODE), make_model()
+    optimizer = make(model, SGD, world=world, sync=sync, overlap_forward=False)
+    with pytest.raises(ValueError, match=f"balance=True with an optimizer that has {has}"):
         train(world.shard(make_loader(), balance=True), model, optimizer)
     optimizer.close()
-    train(world.shard(make_loader(), balance=True), model, make(model, SGD))
+    train(world.shard(make_loader(), balance=True), model, make(model, SGD, world=world))
+
+
+def test_nodes_that_exchange_rarely_and_weigh_their_samples_are_balanced(worlds, make):
+    world = worlds(layout=PER_NODE)
+    world._shards._balances.clear()
+    alone, _ = trained_alone(world)
+    model, sync, sizes = make_model(), LocalSGD(1, weighted=True), []
+    optimizer = make(model, SGD, world=world, sync=sync, overlap_forward=False)
+    batches = world.shard(make_loader(), balance=True)
+    for _ in range(EPOCHS):
+        sizes += train(batches, model, optimizer, cost_of(world))
+    by_rank = [own[-1] for own in world.gather(sizes)]
+    assert by_rank[-1] < min(by_rank[:-1])
+    assert_close(model, alone, 1e-4, 1e-5)
 
 
 DEVICE_BATCH, DEVICE_BATCHES = 16, 30

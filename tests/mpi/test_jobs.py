@@ -12,17 +12,16 @@ import golden
 import pytest
 from job import SMALL, losses, metrics, summary, write_corpus
 from mpi4py import MPI
+from small_jobs import Silent, steps_kept
 from torch import nn
 from worlds import RANKS, first_ranks, meet, refusal, shared_folder
 
 import mntrain
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.cli import parse
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
-from mntrain.tasks.lm import LanguageModel
 from mntrain.train.trainer import Trainer, exit_code
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -43,6 +42,7 @@ def fit(folder, options, comm):
         write_corpus(folder)
     comm.Barrier()
     words = ["--data.path", str(folder / "corpus.txt"), "--run.dir", str(folder / "run")]
+    words += ["--task", "small_jobs:Silent"]
     config = parse([*words, *SMALL, *options])
     names = "algorithm", "bucket_mb", "ranks_per_node"
     given = {name: getattr(config.comm, name) for name in names}
@@ -64,14 +64,6 @@ def losses_alone(*options):
         meet()
         ALONE[options] = MPI.COMM_WORLD.bcast(found)
     return ALONE[options]
-
-
-def steps_kept(folder):
-    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
-    paths = list_checkpoints(folder / "run")
-    for path in paths:
-        verify(path, inspect(path))
-    return [inspect(path).step for path in paths]
 
 
 @pytest.mark.thorough
@@ -180,7 +172,7 @@ def test_steps_may_be_taken_again(folder):
     second = folder / "run" / "checkpoints" / "step-00000002"
     options = ["--checkpoint.every", "1", "--checkpoint.keep", "1"]
     assert train(folder, *options, "--run.resume", str(second), "--run.stop-after", "4") == 0
-    assert steps_kept(folder) == [4]
+    assert steps_kept(folder / "run") == [4]
     assert (folder / "run" / "checkpoints" / "step-00000006.aside").is_dir()
     assert train(folder, *options) == 0
     assert losses(folder) == whole
@@ -201,7 +193,7 @@ def test_a_run_is_not_overwritten_by_one_that_begins_elsewhere(folder, stopped):
     assert [line["step"] for line in metrics(folder)] == [1]
 
 
-class Filling(LanguageModel):
+class Filling(Silent):
     """A task that fills the run's disk after one step, and makes room again after another."""
 
     ballast = None
@@ -232,7 +224,7 @@ def test_a_full_disk_ends_no_job_and_what_is_lost_is_told_at_its_end(folder, mon
         monkeypatch.setattr(Filling, "full", range(6, 30))
         assert train(folder, *options, "--checkpoint.every", "4", "--checkpoint.keep", "2") == 0
         said = capfd.readouterr().err
-        assert steps_kept(folder) == [40, 36]
+        assert steps_kept(folder / "run") == [40, 36]
         assert [line["step"] for line in metrics(folder)] == list(range(1, 41))
         rows = (run / "metrics.csv").read_text().splitlines()[1:]
         assert [row.partition(",")[0] for row in rows] == [str(step) for step in range(1, 41)]
@@ -308,7 +300,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(stopped, options, said
     assert said in refusal(train, stopped, *options)
     assert sorted(path for path in stopped.rglob("*")) == before
     assert len(metrics(stopped)) == 2
-    assert steps_kept(stopped) == [2, 1]
+    assert steps_kept(stopped / "run") == [2, 1]
 
 
 @pytest.mark.thorough
@@ -322,7 +314,7 @@ def test_nothing_is_read_from_a_run_that_another_job_uses(stopped):
     assert "nothing is left to do" in refusal(train, stopped, "--train.steps", "2")
 
 
-class BreaksLate(LanguageModel):
+class BreaksLate(Silent):
     """Breaks in the third forward of the last rank, in the way that a subclass says."""
 
     calls = 0
@@ -344,7 +336,7 @@ class InfiniteGradient(BreaksLate):
         return Loss(loss.mean + (endless.abs() + 0).sqrt(), loss.count)
 
 
-class InEvaluation(LanguageModel):
+class InEvaluation(Silent):
     def loss(self, model, batch):
         loss = super().loss(model, batch)
         return loss if model.training else Loss(loss.mean * float("inf"), loss.count)
@@ -356,7 +348,7 @@ class OddWeights(BreaksLate):
         return loss
 
 
-class OtherModel(LanguageModel):
+class OtherModel(Silent):
     def model(self):
         return nn.Linear(3 + RANK, 5)
 

@@ -16,15 +16,14 @@ import pytest
 import torch
 from mpi4py import MPI
 from pages import Page
-from small_jobs import lines_of
+from small_jobs import lines_of, steps_kept
 from torch import nn
 from torch.optim import lr_scheduler
-from worlds import RANKS, meet, refusal
+from worlds import RANKS, first_ranks, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import saver
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.metrics import files, writers
 
 pytestmark = pytest.mark.mpi
@@ -100,7 +99,7 @@ def looping(run_dir, **options):
 
 def train(run_dir, *, comm=COMM, stop_after=STEPS, **options):
     """Run the loop on the ranks of comm; the other ranks wait."""
-    if comm != MPI.COMM_NULL:
+    if comm is not None:
         with world_of(comm) as world:
             loop = Loop(world, run_dir, **options)
             loop.run(stop_after)
@@ -109,21 +108,8 @@ def train(run_dir, *, comm=COMM, stop_after=STEPS, **options):
     meet()
 
 
-def on_first(size):
-    """A communicator of the first ranks; COMM_NULL on the others."""
-    return COMM.Split(0 if size > RANK else MPI.UNDEFINED)
-
-
 def column(run_dir, name):
     return [line[name] for line in lines_of(run_dir)]
-
-
-def steps_kept(run_dir):
-    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
-    paths = list_checkpoints(run_dir)
-    for path in paths:
-        verify(path, inspect(path))
-    return [inspect(path).step for path in paths]
 
 
 def summary(run_dir):
@@ -137,10 +123,12 @@ def summary(run_dir):
 def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
     folder, stages, schedule
 ):
-    train(folder / "whole", comm=on_first(1), schedule=schedule, every=0)
+    with first_ranks(1) as comm:
+        train(folder / "whole", comm=comm, schedule=schedule, every=0)
     train(folder / "parts", stage=stages[0], schedule=schedule, stop_after=5)
     assert steps_kept(folder / "parts") == [4, 2]  # step 5 is taken again
-    train(folder / "parts", comm=on_first(max(1, RANKS - 1)), stage=stages[1], schedule=schedule)
+    with first_ranks(max(1, RANKS - 1)) as comm:
+        train(folder / "parts", comm=comm, stage=stages[1], schedule=schedule)
     for name in ("loss", "lr"):
         expected = column(folder / "whole", name)
         assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)

@@ -5,31 +5,17 @@ gradient summed twice, is far above the tolerance; the order of sums is far belo
 """
 
 import pytest
-import torch
-from models import Fickle, loss_at, net
-from oracle import ALGORITHMS, MAX_NORM, SGD, SMALL, loss_of, rows, samples
+from models import MODELS, loss_at
+from oracle import MAX_NORM, SMALL, loss_of, rows, samples
 from sharding import sharded
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
 
 pytestmark = pytest.mark.mpi
 
-algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_world = pytest.mark.parametrize(
     ("algorithm", "layout"), [("naive", None), ("flat", None), ("leader", 2), ("lanes", 2)]
 )
-
-
-def double(kind):
-    torch.manual_seed(5)
-    return kind().double()
-
-
-@algorithms
-def test_in_fp32_only_the_order_of_sums_differs(worlds, pair, algorithm):
-    both = pair(net(torch.float32), SGD, world=worlds(algorithm, 2, SMALL))
-    both.train(*(samples(12, seed, torch.float32) for seed in range(4)))
-    both.check(tolerance=2e-6)
 
 
 def shuffling():
@@ -60,7 +46,7 @@ def test_unequal_shares(worlds, pair, algorithm, layout, loader):
 @every_world
 def test_parameters_that_some_ranks_leave_out_of_some_steps(worlds, pair, algorithm, layout):
     world = worlds(algorithm, layout, SMALL)
-    both = pair(double(Fickle), world=world)
+    both = pair(MODELS["fickle"](), world=world)
     for step in range(4):
         columns = [column.chunk(RANKS) for column in samples(12, seed=step)]
         parts = list(zip(*columns, strict=True))

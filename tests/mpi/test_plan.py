@@ -13,7 +13,6 @@ from worlds import RANKS, meet
 
 from mntrain.config import CommConfig, Config, LogConfig, OptimConfig, ZeroConfig
 from mntrain.tasks import Loss, Task
-from mntrain.tasks.lm import LanguageModel
 from mntrain.train.plan.job_plan import JobPlan
 from mntrain.train.plan.plan_options import PlanOptions
 from mntrain.train.trainer import run_command
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.mpi
 
 ROLES = ("parameters", "gradients", "buckets", "master", "state", "hook")
 STEPS = 2, 5
-
-
-class NoSample(LanguageModel):
-    """The built-in task, which shows no text at the end of a job."""
-
-    def sample(self, model):
-        return ""
 
 
 class TiedAndFrozen(Task):
@@ -68,7 +60,7 @@ def options(task, folder, *, steps=STEPS[0], optim=(), zero=(), comm=(), **train
         optim=OptimConfig(**dict(optim)),
         zero=ZeroConfig(**dict(zero)),
         comm=CommConfig(**dict(comm)),
-        model=replace(config.model, width=64, heads=2, context=32),
+        model=replace(config.model, layers=2, width=64, heads=2, context=32),
         run=replace(config.run, dir=folder / "run" if folder else None),
     )
 
@@ -97,7 +89,7 @@ SGD = {"name": "SGD", "weight_decay": 0.0}
 MOMENTUM = {**SGD, "options": {"momentum": 0.9}}
 ADAFACTOR, MUON = {"name": "Adafactor"}, {"name": "Muon"}
 DIGITS, OWN = "examples.digits:Digits", "test_plan:TiedAndFrozen"
-LM = "test_plan:NoSample"
+LM = "small_jobs:Silent"
 thorough = pytest.mark.thorough
 # Task, stage, and other options.
 CASES = [

@@ -136,10 +136,7 @@ def test_a_compiled_train_step_trains(world, pair, mode, whole):
     torch.compiler.reset()
 
 
-# What a refused or closed optimizer leaves.
-
-
-# Buffers, and steps that are thrown away.
+# Steps that are thrown away.
 
 
 @modes

@@ -138,17 +138,6 @@ def test_a_share_of_nothing_hides_a_nan(pair, mode):
     both.check()
 
 
-@modes
-def test_a_step_without_a_sample_on_any_rank_is_refused_by_all(make, mode):
-    model = net()
-    optimizer = make(model, SGD, **mode)
-    before = model_digest(model)
-    optimizer.share(0)
-    with pytest.raises(ValueError, match="sum to 0:"):
-        optimizer.step()
-    assert model_digest(model) == before
-
-
 # Clipping.
 
 
@@ -200,19 +189,6 @@ def test_step_hooks_fire_once_a_step(pair, mode):
     own.register_step_post_hook(lambda who, *_: fired.append(("after", who is own)))
     both.train(0, 1)
     assert fired == [("before", True), ("after", True)] * 2
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_frozen_parameters_are_those_of_rank_0(make, stage):
-    model = net()
-    expected = model_digest(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(RANK)
-    model[0].weight.requires_grad_(False)
-    model[2].requires_grad_(False)
-    make(model, SGD, stage=stage)
-    assert model_digest(model) == expected
 
 
 @pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from mpi4py import MPI
-from oracle import SGD, init, make_optimizers, update
-from small_jobs import small
+from oracle import SGD, SMALL, update
+from small_jobs import Silent, small
 from torch import nn
 from worlds import RANKS
 
 from mntrain.config import ZeroConfig
 from mntrain.errors import TrainingStoppedError
 from mntrain.sync import LocalSGD
-from mntrain.tasks.lm import LanguageModel
 from mntrain.train.trainer import Trainer
 from zero.agreement import DifferentWeightsError
 
@@ -26,15 +25,9 @@ ODD = RANK == LAST
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
-@pytest.fixture(scope="module")
-def world():
-    with init(ranks_per_node=1) as world:
-        yield world
-
-
 @pytest.fixture
-def make(world):
-    yield from make_optimizers(world)
+def world(worlds):
+    return worlds(layout=1, bucket_mb=SMALL)
 
 
 def net(dtype=torch.float32):
@@ -118,7 +111,7 @@ def test_nodes_are_compared_after_an_exchange_alone(make):
     assert f"rank {LAST} against the others, first in 0.weight" in refusal(optimizer, model, 9)
 
 
-class Flips(LanguageModel):
+class Flips(Silent):
     """Flips a bit on the last rank, in the forward of its third step."""
 
     calls = 0

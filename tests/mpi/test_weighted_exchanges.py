@@ -1,7 +1,6 @@
 """Exchanges in which a node counts by its samples, of which nodes have unequal numbers."""
 
 import copy
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from lone_nodes import NODE, NODES, PER_NODE, RANK, coded, digests, keep_optimizers, keep_world
 from oracle import init
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
@@ -281,47 +279,3 @@ def test_on_fewer_nodes_a_round_goes_on_from_the_weighted_mean(folder):
         nodes.append((LR * sum(b.mean(0) for b in batches), sum(map(len, batches))))
     expected = after_rounds(start_of() - weighted_mean(nodes), [saved])
     assert_equal(resumed.values(), expected)
-
-
-def make_loader():
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(180, 7, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 12)
-
-
-def train(batches, model, optimizer, cost=0.0):
-    sizes = []
-    for x, y in batches:
-        time.sleep(cost * len(x))
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sizes.append(len(x))
-    return sizes
-
-
-def test_a_loop_of_ones_own_is_balanced_between_nodes_that_exchange_rarely(world, make):
-    torch.manual_seed(1)
-    model, alone = nn.Linear(7, 1), nn.Linear(7, 1)
-    alone.load_state_dict(model.state_dict())
-    optimizer = make(model, sync=LocalSGD(1, weighted=True))
-    batches = world.shard(make_loader(), balance=True)
-    slow = RANK == RANKS - 1
-    sizes = world.gather(
-        [n for _ in range(2) for n in train(batches, model, optimizer, 0.01 * slow)]
-    )
-    assert sizes[-1][-1] < min(own[-1] for own in sizes[:-1])
-    plain = torch.optim.SGD(alone.parameters(), lr=LR)
-    for _ in range(2):
-        train(make_loader(), alone, plain)
-    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_loop_of_ones_own_is_not_balanced_between_nodes_that_do_not_wait():
-    with init(ranks_per_node=PER_NODE) as world:
-        model = nn.Linear(7, 1)
-        sync = LocalSGD(5, max_staleness=1, weighted=True)
-        optimizer = world.optimizer(model, torch.optim.SGD, lr=LR, sync=sync)
-        with pytest.raises(ValueError, match="balance=True with an optimizer that has max_stale"):
-            train(world.shard(make_loader(), balance=True), model, optimizer)

@@ -187,13 +187,15 @@ def two_layers(width=3, dtype=torch.float32):
     return nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1)).to(dtype)
 
 
-def test_optimizer_takes_the_weights_and_buffers_of_rank_0(world):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_optimizer_takes_the_weights_and_buffers_of_rank_0(world, stage):
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    model[0].bias.requires_grad_(False)
     model[1].running_mean += world.rank + 1
-    world.optimizer(model, **SGD).close()
-    weights = model[0].weight.tolist()
-    assert world.gather(weights) == [weights] * RANKS
+    expected = world.gather([parameter.tolist() for parameter in model.parameters()])[0]
+    world.optimizer(model, stage=stage, **SGD).close()
+    assert [parameter.tolist() for parameter in model.parameters()] == expected
     assert model[1].running_mean.item() == 1
 
 

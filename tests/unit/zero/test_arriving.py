@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import threading
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -221,8 +222,7 @@ def no_compiler(request):
         gc.collect()  # takes long, where many modules are imported
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(("name", "stage"), [*zip(READS, cycle((1, 2)), strict=False)])
 def test_a_read_waits(name, stage):
     expect_equal(stage, READS[name])
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
+from first_of_two import STAGES, FirstOfTwo, zero
 from torch import nn
 
 from zero import SingleProcessCollectives
@@ -154,8 +154,7 @@ def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
     assert not math.isfinite(norm(odd))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@WORLDS
+@pytest.mark.parametrize(("world", "stage"), [(SingleProcessCollectives, 0), (FirstOfTwo, 2)])
 def test_compiled_autograd_is_refused_by_its_name(world, stage):
     torch.compiler.reset()
     model = nn.Linear(3, 2)
