@@ -90,7 +90,7 @@ def _kind(parameter: Parameter) -> tuple[Any, ...]:
 def _refuse(name: str, what: str) -> None:
     raise RuntimeError(
         f"parameter {name} {what} when the optimizer was made: move or change the model first, and "
-        "make the optimizer after"
+        "make the optimizer after; write new values in place, as by parameter.copy_(values)"
     )
 
 

@@ -22,6 +22,7 @@ from oracle import (
     update,
 )
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from worlds import RANKS
 
 from mntrain.errors import AgreedError
@@ -223,6 +224,37 @@ def test_an_embedding_that_changes_in_forward_is_refused(make, layer):
     model = nn.Sequential(layer(7, 4, max_norm=1.0))
     with pytest.raises(AgreedError, match=r"^model\.0 is of type Embedding(Bag)? with max_norm"):
         make(model, SGD)
+
+
+@stages
+def test_what_all_ranks_do_alike_is_allowed(world, make, stage):
+    model = net()
+    alone = PlainTraining(model, ADAMW, 0.05)
+    optimizer = make(model, ADAMW, stage=stage, non_finite="skip")
+    schedulers = [
+        torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0, threshold=0.5)
+        for each in (alone.optimizer, optimizer)
+    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for step in range(4):
+        batch = samples(12, seed=step)
+        if step == 2:  # a step that all ranks skip
+            factor = math.inf if ODD else 1.0
+            assert update(optimizer, loss_of(model, mine(world, batch)) * factor).skipped
+            continue
+        norm = alone.step(loss_of(alone.model, batch))
+        loss_of(model, mine(world, batch)).backward()
+        if stage == 0:
+            assert float(clip_grad_norm_(trained, 0.05)) == pytest.approx(norm, rel=1e-10)
+        else:
+            optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step(norm)
+    optimizer.wait_for_parameters()
+    assert_parity(world, model, alone)
+    assert optimizer.param_groups[0]["lr"] == alone.optimizer.param_groups[0]["lr"]
 
 
 def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
