@@ -119,8 +119,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
       averaged over, and after an exchange with rank 0's everywhere.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read, and so does any
-      operation on a kept parameter. Code that reads other tensors over its memory, made before,
-      such as `p.detach()` or a kept state dict, has to call `wait_for_parameters`.
+      operation on a kept parameter. While the script keeps other tensors over their memory, such as
+      `p.detach()` or a state dict, `step` waits.
     - `check_every`: steps between comparisons of all bits of the weights, which ride in a message
       that a step sends anyway; 0: none. Of trained and other parameters, and at stage 0 of master
       weights, over the ranks that share the state, and after an exchange over all.

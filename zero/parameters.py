@@ -9,6 +9,9 @@ A parameter must not be read before its all-gather has finished. Three things wa
     an access by a module     `model.weight`, `model.parameters()`, `model.state_dict()`
     a call of any module      for its own parameters, also outside of the model; for all of them,
                               if it is scripted or was given others by torch.func
+
+Other tensors over the same memory, such as a kept `p.detach()` or state dict, are read without
+asking: while there are any, no all-gather outlasts the step.
 """
 
 import copy
@@ -48,7 +51,8 @@ _METADATA = frozenset(
 class FlatParameters:
     """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
 
-    Without a model, `launch` waits for all. It also does if torch.compile is used.
+    Without a model, `launch` waits for all. It also does if torch.compile is used, and while others
+    than the library have tensors over the memory.
 
     With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
     """
@@ -61,6 +65,7 @@ class FlatParameters:
         self._overlaps_forward = model is not None
         self._buckets: list[Bucket] = []
         self._flats: list[Tensor] = []  # by bucket
+        self._own_uses: list[int] = []  # by parameter: the library's tensors over its memory
         self._narrow: dict[int, Tensor] = {}  # copies in the gather dtype, by bucket
         self._bucket_of: dict[Parameter, int] = {}
         self._members: list[list[Parameter]] = []  # by bucket
@@ -95,16 +100,25 @@ class FlatParameters:
             self._flats.append(flat)
         return self._flats[-len(buckets) :]
 
+    def count_uses(self) -> None:
+        """Note the library's tensors over the memory, when it has made all of them. Local."""
+        self._own_uses = self._uses()
+
+    def _uses(self) -> list[int]:
+        storages = [parameter.untyped_storage() for parameter in self._bucket_of]
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+
     def launch(self) -> None:
         """Start an all-gather of every bucket, in the order of the next forward. Collective."""
         if self._collectives.size == 1 or not self._buckets:
             return
         for parameter in self._bucket_of:  # so that autograd refuses a graph of their old values
             torch.autograd.graph.increment_version(parameter)
+        self._overlaps_forward = self._overlaps_forward and not compiles()
+        overlaps = self._overlaps_forward and self._uses() == self._own_uses
         for index in reversed(range(len(self._buckets))):
             self._works[index] = self._all_gather(index)
-        self._overlaps_forward = self._overlaps_forward and not compiles()
-        if not self._overlaps_forward:
+        if not overlaps:
             self.wait()
             return
         self._watch()
@@ -242,9 +256,9 @@ class WaitingParameterDict(MutableMapping[str, Parameter | None]):
 class ArrivingParameter(Parameter):
     """The class of a parameter while it is in flight: operations in Python call `arrive` first.
 
-    Also those on references that were kept from before, as in lists and parameter groups. Two read
-    without asking: other tensors over its memory that were made before, such as `p.detach()`, and
-    C++ code that is handed the tensor: a scripted module, the transforms of torch.func, extensions.
+    Also those on references that were kept from before, as in lists and parameter groups. C++ code
+    that is handed the tensor reads it without asking: a scripted module, the transforms of
+    torch.func, extensions.
     """
 
     arrive: Callable[[], None]  # waits, and gives the parameter its own class back

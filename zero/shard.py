@@ -126,6 +126,7 @@ class OptimizerShard:
             flats = self.parameters.add(buckets, parameters)
         for bucket, flat in zip(buckets, flats, strict=True):
             self._own(bucket, parameters, flat)
+        self.parameters.count_uses()
         self.watch.add(parameters, flat=self.sharded)
         self._names |= {parameter: name for name, parameter in parameters.items()}
 

@@ -238,6 +238,31 @@ def test_what_was_made_before_the_optimizer_waits(name):
         expect_equal(1, lambda s: s.prepared(X), PREPARED[name])
 
 
+KEPT = {
+    "data": lambda s: s.parameters[0].data,
+    "view": lambda s: s.parameters[0].detach()[1:, 0],
+    "numpy": lambda s: s.parameters[0].detach().numpy(),
+    "state_dict": lambda s: s.model.state_dict()["2.weight"],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_step_waits_while_other_tensors_over_the_memory_are_kept(name):
+    s = AfterStep(1, overlap=True)
+    s.optimizer.wait_for_parameters()
+    kept = KEPT[name](s)
+    for _ in range(2):
+        s.model(X).sum().backward()
+        s.optimizer.step()
+        assert not s.in_flight
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(KEPT[name](s)))
+    del kept
+    s.model(X).sum().backward()
+    s.optimizer.step()
+    assert s.in_flight
+    s.optimizer.wait_for_parameters()
+
+
 def test_what_reads_no_values_does_not_wait():
     s = AfterStep(1, overlap=True)
     count = s.in_flight
