@@ -68,9 +68,9 @@ def send_rows(rank, sent, received):
 
 
 def send_bytes(rank, sent, received):
-    """Rank 1 sends so many bytes, and rank 0 receives so many. A tag of its own: it may stay."""
+    """Rank 1 sends so many bytes, and rank 0 receives so many."""
     tensor = torch.ones(sent if rank else received, dtype=torch.uint8)
-    dist.send(tensor, 0, tag=sent) if rank else dist.recv(tensor, 1, tag=sent)
+    dist.send(tensor, 0) if rank else dist.recv(tensor, 1)
 
 
 def refused(rank):
@@ -81,11 +81,8 @@ def refused(rank):
         (lambda: dist.recv(torch.ones(3), 7), [0, 1], "rank 7 is not in a group of 2: give 0 to 1"),
         (wrong_tag, [0, 1], "the tag of a message is -1: give one from 0 to"),
         (lambda: dist.all_reduce(flags, dist.ReduceOp.AVG), [0, 1], "AVG takes numbers, not torch"),
-        (
-            lambda: send_bytes(rank, 16, 12),
-            [0],
-            "sent 16 bytes with tag 16, and this rank receives 12",
-        ),
+        (lambda: send_bytes(rank, 16, 12), [0], "16 bytes with tag 0, and this rank receives 12"),
+        (lambda: send_bytes(rank, 9, 9), [], ""),
         (lambda: send_bytes(rank, 0, 1), [0], "0 bytes with tag 0, and this rank receives 1"),
         (lambda: send_rows(rank, 2, 3), [1], "has sent 16 bytes, and this rank receives 24"),
         (lambda: send_rows(rank, 0, 3), [1], "and this rank receives 24: their lists"),
