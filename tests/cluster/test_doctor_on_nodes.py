@@ -69,8 +69,8 @@ def test_networks_that_drop_packets_are_named(make_cluster, tmp_path):
             # What is not cut into segments by the interface is dropped by the switch.
             large = ["ip", "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1"]
             subprocess.run([*small.enter(host), *large], check=True)
-        random = ["-m", "statistic", "--mode", "random", "--probability", "0.03", "-j", "DROP"]
-        subprocess.run([*lossy.enter("n2"), *arriving, "n1", *random], check=True)
+        lost = ["-m", "statistic", "--mode", "nth", "--every", "12", "--packet", "0", "-j", "DROP"]
+        subprocess.run([*lossy.enter("n2"), *arriving, "n1", *lost], check=True)
         train = [sys.executable, "-m", "mntrain", *SMALL, "--run.dir", str(tmp_path / "run")]
         jobs = [
             stack.enter_context(started(closed, train, tmp_path / "closed")),
