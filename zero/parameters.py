@@ -101,8 +101,11 @@ class FlatParameters:
         return self._flats[-len(buckets) :]
 
     def count_uses(self) -> None:
-        """Note the library's tensors over the memory, when it has made all of them. Local."""
-        self._own_uses = self._uses()
+        """Note the library's tensors over the memory of new parameters, when all are made. Local.
+
+        A script may have some over that of the others by then.
+        """
+        self._own_uses += self._uses()[len(self._own_uses) :]
 
     def _uses(self) -> list[int]:
         storages = [parameter.untyped_storage() for parameter in self._bucket_of]

@@ -74,23 +74,26 @@ def log_one_full_gradient(kit):
     return {"model": model, "log": torch.stack(log)}
 
 
+def with_masks(kit, model, optimizer):
+    """Yield every parameter with a mask of its gradient, in each step."""
+    masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
+    for _ in backwards(kit, model, optimizer):
+        yield from zip(model.parameters(), masks, strict=True)
+
+
 @script(refused=WITHOUT_GRADIENTS)
 def mask_in_place(kit):
     model, optimizer = make(kit)
-    masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
-    for _ in backwards(kit, model, optimizer):
-        for parameter, mask in zip(model.parameters(), masks, strict=True):
-            parameter.grad *= mask
+    for parameter, mask in with_masks(kit, model, optimizer):
+        parameter.grad *= mask
     return {"model": model}
 
 
 @script(refused=WITHOUT_GRADIENTS)
 def mask_by_assignment(kit):
     model, optimizer = make(kit)
-    masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
-    for _ in backwards(kit, model, optimizer):
-        for parameter, mask in zip(model.parameters(), masks, strict=True):
-            parameter.grad = parameter.grad * mask
+    for parameter, mask in with_masks(kit, model, optimizer):
+        parameter.grad = parameter.grad * mask
     return {"model": model}
 
 
@@ -98,10 +101,8 @@ def mask_by_assignment(kit):
 def mask_by_data(kit):
     """The gradient stays the same tensor, and gets other memory."""
     model, optimizer = make(kit)
-    masks = [torch.rand_like(parameter) < 0.5 for parameter in model.parameters()]
-    for _ in backwards(kit, model, optimizer):
-        for parameter, mask in zip(model.parameters(), masks, strict=True):
-            parameter.grad.data = parameter.grad.data * mask
+    for parameter, mask in with_masks(kit, model, optimizer):
+        parameter.grad.data = parameter.grad.data * mask
     return {"model": model}
 
 

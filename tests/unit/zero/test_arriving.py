@@ -263,6 +263,17 @@ def test_a_step_waits_while_other_tensors_over_the_memory_are_kept(name):
     s.optimizer.wait_for_parameters()
 
 
+def test_what_is_kept_while_a_group_is_added_is_known():
+    s = AfterStep(1, overlap=True)
+    s.optimizer.wait_for_parameters()
+    kept, added = s.parameters[0].detach(), nn.Parameter(torch.ones(3))
+    s.optimizer.add_param_group({"params": [("added", added)]})
+    (s.model(X).sum() + added.sum()).backward()
+    s.optimizer.step()
+    assert not s.in_flight
+    assert torch.equal(kept, s.parameters[0])
+
+
 def test_what_reads_no_values_does_not_wait():
     s = AfterStep(1, overlap=True)
     count = s.in_flight
