@@ -109,7 +109,8 @@ class FlatParameters:
 
     def _uses(self) -> list[int]:
         storages = [parameter.untyped_storage() for parameter in self._bucket_of]
-        return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+        # A script may also keep such a storage, which is one object of Python while it lives.
+        return [torch._C._storage_Use_Count(s._cdata) + sys.getrefcount(s) for s in storages]
 
     def launch(self) -> None:
         """Start an all-gather of every bucket, in the order of the next forward. Collective."""
