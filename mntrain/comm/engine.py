@@ -73,9 +73,11 @@ class Future(Generic[T]):
 
     `wakes_thread`: whether the engine's thread runs it while no caller waits. `ticket`: of a
     collective that ranks compare. `message`: of a call that they do not. `stream`: its name.
+    `awaited_since`: see `ProgressEngine.expect`.
     """
 
     wakes_thread = True
+    awaited_since: float | None = None
     ticket: Ticket | None = None
     message: MessageCall | None = None
     stream = ""
@@ -497,6 +499,17 @@ class ProgressEngine:
             future.wakes_thread = True
         self._wake()
 
+    def expect(self, futures: Iterable[Future[Any]]) -> None:
+        """Let pending futures count as waited for from now on, and progress. Local.
+
+        For those that are waited for in code that cannot call `wait`, such as C++ with a future of
+        torch: the watchdog sees these waits, too.
+        """
+        futures = list(futures)
+        for future in futures:
+            future.awaited_since = time.monotonic()
+        self.progress(futures)
+
     def finish(self, ticket: Ticket) -> None:
         """Finish what is queued, on all ranks; nothing may be queued after. Collective."""
 
@@ -554,15 +567,22 @@ class ProgressEngine:
     def awaited(self) -> tuple[Stream, float, MessageCall | None] | None:
         """Return the stream for which a caller waits, and when the wait began or anything moved.
 
-        The third is the caller's message, if it waits for one. None if no caller waits.
-        Thread-safe.
+        The third is the caller's message, if it waits for one. A future of `expect` counts where no
+        caller waits in `wait`. None if there is none either. Thread-safe.
         """
-        waiters = list(self._waiters)
-        if not waiters:
+        waits = list(self._waiters) or self._expected()
+        if not waits:
             return None
-        future, since = waiters[0]
+        future, since = waits[0]
         stream = next(stream for stream in self.streams if stream.name == future.stream)
         return stream, max(since, self._moved_at), future.message
+
+    def _expected(self) -> list[tuple[Future[Any], float]]:
+        """Return the pending futures of `expect`, and since when; of a stream, the oldest first."""
+        if self._abandoned:
+            return []
+        tasks = [task for stream in self.streams for task in (*stream.active, *stream.queue)]
+        return [(it, it.awaited_since) for it in tasks if it.awaited_since is not None]
 
     @property
     def busy_s(self) -> float:

@@ -87,6 +87,13 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
         function()
 
 
+def expect(works: Iterable[Work]) -> None:
+    """Let works count as waited for from now on, and progress; see `ProgressEngine.expect`."""
+    for work in works:
+        if isinstance(work, CollectiveWork):
+            work._engine.expect(work._futures)
+
+
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 

@@ -447,7 +447,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         (tensor,) = tensors
         self._check_open()
         self._check_peer(peer)
-        return Call([self._messages.send(_on_host(tensor), peer, tag)], [tensor])
+        return Call([self._messages.send(_on_host(tensor), peer, tag)], [tensor], to_one=True)
 
     @_verb
     def recv(self, tensors: Sequence[Tensor], peer: int | None, tag: int = 0) -> Call:
@@ -457,7 +457,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self._check_peer(peer)
         data = _like_on_host(tensor)
         work, message = self._messages.receive(data, peer, tag)
-        return Call([work], [tensor], [(tensor, data)], message)
+        return Call([work], [tensor], [(tensor, data)], message, to_one=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Call:
         """Receive a tensor from any rank of the group, which `source_rank` of the work returns."""

@@ -186,6 +186,11 @@ class Watchdog:
         self._tell({"kind": "lost directory", "reason": reason})
 
     @property
+    def communication_error(self) -> Exception | None:
+        """The error that has ended all communication, if any."""
+        return self._engine.error
+
+    @property
     def alone(self) -> bool:
         """True in a world of one."""
         return self._size == 1
