@@ -238,7 +238,7 @@ class Stream:
         self.queue: deque[Future[Any]] = deque()
         self.active: deque[Future[Any]] = deque()
         self.begun = 0
-        self._digest = digest_of(name)  # of the collective that began last
+        self.digest = digest_of(name)  # of the collective that began last
         self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.observer: Any = None
 
@@ -269,8 +269,8 @@ class Stream:
 
     def begin(self, ticket: Ticket) -> None:
         """Number a collective that begins."""
-        ticket.begin(self.begun, self._digest)
-        self.begun, self._digest = self.begun + 1, ticket.digest
+        ticket.begin(self.begun, self.digest)
+        self.begun, self.digest = self.begun + 1, ticket.digest
         self.history.append(ticket)
         if self.observer is not None:
             awaited = self.awaited_rank(ticket)
@@ -510,8 +510,12 @@ class ProgressEngine:
             future.awaited_since = time.monotonic()
         self.progress(futures)
 
-    def finish(self, ticket: Ticket) -> None:
-        """Finish what is queued, on all ranks; nothing may be queued after. Collective."""
+    def finish(self, ticket: Ticket) -> Future[None]:
+        """Finish what is queued, on all ranks; nothing may be queued after. Collective.
+
+        The future raises the error of ranks that have called anything unlike in any stream, which
+        ends all communication: a broadcast waits for no other rank on its root.
+        """
 
         def steps() -> Steps[None]:
             others = self.streams[1:]
@@ -519,9 +523,12 @@ class ProgressEngine:
             for stream in others:  # no other collective follows on this rank
                 stream.begin(ticket.copy())
             if self.watch is not None:
-                yield from self.watch.close(ticket)
+                error = yield from self.watch.close(ticket)
+                if error is not None:
+                    self.stop(error)
+                    raise error
 
-        self.submit(steps(), ticket=ticket).wait()
+        return self.submit(steps(), ticket=ticket)
 
     def close(self) -> None:
         """Finish what is queued here and end the thread. Local."""

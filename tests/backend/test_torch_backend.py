@@ -192,6 +192,9 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         pytest.param("ddp_first_step_late", "all_reduce of 20 float32 (collecti", marks=MORE),
         pytest.param("ddp_uneven", ": has left the world, or ended its script", marks=MORE),
         pytest.param("chain_differs", "rank 1: all_reduce of 5 float32, called at ", marks=MORE),
+        pytest.param("last_roots", "rank 1: broadcast of 3 float32 [root 1], called", marks=MORE),
+        ("last_roots_of_a_group", "rank 1: broadcast of 3 float32 [root 1], called at "),
+        pytest.param("last_calls", "rank 1: the end of the script", marks=MORE),
     ],
 )
 def test_an_error_names_what_went_wrong(name, said):
