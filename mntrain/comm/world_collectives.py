@@ -221,6 +221,11 @@ class WorldCollectives:
         return self._stream.ranks
 
     @property
+    def started(self) -> int:
+        """The number of collectives that this rank has started in the stream."""
+        return self._stream.submitted
+
+    @property
     def busy_s(self) -> float:
         """Seconds so far in which a collective was active."""
         return self._engine.busy_s

@@ -202,6 +202,12 @@ class Call(TorchWork):
                 error = raised
             self._completed, self._error, self._copies = error is None, error, []
 
+    def end(self) -> TorchFuture[None]:
+        """Return a future that is completed with the call, for a profiler."""
+        end: TorchFuture[None] = TorchFuture()
+        when_done(self._works, lambda: end.set_result(None))
+        return end
+
     def complete_future(self) -> None:
         """Wait for the call, and complete its future, unless another thread does so."""
         assert self._ended is not None
