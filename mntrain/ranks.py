@@ -228,7 +228,7 @@ class Ranks:
             channel=SideChannel(rank, keys[0], listener, lost_after=self.settings.lost_after),
             monitors=monitors,
             fail=lambda report: engine.stop(RemoteRankError(**report)),
-            note_end=self.recorder.peer_ended,
+            recorder=self.recorder,
         )
         self._resources.callback(self.watchdog.leave_world)
         engine.watch = DisagreementWatch(comm, engine.streams, partial(AgreedError, rank=rank))

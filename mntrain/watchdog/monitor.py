@@ -28,8 +28,8 @@ class Inquiry:
     """One question, asked at a time `at` on the monotonic clock, or to be asked then.
 
     `ends`: the job ends with the answers, by exit code `code`. `reason` is empty if it is asked for
-    the time that ranks have waited. `left` are ranks that have left the world or ended their
-    script.
+    the time that ranks have waited. `idle_s`: seconds after which it is asked since rank 0 takes
+    part in nothing. `left` are ranks that have left the world or ended their script.
     """
 
     facts: Sequence[RankFacts]
@@ -38,6 +38,7 @@ class Inquiry:
     ends: bool = False
     reason: str = ""
     code: int = 1
+    idle_s: float = 0.0
     asked: set[int] | None = None
     statuses: dict[int, RankStatus] = field(default_factory=dict)  # the answers
     silent: dict[int, str] = field(default_factory=dict)  # ranks without an answer, and why
@@ -108,6 +109,8 @@ class Inquiry:
         if self.at_exit:
             have += f" at the exit for {self.name(culprits)}, which "
             have += f"{'have' if len(culprits) > 1 else 'has'} not reached the end of the job"
+        elif culprits and culprits == waits.keys():
+            have += " for each other" if len(culprits) > 1 else " for a message of its own"
         elif culprits:
             have += f" for {self.name(culprits)}"
         else:
@@ -125,6 +128,30 @@ class Inquiry:
         for rank in sorted(self.culprits - self.waits.keys()):
             lines += [f"  {line}" for line in self._describe(rank)]
         lines += [f"  {text}" for text in self.networks[1:]]
+        return "\n".join(lines)
+
+    @property
+    def unread(self) -> bool:
+        """True if a rank that others wait for waits itself until its output is read."""
+        return any(self.statuses[rank].unread for rank in self.culprits & self.statuses.keys())
+
+    @property
+    def idle(self) -> bool:
+        """True if no rank has taken part in a collective or a step for the time asked for."""
+        answers = self.statuses.values()
+        least = min((status.idle_s for status in answers), default=0.0)
+        unread = any(status.unread for status in answers)
+        return 0 < self.idle_s <= least + 2 * ANSWER_S and not (self.waits or unread or self.left)
+
+    def idleness(self) -> str:
+        """Return where all ranks are, of which none takes part in anything, in several lines."""
+        lines = [f"no rank has taken a step or begun a collective for {self.idle_s:.0f} s"]
+        places = {rank: status.place for rank, status in self.statuses.items()}
+        for place, ranks in alike(places):
+            lines.append(f"  {self.name(ranks)}: at {place}")
+            lines += [f"    {line}" for line in self.statuses[ranks[0]].stack.rstrip().splitlines()]
+        lines += [f"  {self.name([r])}: does not answer: {why}" for r, why in self.silent.items()]
+        lines.append("  the job goes on: a file server that hangs looks like this, or long work")
         return "\n".join(lines)
 
     def _describe(self, rank: int) -> list[str]:
@@ -154,7 +181,8 @@ class Monitor:
     job that hangs is not ended. Ranks that wait for one that has left, and so in vain, are given
     `lost_after` seconds. `own_status` returns this rank's, `warn` prints a warning, and
     `end_job` prints a report and ends the job with a reason and a status for the summary and an
-    exit code.
+    exit code. `pardon` lets this rank's wait count from now on: the rank that it waits for waits
+    for a reader of its output.
     """
 
     def __init__(
@@ -169,8 +197,9 @@ class Monitor:
         own_status: Callable[[], RankStatus],
         warn: Callable[[str], None],
         end_job: Callable[[str, str, str, int], None],
+        pardon: Callable[[], None],
     ) -> None:
-        self._rank, self._facts, self._channel = rank, facts, channel
+        self._rank, self._facts, self._channel, self._pardon = rank, facts, channel, pardon
         self._limit, self._warning_limit, self._lost_after = limit, warning_limit, lost_after
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
@@ -192,7 +221,7 @@ class Monitor:
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
         due = now >= max(self._ask_at, self._quiet_until)
-        if due and self._inquiry is None and self._acts:
+        if due and self._inquiry is None and self.acts:
             self._inquiry = Inquiry(self._facts, self.left, now)
             self._ask_at = now + self._lost_after / 4
         if (inquiry := self._inquiry) is not None:
@@ -228,7 +257,7 @@ class Monitor:
         """
         if peer in self.left - self._closed:
             self._gone.add(peer)
-        if self._failed or peer in self.left or not (self._acts or peer == 0):
+        if self._failed or peer in self.left or not (self.acts or peer == 0):
             return
         if error is None:
             self._lose([peer], "its process has ended without a word (was it killed?)")
@@ -252,7 +281,7 @@ class Monitor:
         missing = everyone - self._at_exit - self._closed - self._gone
         if missing & self._connected or (missing and now < self._exit_since + EXIT_S):
             return
-        if self._gone and self._acts:
+        if self._gone and self.acts:
             self._lose(sorted(self._gone), "its process has ended without the end of MPI")
         none_unknown = self._at_exit >= everyone and not self._gone
         self.all_at_exit = {"kind": "all at exit", "none_unknown": none_unknown}
@@ -260,7 +289,8 @@ class Monitor:
             self._channel.send(peer, self.all_at_exit)
 
     @property
-    def _acts(self) -> bool:
+    def acts(self) -> bool:
+        """True on rank 0, and on rank 1 once rank 0 is gone."""
         gone = 0 in self._connected and 0 not in self._channel.peers
         return self._rank == 0 or gone
 
@@ -270,8 +300,9 @@ class Monitor:
         if now <= self._quiet_until and not ends:
             return
         if (inquiry := self._inquiry) is None:
-            at = now if self._acts else now + TAKE_OVER_S
+            at = now if self.acts else now + TAKE_OVER_S
             inquiry = self._inquiry = Inquiry(self._facts, self.left, at)
+        inquiry.idle_s = float(message.get("idle_s", 0.0)) or inquiry.idle_s
         if reason or (ends and not inquiry.ends):
             inquiry.ends, inquiry.code = True, int(message["code"])
             inquiry.reason = reason or inquiry.reason
@@ -289,6 +320,14 @@ class Monitor:
             return  # rank 0 acts
         inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
         inquiry.close(self._rank, self._channel.acknowledged)
+        if not inquiry.reason and inquiry.idle:
+            self._warn(inquiry.idleness())
+            return
+        if not inquiry.reason and inquiry.unread:
+            for rank in inquiry.waits.keys() - {self._rank}:
+                self._channel.send(rank, {"kind": "output is unread"})
+            self._pardon()
+            return
         headline, details = inquiry.headline(), inquiry.details()
         warning_limit = self._warning_limit
         waits = [(s.wait.seconds, s.limit) for s in inquiry.statuses.values() if s.wait is not None]
