@@ -16,6 +16,7 @@ ANSWER_S = 3.0  # for the ranks to answer
 UNCONNECTED = "there is no TCP connection to it"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
 EXIT_S = 5.0  # at the exit, for ranks without a connection
+UNREACHED_S = 45.0  # for all ranks to connect to rank 0, which they try several times
 
 
 def same_processes(one: RankFacts, other: RankFacts) -> bool:
@@ -212,6 +213,7 @@ class Monitor:
         self.all_at_exit: Message | None = None
         """The message to ranks at the exit once no more are waited for."""
         self._inquiry: Inquiry | None = None
+        self._unreached_at = time.monotonic() + UNREACHED_S  # when missing ranks are told; or never
         self._ask_at = math.inf  # whether ranks wait for those that have left
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
 
@@ -220,6 +222,10 @@ class Monitor:
         self._connected |= set(self._channel.peers)
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
+            self._unreached_at = math.inf
+        elif now >= self._unreached_at and self._rank == 0:
+            self._unreached_at = math.inf
+            self._warn_of_unreached()
         due = now >= max(self._ask_at, self._quiet_until)
         if due and self._inquiry is None and self.acts:
             self._inquiry = Inquiry(self._facts, self.left, now)
@@ -232,6 +238,17 @@ class Monitor:
                 self._conclude(inquiry)
         if self._rank in self._at_exit and self.all_at_exit is None:
             self._look_at_exit(now)
+
+    def _warn_of_unreached(self) -> None:
+        """Name the ranks that have not connected, with the fix."""
+        hosts = {rank: facts.host for rank, facts in enumerate(self._facts)}
+        missing = name_ranks(set(range(1, len(self._facts))) - self._connected - self.left, hosts)
+        self._warn(
+            f"{missing} cannot reach rank 0 on {hosts[0]} beside MPI, at TCP port "
+            f"{self._channel.port}: if one hangs or is lost, nobody can ask it where it is. Let "
+            "firewalls pass a range of ports between the nodes, and give it as --comm.port-range "
+            "(port_range= of mntrain.init)"
+        )
 
     def on_message(self, peer: int, message: Message) -> None:
         """Act on a message of a rank, which may be this one."""

@@ -7,7 +7,7 @@ import pytest
 
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
-from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, Monitor
+from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, UNREACHED_S, Monitor
 from mntrain.watchdog.rank_status import RankStatus
 
 
@@ -390,6 +390,24 @@ def test_a_monitor_listens_until_the_ranks_above_it_are_connected(make):
             world.channel.peers.append(peer)
         world.pass_time(0.1)
         assert not world.channel.listens
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_cannot_reach_rank_0_are_one_warning(make, rank):
+    world = make(rank)
+    world.monitor._connected, world.channel.peers, world.channel.port = set(), [], 4100
+    world.monitor._unreached_at = world.clock[0] + UNREACHED_S
+    world.pass_time(UNREACHED_S - 1)
+    assert world.warnings == []
+    world.channel.peers = [1] if rank == 0 else [0]
+    world.pass_time(2)
+    world.pass_time(UNREACHED_S)
+    if rank == 1:
+        assert world.warnings == []  # rank 0 tells
+        return
+    (text,) = world.warnings
+    assert text.startswith("rank 2 on b cannot reach rank 0 on a beside MPI, at TCP port 4100: ")
+    assert "--comm.port-range" in text
 
 
 def come(world, *ranks, kind="at exit"):
