@@ -1,6 +1,6 @@
 """Calls that fail while C++ waits for their futures, many times: each wait ends with the error.
 
-mpirun -n 1 python waits_in_cpp.py 100
+mpirun -n 1 python waits_in_cpp.py 30
 """
 
 import sys
