@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from inspect import isfunction, unwrap
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,7 +84,7 @@ class Call(TorchWork):
         self._completed = False
         self._error: Exception | None = None
         self._ended: TorchFuture[None] | None = None  # completed after the call, also if it failed
-        self._future: torch._C.Future | None = None
+        self._future: TorchFuture[Any] | None = None
         self._ends_future = False  # whether a thread has taken to complete it
         device = next((tensor.device for tensor in outputs if tensor.is_cuda), None)
         self._stream = self._end = None
@@ -144,7 +144,7 @@ class Call(TorchWork):
         """Wait, as `wait`."""
         self.wait()
 
-    def get_future(self) -> torch._C.Future:
+    def get_future(self) -> TorchFuture[Any]:
         """Return a future of the caller's tensors, which raises the error of the call.
 
         It counts as waited for from now on, since C++ waits for it without a word to Python. In a
