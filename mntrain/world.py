@@ -97,7 +97,7 @@ class World(Ranks):
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         stage: int = 0,
-        partition: Literal["element", "parameter"] = "element",
+        partition: Literal["auto", "element", "parameter"] = "auto",
         shard_by: Literal["equal", "memory"] = "equal",
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,

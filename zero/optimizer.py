@@ -4,10 +4,11 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -50,14 +51,18 @@ from zero.state import (
     PartOfState,
     StateSlice,
     check_groups,
+    check_state,
     from_plain,
     load_slices,
     own_slices,
     to_plain,
-    whole_tensors,
+    unnamed_state,
+    whole_states,
+    whole_unnamed_state,
 )
+from zero.state_view import StateByParameter
 from zero.sync_batchnorm import layers_below
-from zero.trials import check_drivable, check_partition
+from zero.trials import check_drivable, check_partition, choose_partition, works_by_element
 
 
 class StepResult(NamedTuple):
@@ -80,8 +85,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `model` then.
     Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
-    ranks, for optimizers that need matrices. `shard_weights` make shards unequal, in proportion to
-    them: whole numbers by slot of the ranks that share the state, the same on all ranks.
+    ranks. "auto" is "element" for the optimizers of torch that work element by element
+    (`zero.trials.BY_ELEMENT`), and "parameter" for all others, and for functions that make one:
+    "element" is the caller's word that another one works so. `shard_weights` make shards unequal,
+    in proportion to them: whole numbers by slot of the ranks that share the state, the same on all
+    ranks.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -144,7 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         collectives: Collectives,
         *,
         stage: int = 0,
-        partition: Literal["element", "parameter"] = "element",
+        partition: Literal["auto", "element", "parameter"] = "auto",
         shard_weights: Sequence[int] | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
@@ -185,7 +193,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.accumulation = Accumulation(self._shard, self._hook, self.schedule, self._scale)
         self._make_inner = partial(optimizer_class, **kwargs)
-        self.stage, self.partition, self._gather_dtype = stage, partition, gather_dtype
+        self.stage, self._gather_dtype = stage, gather_dtype
+        self.partition = choose_partition(optimizer_class, partition)
+        self.known = works_by_element(optimizer_class)  # so is its state
         self._bucket_bytes = bucket_bytes
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._names = GroupNames()
@@ -507,13 +517,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The state of the torch optimizer, by tensor that it updates here. May be replaced."""
-        return self._inner.state
+        """The state of the torch optimizer, by parameter. May be changed, and replaced.
+
+        At stages 1 and 2 by what each rank updates: parameters that it owns whole, and flat slices.
+        The use of another parameter as a key raises RuntimeError.
+        """
+        if self._shard.plain:
+            return self._inner.state
+        return StateByParameter(self._shard, self._inner.state)  # type: ignore[return-value]
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        if self._constructed:  # torch's constructor assigns an empty one
-            self._inner.state = state
+        if not self._constructed:  # torch's constructor assigns an empty one
+            return
+        if not self._shard.plain:
+            view = StateByParameter(self._shard, defaultdict(dict))
+            view.update(state)
+            state = view.by_tensor
+        self._inner.state = state
 
     @property
     def sharded(self) -> bool:
@@ -526,7 +547,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
         and applies it if the schedule's `settle` does. Plain containers and tensors of the
         optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
-        state; "comm_hook" is of this rank only, and "sync_weights" of its replica. At stages 1 and
+        state; "unnamed_state", what the torch optimizer keeps under a key that is no parameter, and
+        "comm_hook" are of this rank only, and "sync_weights" of its replica. At stages 1 and
         2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
         `full_state_dict`.
         """
@@ -535,6 +557,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
             "param_groups": self._names.of(self.param_groups),
+            "unnamed_state": unnamed_state(self._inner.state),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.accumulation.hook_state(),
             "steps": self.accumulation.steps,
@@ -557,11 +580,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if "state" in state_dict and "slices" not in state_dict:
             given = self._names.given(self.param_groups)
             trained = [group["params"] for group in own_groups]
-            slices, groups = from_plain(state_dict, given, trained, self._shapes())
+            slices, groups, unnamed = from_plain(state_dict, given, trained, self._shapes())
             usual = {"loss_scale": self._scale.state_dict()} | state_dict
-            state_dict = usual | {"slices": [s._asdict() for s in slices], "param_groups": groups}
+            parts = {"slices": [s._asdict() for s in slices], "param_groups": groups}
+            state_dict = usual | parts | {"unnamed_state": unnamed}
         groups = check_groups(state_dict, own_groups)
-        self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
+        self.load_slices(
+            (StateSlice(**piece) for piece in state_dict["slices"]),
+            groups,
+            state_dict.get("unnamed_state", {}),
+        )
         self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.accumulation.load_hook_state(state_dict.get("comm_hook"))
@@ -586,13 +614,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         self._shard.take_changes()
         sharding, slices = self._shard.sharding, self.slices()
-        states = whole_tensors(sharding, self._named, slices, sharded=self.sharded)
+        states = whole_states(sharding, self._named, slices, sharded=self.sharded)
+        unnamed = whole_unnamed_state(sharding, self._inner.state, sharded=self.sharded)
         given = self._names.given(self.param_groups)
         groups = [
             {**group, "params": names}
             for group, names in zip(self.param_groups, given, strict=True)
         ]
-        plain = to_plain(states, groups)
+        plain = to_plain(states, unnamed, groups)
         return {**plain, "loss_scale": self._scale.state_dict(), "steps": self.accumulation.steps}
 
     def slices(self) -> Iterator[StateSlice]:
@@ -606,19 +635,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return own_slices(self._shard, self._inner.state, self._replicas.state)
 
     def load_slices(
-        self, slices: Iterable[StateSlice], groups: Sequence[dict[str, Any]] | None = None
+        self,
+        slices: Iterable[StateSlice],
+        groups: Sequence[dict[str, Any]] | None = None,
+        unnamed: Mapping[Any, Any] = MappingProxyType({}),
     ) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
 
-        And the hyperparameters of `groups`, if given, as the torch optimizer loads them.
+        And the hyperparameters of `groups`, if given, as the torch optimizer loads them, and the
+        `unnamed` state, under keys that are no parameters.
 
         Raises ValueError, before anything is changed, if they are of another model or do not cover
         what this rank owns, and RuntimeError as `wait_for_parameters`.
         """
         self._shard.watch.check()
         options = [hyperparameters(group) for group in groups or self.param_groups]
-        load_sync = self.schedule.load_state
-        load_slices(self._shard, self._inner, slices, self._shapes(), load_sync, options=options)
+        load_slices(
+            self._shard,
+            self._inner,
+            slices,
+            self._shapes(),
+            self.schedule.load_state,
+            options=options,
+            unnamed=unnamed,
+        )
         self._take_groups()
 
     @property
@@ -712,6 +752,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         self._give_groups()
         self._inner.step()
+        if not self.known:
+            check_state(self._shard, self._inner)
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))
