@@ -162,19 +162,21 @@ class Derived(nn.Parameter):
         raise AssertionError("nothing else than its memory is of interest")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "names"),
-    [
-        (nn.Parameter(torch.arange(3), requires_grad=False), ["p"]),
-        (nn.Parameter(torch.ones(3, dtype=torch.complex64)), ["p"]),
-        (Derived(torch.ones(3)), ["p"]),
-        (Pair(torch.ones(3), torch.zeros(3)), ["p.first", "p.second"]),
-        (Closed(torch.ones(3), torch.zeros(3)), []),
-        (torch.ones(3, device="meta"), []),
-        (torch.ones(3).to_sparse(), []),
-    ],
-)
-def test_the_memory_of_a_parameter_is_found_whatever_its_class(tensor, names):
+KINDS = {
+    "integers": (lambda: nn.Parameter(torch.arange(3), requires_grad=False), ["p"]),
+    "complex": (lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), ["p"]),
+    "derived": (lambda: Derived(torch.ones(3)), ["p"]),
+    "two": (lambda: Pair(torch.ones(3), torch.zeros(3)), ["p.first", "p.second"]),
+    "unknown two": (lambda: Closed(torch.ones(3), torch.zeros(3)), []),
+    "without memory": (lambda: torch.ones(3, device="meta"), []),
+    "sparse": (lambda: torch.ones(3).to_sparse(), []),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_of_a_parameter_is_found_whatever_its_class(kind):
+    make, names = KINDS[kind]
+    tensor = make()
     found = dict(plain_parts("p", tensor))
     assert list(found) == names
     assert {type(part) for part in found.values()} <= {torch.Tensor}
