@@ -112,9 +112,10 @@ class World(Ranks):
     ) -> ZeroOptimizer:
         """Make a distributed optimizer for a model on `device`. Collective.
 
-        Overwrites the model's parameters and buffers with rank 0's; buffers in its state dict are
-        taken from rank 0 again after every step. With `overlap_forward`, updated parameters arrive
-        during the next forward: each module waits for its own when it is called.
+        Overwrites the model's parameters and buffers with rank 0's, also those that are in no
+        `groups`; buffers are taken from rank 0 again after every step. The world keeps the
+        optimizer, and so the model, until `close` of either. With `overlap_forward`, updated
+        parameters arrive during the next forward: each module waits for its own when it is called.
 
         Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are what
         torch's optimizers take: parameters or parameter groups, with or without names; by default

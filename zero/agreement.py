@@ -4,8 +4,9 @@ Each rank adds digests of them to a message that a step sends anyway. Only if th
 gather what is behind them, and all raise one error that names the rank and both values.
 
 Every few steps, the digest is also of all bits of the weights: of trained parameters, of parameters
-of the model that are not trained, and at stage 0 of master weights. Buffers are not compared: each
-step overwrites them with those of the first rank.
+of the model that no optimizer trains, and at stage 0 of master weights. Buffers are not compared:
+each step overwrites them with those of the first rank; those that are not in the model's state
+dict, which are constants in most models, only if a digest of them differs.
 """
 
 import math
@@ -25,8 +26,10 @@ from torch.nn import Parameter
 from zero.checksum import checksum
 from zero.collectives import Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
+from zero.kernels import without_repeats
 from zero.layout import Bucket
 from zero.param_groups import Place, plain_numbers
+from zero.parameter_watch import is_trained, plain_parts
 from zero.shard import OptimizerShard, ParamGroup
 
 SAMPLED = 16  # elements of a parameter, in each step others
@@ -49,6 +52,10 @@ PARAMETERS_ALIKE = (
 )
 FACTORS_ALIKE = "give all ranks the same number, such as by world.mean"
 GRADIENTS_ALIKE = "do the same to p.grad on all ranks"
+TRAIN_OR_FREEZE = (
+    "no optimizer of all ranks trains it, so its gradient is that of each rank alone: give it to "
+    "world.optimizer, or freeze it by requires_grad_(False)"
+)
 
 
 class DifferentWeightsError(RuntimeError):
@@ -90,15 +97,13 @@ def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> 
         raise ValueError(difference)
 
 
-def _samples_of_some(parameters: Sequence[tuple[str, Parameter]], step: int) -> Iterator[Samples]:
-    """Yield a few elements of some parameters, in each step of others."""
-    count = len(parameters)
-    for place in range(min(COMPARED, count)):
-        name, parameter = parameters[(step * COMPARED + place) % count]
-        flat = parameter.detach().reshape(-1)
+def _samples_of(name: str, parameter: Parameter, step: int) -> Iterator[Samples]:
+    """Yield a few elements of a parameter, in each step others."""
+    for part_name, part in plain_parts(name, parameter):
+        flat = part.reshape(-1)
         stride = max(flat.numel() // SAMPLED, 1)
         found = flat[step * STRIDE % stride :: stride][:SAMPLED]
-        yield {name: len(found)}, found
+        yield {part_name: len(found)}, found
 
 
 def _digest_of_samples(samples: Iterable[Samples]) -> int:
@@ -106,6 +111,7 @@ def _digest_of_samples(samples: Iterable[Samples]) -> int:
     rounded = [_real(found).bfloat16() for _, found in samples]
     if not rounded:
         return 0
+    rounded = [part.to(rounded[0].device) for part in rounded]
     return zlib.crc32(torch.cat(rounded).view(torch.int16).cpu().numpy().tobytes())
 
 
@@ -138,6 +144,10 @@ class StepComparison:
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
+        # Counts of changes of untrained parameters that had a gradient before the last step.
+        self._versions: dict[str, int] = {}
+        self._warned = False  # of such
+        self.constant = False  # whether ranks had equal buffers beside those of the state dict
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
         """Compare more parameters, by name. Local."""
@@ -145,21 +155,8 @@ class StepComparison:
         if not self._owned.sharded:
             self._whole += [(name, p) for name, p in parameters.items() if p.numel()]
 
-    def add_untrained(self, parameters: Mapping[str, Parameter]) -> None:
-        """Compare also the values of parameters that are not trained, by name. Local.
-
-        But for those of classes of their own, which may hold codes, and on other devices.
-        """
-        devices = {parameter.device for parameter in self._named.values()}
-        self._whole += [
-            (name, p)
-            for name, p in parameters.items()
-            if type(p) is Parameter and p.is_floating_point() and {p.device} == devices
-            if p.numel()
-        ]
-
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
-        """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
+        """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
         words.append(repr(self.gradient_factor))
         updated = zlib.crc32(",".join(words).encode())
@@ -168,12 +165,43 @@ class StepComparison:
             updated += self._digest_of_weights(step)
         if not self._owned.sharded:
             updated += _digest_of_samples(self._flat_samples(step))
-        return _addends((_digest(groups), updated), step)
+        buffers = self._owned.watch.buffers(persistent=False)
+        constants = int(checksum([*map(without_repeats, buffers)]))
+        halves = constants & 0xFFFFFFFF, constants >> 32 & 0xFFFFFFFF
+        return _addends((_digest(groups), updated, *halves), step)
+
+    def alike(self, sums: Tensor) -> bool:
+        """Return whether sums over ranks, of `figures`, are of equal digests; note `constant`."""
+        self.constant = agree(torch.cat([sums[:1], sums[-4:]]))
+        return agree(sums[:-4])
+
+    def expect_trained(self) -> None:
+        """Raise RuntimeError if a parameter of the model is trained on this rank alone. Local.
+
+        Before a step: it has a gradient, no optimizer of all ranks trains it, and it was changed
+        since the step before. Warns once, on rank 0, of such a gradient, unless an optimizer of all
+        ranks had trained the parameter until this one was made.
+        """
+        watch = self._owned.watch
+        found = {n: p for n, p in watch.others.items() if p.requires_grad and p.grad is not None}
+        found = {name: p for name, p in found.items() if not is_trained(p)}
+        before, self._versions = self._versions, {n: p._version for n, p in found.items()}
+        if changed := [n for n, now in self._versions.items() if before.get(n, now) != now]:
+            raise RuntimeError(
+                f"{_first(changed)} of the model was changed after the last step, and "
+                f"{TRAIN_OR_FREEZE}"
+            )
+        new = [name for name in found if name not in watch.left]
+        if new and not self._warned and self._rank == 0:
+            self._warned = True
+            warnings.warn(
+                f"{_first(new)} of the model has a gradient, and {TRAIN_OR_FREEZE}", stacklevel=9
+            )
 
     def figures_of_replica(
         self, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
     ) -> Tensor:
-        """Return the same for other replicas, whose gradients and states differ. Local.
+        """Return the same for other replicas, for `agree`. Local; gradients and states differ.
 
         Their weights are alike where they are `in_sync`, which may be in few steps.
         """
@@ -241,7 +269,7 @@ class StepComparison:
         if self._summed is None or self._summed[0] != step:
             start, owned = time.perf_counter(), self._owned
             buckets = range(len(owned.plan)) if owned.sharded else ()
-            whole = [tensor for _, tensor in [*self._whole, *self._masters()]]
+            whole = [part for _, part in [*self._whole, *self._untrained(), *self._masters()]]
             total = int(checksum([*map(owned.parameters.flat, buckets), *whole]))
             self._summed = step, zlib.crc32(total.to_bytes(8, "little", signed=True))
             self.checks += 1
@@ -253,7 +281,13 @@ class StepComparison:
         if self._owned.sharded:
             yield from self._named.items()
         yield from self._whole
+        yield from self._untrained()
         yield from self._masters()
+
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the memory of parameters that no optimizer trains, by name."""
+        for name, parameter in self._owned.watch.untrained().items():
+            yield from plain_parts(name, parameter)
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the master weights that all ranks hold."""
@@ -301,7 +335,12 @@ class StepComparison:
         """Yield the samples of parameters that a step compares."""
         if not self._rounding or step % RARELY == 0:
             yield from self._flat_samples(step) if self._owned.sharded else ()
-            yield from _samples_of_some(self._whole, step)
+            others = self._owned.watch.others
+            compared = [*self._whole, *others.items()]
+            for place in range(min(COMPARED, len(compared))):
+                name, parameter = compared[(step * COMPARED + place) % len(compared)]
+                if others.get(name) is not parameter or not is_trained(parameter):
+                    yield from _samples_of(name, parameter, step)
 
     def _flat_samples(self, step: int) -> Iterator[Samples]:
         """Yield a few elements of every parameter, or at stage 0 of every gradient.
@@ -325,11 +364,12 @@ class StepComparison:
 
     def begin_anew(self) -> None:
         """Note that a state was loaded, or parameters were added, which all ranks do. Local."""
+        self._versions = {}
         self._begun_anew += 1
 
 
 def agree(sums: Tensor) -> bool:
-    """Return whether sums over ranks, of `StepComparison.figures`, are of equal digests."""
+    """Return whether sums over ranks, of `_addends`, are of equal digests."""
     ranks, *several = sums.tolist()
     pairs = zip(several[::2], several[1::2], strict=True)
     return all(ranks * squares == total * total for total, squares in pairs)
@@ -405,30 +445,52 @@ def differing(digests: Mapping[int, Any]) -> list[int]:
     return [rank for rank, digest in digests.items() if digest != expected]
 
 
-def _differing_weights(reports: Sequence[Report], *, in_sync: bool) -> dict[str, list[int]]:
-    """Return the ranks that have other weights, by parameter.
+Sides = list[list[int]]  # ranks with equal weights, by the first rank of each side
+
+
+def _differing_weights(reports: Sequence[Report], *, in_sync: bool) -> dict[str, list[Sides]]:
+    """Return which ranks have which weights, by parameter, and if these differ.
 
     Those of a replica are compared, or if replicas are `in_sync`, all.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[Sides]] = {}
     if not all(report.weights for report in reports):
         return found
     for replica in {0} if in_sync else {report.replica for report in reports}:
         alike = [report for report in reports if in_sync or report.replica == replica]
         for name in alike[0].weights:
-            if ranks := differing({report.rank: report.weights[name] for report in alike}):
-                found[name] = sorted({*found.get(name, ()), *ranks})
+            sides: dict[int, list[int]] = {}
+            for report in alike:
+                sides.setdefault(report.weights[name], []).append(report.rank)
+            if len(sides) > 1:
+                found.setdefault(name, []).append([*sides.values()])
     return found
 
 
-def _tell_weights(found: Mapping[str, Sequence[int]]) -> str:
-    ranks = sorted(set[int]().union(*found.values()))
-    word = "ranks" if len(ranks) > 1 else "rank"
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+def _tell_weights(found: Mapping[str, Sequence[Sides]]) -> str:
+    """Return a sentence that names the odd ranks, or all where no side is the largest."""
+    odd = set[int]()
+    between = ""
+    for sides in (each for of_name in found.values() for each in of_name):
+        most = max(map(len, sides))
+        largest = [side for side in sides if len(side) == most]
+        if most > 1 and len(largest) == 1:
+            odd.update(rank for side in sides if side is not largest[0] for rank in side)
+        else:
+            between = between or " against ".join(map(_ranks, sides))
     return (
-        f"the weights differ between ranks: {word} {', '.join(map(str, ranks))} against the "
-        f"others, first in {next(iter(found))}{more}: {PARAMETERS_ALIKE}"
+        f"the weights differ between ranks: {between or f'{_ranks(odd)} against the others'}, "
+        f"first in {_first([*found])}: {PARAMETERS_ALIKE}"
     )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    shown = sorted(ranks)
+    return f"{'ranks' if len(shown) > 1 else 'rank'} {', '.join(map(str, shown))}"
 
 
 def processor(device: torch.device) -> str:

@@ -42,7 +42,7 @@ from zero.param_groups import (
     plain_numbers,
     unnamed,
 )
-from zero.parameter_watch import check_free, finish_gathers, take_over
+from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_over
 from zero.precision import LossScale, check_travel_dtype, is_positive
 from zero.prediction import predict
 from zero.replicas import Replicas
@@ -122,16 +122,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `schedule`: over which ranks a step is averaged (`zero.exchange.exchange`); by default all.
     - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
-      broadcasts its buffers, and its parameters that do not train. Buffers in its state dict are
-      overwritten with rank 0's after every step: with the first's of the ranks that the step was
-      averaged over, and after an exchange with rank 0's everywhere.
+      broadcasts its buffers, and its parameters that no optimizer trains. Buffers are overwritten
+      with rank 0's after every step: with the first's of the ranks that the step was averaged over,
+      and after an exchange with rank 0's everywhere, as parameters that no optimizer trains are.
     - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
       update. Each module of `model` waits for its own when it is called or read, and so does any
       operation on a kept parameter. While the script keeps other tensors over their memory, such as
       `p.detach()` or a state dict, `step` waits.
     - `check_every`: steps between comparisons of all bits of the weights, which ride in a message
-      that a step sends anyway; 0: none. Of trained and other parameters, and at stage 0 of master
-      weights, over the ranks that share the state, and after an exchange over all.
+      that a step sends anyway; 0: none. Of trained parameters, of those of `model` that no
+      optimizer trains, and at stage 0 of master weights, over the ranks that share the state, and
+      after an exchange over all.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -187,7 +188,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard = OptimizerShard(
             stage, sharding, model, gather_dtype, overlap_forward=waits, alone=alone
         )
-        self._replicas = Replicas(self.schedule, self._shard, collectives, model)
+        self._replicas = Replicas(self.schedule, self._shard, collectives)
         self._agreement = StepComparison(
             self._shard, collectives.rank, self.schedule.replica, check_every
         )
@@ -210,6 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner = self._make_inner(self._shard.groups(plain_groups))
             check_drivable(self._inner)
             super().__init__(plain_groups, self._inner.defaults)
+            self._shard.watch.note_others()
             take_over(self, named)
         except BaseException:
             self.close()
@@ -221,13 +223,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.start()
 
     def start(self) -> None:
-        """Overwrite parameters, frozen ones too, and buffers with rank 0's. Collective."""
-        others: list[Tensor] = []
-        if self._model is not None:
-            frozen = {n: p for n, p in self._model.named_parameters() if not p.requires_grad}
-            others = [*frozen.values(), *self._model.buffers()]
-            self._agreement.add_untrained(frozen)
-        broadcast_from_rank_0(self._collectives, [*self._named.values(), *others])
+        """Overwrite parameters and buffers of the model with rank 0's. Collective.
+
+        But for parameters that another optimizer trains, which has done so.
+        """
+        untrained = self._shard.watch.untrained().items()
+        others = [part for name, p in untrained for _, part in plain_parts(name, p)]
+        buffers = [*self._model.buffers()] if self._model is not None else []
+        broadcast_from_rank_0(self._collectives, [*self._named.values(), *others, *buffers])
         self._shard.copy_from_parameters()
 
     @_disable_dynamo
@@ -242,7 +245,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         DifferentWeightsError, a RuntimeError, on all ranks if weights differ that are compared in
         this step (`check_every`), RuntimeError on all ranks if they differ in hyperparameters, in
         parameters (of which some elements are compared), in loaded states, or in what was done to
-        `p.grad`,
+        `p.grad`, or if something else trains a parameter of the model on each rank alone,
         ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`
         or if the optimizer was closed.
         In a step in which replicas do not wait for each other, one of them alone raises
@@ -742,6 +745,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
+        if self._collectives.size > 1:
+            self._agreement.expect_trained()
         norm = self._agreed_norm(self._norm_type, unused)
         finite = math.isfinite(norm)
         return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
@@ -778,7 +783,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         step, weight = self.accumulation.steps, self.accumulation.reduced_weight
         try:
-            self._replicas.end_step(step, weight, updated=updated)
+            self._replicas.end_step(
+                step, weight, updated=updated, constant=self._agreement.constant
+            )
         finally:
             self.accumulation.end_step(taken=updated)
             self._agreement.gradient_factor = 1.0
@@ -801,7 +808,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if without is not None and sharding.size > 1:
             figures = self._agreement.figures(groups, without, step)
         norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
-        differ = figures is not None and not agree(figures)
+        differ = figures is not None and not self._agreement.alike(figures)
         alone = self.schedule.independent(step) or self.group.size == self._collectives.size
         if alone and differ:
             together = sharding.size == self._collectives.size

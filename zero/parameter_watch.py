@@ -1,4 +1,4 @@
-"""The trained parameters of this process: whether they have changed, and what trains them.
+"""The parameters and buffers of this process: whether they have changed, and what trains them.
 
 Buckets, flat memory and the optimizer's state hold elements in the order in which parameters lay in
 memory when the optimizer was made. After a change an update would be written to other elements, or
@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from zero.kernels import order
@@ -28,6 +29,9 @@ class ParameterWatch:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
+        self._modules: list[nn.Module] = []  # of the model
+        self.others: dict[str, Parameter] = {}  # of the model, that another one may train
+        self.left: frozenset[str] = frozenset()  # of them, that one trained before
         # Each with its name; dtype, device and shape; strides and order in memory; and the address
         # of its flat memory, or None if it may lie anywhere.
         self._trained: list[tuple[Parameter, str, tuple[Any, ...], Any, Any, int | None]] = []
@@ -40,6 +44,33 @@ class ParameterWatch:
             for name, p in parameters.items()
         ]
         self._note_places()
+
+    def note_others(self) -> None:
+        """Note the parameters of the model that this optimizer does not train, as `others`.
+
+        Before `take_over`, which may close the optimizer that trains some of them.
+        """
+        own = {id(parameter) for parameter, *_ in self._trained}
+        named = self._model.named_parameters() if self._model is not None else ()
+        self.others = {name: p for name, p in named if id(p) not in own}
+        self.left = frozenset(name for name, p in self.others.items() if is_trained(p))
+
+    def untrained(self) -> dict[str, Parameter]:
+        """Return those of the `others` that no optimizer trains now, by name."""
+        return {name: p for name, p in self.others.items() if not is_trained(p)}
+
+    def buffers(self, *, persistent: bool) -> list[Tensor]:
+        """Return the model's buffers in its state dict, or the others, each once.
+
+        As they are now: a module may assign another tensor, and `model.double()` does.
+        """
+        found = [
+            buffer
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (name not in module._non_persistent_buffers_set) == persistent
+        ]
+        return list(dict.fromkeys(found))
 
     def check_kinds(self) -> None:
         """Raise RuntimeError for a parameter whose dtype, device or shape was changed."""
@@ -76,9 +107,10 @@ class ParameterWatch:
                 )
 
     def _note_places(self) -> None:
+        self._modules = list(self._model.modules()) if self._model is not None else []
         self._places = [
             (holder, key, held)
-            for module in (self._model.modules() if self._model is not None else ())
+            for module in self._modules
             for holder in (module._parameters, module._modules)
             for key, held in holder.items()
         ]
@@ -120,6 +152,35 @@ def take_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Paramet
         )
     for parameter in parameters.values():
         accumulation_node(parameter).metadata[_KEY] = optimizer
+
+
+def is_trained(parameter: Parameter) -> bool:
+    """Return whether an optimizer trains a parameter, which may be frozen meanwhile. Local."""
+    with torch._C.DisableTorchFunctionSubclass():  # one in flight is not read
+        real = parameter.is_floating_point() or parameter.is_complex()
+        if not real or parameter.is_inference() or is_traceable_wrapper_subclass(parameter):
+            return False
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # else autograd shows no node
+        holder = accumulation_node(parameter).metadata.get(_KEY)
+        parameter.requires_grad_(required)
+    return holder is not None and not holder.closed
+
+
+def plain_parts(name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the dense tensors over a parameter's memory, by name: one, or those that it wraps.
+
+    None of a parameter without memory, or of a layout or class whose memory torch does not show.
+    """
+    if is_traceable_wrapper_subclass(parameter):
+        keys = parameter.__tensor_flatten__()[0]
+        return [p for key in keys for p in plain_parts(f"{name}.{key}", getattr(parameter, key))]
+    if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return []
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.layout is not torch.strided or parameter.is_meta or parameter.is_quantized:
+            return []
+        return [(name, parameter.detach().as_subclass(Tensor))]
 
 
 def accumulation_node(parameter: Parameter) -> Any:

@@ -52,7 +52,8 @@ class FlatParameters:
     """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
 
     Without a model, `launch` waits for all. It also does if torch.compile is used, and while others
-    than the library have tensors over the memory.
+    than the library have tensors over the memory. It waits for a bucket that has a parameter of a
+    class derived from `Parameter`.
 
     With a `gather_dtype` narrower than a bucket, its all-gather goes through a copy of that dtype.
     """
@@ -179,6 +180,9 @@ class FlatParameters:
         for parameter, index in self._bucket_of.items():
             depart(parameter, partial(self._finish, index))
         self._hook = register_module_forward_pre_hook(self._before_call)
+        for index, members in enumerate(self._members):
+            if any(type(parameter) is not ArrivingParameter for parameter in members):
+                self._finish(index)  # operations on a parameter of a derived class do not ask
 
     @_disable_dynamo
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
@@ -297,7 +301,7 @@ class ArrivingParameter(Parameter):
 
 
 def depart(parameter: Parameter, arrive: Callable[[], None]) -> None:
-    """Make operations on a parameter call `arrive`, until `land`. Not for classes of the user's."""
+    """Make operations on a parameter call `arrive`, until `land`. Not of a derived class."""
     if type(parameter) is Parameter:
         parameter.__class__ = ArrivingParameter
         parameter.arrive = arrive  # type: ignore[attr-defined]

@@ -1,14 +1,16 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zero.checksum import checksum
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
+from zero.parameter_watch import plain_parts
 from zero.shard import OptimizerShard
 from zero.state import LOCAL
 
@@ -16,19 +18,13 @@ from zero.state import LOCAL
 class Replicas:
     """The parameters of this rank beside those of other replicas of a sync schedule.
 
-    `collectives` are those of all replicas. The buffers of `model` follow the parameters.
+    `collectives` are those of all replicas. Buffers, and parameters that no optimizer trains,
+    become rank 0's when parameters are exchanged.
     """
 
-    def __init__(
-        self,
-        schedule: Exchange,
-        shard: OptimizerShard,
-        collectives: Collectives,
-        model: nn.Module | None,
-    ) -> None:
+    def __init__(self, schedule: Exchange, shard: OptimizerShard, collectives: Collectives) -> None:
         self._schedule, self._shard = schedule, shard
         self._collectives = collectives
-        self._buffers = persistent_buffers(model) if model is not None else list[Tensor]
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
         self._averaging = False
@@ -51,10 +47,11 @@ class Replicas:
         own = {LOCAL: self._local[tensor]} if self._averaging else {}
         return self._schedule.state(tensor) | own
 
-    def end_step(self, step: int, weight: float, *, updated: bool) -> None:
+    def end_step(self, step: int, weight: float, *, updated: bool, constant: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
 
-        The all-gathers of parameters are in flight on return.
+        The all-gathers of parameters are in flight on return. `constant`: the ranks that share the
+        state have the same buffers of those that are not in the model's state dict.
         """
         schedule, group = self._schedule, self._schedule.group(step)
         self.equal = self.equal and group.size == self._collectives.size
@@ -66,7 +63,11 @@ class Replicas:
             raise
         nothing = exchanged == "nothing"
         of_replica = nothing or schedule.independent(step)
-        broadcast_from_rank_0(group if of_replica else self._collectives, self._buffers())
+        if of_replica:
+            constant = constant and group.size == self._shard.sharding.size
+            self._overwrite(group, self._buffers(constant=constant))
+        else:
+            self._overwrite(self._collectives, self._others())
         self.equal = self.equal or exchanged == "all"
         if updated or not nothing:
             self._shard.publish()
@@ -83,7 +84,7 @@ class Replicas:
         else:
             self._schedule.before_update(step, tensors, equal=False)
             self._schedule.exchange(tensors)
-        broadcast_from_rank_0(self._collectives, self._buffers())
+        self._overwrite(self._collectives, self._others())
         self.equal = True
         self._shard.publish()
 
@@ -101,9 +102,10 @@ class Replicas:
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
-            local_buffers = [buffer.clone() for buffer in self._buffers()]
             self._schedule.average(tensors)
-            broadcast_from_rank_0(self._collectives, self._buffers())
+            others = self._others()
+            own_others = [tensor.clone() for tensor in others]
+            self._overwrite(self._collectives, others)
             self._shard.publish()
             self._shard.wait()
         self._averaging = True
@@ -114,8 +116,8 @@ class Replicas:
             with torch.no_grad():
                 for tensor, own in self._local.items():
                     tensor.copy_(own)
-                for buffer, own in zip(self._buffers(), local_buffers, strict=True):
-                    buffer.copy_(own)
+                for tensor, own in zip(others, own_others, strict=True):
+                    tensor.copy_(own)
                 self._local = {}
                 self._shard.publish()
 
@@ -127,26 +129,33 @@ class Replicas:
         if self._schedule.settle():
             self._shard.publish()
 
+    def _buffers(self, *, constant: bool = False) -> list[Tensor]:
+        """Return the model's buffers, if others are `constant` only those in its state dict."""
+        watch = self._shard.watch
+        return watch.buffers(persistent=True) + (
+            [] if constant else watch.buffers(persistent=False)
+        )
+
+    def _others(self) -> list[Tensor]:
+        """Return buffers, and untrained parameters of which a rank has other values. Collective."""
+        if self.equal:
+            return self._buffers()
+        untrained = self._shard.watch.untrained().items()
+        parts = [part for name, p in untrained for _, part in plain_parts(name, p)]
+        if not parts:
+            return self._buffers()
+        own = torch.stack([checksum([part]).cpu() for part in parts])
+        first = own.clone()
+        self._collectives.broadcast(first).wait()
+        apart = (own != first).long()
+        self._collectives.all_reduce(apart).wait()
+        return self._buffers() + [
+            p for p, count in zip(parts, apart.tolist(), strict=True) if count
+        ]
+
+    def _overwrite(self, ranks: Collectives, tensors: list[Tensor]) -> None:
+        broadcast_from_rank_0(ranks.named("buffers of the model"), tensors)
+
     def _complete(self) -> None:
         self._shard.wait()
         self._shard.take_changes()
-
-
-def persistent_buffers(model: nn.Module) -> Callable[[], list[Tensor]]:
-    """Return a function of the buffers in a model's state dict, each once, as they are when called.
-
-    A module may assign another tensor to a buffer, and `model.double()` does. Buffers outside of
-    the state dict are taken for constants, which are equal on all ranks.
-    """
-    modules = [module for module in model.modules() if module._buffers]
-
-    def held() -> list[Tensor]:
-        found = [
-            buffer
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
-        return list(dict.fromkeys(found))
-
-    return held

@@ -78,19 +78,21 @@ def other_tensor(parameter: str, name: str) -> str:
 
 
 def encode_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group for JSON: tensors and numbers of NumPy are encoded."""
-    return {
-        key: encode(value, key) if isinstance(value, Tensor | np.ndarray | np.generic) else value
-        for key, value in group.items()
-    }
+    """Return a parameter group for JSON. Raises ValueError for an option that a file cannot hold.
+
+    Its key is a string, and its value as those of `encode_objects`.
+    """
+    if wrong := [key for key in group if type(key) is not str]:
+        raise ValueError(
+            f"a parameter group has the option {wrong[0]!r}, a {type(wrong[0]).__name__}: a "
+            "checkpoint holds options that are named by strings"
+        )
+    return {key: encode(value, f"{key} of a parameter group") for key, value in group.items()}
 
 
 def decode_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `encode_options`. Tensors are on the CPU."""
-    return {
-        key: decode(value) if isinstance(value, dict) and "data" in value else value
-        for key, value in group.items()
-    }
+    return {key: decode(value) for key, value in group.items()}
 
 
 def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -175,8 +177,11 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> 
 
 def decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
     """Invert `encode`. `read` returns a tensor by name."""
-    if not isinstance(value, dict):
-        return [decode(item, read) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [decode(item, read) for item in value]
+    # Earlier versions did not encode the dictionaries in options of groups.
+    if not isinstance(value, dict) or "type" not in value or not value.keys() & {"items", "data"}:
+        return value
     kind = value["type"]
     if kind in _BY_NAME:
         items = decode(value["items"], read)
@@ -186,12 +191,15 @@ def decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
     data = bytearray(base64.b64decode(value["data"]))
     if kind == "bytes":
         return bytes(data)
-    if kind == "array":
-        array = np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"])
-        return array if value["shape"] else array[()]
-    flat = (
-        torch.frombuffer(data, dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
-    return flat.view(DTYPES[value["dtype"]]).reshape(value["shape"])
+    return (_array if kind == "array" else _tensor)(data, value["dtype"], value["shape"])
+
+
+def _array(data: bytearray, dtype: str, shape: list[int]) -> Any:
+    array = np.frombuffer(data, dtype=dtype).reshape(shape)
+    return array if shape else array[()]
+
+
+def _tensor(data: bytearray, dtype: str, shape: list[int]) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else empty
+    return flat.view(DTYPES[dtype]).reshape(shape)

@@ -27,6 +27,7 @@ from mntrain.checkpoint.format import (
     read_manifest,
     replica_name,
 )
+from mntrain.checkpoint.model_state import copies_in, load_values
 from mntrain.checkpoint.objects import (
     HOOK,
     Stateful,
@@ -39,7 +40,6 @@ from mntrain.checkpoint.snapshots import set_random_states
 from mntrain.checkpoint.state_values import decode_unnamed, decode_values
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
-from zero.kernels import without_repeats
 from zero.optimizer import ZeroOptimizer
 from zero.state import LOCAL, MASTER, PER_REPLICA, RESIDUALS, SYNC
 
@@ -226,7 +226,7 @@ def load(
         for group, before in zip(optimizer.param_groups, present, strict=True):
             group.update({key: before[key] for key in kept_options if key in before})
             for key, value in before.items():
-                if isinstance(value, tuple):  # JSON turns tuples into lists
+                if isinstance(value, tuple):  # earlier versions saved tuples as lists
                     group[key] = tuple(group[key])
                 if isinstance(value, Tensor) and isinstance(group[key], Tensor):
                     group[key] = group[key].to(value.device)
@@ -263,26 +263,25 @@ def restore_randomness(found: FoundCheckpoint, world: Ranks) -> None:
     set_random_states(states, world.device)
 
 
-@torch.no_grad()
 def load_model(file: safe_open, model: nn.Module) -> None:
-    """Load parameters and buffers, in place and in the model's dtypes. Local.
+    """Load parameters, buffers and what modules have put into the state dict. Local.
 
-    Raises ValueError for the file of another model, which leaves this one unchanged.
+    Raises ValueError for the file of another model, which leaves this one unchanged, and as
+    `load_values`.
     """
     state: dict[str, Tensor] = model.state_dict()
+    copies = copies_in(model, state)  # whose shapes may change in a run
     saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     present = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = [
         f"{name} is {saved.get(name, 'absent')} in the checkpoint, {present.get(name, 'absent')} "
         "in the model"
         for name in {**present, **saved}
-        if saved.get(name) != present.get(name)
+        if saved.get(name) != present.get(name) and not (name in saved and name in copies)
     ]
     if wrong:
         raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong)}")
-    for name, tensor in state.items():
-        target = without_repeats(tensor)
-        target.copy_(file.get_tensor(name)[tuple(map(slice, target.shape))])
+    load_values(model, {name: file.get_tensor(name) for name in state})
 
 
 def is_shared(key: str) -> bool:

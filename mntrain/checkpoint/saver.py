@@ -11,9 +11,10 @@ RUN/checkpoints/.step-00000050.<token>/     while it is written
 RUN/checkpoints/step-00000050/              after every rank's part is on the disk
 
 A rank writes the optimizer state of its own shard, its random generators, the state of its
-communication hook, and an equal part of everything that all ranks hold in full: the model, and at
-stage 0 the optimizer state. Replicas of a sync schedule save states of their own, and replica 0
-what all share.
+communication hook, and an equal part of what all ranks hold in full: parameters, and at stage 0 the
+optimizer state. The master writes the other entries of the model's state dict, such as buffers,
+which a forward may have changed on each rank apart. Replicas of a sync schedule save states of
+their own, and replica 0 what all share.
 
 All messages are sent by the calling thread.
 """
@@ -54,6 +55,7 @@ from mntrain.checkpoint.format import (
     replica_name,
     sync_folder,
 )
+from mntrain.checkpoint.model_state import check_restorable, parameters_in
 from mntrain.checkpoint.objects import (
     Stateful,
     encode_hook,
@@ -71,6 +73,7 @@ from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
+from zero.param_groups import hyperparameters
 from zero.state import StateSlice, unnamed_state
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
@@ -87,7 +90,7 @@ class ShardOutline(NamedTuple):
     token: str  # unique; rank 0's is part of the temporary folder's name
     replica: int
     sync_weights: list[float]  # of the replica
-    shapes: dict[str, Shapes]  # of its tensors but for the model's, by file
+    shapes: dict[str, Shapes]  # of its tensors, by file; of the whole model on the master alone
     states: dict[str, ParameterState]
     objects: dict[str, Any]  # encoded states
     hook: dict[str, Any]  # encoded state of the communication hook, without tensors
@@ -151,13 +154,11 @@ class Saver:
         self._pending: Save | None = None
 
     def check(self) -> None:
-        """Raise ValueError for a model or an object that cannot be saved. Local."""
-        for name, value in self._model.state_dict().items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"the model's state has {name}, a {type(value).__name__}: a checkpoint holds "
-                    "tensors; make it one, or save no checkpoints"
-                )
+        """Raise ValueError for a model, an option or an object that cannot be restored. Local."""
+        groups = self._optimizer.param_groups
+        check_restorable(self._model, (p for group in groups for p in group["params"]))
+        for group in groups:
+            encode_options(hyperparameters(group))
         encode_objects(self._objects)
         encode_hook(self._optimizer.accumulation.hook_state())
         FileLayout(_shapes_of(self._model.state_dict()))
@@ -247,11 +248,12 @@ class Saver:
         save = Save(path, path.with_name(f".{path.name}.{token}"), progress, start)
         ranges: Iterable[TensorRange]
         self._optimizer.wait_for_parameters()
-        model = self._model.state_dict()
         try:
             with world.agreement():
                 save.manifest = self._describe(progress)
-                outline, ranges = _own_shard(world, token, model, self._optimizer, self._objects)
+                outline, ranges = _own_shard(
+                    world, token, self._model, self._optimizer, self._objects
+                )
                 if world.master:
                     save.folder.mkdir(
                         parents=True
@@ -265,8 +267,7 @@ class Saver:
         else:
             outlines = world.gather(outline)
             save.folder = path.with_name(f".{path.name}.{outlines[0].token}")
-            shapes = _shapes_of(model)
-            save.written = _in_thread(partial(_write, save, world, outlines, shapes, ranges))
+            save.written = _in_thread(partial(_write, save, world, outlines, ranges))
         self._pending = save
         atexit.register(save.end, warns=world.master)
 
@@ -304,7 +305,7 @@ class Saver:
 def _own_shard(
     world: Ranks,
     token: str,
-    model: Mapping[str, Tensor],
+    model: nn.Module,
     optimizer: ZeroOptimizer,
     objects: Mapping[str, Stateful],
 ) -> tuple[ShardOutline, list[TensorRange]]:
@@ -313,7 +314,7 @@ def _own_shard(
     Ranges are views, except for parameters that are not contiguous. Raises ValueError for what
     cannot be saved.
     """
-    shapes: dict[str, Shapes] = {OPTIMIZER: {}, RANDOM: {}}
+    shapes: dict[str, Shapes] = {MODEL: {}, OPTIMIZER: {}, RANDOM: {}}
     states: dict[str, ParameterState] = {}
     ranges: list[TensorRange] = []
     for piece in _own_slices(optimizer):
@@ -335,11 +336,16 @@ def _own_shard(
             shapes[OPTIMIZER][name] = (tensor.dtype, shape)
             ranges.append(TensorRange(OPTIMIZER, name, tensor, piece.low))
     hook, tensors = encode_hook(optimizer.accumulation.hook_state())
-    flat_model = [(name, tensor.detach()) for name, tensor in model.items()]
-    sizes = [tensor.numel() for _, tensor in flat_model]
+    entries = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    shared = parameters_in(model, entries)
+    sizes = [entries[name].numel() for name in shared]
     for index, low, high in _equal_part(sizes, world.rank, world.size):
-        name, tensor = flat_model[index]
-        ranges.append(TensorRange(MODEL, name, tensor.reshape(-1)[low:high], low))
+        name = shared[index]
+        ranges.append(TensorRange(MODEL, name, entries[name].reshape(-1)[low:high], low))
+    if world.master:
+        shapes[MODEL] = _shapes_of(entries)
+        alone = entries.keys() - {*shared}
+        ranges += [TensorRange(MODEL, name, entries[name].reshape(-1), 0) for name in sorted(alone)]
     own = {f"{world.rank}/{key}": state for key, state in random_states(world.device).items()}
     own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
     shapes[RANDOM] = _shapes_of(own)
@@ -413,7 +419,6 @@ def _write(
     save: Save,
     world: Ranks,
     outlines: Sequence[ShardOutline],
-    model: Shapes,
     ranges: Iterable[TensorRange],
 ) -> Checksums:
     """Write ranges, on the master also the files' headers.
@@ -424,7 +429,7 @@ def _write(
     start = time.perf_counter()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
-    layouts = _lay_out(save, model, outlines)
+    layouts = _lay_out(save, outlines)
     save.nbytes = sum(layout.nbytes for layout in layouts.values())
     files: dict[str, int] = {}
     written: Checksums = {name: [] for name in layouts}
@@ -444,9 +449,9 @@ def _write(
     return written
 
 
-def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dict[str, FileLayout]:
+def _lay_out(save: Save, outlines: Sequence[ShardOutline]) -> dict[str, FileLayout]:
     """Complete the manifest by what the ranks have described, and return the layout of files."""
-    shapes: dict[str, Shapes] = {MODEL: model, OPTIMIZER: {}, RANDOM: {}}
+    shapes: dict[str, Shapes] = {MODEL: {}, OPTIMIZER: {}, RANDOM: {}}
     states: dict[str, ParameterState] = {}
     for outline in outlines:
         for file, own in outline.shapes.items():

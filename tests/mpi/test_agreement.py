@@ -222,6 +222,43 @@ def test_rounding_of_processors_is_no_difference_until_it_has_added_up(make, mon
         optimizer.zero_grad()
 
 
+class Centres(nn.Module):
+    """Has buffers that a forward changes in every way, and one that is a constant."""
+
+    NAMES = ("kept", "mean", "data", "fresh", "counts")
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 3).double()
+        for name in (*self.NAMES, "constant"):
+            kind = {"dtype": torch.int64 if name == "counts" else torch.float64}
+            self.register_buffer(name, torch.zeros(5, **kind), persistent=name == "kept")
+
+    def forward(self, x):
+        if self.training:
+            mean = x.mean(0).detach()
+            for buffer in (self.kept, self.mean, self.data.data):
+                buffer.lerp_(mean, 0.5)
+            self.fresh = self.fresh + mean
+            self.counts += len(x) + RANK
+        return self.out(x - self.mean)
+
+
+@stages
+def test_buffers_are_rank_0s_after_a_step_in_the_state_dict_or_not(world, make, stage):
+    model = Centres()
+    optimizer = make(model, SGD, stage=stage)
+    for step in range(4):
+        model.train(step < 3)
+        loss(model, step).backward()
+        first = world.gather({name: getattr(model, name) for name in model.NAMES})[0]
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, expected in first.items():
+            assert torch.equal(getattr(model, name), expected), name
+        assert optimizer._agreement.constant == (step == 3)  # then nothing is sent
+
+
 @stages
 @pytest.mark.parametrize("reset", ["clear", "replace"])
 def test_a_state_that_is_reset_begins_anew(world, make, stage, reset):

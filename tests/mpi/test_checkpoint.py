@@ -369,6 +369,48 @@ def test_an_expanded_buffer_is_saved_and_loaded(worlds, folder):
     assert models[1].rows.stride() == (0, 1)
 
 
+class Apart(nn.Linear):
+    """Has an extra state and a buffer that a forward changes on each rank apart."""
+
+    def __init__(self):
+        super().__init__(5, 3, dtype=torch.float64)
+        self.seen = []
+        self.register_buffer("kept", torch.zeros(7))
+
+    def forward(self, x):
+        self.seen.append(RANK + 3)
+        self.kept += RANK + 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return torch.tensor(self.seen * (RANK + 1), dtype=torch.int64)
+
+    def set_extra_state(self, state):
+        self.seen = state.tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_differs_between_ranks_is_saved_as_the_master_has_it(worlds, folder, stage):
+    world, model = worlds(), Apart()
+    optimizer = world.optimizer(model, ADAMW, stage=stage)
+    loss_of(model, samples(6, 1)).backward()
+    optimizer.step()
+    model(samples(6, 1)[0])  # as an evaluation does
+    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+    checkpoints.restore()
+    checkpoints.save(1, now=True)
+    checkpoints.close()
+    kept = world.gather(model.kept)[0]
+    other = Apart()
+    resumed = world.optimizer(other, ADAMW, stage=stage)
+    checkpoint.load(checkpoint.newest(world, folder), other, resumed, world)
+    assert other.seen == [3, 3]
+    assert torch.equal(other.kept, kept)
+    assert torch.equal(other.weight, model.weight)
+    optimizer.close()
+    resumed.close()
+
+
 def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkeypatch):
     """The checkpoint holds the state at `begin`, not that of later steps."""
     world, model, gate = worlds(), net(), threading.Event()

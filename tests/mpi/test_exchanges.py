@@ -675,6 +675,36 @@ def test_buffers_are_those_of_rank_0_after_an_exchange(world, cut):
         torch.testing.assert_close(buffer, of_first if step else of_node)
 
 
+def test_a_teacher_that_follows_is_that_of_rank_0_after_an_exchange(world, cut):
+    torch.manual_seed(1)
+    student = nn.Linear(5, 3).double()
+    model = nn.ModuleDict(
+        {"student": student, "teacher": copy.deepcopy(student).requires_grad_(False)}
+    )
+    model.register_buffer("local", torch.zeros(2), persistent=False)
+    optimizer = cut(model, sync=LocalSGD(every=2), check_every=1)
+    teacher = model["teacher"].weight
+    for step in range(7):
+        x, _ = mine(world, samples(12, step))
+        model.local += RANK
+        everyone = world.gather((teacher, model.local))
+        update(optimizer, student(x).square().mean())
+        of_node, of_first = everyone[NODE * PER_NODE], everyone[0]
+        exchanged = step % 2
+        expected = of_first if exchanged else (everyone[RANK][0], of_node[1])
+        for _ in range(2):
+            assert torch.equal(teacher, expected[0])
+            assert torch.equal(model.local, expected[1])
+            with optimizer.averaged():
+                assert torch.equal(teacher, of_first[0])
+                assert torch.equal(model.local, of_first[1])
+        with torch.no_grad():
+            for mine_, its in zip(model["teacher"].parameters(), student.parameters(), strict=True):
+                mine_.lerp_(its, 0.5)
+    optimizer.exchange()
+    assert len(set(digests(world, model))) == 1
+
+
 def test_nodes_of_unequal_sizes_and_a_single_node_are_reported():
     told = pytest.warns(UserWarning, match="there is one node, so every step is synchronous")
     with init(ranks_per_node=RANKS) as one:

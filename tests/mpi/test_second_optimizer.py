@@ -108,6 +108,7 @@ def test_the_old_one_stops_whoever_holds_it(world, stage):
     both.finish()
 
 
+@pytest.mark.filterwarnings("ignore:.*no optimizer of all ranks trains it:UserWarning")
 @stages
 def test_a_parameter_moves_to_the_optimizer_that_it_is_added_to(world, stage):
     both = Successors(world, stage, SGD, head)

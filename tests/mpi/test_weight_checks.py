@@ -9,6 +9,7 @@ from mpi4py import MPI
 from oracle import SGD, SMALL, update
 from small_jobs import Silent, small
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from worlds import RANKS
 
 from mntrain.config import ZeroConfig
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.mpi(min_size=2)
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
 ODD = RANK == LAST
+# Of two, nobody can tell which one is right.
+SIDES = "rank 0 against rank 1" if RANKS == 2 else f"rank {LAST} against the others"
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
@@ -67,9 +70,57 @@ def test_one_bit_on_one_rank_is_found_in_the_step_that_compares(make, stage, dty
     if ODD:
         flip(model.get_parameter(name))
     found = refusal(optimizer, model, 4)
-    of = f"after step 4, the weights differ between ranks: rank {LAST} against the others, first in"
+    of = f"after step 4, the weights differ between ranks: {SIDES}, first in"
     assert found.startswith(f"{of} {name}")
     assert optimizer.weight_checks[0] == 3
+
+
+class Derived(nn.Parameter):
+    pass
+
+
+def with_untrained():
+    """A model with parameters that nobody trains, with values of this rank."""
+    model, values = net(), torch.arange(6) + RANK
+    model.register_parameter("codes", nn.Parameter(values, requires_grad=False))
+    model.register_parameter("flags", nn.Parameter(values > 3, requires_grad=False))
+    model.register_parameter("derived", Derived(values.double(), requires_grad=False))
+    pair = TwoTensor(values.float(), -values.float())
+    model.register_parameter("pair", nn.Parameter(pair, requires_grad=False))
+    model.register_parameter("left", nn.Parameter(values.float()))  # requires a gradient
+    return model
+
+
+@stages
+@pytest.mark.parametrize("name", ["codes", "flags", "derived", "pair.b", "left"])
+def test_what_no_optimizer_trains_becomes_rank_0s_and_is_compared(make, stage, name):
+    model = with_untrained()
+    groups = [p for n, p in model.named_parameters() if n != "left"]
+    optimizer = make(model, SGD, stage=stage, check_every=2, groups=groups)
+    parameter, *part = name.split(".")
+    tensor = getattr(model.get_parameter(parameter), *part) if part else getattr(model, name)
+    values = torch.arange(6)
+    assert (
+        tensor.tolist() == (values > 3 if name == "flags" else -values if part else values).tolist()
+    )
+    update(optimizer, loss(model, 0))
+    optimizer.wait_for_parameters()
+    update(optimizer, loss(model, 1))
+    if ODD:
+        flip(tensor)
+    assert f"first in {name}" in refusal(optimizer, model, 2)
+
+
+def test_at_stage_1_a_bit_of_a_trained_parameter_lasts_until_the_next_step(make):
+    model = net()
+    optimizer = make(model, SGD, stage=1, check_every=2)
+    update(optimizer, loss(model, 0))
+    optimizer.wait_for_parameters()
+    for parameter in [p for p in model.parameters() if p.requires_grad] if ODD else []:
+        flip(parameter, byte=1)  # as far as others own it, the step overwrites it; else it is sent
+    update(optimizer, loss(model, 1))
+    update(optimizer, loss(model, 2))
+    assert optimizer.weight_checks[0] == 2
 
 
 def test_one_bit_is_found_later_if_the_step_compares_nothing(make):
@@ -108,7 +159,7 @@ def test_nodes_are_compared_after_an_exchange_alone(make):
     assert optimizer.weight_checks[0] == 3
     if ODD:
         flip(model[0].weight)
-    assert f"rank {LAST} against the others, first in 0.weight" in refusal(optimizer, model, 9)
+    assert f"{SIDES}, first in 0.weight" in refusal(optimizer, model, 9)
 
 
 class Flips(Silent):
@@ -126,7 +177,7 @@ class Flips(Silent):
 def test_a_job_stops_with_one_error(world, tmp_path):
     config = small(tmp_path, f"{__name__}:Flips", steps=6, check_every=2)
     trainer = Trainer(world, replace(config, zero=ZeroConfig(stage=0)))
-    said = f"^after step 2, the weights differ between ranks: rank {LAST} against the others, first"
+    said = f"^after step 2, the weights differ between ranks: {SIDES}, first"
     with pytest.raises(TrainingStoppedError, match=said):
         trainer.fit()
     if RANK == 0:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
+from enum import IntEnum
 
 import numpy as np
 import pytest
@@ -151,7 +152,52 @@ def test_rates_of_any_kind_are_saved_in_a_group(rate):
     assert type(found["lr"]) is type(rate)
     assert getattr(found["lr"], "dtype", None) == getattr(rate, "dtype", None)
     assert found["lr"] == rate
-    assert found | {"lr": 0} == {"params": ["a", "b"], "lr": 0, "betas": [0.9, 0.95], "fused": None}
+    assert found | {"lr": 0} == group | {"lr": 0}
+
+
+OPTIONS = [
+    (0.9, (0.95, [1, 2])),
+    {3: 0.1, "a": (1, 2), None: [(1,)]},
+    {"type": "cosine", "data": 1},
+    [({1: 2},), {4}],
+    frozenset({1, (2, 3)}),
+    OrderedDict({2: 1}),
+    b"bytes",
+    np.arange(3),
+    True,
+    math.inf,
+    {"nested": {1: {2: torch.tensor([1.5])}}},
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=repr)
+def test_an_option_of_any_type_comes_back_as_it_was(option):
+    found = decode_options(through_json(encode_options({"params": ["a"], "it": option})))
+    assert (type(found["it"]), repr(found)) == (type(option), repr({"params": ["a"], "it": option}))
+
+
+class Kind(IntEnum):
+    FAST = 1
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"kind": Kind.FAST}, "the state has kind of a parameter group, a Kind: a checkpoint"),
+        ({"rates": [1, np.str_("a")]}, r"rates of a parameter group\[1\], a str_"),
+        ({"lr": 0.1, 7: 0.2}, "a parameter group has the option 7, a int: a checkpoint holds"),
+        ({"run": lambda: 0}, "run of a parameter group, a function"),
+        ({"dtype": torch.float32}, "dtype of a parameter group, a dtype"),
+    ],
+)
+def test_an_option_that_would_come_back_as_another_is_refused(group, message):
+    with pytest.raises(ValueError, match=message):
+        encode_options(group)
+
+
+def test_options_in_files_of_earlier_versions_are_read_as_they_are():
+    group = {"betas": [0.9, 0.999], "lr": 0.1, "table": {"3": {"type": "a"}}, "none": None}
+    assert decode_options(group) == group
 
 
 def test_each_rank_gets_its_state_of_a_hook_back():

@@ -264,6 +264,32 @@ def test_a_step_waits_while_other_tensors_over_the_memory_are_kept(name):
     s.optimizer.wait_for_parameters()
 
 
+class Derived(nn.Parameter):
+    pass
+
+
+DERIVED = {
+    "linear": lambda s: functional.linear(X, s.parameters[0]),
+    "detach": lambda s: s.parameters[0].detach().clone(),
+    "list in a module": lambda s: s.keeper(X),
+    "vector": lambda s: nn.utils.parameters_to_vector(s.parameters[:2]),
+    "group": lambda s: s.optimizer.param_groups[0]["params"][0] * 1,
+}
+
+
+@pytest.mark.parametrize(("name", "stage"), [*zip(DERIVED, cycle((1, 2)), strict=False)])
+def test_a_parameter_of_a_derived_class_has_arrived_after_the_step(name, stage):
+    def derive(s):
+        for parameter in s.parameters[:2]:
+            parameter.__class__ = Derived
+
+    now, expected = (AfterStep(stage, overlap=way, prepare=derive) for way in (True, False))
+    assert 0 < now.in_flight < len(now.parameters) - 1  # the others go on
+    torch.testing.assert_close(DERIVED[name](now), DERIVED[name](expected), rtol=0, atol=0)
+    now.optimizer.wait_for_parameters()
+    assert type(now.parameters[0]) is Derived
+
+
 def test_what_is_kept_while_a_group_is_added_is_known():
     s = AfterStep(1, overlap=True)
     s.optimizer.wait_for_parameters()

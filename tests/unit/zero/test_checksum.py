@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.agreement import differing
+from zero.agreement import Report, _differing_weights, _tell_weights, differing
 from zero.checksum import ROW_BYTES, checksum
 
 
@@ -96,6 +96,29 @@ def test_a_checksum_depends_on_no_memory_format_or_address():
 )
 def test_differing_ranks_are_those_without_the_most_common_digest(digests, expected):
     assert differing(dict(enumerate(digests))) == expected
+
+
+@pytest.mark.parametrize(
+    ("by_parameter", "words"),
+    [
+        (["ab"], "rank 0 against rank 1, first in p0"),
+        (["ab", "ab"], "rank 0 against rank 1, first in p0 and 1 more"),
+        (["aab"], "rank 2 against the others, first in p0"),
+        (["baaa", "aaaa"], "rank 0 against the others, first in p0"),
+        (["aaaa", "aabb"], "ranks 0, 1 against ranks 2, 3, first in p1"),
+        (["abc"], "rank 0 against rank 1 against rank 2, first in p0"),
+        (["abac", "aaaa"], "ranks 1, 3 against the others, first in p0"),
+        (["aab", "aba"], "ranks 1, 2 against the others, first in p0 and 1 more"),
+        (["aab", "abc"], "rank 0 against rank 1 against rank 2, first in p0 and 1 more"),
+    ],
+)
+def test_the_odd_ranks_are_named_only_where_most_agree(by_parameter, words):
+    reports = [
+        Report(rank, 0, {}, {f"p{i}": digests[rank] for i, digests in enumerate(by_parameter)}, "")
+        for rank in range(len(by_parameter[0]))
+    ]
+    found = _tell_weights(_differing_weights(reports, in_sync=False))
+    assert found.startswith(f"the weights differ between ranks: {words}: ")
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
