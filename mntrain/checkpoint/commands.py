@@ -149,7 +149,9 @@ def _diff(options: Namespace, console: Console) -> int:
     return read_sound(
         options.A,
         files,
-        lambda *a: read_sound(options.B, files, lambda *b: _diff_two(console, a, b)),
+        lambda a, first: read_sound(
+            options.B, files, lambda b, second: _diff_two(console, (a, first), (b, second))
+        ),
     )
 
 

@@ -72,13 +72,15 @@ def write_together(
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
     def together(act: Callable[[], T]) -> T:
+        done: list[T] = []
+        error: OSError | None = None
         try:
-            result, error = act(), None
+            done.append(act())
         except OSError as raised:
             error = raised
         if (first := next(filter(None, gather(error)), None)) is not None:
             raise first
-        return result
+        return done[0]
 
     def opened() -> int:
         file = os.open(path, flags, 0o600)
@@ -104,7 +106,8 @@ def write_together(
             file = together(opened)
             together(write)  # before the first bytes travel: what others wrote is not known then
             together(lambda: os.fsync(file))
-        return next(filter(None, gather(together(read))), None)
+        found: tuple[str, str] | None = next(filter(None, gather(together(read))), None)
+        return found
     finally:
         if rank == 0:
             with suppress(OSError):
