@@ -123,6 +123,9 @@ def mntrain_methods(
     plain_step(model, optimizer)(tokens)
     optimizer.zero_grad()
     optimizer.wait_for_parameters()
+    if world.master:
+        for name in MNTRAIN:
+            (folder / name).mkdir(parents=True, exist_ok=True)
     # Separate savers, so that neither reuses the other's memory.
     blocking, background = (
         Saver(world, model, optimizer, folder / name, keep=1) for name in MNTRAIN

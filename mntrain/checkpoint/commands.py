@@ -8,6 +8,7 @@ import reprlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mntrain.checkpoint.exports import export_file, export_folder
-from mntrain.checkpoint.format import DTYPES, FILES, MODEL, OPTIMIZER, Manifest, open_tensors
-from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, scores
+from mntrain.checkpoint.format import FILES, MODEL, OPTIMIZER, Manifest, open_tensors
+from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, read_sound, scores
 from mntrain.metrics.report import plain
 from mntrain.metrics.terminal import stdout
 
 DAMAGED = 1  # exit code of list, show and verify
 DIFFERENT = 1
 REFUSED = 2  # exit code of diff and export
+
+Found = tuple[Path, Manifest]  # a checkpoint
 
 _ENDINGS = (".safetensors", ".pt", ".pth")
 _FORMATS = " or ".join(_ENDINGS)
@@ -87,7 +90,7 @@ def _list(options: Namespace, console: Console) -> int:
             problems[path] = f"{path}: {error}"
     # The best is by the metric of the newest checkpoint.
     metric = next((content.scored_by for content in contents.values()), "eval_loss")
-    best = next(iter(scores(paths, metric)), None)
+    best = next(iter(scores(contents, metric)), None)
     table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
     for path in paths:
         if path in problems:
@@ -106,7 +109,15 @@ def _list(options: Namespace, console: Console) -> int:
 
 
 def _show(options: Namespace, console: Console) -> int:
-    path, content = find_sound(options.path)
+    return read_sound(options.path, (), partial(_show_one, console))
+
+
+def _show_one(console: Console, path: Path, content: Manifest) -> int:
+    files = []
+    for name in (MODEL, OPTIMIZER):
+        with open_tensors(path / name) as file:
+            count, nbytes = len(_tensors(name, file, content)), (path / name).stat().st_size
+        files.append(f"{name}: {count} tensors, {nbytes / 1e6:.1f} MB")
     versions = ", ".join(f"{name} {version}" for name, version in content.versions.items())
     _print(console, str(path))
     _print(
@@ -116,9 +127,8 @@ def _show(options: Namespace, console: Console) -> int:
         _print(console, f"task {task}, {content.samples} training samples")
     if content.objects:
         _print(console, f"states of {', '.join(content.objects)}")
-    for name in (MODEL, OPTIMIZER):
-        count, nbytes = len(open_tensors(path / name).keys()), (path / name).stat().st_size
-        _print(console, f"{name}: {count} tensors, {nbytes / 1e6:.1f} MB")
+    for line in files:
+        _print(console, line)
     return 0
 
 
@@ -135,46 +145,65 @@ def _verify(options: Namespace, console: Console) -> int:
 
 
 def _diff(options: Namespace, console: Console) -> int:
-    (a, first), (b, second) = (
-        find_sound(path, (MODEL, OPTIMIZER)) for path in (options.A, options.B)
+    files = MODEL, OPTIMIZER
+    return read_sound(
+        options.A,
+        files,
+        lambda a, first: read_sound(
+            options.B, files, lambda b, second: _diff_two(console, (a, first), (b, second))
+        ),
     )
+
+
+def _diff_two(console: Console, first: Found, second: Found) -> int:
+    (a, of_a), (b, of_b) = first, second
     differing = Table()
     differing.add_column("tensor", overflow="fold")
     differing.add_column("largest difference", overflow="fold")
     equal = 0
-    for name, difference in (*_tensor_differences(a, b), *_value_differences(first, second)):
+    differences = [*_tensor_differences(first, second), *_value_differences(of_a, of_b)]
+    for name, difference in differences:
         if difference:
             differing.add_row(*(plain(text, console.encoding) for text in (name, difference)))
         else:
             equal += 1
-    _print(console, f"A: {a}, step {first.step}")
-    _print(console, f"B: {b}, step {second.step}")
+    _print(console, f"A: {a}, step {of_a.step}")
+    _print(console, f"B: {b}, step {of_b.step}")
     if differing.row_count:
         console.print(differing)
     _print(console, f"equal bit for bit: {equal}; different: {differing.row_count}")
     return DIFFERENT if differing.row_count else 0
 
 
-def _tensor_differences(first: Path, second: Path) -> Iterator[tuple[str, str]]:
+def _tensor_differences(first: Found, second: Found) -> Iterator[tuple[str, str]]:
     """Yield the name of each tensor and its difference, which is empty if no bit differs."""
     for file in (MODEL, OPTIMIZER):
-        with open_tensors(first / file) as a, open_tensors(second / file) as b:
-            kinds_a, kinds_b = _kinds(a), _kinds(b)
-            for name in {**kinds_a, **kinds_b}:
-                kinds = kinds_a.get(name, "absent"), kinds_b.get(name, "absent")
-                if kinds[0] != kinds[1]:
-                    yield name, " and ".join(kinds)
+        with open_tensors(first[0] / file) as a, open_tensors(second[0] / file) as b:
+            of_a, of_b = _tensors(file, a, first[1]), _tensors(file, b, second[1])
+            for name in {**of_a, **of_b}:
+                x, y = (of[name]() if name in of else None for of in (of_a, of_b))
+                if x is None or y is None or _kind(x) != _kind(y):
+                    yield name, f"{_kind(x)} and {_kind(y)}"
                 else:
-                    yield name, _largest_difference(a.get_tensor(name), b.get_tensor(name))
+                    yield name, _largest_difference(x, y)
 
 
-def _kinds(file: safe_open) -> dict[str, str]:
-    """Return dtype and shape of each tensor, as in "float32 (3, 4)"."""
-    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+def _tensors(name: str, file: safe_open, content: Manifest) -> dict[str, Callable[[], Tensor]]:
+    """Return what reads each tensor of MODEL or OPTIMIZER, by its name, as a whole."""
+    if name == MODEL:
+        return {key: partial(file.get_tensor, key) for key in file.keys()}  # noqa: SIM118
     return {
-        name: f"{DTYPES[view.get_dtype()]} {tuple(view.get_shape())}".removeprefix("torch.")
-        for name, view in views.items()
+        f"{parameter}/{key}": partial(state.tensor, file, parameter, key)
+        for parameter, state in content.parameter_states.items()
+        for key in state.tensor_keys
     }
+
+
+def _kind(tensor: Tensor | None) -> str:
+    """Return dtype and shape, as in "float32 (3, 4)"."""
+    if tensor is None:
+        return "absent"
+    return f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
 
 
 def _largest_difference(first: Tensor, second: Tensor) -> str:
@@ -219,16 +248,18 @@ def _export(options: Namespace, console: Console) -> int:
     if not out.parent.is_dir():
         raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
     if options.hf:
-        path, content = find_sound(options.CKPT, (MODEL,))
-        size = export_folder(path, content, out, force=options.force)
+        path, size = read_sound(
+            options.CKPT,
+            (MODEL,),
+            lambda path, content: (path, export_folder(path, content, out, force=options.force)),
+        )
         _print(console, f"{out}: the model of {path}, {size / 1e6:.1f} MB")
         return 0
     if out.is_dir():
         raise ValueError(f"{out} is a folder: give the name of a file")
     if out.exists() and not options.force:
         raise ValueError(f"{out} exists: give another name, or --force to replace it")
-    path, _ = find_sound(options.CKPT, (MODEL,))
-    export_file(path / MODEL, out)
+    path = read_sound(options.CKPT, (MODEL,), lambda path, _: export_file(path, out))
     _print(console, f"{out}: the model of {path}, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -55,14 +55,14 @@ _OF_A_LAYER = {
 }
 
 
-def export_file(source: Path, out: Path) -> None:
-    """Write parameters and buffers, named as in the model's state_dict.
+def export_file(checkpoint: Path, out: Path) -> Path:
+    """Write parameters and buffers, named as in the model's state_dict; return the checkpoint.
 
     `out` becomes a safetensors file if its name ends in .safetensors, otherwise a state_dict for
     torch.load. It is replaced only when the new file is complete and on the disk. If this raises
     OSError, `out` is unchanged.
     """
-    partial = _partial(out)
+    source, partial = checkpoint / MODEL, _partial(out)
     try:
         with partial.open("xb") as file:
             if out.suffix == ".safetensors":
@@ -74,6 +74,7 @@ def export_file(source: Path, out: Path) -> None:
             os.fsync(file.fileno())
         partial.replace(out)
         sync_folder(out.parent)
+        return checkpoint
     except (OSError, RuntimeError) as error:  # torch wraps that of the file in its own
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise OSError(f"{out} was not written: {cause}") from error

@@ -7,6 +7,15 @@ manifest is a checkpoint. Into a safetensors file, every process writes its own 
     header    JSON: {name: {"dtype", "shape", "data_offsets": [from, to]}, ...}, padded with spaces
     data      the tensors, in row-major order, little-endian
 
+Ranges of two processes meet at multiples of PAGE_BYTES alone: a client of a network file system may
+write whole pages back, with what it has in the place of the other one's bytes. So each process has
+a region of its own for what it alone holds, which ends with padding. A parameter of which several
+hold the optimizer state has it in the file in parts, one of each:
+
+    header | a/exp_avg  b/exp_avg[0:300]  padding/0 | b/exp_avg[300:512]  c/exp_avg  padding/1 | ...
+
+Earlier versions, with format 1, wrote all tensors as wholes, without padding.
+
 The safetensors library reads these files, but writes only whole files from one process.
 Source: https://huggingface.co/docs/safetensors.
 """
@@ -17,8 +26,9 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +36,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-FORMAT = "mntrain checkpoint 1"
+from mntrain.checks.storage import PAGE_BYTES
+from zero.layout import split
+
+FORMAT = "mntrain checkpoint 2"
+_READ = ("mntrain checkpoint 1", FORMAT)
 FILE = "manifest.json"
 MODEL = "model.safetensors"  # parameters and buffers, as in the model's state_dict
 # "parameter/key": optimizer state by element, and master weights; "other/parameter/number": tensors
@@ -52,10 +66,12 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 RANGE_BYTES = 16 << 20  # longest range with one checksum
-_HEADER_ALIGNMENT = 8
 _BLOCK_BYTES = 4 << 20  # is still in the processor's cache when it is written
 _SYNC_FILE_RANGE_WRITE = 2  # flag of sync_file_range(2)
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+# Errors for a file that is not there.
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors, by name
 
@@ -71,30 +87,84 @@ class ChecksummedRange(NamedTuple):
 class FileLayout:
     """Header of a file that is to be written, and the places of its tensors.
 
-    Raises ValueError for a dtype that the format lacks.
+    `regions` are the tensors of one writer each. Raises ValueError for a dtype that the format
+    lacks.
     """
 
-    def __init__(self, tensors: Shapes) -> None:
-        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        # Widest dtypes first, so that every tensor is aligned to its own item size.
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-            if dtype not in DTYPE_NAMES:
-                raise ValueError(
-                    f"{name} is of dtype {dtype}, which safetensors files do not have: cast it"
-                )
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            place = {"shape": shape, "data_offsets": (start, end)}
-            described[name] = {"dtype": DTYPE_NAMES[dtype], **place}
-        text = json.dumps(described).encode()
-        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    def __init__(self, *regions: Shapes) -> None:
+        self._described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._end = 0
+        for number, tensors in enumerate(regions):
+            # Widest dtypes first, so that every tensor is aligned to its own item size.
+            for name, about in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+                self._add(name, *about)
+            if number < len(regions) - 1 and (rest := -self._end % PAGE_BYTES):
+                self._add(_padding(number), torch.uint8, (rest,))
+        text = json.dumps(self._described).encode()
+        text += b" " * (-(8 + len(text)) % PAGE_BYTES)
         self._header = len(text).to_bytes(8, "little") + text
-        self._described = described
-        self.nbytes = len(self._header) + end
+        self.nbytes = len(self._header) + self._end
+
+    def _add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{name} is of dtype {dtype}, which safetensors files do not have: cast it"
+            )
+        assert name not in self._described, f"{name} twice"
+        start, self._end = self._end, self._end + math.prod(shape) * dtype.itemsize
+        place = {"shape": shape, "data_offsets": (start, self._end)}
+        self._described[name] = {"dtype": DTYPE_NAMES[dtype], **place}
+
+    def part(
+        self, index: int, count: int, shared: Collection[str]
+    ) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, low, high) of the elements of one of `count` writers of a region.
+
+        Pages that hold `shared` tensors alone are divided equally; the first writer has the others.
+        """
+        for first, last in self._extents(index, count, shared):
+            for name, about in self._described.items():
+                start, stop = about.get("data_offsets", (0, 0))
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    size = DTYPES[about["dtype"]].itemsize
+                    yield name, (low - start) // size, (high - start) // size
+
+    def _extents(
+        self, index: int, count: int, shared: Collection[str]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last byte of what a writer of a region has of it."""
+        runs: list[tuple[int, int]] = []  # of pages that hold shared tensors alone
+        others = [
+            about["data_offsets"]
+            for name, about in self._described.items()
+            if "data_offsets" in about and name not in shared
+        ]
+        at, pages = 0, -(-self._end // PAGE_BYTES)
+        for start, stop in [*others, (pages * PAGE_BYTES, pages * PAGE_BYTES)]:
+            if at < start // PAGE_BYTES:
+                runs.append((at, start // PAGE_BYTES))
+            at = max(at, -(-stop // PAGE_BYTES))
+        first, last = split(sum(high - low for low, high in runs), count)[index : index + 2]
+        seen = at = 0
+        for start, stop in [*runs, (pages, pages)]:
+            if index == 0 and at < start:
+                yield at * PAGE_BYTES, start * PAGE_BYTES
+            low, high = (start + min(max(end - seen, 0), stop - start) for end in (first, last))
+            if low < high:
+                yield low * PAGE_BYTES, high * PAGE_BYTES
+            seen, at = seen + stop - start, stop
 
     def write_header(self, file: int) -> list[ChecksummedRange]:
-        """Write the header, which one process does, to an open file of full length."""
+        """Write the header, which one process does, to an open file."""
         return _write(file, memoryview(self._header), 0)
+
+    def write_padding(self, file: int, region: int) -> list[ChecksummedRange]:
+        """Write the end of a region, if it is padded."""
+        about = self._described.get(name := _padding(region))
+        if about is None:
+            return []
+        return self.write(file, name, torch.zeros(about["shape"], dtype=torch.uint8), 0)
 
     def write(self, file: int, name: str, flat: Tensor, low: int) -> list[ChecksummedRange]:
         """Write a tensor's elements from `low` on, flat and in the dtype of the file."""
@@ -103,6 +173,10 @@ class FileLayout:
         start += low * flat.element_size()
         assert start + flat.nbytes <= stop
         return _write(file, flat.detach().contiguous().view(torch.uint8).numpy().data, start)
+
+
+def _padding(region: int) -> str:
+    return f"padding/{region}"
 
 
 def open_tensors(path: Path) -> safe_open:
@@ -153,6 +227,31 @@ class ParameterState:
     tensor_keys: tuple[str, ...]  # keys of the tensors in OPTIMIZER, which lie in this order
     others: dict[str, Any]  # other values, as `state_values.encode_values` returns them
     places: dict[str, Any] = field(default_factory=dict)  # of tensors in them (`StateSlice.places`)
+    cuts: tuple[int, ...] = ()  # the first elements of the parts in the file; none: it has wholes
+
+    def merged(self, other: "ParameterState") -> "ParameterState":
+        """Return the state with the parts of another rank's, too."""
+        return replace(self, cuts=tuple(sorted({*self.cuts, *other.cuts})))
+
+    def tensor(self, file: safe_open, name: str, key: str) -> Tensor:
+        """Return one of its tensors in OPTIMIZER, flat if the parameter is not row-major."""
+        flat = self.elements(file, name, key, 0, math.prod(self.shape))
+        return flat.reshape(self.shape) if row_major(self.order) else flat
+
+    def elements(self, file: safe_open, name: str, key: str, low: int, high: int) -> Tensor:
+        """Return elements `low` to `high` of one of its tensors in OPTIMIZER, flat.
+
+        `name` is the parameter's, with its replica.
+        """
+        if not self.cuts:
+            whole: Tensor = file.get_tensor(f"{name}/{key}")
+            return whole.reshape(-1)[low:high]
+        parts = [
+            file.get_tensor(part_name(name, key, start, stop))[max(low - start, 0) : high - start]
+            for start, stop in pairwise((*self.cuts, math.prod(self.shape)))
+            if start < high and low < stop
+        ]
+        return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -216,6 +315,16 @@ class Manifest:
         return json.dumps(whole, indent=1) + "\n"
 
 
+def row_major(order: Sequence[int]) -> bool:
+    """Return whether dimensions in memory order are those of a row-major tensor."""
+    return list(order) == sorted(order)
+
+
+def part_name(parameter: str, key: str, low: int, high: int) -> str:
+    """Return the name in OPTIMIZER of some elements of a parameter's optimizer state."""
+    return f"{parameter}/{key}[{low}:{high}]"
+
+
 def replica_name(parameter: str, replica: int) -> str:
     """Return the name under which a replica keeps its own state; what all share is replica 0's."""
     return f"{parameter}@{replica}" if replica else parameter
@@ -226,17 +335,20 @@ _KEYS = {"param_groups": "groups", "parameter_states": "kept", "checksums": "run
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises ValueError if it is missing or damaged."""
+    """Return the manifest of a checkpoint.
+
+    Raises ValueError if it is missing or damaged, and OSError if it cannot be read.
+    """
     try:
         whole = json.loads((folder / FILE).read_bytes())
         content = str(whole["content"])
-        if whole["format"] != FORMAT:
+        if whole["format"] not in _READ:
             problem = f"is of format {whole['format']!r}, and this program reads {FORMAT!r}"
         elif zlib.crc32(content.encode()) != whole["checksum"]:
             problem = "is damaged: its checksum differs"
         else:
             return _parse(json.loads(content))
-    except OSError as error:
+    except ABSENT as error:
         problem = f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         problem = "is not that of a checkpoint, or is damaged"
@@ -248,8 +360,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         fields[name] = fields.pop(key)
     for name, state in fields["parameter_states"].items():
         shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "by_element"))
-        places = state.get("places", {})
-        states = ParameterState(shape, order, keys, state["others"], places)
+        places, cuts = state.get("places", {}), tuple(state.get("cuts", ()))
+        states = ParameterState(shape, order, keys, state["others"], places, cuts)
         fields["parameter_states"][name] = states
     for name, parts in fields["checksums"].items():
         fields["checksums"][name] = [ChecksummedRange(*part) for part in parts]

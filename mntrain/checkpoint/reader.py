@@ -3,13 +3,14 @@
 import math
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from mntrain.checkpoint.format import (
     OPTIMIZER,
     RANDOM,
     REPLICAS,
+    ChecksummedRange,
     Manifest,
     open_tensors,
     read_manifest,
@@ -38,10 +40,14 @@ from mntrain.checkpoint.objects import (
 )
 from mntrain.checkpoint.snapshots import set_random_states
 from mntrain.checkpoint.state_values import decode_unnamed, decode_values
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
 from zero.state import LOCAL, MASTER, PER_REPLICA, RESIDUALS, SYNC
+
+T = TypeVar("T")
+
+RETRY_AFTER_S = (0.5, 2.0)  # a read error, such as ESTALE, at a resume
 
 # Options of parameter groups that are never restored, since they depend on the device.
 DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -78,7 +84,7 @@ def set_aside(run_dir: Path, step: int) -> None:
 def scores(paths: Iterable[Path], metric: str) -> dict[Path, float]:
     """Return the scores by a metric of the checkpoints that have one; the lowest, oldest first.
 
-    Those without a readable manifest are left out.
+    Those without a sound manifest are left out. Raises OSError for one that cannot be read.
     """
     found: dict[Path, float] = {}
     for path in paths:
@@ -91,13 +97,13 @@ def scores(paths: Iterable[Path], metric: str) -> dict[Path, float]:
 def inspect(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files are all present and of the right length.
 
-    Local. Raises ValueError for an incomplete checkpoint. Checksums are left to `verify`.
+    Local. Raises ValueError for an incomplete checkpoint, and OSError for one that cannot be read.
+    Checksums are left to `verify`.
     """
     content = read_manifest(path)
     for name in FILES:
         if not (path / name).is_file():
             raise ValueError(f"{name} is missing")
-        open_tensors(path / name)
         length = 0
         for part in content.checksums[name]:
             if part.start != length:
@@ -115,36 +121,54 @@ def verify(
 
     Each of `size` callers verifies a different part. Raises ValueError for damaged bytes.
     """
-    own = {name: content.checksums[name][rank::size] for name in files}
-    longest = max((part.length for parts in own.values() for part in parts), default=0)
-    buffer = memoryview(bytearray(longest))
-    for name, parts in own.items():
-        with (path / name).open("rb") as file:
-            for start, length, checksum in parts:
-                data = buffer[:length]
-                file.seek(start)
-                if file.readinto(data) != length or zlib.crc32(data) != checksum:
-                    stop = start + length
-                    raise ValueError(f"{name} is damaged between bytes {start} and {stop}")
+    for name in files:
+        compare(path / name, content.checksums[name][rank::size])
+
+
+def compare(path: Path, parts: Sequence[ChecksummedRange]) -> None:
+    """Compare ranges of a file, which is opened anew, with their checksums. Local.
+
+    Raises ValueError for damaged bytes.
+    """
+    buffer = memoryview(bytearray(max((part.length for part in parts), default=0)))
+    with path.open("rb") as file:
+        for start, length, checksum in parts:
+            data = buffer[:length]
+            file.seek(start)
+            if file.readinto(data) != length or zlib.crc32(data) != checksum:
+                stop = start + length
+                raise ValueError(f"{path.name} is damaged between bytes {start} and {stop}")
+
+
+def read_sound(path: Path, files: Sequence[str], read: Callable[[Path, Manifest], T]) -> T:
+    """Return what `read` makes of the checkpoint at a path, or a run's newest, once it is verified.
+
+    Local. Of some of its files the bytes are compared. If the run removes its checkpoint meanwhile,
+    the newer one is read. Raises ValueError, which begins with the path, and errors of `read`.
+    """
+    while True:
+        found, sound = path, False
+        try:
+            if not (path / FILE).exists():
+                paths = list_checkpoints(path)
+                if not paths:
+                    raise ValueError("neither a checkpoint nor a run that has one")
+                found = paths[0]
+            content = inspect(found)
+            verify(found, content, files)
+            sound = True
+            return read(found, content)
+        except (OSError, ValueError) as error:
+            if found != path and not found.exists():
+                continue
+            if sound:
+                raise
+            raise ValueError(f"{found}: {error}") from error
 
 
 def find_sound(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
-    """Return the checkpoint at a path, or a run's newest, after verifying some of its files.
-
-    Local. Raises ValueError, which begins with the path.
-    """
-    found = path
-    try:
-        if not (path / FILE).exists():
-            paths = list_checkpoints(path)
-            if not paths:
-                raise ValueError("neither a checkpoint nor a run that has one")
-            found = paths[0]
-        content = inspect(found)
-        verify(found, content, files)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{found}: {error}") from error
-    return found, content
+    """Return the checkpoint at a path, or a run's newest. As `read_sound`."""
+    return read_sound(path, files, lambda found, content: (found, content))
 
 
 @dataclass(frozen=True)
@@ -159,23 +183,45 @@ class FoundCheckpoint:
 def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
     """Return the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
 
-    Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged.
+    Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged, and
+    if a rank cannot read one that it comes to: it may be sound.
     """
     paths = world.gather([where] if (where / FILE).exists() else list_checkpoints(where))[0]
     skipped: dict[Path, str] = {}
     for path in paths:
-        try:
-            with world.agreement():
-                content = inspect(path)
-                verify(path, content, FILES, world.rank, world.size)
-        except AgreedError as error:
-            skipped[path] = str(error)
-        else:
+        with world.agreement():
+            content = _read_all(path, world.rank, world.size)
+        damages = world.gather(content if isinstance(content, str) else None)
+        if isinstance(content, Manifest) and not any(damages):
             return FoundCheckpoint(path, content, skipped)
+        skipped[path] = combined_refusals(damages)
     if not paths:
         return None
     reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped.items())
     raise AgreedError(f"no checkpoint in {where} is sound: {reasons}", world.rank)
+
+
+def _read_all(path: Path, rank: int, size: int) -> Manifest | str:
+    """Return the manifest of a checkpoint, or what is damaged in the part that a rank verifies.
+
+    Raises OSError, after some tries, if it cannot be read.
+    """
+    for wait in (*RETRY_AFTER_S, None):
+        try:
+            content = inspect(path)
+            verify(path, content, FILES, rank, size)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            if wait is None:
+                raise OSError(
+                    f"{path} cannot be read ({error}), which does not tell whether it is sound: "
+                    "start the job again when it can, or give --run.resume another checkpoint"
+                ) from error
+            time.sleep(wait)
+        else:
+            return content
+    raise AssertionError
 
 
 @torch.no_grad()
@@ -331,7 +377,7 @@ def _read_slices(
             low, high = 0, math.prod(piece.shape)
         tensors: dict[str, Tensor] = {}
         for key, of in names.items() if saved.shape == piece.shape else ():
-            parts = [file.get_tensor(f"{one}/{key}").reshape(-1)[low:high] for one in of]
+            parts = [states[one].elements(file, one, key, low, high) for one in of]
             tensors[key] = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
         yield piece._replace(
             shape=saved.shape,

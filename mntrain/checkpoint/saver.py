@@ -4,6 +4,7 @@ begin      the master makes a folder, all ranks take a snapshot, and exchange wh
            training may change the tensors from then on (on a GPU, the copies are enqueued before)
            a thread of each rank writes its part and waits for the disk
 advance    when every part is on the disk, all ranks exchange the checksums of what they wrote
+           at the first save of a job on several nodes, each node reads what another one wrote
            the master's thread writes the manifest, renames the folder and removes old checkpoints
 advance    all ranks learn that the checkpoint is complete
 
@@ -20,7 +21,6 @@ All messages are sent by the calling thread.
 """
 
 import atexit
-import math
 import os
 import secrets
 import shutil
@@ -52,7 +52,9 @@ from mntrain.checkpoint.format import (
     Manifest,
     ParameterState,
     Shapes,
+    part_name,
     replica_name,
+    row_major,
     sync_folder,
 )
 from mntrain.checkpoint.model_state import check_restorable, parameters_in
@@ -66,7 +68,13 @@ from mntrain.checkpoint.objects import (
     merge_hooks,
     other_tensor,
 )
-from mntrain.checkpoint.reader import checkpoint_name, is_shared, list_checkpoints, scores
+from mntrain.checkpoint.reader import (
+    checkpoint_name,
+    compare,
+    is_shared,
+    list_checkpoints,
+    scores,
+)
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
 from mntrain.checkpoint.state_values import check_values, encode_unnamed, encode_values
 from mntrain.errors import AgreedError
@@ -79,6 +87,7 @@ from zero.state import StateSlice, unnamed_state
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _EXIT_S = 30.0  # for a checkpoint that all ranks have written, at the end of the script
 _LOOK_S = 0.1  # between two looks for a new folder
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
@@ -90,7 +99,7 @@ class ShardOutline(NamedTuple):
     token: str  # unique; rank 0's is part of the temporary folder's name
     replica: int
     sync_weights: list[float]  # of the replica
-    shapes: dict[str, Shapes]  # of its tensors, by file; of the whole model on the master alone
+    shapes: dict[str, Shapes]  # of the tensors that it alone writes, by file
     states: dict[str, ParameterState]
     objects: dict[str, Any]  # encoded states
     hook: dict[str, Any]  # encoded state of the communication hook, without tensors
@@ -107,7 +116,9 @@ class Save:
     start: float
     seconds: float = 0.0  # from the snapshot until it was complete
     nbytes: int = 0  # of all files but the manifest
-    written: Future[Checksums] = field(default_factory=Future)  # by this rank's thread
+    # What this rank's thread has written, and then what it has read of another node's.
+    written: Future[Checksums] = field(default_factory=Future)
+    by_rank: list[Checksums] = field(default_factory=list)  # what all have written
     published: Future[None] | None = None  # by the master; on others: all have written
     process: int = field(default_factory=os.getpid)
 
@@ -152,6 +163,7 @@ class Saver:
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
+        self._reads_back = len(world.topology.nodes) > 1
 
     def check(self) -> None:
         """Raise ValueError for a model, an option or an object that cannot be restored. Local."""
@@ -173,10 +185,13 @@ class Saver:
 
     def best_score(self, last: int, metric: str) -> float | None:
         """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
-        paths = [p for p in list_checkpoints(self._run_dir) if p.name <= checkpoint_name(last)]
-        own = next(iter(scores(paths, metric).values()), None)
-        best: float | None = self._world.gather(own)[0]
-        return best
+        lowest: float | None = None
+        with self._world.agreement():
+            if self._world.master:
+                found = list_checkpoints(self._run_dir)
+                paths = [path for path in found if path.name <= checkpoint_name(last)]
+                lowest = next(iter(scores(paths, metric).values()), None)
+        return self._world.gather(lowest)[0]
 
     @property
     def saving(self) -> bool:
@@ -211,9 +226,9 @@ class Saver:
         return int(save.written.done())
 
     def advance(self) -> Save | None:
-        """Complete the present phase of a save: writing, then publishing. Collective.
+        """Complete the present phase of a save: writing, reading back, publishing. Collective.
 
-        Blocks until that is done. Returns None after the first phase. Raises AgreedError, which
+        Blocks until that is done. Returns None before the last phase. Raises AgreedError, which
         names the rank and the cause, if the save failed; earlier checkpoints are unchanged.
         """
         save = self._pending
@@ -222,8 +237,13 @@ class Saver:
             if save.published is None:
                 with self._world.agreement():
                     own = save.written.result()
-                gathered = self._world.gather(own)
-                save.published = _in_thread(partial(self._publish, save, gathered))
+                if not save.by_rank:
+                    save.by_rank = self._world.gather(own)
+                    if self._reads_back:
+                        save.written = _in_thread(partial(_read_back, save, self._world))
+                        return None
+                self._reads_back = False
+                save.published = _in_thread(partial(self._publish, save))
                 return None
             with self._world.agreement():
                 save.published.result()
@@ -248,16 +268,22 @@ class Saver:
         save = Save(path, path.with_name(f".{path.name}.{token}"), progress, start)
         ranges: Iterable[TensorRange]
         self._optimizer.wait_for_parameters()
+        shapes: Shapes = world.gather(self._shapes() if world.master else {})[0]
         try:
             with world.agreement():
                 save.manifest = self._describe(progress)
                 outline, ranges = _own_shard(
-                    world, token, self._model, self._optimizer, self._objects
+                    world,
+                    token,
+                    self._model,
+                    self._optimizer,
+                    self._objects,
+                    of_model=shapes,
                 )
-                if world.master:
-                    save.folder.mkdir(
-                        parents=True
-                    )  # before the others, which have to open files in it
+                if world.master:  # before the others, which have to open files in it
+                    # Not the run directory: where that was removed, nobody would find another one.
+                    save.folder.parent.mkdir(exist_ok=True)
+                    save.folder.mkdir()
                 if in_background:  # training continues while they are written
                     ranges = self._buffer.copy(ranges)
                 elif world.device.type == "cuda":  # which may still be computing them
@@ -267,21 +293,28 @@ class Saver:
         else:
             outlines = world.gather(outline)
             save.folder = path.with_name(f".{path.name}.{outlines[0].token}")
-            save.written = _in_thread(partial(_write, save, world, outlines, ranges))
+            save.written = _in_thread(partial(_write, save, world, outlines, shapes, ranges))
         self._pending = save
         atexit.register(save.end, warns=world.master)
+
+    def _shapes(self) -> Shapes:
+        """Return the shapes of the model's entries, parameters first."""
+        entries = self._model.state_dict()
+        order = dict.fromkeys([*parameters_in(self._model, entries), *entries])
+        return _shapes_of({name: entries[name] for name in order})
 
     def _end(self, save: Save) -> None:
         self._pending = None
         atexit.unregister(save.end)
 
-    def _publish(self, save: Save, by_rank: Sequence[Checksums]) -> None:
+    def _publish(self, save: Save) -> None:
         """Publish a checkpoint that all ranks have written, on the master. In a thread."""
         wrote_s = save.seconds = time.perf_counter() - save.start
         if not self._world.master:
             return
         checksums = {
-            name: sorted(part for written in by_rank for part in written[name]) for name in FILES
+            name: sorted(part for written in save.by_rank for part in written[name])
+            for name in FILES
         }
         _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
         save.seconds = time.perf_counter() - save.start
@@ -308,44 +341,44 @@ def _own_shard(
     model: nn.Module,
     optimizer: ZeroOptimizer,
     objects: Mapping[str, Stateful],
+    *,
+    of_model: Shapes,
 ) -> tuple[ShardOutline, list[TensorRange]]:
     """Return what this rank saves: a description, with copies of all that is not a tensor.
 
+    Of the model, whose shapes on the master are `of_model`, ranks write parameters together. The
+    master writes all else, such as extra states, which may differ between ranks.
     Ranges are views, except for parameters that are not contiguous. Raises ValueError for what
     cannot be saved.
     """
-    shapes: dict[str, Shapes] = {MODEL: {}, OPTIMIZER: {}, RANDOM: {}}
+    shapes: dict[str, Shapes] = {OPTIMIZER: {}, RANDOM: {}}
     states: dict[str, ParameterState] = {}
     ranges: list[TensorRange] = []
     for piece in _own_slices(optimizer):
         others, kept = encode_values(piece.others)
         places = {name: list(path) for name, path in piece.places.items()}
-        state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others, places)
-        states.setdefault(piece.name, state)
-        for key, tensor in kept.items():  # of the whole parameter
+        cuts = () if piece.whole else (piece.low,)
+        state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others, places, cuts)
+        states[piece.name] = states.get(piece.name, state).merged(state)
+        for key, tensor in kept.items() if piece.low == 0 else ():  # of the whole parameter
             name = other_tensor(piece.name, key)
             shapes[OPTIMIZER][name] = (tensor.dtype, tuple(tensor.shape))
-            if piece.low == 0:
-                flat = tensor.detach().contiguous().reshape(-1)
-                ranges.append(TensorRange(OPTIMIZER, name, flat, 0))
-        # A row-major tensor gets the parameter's shape; in another order it stays flat.
-        row_major = list(piece.order) == sorted(piece.order)
-        shape = piece.shape if row_major else (math.prod(piece.shape),)
+            flat = tensor.detach().contiguous().reshape(-1)
+            ranges.append(TensorRange(OPTIMIZER, name, flat, 0))
+        # A whole row-major tensor gets the parameter's shape; others stay flat.
+        plain = piece.whole and row_major(piece.order)
+        shape = piece.shape if plain else (piece.high - piece.low,)
         for key, tensor in piece.tensors.items():
             name = f"{piece.name}/{key}"
+            if not piece.whole:
+                name = part_name(piece.name, key, piece.low, piece.high)
             shapes[OPTIMIZER][name] = (tensor.dtype, shape)
-            ranges.append(TensorRange(OPTIMIZER, name, tensor, piece.low))
+            ranges.append(TensorRange(OPTIMIZER, name, tensor, 0))
     hook, tensors = encode_hook(optimizer.accumulation.hook_state())
     entries = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    shared = parameters_in(model, entries)
-    sizes = [entries[name].numel() for name in shared]
-    for index, low, high in _equal_part(sizes, world.rank, world.size):
-        name = shared[index]
+    shared = set(parameters_in(model, entries))
+    for name, low, high in FileLayout(of_model).part(world.rank, world.size, shared):
         ranges.append(TensorRange(MODEL, name, entries[name].reshape(-1)[low:high], low))
-    if world.master:
-        shapes[MODEL] = _shapes_of(entries)
-        alone = entries.keys() - {*shared}
-        ranges += [TensorRange(MODEL, name, entries[name].reshape(-1), 0) for name in sorted(alone)]
     own = {f"{world.rank}/{key}": state for key, state in random_states(world.device).items()}
     own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
     shapes[RANDOM] = _shapes_of(own)
@@ -394,8 +427,8 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 def _in_thread(function: Callable[[], T]) -> Future[T]:
     """Run a function in a thread, which keeps no process from its end.
 
-    When the future is done, the thread holds no tensor: freed in it while the interpreter ends, one
-    would abort the process.
+    Where the system gives no more threads, it has run when this returns. When the future is done,
+    the thread holds no tensor: freed in it while the interpreter ends, one would abort the process.
     """
     future: Future[T] = Future()
     functions = [function]
@@ -411,7 +444,10 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
             functions.clear()
             future.set_result(result)
 
-    threading.Thread(target=run, name="mntrain checkpoint", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="mntrain checkpoint", daemon=True).start()
+    except RuntimeError:  # a limit of threads, or the end of the interpreter
+        run()
     return future
 
 
@@ -419,9 +455,10 @@ def _write(
     save: Save,
     world: Ranks,
     outlines: Sequence[ShardOutline],
+    model: Shapes,
     ranges: Iterable[TensorRange],
 ) -> Checksums:
-    """Write ranges, on the master also the files' headers.
+    """Write ranges, on the master also the files' headers. The `model` has shapes of the master's.
 
     Returns the written ranges by file, after they are on the disk. Raises OSError, and ValueError
     for a dtype that the files lack.
@@ -429,7 +466,7 @@ def _write(
     start = time.perf_counter()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
-    layouts = _lay_out(save, outlines)
+    layouts = _lay_out(save, model, outlines)
     save.nbytes = sum(layout.nbytes for layout in layouts.values())
     files: dict[str, int] = {}
     written: Checksums = {name: [] for name in layouts}
@@ -438,25 +475,45 @@ def _write(
             files[name] = file = _open(save.folder / name)
             stack.callback(os.close, file)
             # No posix_fallocate: where the file system lacks it, glibc writes zeros over the parts
-            # of ranks that are ahead.
+            # of ranks that are ahead. Every node sets the length, which clients may not ask for
+            # while they know the end of what they wrote themselves.
+            os.ftruncate(file, layout.nbytes)
             if world.master:
                 written[name] += layout.write_header(file)
         for name, tensor, flat, low in ranges:
             written[name] += layouts[name].write(files[name], tensor, flat.cpu(), low)
-        for file in files.values():
+        for name, file in files.items():
+            if name != MODEL:
+                written[name] += layouts[name].write_padding(file, world.rank)
             os.fsync(file)
     world.recorder.span("write checkpoint", start)
     return written
 
 
-def _lay_out(save: Save, outlines: Sequence[ShardOutline]) -> dict[str, FileLayout]:
+def _read_back(save: Save, world: Ranks) -> Checksums:
+    """Read a part of what the next node has written; return {}. Raises ValueError if it differs."""
+    nodes = world.topology.nodes
+    number = next(number for number, node in enumerate(nodes) if world.rank in node)
+    own, there = nodes[number], nodes[(number + 1) % len(nodes)]
+    for rank in there[own.index(world.rank) :: len(own)]:
+        for name, parts in save.by_rank[rank].items():
+            try:
+                compare(save.folder / name, parts)
+            except ValueError as error:
+                here, writer = (world.places[which].host for which in (world.rank, rank))
+                raise ValueError(
+                    f"what {writer} wrote, {here} reads otherwise: {error}. Give a run directory "
+                    "on a file system that keeps what several nodes write into one file"
+                ) from error
+    return {}
+
+
+def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dict[str, FileLayout]:
     """Complete the manifest by what the ranks have described, and return the layout of files."""
-    shapes: dict[str, Shapes] = {MODEL: {}, OPTIMIZER: {}, RANDOM: {}}
     states: dict[str, ParameterState] = {}
     for outline in outlines:
-        for file, own in outline.shapes.items():
-            shapes[file] |= own
-        states |= {k: state for k, state in outline.states.items() if k not in states}
+        for name, state in outline.states.items():
+            states[name] = states.get(name, state).merged(state)
     weights = {outline.replica: outline.sync_weights for outline in outlines}
     save.manifest = replace(
         save.manifest,
@@ -466,7 +523,10 @@ def _lay_out(save: Save, outlines: Sequence[ShardOutline]) -> dict[str, FileLayo
         unnamed_state=merge([outline.unnamed for outline in outlines]),
         sync_weights=[weights[replica] for replica in sorted(weights)],
     )
-    return {file: FileLayout(of_file) for file, of_file in shapes.items()}
+    return {MODEL: FileLayout(model)} | {
+        file: FileLayout(*(outline.shapes[file] for outline in outlines))
+        for file in (OPTIMIZER, RANDOM)
+    }
 
 
 def _open(path: Path) -> int:
@@ -477,7 +537,7 @@ def _open(path: Path) -> int:
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return os.open(path, _NEW_FILE, 0o666)
         except FileNotFoundError as error:
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
@@ -495,7 +555,7 @@ def _make_valid(save: Save, content: Manifest) -> None:
 
     All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
     """
-    with (save.folder / FILE).open("w", encoding="utf-8") as text:
+    with (save.folder / FILE).open("x", encoding="utf-8") as text:
         text.write(content.to_json())
         text.flush()
         os.fsync(text.fileno())
@@ -509,13 +569,17 @@ def _make_valid(save: Save, content: Manifest) -> None:
 def remove_old(run_dir: Path, keep: int, metric: str) -> None:
     """Remove all but the newest `keep` checkpoints and the first with the lowest score by a metric.
 
-    A folder that cannot be removed is left to the next call. Files of others stay.
+    A folder that cannot be removed is left to the next call, and all where a manifest cannot be
+    read: it may be that of the best. Files of others stay.
     """
     with suppress(OSError):
         for leftover in (run_dir / "checkpoints").glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
     paths = list_checkpoints(run_dir)
-    best = next(iter(scores(paths, metric)), None)
+    try:
+        best = next(iter(scores(paths, metric)), None)
+    except OSError:
+        return
     for path in paths[keep:]:
         if path != best:
             # Renamed first: a half-removed folder must not look like a checkpoint.

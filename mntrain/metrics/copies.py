@@ -124,6 +124,7 @@ class _Events:
         self._record = import_module("tensorboard.summary.writer.record_writer").RecordWriter
         name = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
         self._path = run_dir / TENSORBOARD_FOLDER / f"events.out.tfevents.{name}"
+        self._path.parent.mkdir(exist_ok=True)
         last = max((int(line["step"]) for line in read_metrics(run_dir)), default=0)
         version, start = "brain.Event:2", events.SessionLog(status=events.SessionLog.START)
         self._add(0, file_version=version)
@@ -278,7 +279,7 @@ class _PrometheusFile:
             for inner, number in (value if isinstance(value, Mapping) else {"": value}).items():
                 if isinstance(number, Real):
                     gauge.labels(self._run, *([inner] if len(labels) > 1 else [])).set(number)
-        self._client.write_to_textfile(str(self._path), registry)
+        write_whole(self._path, self._client.generate_latest(registry))
         self._written_at = time.monotonic()
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +19,9 @@ Line = Mapping[str, Any]  # of metrics.jsonl
 def append_whole(path: Path, content: bytes) -> None:
     """Append to a file that no other process writes; it gets all of the content or nothing.
 
-    Makes the file and its folder if there are none. Raises OSError for nothing. A part of a number
-    would look like another number.
+    Makes the file if there is none. Raises OSError for nothing. A part of a number would look like
+    another number.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
@@ -78,8 +78,7 @@ def flat_options(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write a run's summary.json as a whole. Makes the directory if there is none."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Write a run's summary.json as a whole."""
     write_whole(run_dir / SUMMARY_FILE, (json_text(summary, indent=2) + "\n").encode())
 
 
@@ -102,9 +101,10 @@ def loss_text(run_dir: Path, missing: Sequence[str]) -> str:
 
 def write_whole(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file that appears, or replaces an older one, as a whole and synced to disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # A name that nobody can foresee, and has put a link to another file in the place of.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())

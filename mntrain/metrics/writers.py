@@ -35,9 +35,8 @@ WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while a file cannot be written
 class MetricsFiles:
     """metrics.jsonl of a run and its copies, in one process.
 
-    `warn` prints a warning. Makes the run's directory if there is none. Continues the files that
-    are there, which must have been rewound to the step that the job continues from
-    (`mntrain.run.directory.rewind`).
+    `warn` prints a warning. Continues the files that are there, which must have been rewound to the
+    step that the job continues from (`mntrain.run.directory.rewind`).
     """
 
     def __init__(self, run_dir: Path, log: LogConfig, warn: Callable[[str], None]) -> None:

@@ -1,14 +1,17 @@
 """The recorder of a rank: its last events, in memory and in a file that outlives the process.
 
-Events go to a ring in memory from the start, and to a memory-mapped file once there is a place for
-it. The kernel keeps what was written to it when the process is killed, and writes it to disk within
-about 30 s, so a node that loses power loses about as much. `mntrain.recorder.recording` describes
-the file.
+Events go to a ring in memory from the start, and to a file once there is a place for it. The kernel
+keeps what was written to it when the process is killed, and writes it to disk within about 30 s, so
+a node that loses power loses about as much. `mntrain.recorder.recording` describes the file.
+
+The file is not mapped into memory: on a full disk that copies on write, or where the file was cut,
+a write to mapped memory ends the process. Once the file has not taken a record, which a full disk
+may need long to tell, it gets the whole ring with a sign of life, as soon as it takes that.
 """
 
 import atexit
+import ctypes
 import faulthandler
-import mmap
 import os
 import re
 import socket
@@ -19,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from errno import ENOSPC
 from itertools import count
 from pathlib import Path
 from signal import Signals
@@ -30,9 +34,9 @@ from mntrain.recorder.recording import (
     CAPACITY,
     FILE_BYTES,
     HEADER_BYTES,
-    NUMBER,
     RECORD,
     RECORD_BYTES,
+    RING_BYTES,
     SIGNS,
     SITE,
     Header,
@@ -43,13 +47,18 @@ SIGN_S = 1.0  # between two signs of life
 CLOSE_S = 5.0  # for the thread that gives them, whose disk may not answer
 _MAX_PATH = 400  # of the counter of out-of-memory kills, so that the header fits
 _SHARED_ERRORS = {"AgreedError", "RemoteRankError"}  # raised by several ranks together
+# Of a library whose calls keep the interpreter's lock: os.pwrite would hand it to another thread at
+# each event, and wait for it.
+_pwrite = ctypes.PyDLL(None).pwrite64
+_pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
+_pwrite.restype = ctypes.c_ssize_t
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class Recorder:
     """Records the events of one rank. All methods are local, and none raises.
 
-    Methods may be called by any thread and in signal handlers; one takes 1 to 2 us. `internal` are
+    Methods may be called by any thread and in signal handlers; one takes 2 to 5 us. `internal` are
     the beginnings of the names of files that are not the user's. The thread that constructs it is
     the one that trains. `timeline` is the `mntrain.timeline.event_log.EventLog` of one that is
     recorded, else None.
@@ -61,7 +70,10 @@ class Recorder:
         self._thread = threading.get_ident()
         libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
         self._not_own = [(*internal, *libraries), tuple(internal)]
-        self._map = mmap.mmap(-1, FILE_BYTES)
+        self._ring = bytearray(RING_BYTES)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._ring))
+        self._file = -1  # descriptor
+        self._complete = False  # the file has all of the ring, and gets each record at once
         self._numbers, self._sign_numbers = count(1), count(1)  # next() is atomic
         self._recording = True
         self.active_at = time.monotonic()
@@ -81,12 +93,12 @@ class Recorder:
             folder.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)  # of a process with this number that was killed
             with ExitStack() as opened:
-                file = opened.enter_context(temporary.open("x+b"))  # follows no link
-                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # or a full disk means SIGBUS
-                mapped = mmap.mmap(file.fileno(), FILE_BYTES)
-                mapped[:HEADER_BYTES] = self._header(job).to_bytes()
-                mapped[HEADER_BYTES:] = self._map[HEADER_BYTES:]
+                file = opened.enter_context(temporary.open("xb", buffering=0))  # follows no link
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+                if file.write(self._header(job).to_bytes() + self._ring) < FILE_BYTES:
+                    raise OSError(ENOSPC, os.strerror(ENOSPC))
                 os.replace(temporary, path)
+                descriptor = os.dup(file.fileno())
                 if not faulthandler.is_enabled():  # as the user has it: then on stderr
                     os.lseek(file.fileno(), FILE_BYTES, os.SEEK_SET)
                     faulthandler.enable(file, all_threads=False)
@@ -97,11 +109,12 @@ class Recorder:
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
             return f"{folder}: {getattr(error, 'strerror', error)}"
-        self._map = mapped
-        self._signs = threading.Thread(
-            target=self._give_signs, name="mntrain recorder", daemon=True
-        )
-        self._signs.start()
+        self._file = descriptor
+        self._write_missing()  # events that have come meanwhile
+        with suppress(RuntimeError):  # no more threads
+            signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
+            signs.start()
+            self._signs = signs
         end = WeakMethod(self.close)
         atexit.register(lambda: (method := end()) and method())
         return ""
@@ -178,29 +191,63 @@ class Recorder:
         if self._signs is not None and self._signs is not threading.current_thread():
             self._signs.join(CLOSE_S)
         self._crashes.close()
-        self._map = mmap.mmap(-1, FILE_BYTES)  # lets go of the file
+        self._write_missing()
+        self._close_file()
 
     def leave_to_parent(self) -> None:
         """Record nothing more in a forked child."""
         self._recording = False
         self._crashes.close()
+        self._close_file()
 
-    def _write(self, kind: Kind, numbers: tuple[int, int], *texts: str) -> None:
+    def _close_file(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def _write(
+        self, kind: Kind, numbers: tuple[int, int], name: str = "", text: str = "", site: str = ""
+    ) -> None:
         """Write an event, with a number and the awaited rank; name, text and site."""
         self.active_at = time.monotonic()
         if self._recording:
             event = next(self._numbers)
-            self._put(event % CAPACITY, event, kind, numbers, texts)
+            self._put(event % CAPACITY, event, kind, numbers, (name, text, site))
 
     def _put(
-        self, slot: int, event: int, kind: Kind, numbers: tuple[int, int], texts: tuple[str, ...]
+        self,
+        slot: int,
+        event: int,
+        kind: Kind,
+        numbers: tuple[int, int],
+        texts: tuple[str, str, str],
     ) -> None:
-        """Write a record: its number is 0 until the rest is written."""
-        at, memory = HEADER_BYTES + slot * RECORD_BYTES, self._map
-        name, text, site = [value.encode(errors="replace") for value in (*texts, "", "", "")[:3]]
-        record = 0, time.monotonic(), *numbers, kind, name, text, site[-SITE:]
-        RECORD.pack_into(memory, at, *record)  # cuts the ends of texts
-        NUMBER.pack_into(memory, at, event)
+        """Write a record, which lies within a page: a process ends before or after its write."""
+        at, (number, awaited), (name, text, site) = slot * RECORD_BYTES, numbers, texts
+        RECORD.pack_into(
+            self._ring,
+            at,
+            event,
+            time.monotonic(),
+            number,
+            awaited,
+            kind,
+            name.encode("utf-8", "replace"),
+            text.encode("utf-8", "replace"),  # is cut at its end, as the name
+            site.encode("utf-8", "replace")[-SITE:],
+        )
+        if self._complete:
+            place = self._address + at, RECORD_BYTES, HEADER_BYTES + at
+            self._complete = _pwrite(self._file, *place) == RECORD_BYTES
+
+    def _write_missing(self) -> None:
+        """Write the ring to the file again if that lacks a record."""
+        if not self._complete:
+            try:
+                for _ in range(2):  # then what has come meanwhile
+                    self._complete = os.pwrite(self._file, self._ring, HEADER_BYTES) == RING_BYTES
+            except OSError:
+                self._complete = False
 
     def _give_signs(self) -> None:
         """Write the line at which the training thread is, once in a while."""
@@ -209,6 +256,7 @@ class Recorder:
             number = next(self._sign_numbers)
             slot = CAPACITY + number % SIGNS
             self._put(slot, number, Kind.SIGN_OF_LIFE, (0, ALL_RANKS), ("", "", site))
+            self._write_missing()
 
     def _site_of_training(self) -> str:
         """Return the line at which the training thread is; "" if it has ended.

@@ -6,8 +6,8 @@
     crash       text of Python's faulthandler, if native code has crashed
 
 A record is RECORD: number, time, collective or step, awaited rank, kind, stream or phase, text and
-call site. Its number is 0 while it is being written, and is written last, so a reader can tell a
-record that is torn by the end of the process. All numbers are little-endian.
+call site. Its number is 0 if there is none. It lies within a page of the file, and is written by
+one call. All numbers are little-endian.
 """
 
 import json
@@ -23,9 +23,9 @@ MAGIC = b"mntrain recording 1\n"
 HEADER_BYTES, CAPACITY, SIGNS = 4096, 1000, 2
 SITE = 96  # bytes of a call site, whose beginning is cut
 RECORD = struct.Struct(f"<QdqiH30s100s{SITE}s")
-NUMBER = struct.Struct("<Q")
 RECORD_BYTES = RECORD.size
-FILE_BYTES = HEADER_BYTES + (CAPACITY + SIGNS) * RECORD_BYTES
+RING_BYTES = (CAPACITY + SIGNS) * RECORD_BYTES  # with the signs of life
+FILE_BYTES = HEADER_BYTES + RING_BYTES
 _LENGTH = struct.Struct("<I")
 
 ALL_RANKS, GROUP = -1, -2  # awaited: every rank of the world; the ranks of the stream's group
@@ -146,11 +146,12 @@ def recordings(run_dir: Path, local: Path | None = None) -> Path:
 def read(path: Path) -> Recording:
     """Read a file, whose rank may still write it. Raises OSError, and ValueError for another file.
 
-    What changes between two looks is left out.
+    What changes between two looks is left out, and what a file lacks that was cut.
     """
     data, again = path.read_bytes(), path.read_bytes()
-    if not data.startswith(MAGIC) or len(data) < FILE_BYTES:
+    if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
         raise ValueError(f"{path} is no recording of this version of mntrain")
+    data, again = (content.ljust(FILE_BYTES, b"\0") for content in (data, again))
     (length,) = _LENGTH.unpack_from(data, len(MAGIC))
     start = len(MAGIC) + _LENGTH.size
     try:

@@ -65,7 +65,7 @@ def measure(run: RunFiles) -> Measured:
 def _epoch(checkpoint: Path) -> int | None:
     try:
         return read_manifest(checkpoint).samples
-    except ValueError:
+    except (OSError, ValueError):
         return None
 
 

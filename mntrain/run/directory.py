@@ -18,11 +18,13 @@ RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from errno import ENOENT, ENOTDIR
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -80,6 +82,8 @@ class RunDirectory:
         the first ending of -2, -3, ... that is free.
         """
         path, missing = self.path, [f for f in self.path.parents if not f.exists()]
+        for above in path.parents:
+            _expect_folder(above)
         path.parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             if number > 1:
@@ -88,7 +92,7 @@ class RunDirectory:
                 self.path.mkdir()
             except FileExistsError:
                 if not new:
-                    self.path.mkdir(exist_ok=True)  # raises for a file
+                    _expect_folder(self.path)
                     return
             else:
                 self._made = [self.path, *missing]
@@ -167,6 +171,15 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _expect_folder(path: Path) -> None:
+    """Raise OSError if a path is there, and is no folder."""
+    if path.is_dir() or not os.path.lexists(path):
+        return
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(ENOENT, f"a link to {path.readlink()}, which is missing", str(path))
+    raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(path))
 
 
 def rewind(run_dir: Path, step: int) -> None:

@@ -30,6 +30,7 @@ EMPTY_S = 2.0  # in which a process that has made the file writes its name
 SETTLE_S = 0.5  # in which of several jobs that replace a dead holder the last one is known
 CLOSE_S = 2.0  # for the removal of the file, of which a hung file system keeps no exit back
 _POLL_S = 0.2
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW  # not the file to which somebody has put a link here
 _WIDTH = 1000  # of the text in bytes: a new number is written over the old one, also on a full disk
 
 
@@ -110,7 +111,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def write(path: Path, holder: dict[str, Any], flags: int = 0) -> None:
     """Write the holder to the disk, in place. `flags` are more of those of `os.open`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _OPEN | flags, 0o666)
     try:
         os.pwrite(descriptor, json.dumps(holder).encode().ljust(_WIDTH), 0)
         os.fsync(descriptor)

@@ -35,22 +35,19 @@ DAMAGES = {
         f"{FILE} is not that of a checkpoint",
     ),
     "a later manifest": (
-        lambda path: change(path / FILE, "checkpoint 1", "checkpoint 9"),
+        lambda path: change(path / FILE, "checkpoint 2", "checkpoint 9"),
         f"{FILE} is of format 'mntrain checkpoint 9'",
     ),
     "a changed manifest": (
         lambda path: change(path / FILE, "step", "stop"),
         f"{FILE} is damaged: its checksum differs",
     ),
-    "a model cut": (lambda path: cut(path / MODEL, -1), f"{MODEL} is truncated, or not a "),
+    "a model cut": (lambda path: cut(path / MODEL, -1), f"{MODEL} has "),
     "a model emptied": (
         lambda path: cut(path / MODEL, 0),
-        f"{MODEL} is truncated, or not a safetensors file",
+        f"{MODEL} has 0 bytes, and was written with",
     ),
-    "a pickle": (
-        lambda path: torch.save({"a": 1}, path / MODEL),
-        f"{MODEL} is truncated, or not a safetensors file",
-    ),
+    "a pickle": (lambda path: torch.save({"a": 1}, path / MODEL), f"{MODEL} has "),
     "another model": (
         lambda path: save_file({"a": torch.ones(3)}, path / MODEL),
         f"{MODEL} has 76 bytes, and was written with",

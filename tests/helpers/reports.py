@@ -85,6 +85,7 @@ def line(step: int, **changes) -> dict:
 def write(folder: Path, log: LogConfig, *lines: dict, succeeded: bool = True) -> list[str]:
     """Write the lines of one job, and return its warnings."""
     warnings: list[str] = []
+    folder.mkdir(exist_ok=True)
     files = MetricsFiles(folder, log, warnings.append)
     for one in lines:
         files.write(one)

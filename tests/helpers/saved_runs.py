@@ -74,6 +74,7 @@ def train(model, optimizer):
 
 def save(world, model, optimizer, folder, step):
     progress = Manifest(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
+    folder.mkdir(exist_ok=True)
     Saver(world, model, optimizer, folder, keep=3).save(progress)
 
 

@@ -234,6 +234,8 @@ def test_a_checkpoint_of_one_division_is_read_by_others_at_any_size(sub_worlds, 
         world, model, place = sub_worlds(RANKS), Mixed(), folder / str(turn)
         optimizer = optimizer_of(world, model, free=written, stage=1 + turn % 2)
         train(world, model, optimizer, range(2))
+        if world.master:
+            place.mkdir()
         Saver(world, model, optimizer, place, 3).save(
             Manifest(2, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
         )

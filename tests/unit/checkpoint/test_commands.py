@@ -101,7 +101,8 @@ def expected_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_diff_measures_what_differs(saved, monkeypatch, block):
     monkeypatch.setattr(commands, "_BLOCK", block)
     paths = newest(saved / "run"), newest(saved / "nudged")
-    found = {name: text for name, text in commands._tensor_differences(*paths) if text}
+    both = ((path, reader.inspect(path)) for path in paths)
+    found = {name: text for name, text in commands._tensor_differences(*both) if text}
     ours, theirs = (load_file(path / MODEL) for path in paths)
     differ = {name for name in ours if bits(ours[name]) != bits(theirs[name])}
     assert differ > {"tokens.weight", "head.weight", "coarse.weight", "mask", "wide"}
@@ -150,7 +151,7 @@ def test_an_exported_model_is_the_one_that_was_saved(saved, tmp_path, ckpt, endi
     out = tmp_path / f"model.{ending}"
     code, said, err = ckpt("export", saved / "run", out)
     assert (code, err) == (0, "")
-    assert said.startswith(f"{out}: the model of {newest(saved / 'run')}, 0.0 MB")
+    assert said.startswith(f"{out}: the model of {newest(saved / 'run')}, 0.")
     found, expected = loaded(out), torch.load(saved / "run.pt", weights_only=True)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -203,7 +204,8 @@ def test_export_to_a_full_disk_is_one_error_and_keeps_the_old_file(
     saved, tmp_path, ckpt, ending, room
 ):
     """Without room there is none for the tensors; with it, none for what torch adds to them."""
-    needed = -(-(newest(saved / "Many") / MODEL).stat().st_size // 4096)
+    tensors = load_file(newest(saved / "Many") / MODEL).values()
+    needed = -(-sum(tensor.nbytes for tensor in tensors) // 4096)
     small = tmp_path / "small"
     small.mkdir()
     options = f"size={4096 * (1 + (needed if room else 0))}"
@@ -218,6 +220,53 @@ def test_export_to_a_full_disk_is_one_error_and_keeps_the_old_file(
         assert os.listdir(small) == [out.name]
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+# Runs that remove checkpoints.
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved / "run", tmp_path / "run")
+
+
+def removed_once(monkeypatch, module, name, run):
+    """Let the run replace its newest checkpoint by a newer one when a function is first called."""
+    original, newer = getattr(module, name), newest(run).with_name("step-00000003")
+
+    def called(*arguments):
+        if not newer.exists():
+            shutil.copytree(newest(run), newer)
+            newest(run).rename(newer.with_name(".step-00000002.old"))
+        return original(*arguments)
+
+    monkeypatch.setattr(module, name, called)
+    return newer
+
+
+@pytest.mark.parametrize("moment", ["inspect", "verify"])
+@pytest.mark.parametrize("words", ["verify {}", "show {}", "export {} {}.pt", "diff {} {}"])
+def test_of_a_run_that_removes_its_newest_checkpoint_the_newer_one_is_read(
+    run, ckpt, monkeypatch, words, moment
+):
+    newer = removed_once(monkeypatch, reader, moment, run)
+    code, said, err = ckpt(*words.format(run, run).split())
+    assert (code, err) == (0, "")
+    assert str(newer) in said
+    assert str(newest(run)) not in said
+
+
+def test_an_export_of_a_checkpoint_that_is_removed_is_one_of_the_newer(run, ckpt, monkeypatch):
+    out, newer = run / "model.safetensors", removed_once(monkeypatch, commands, "export_file", run)
+    code, said, err = ckpt("export", run, out)
+    assert (code, err) == (0, "")
+    assert said.startswith(f"{out}: the model of {newer}, ")
+
+
+def test_a_checkpoint_that_was_given_and_is_removed_is_an_error(run, ckpt, monkeypatch):
+    removed_once(monkeypatch, reader, "verify", run)
+    code, _, err = ckpt("verify", newest(run))
+    assert (code, err.startswith(f"mntrain: {newest(run)}: ")) == (1, True)
 
 
 # Damaged checkpoints, for every subcommand.

@@ -17,6 +17,7 @@ from mntrain.checkpoint.format import (
     open_tensors,
 )
 from mntrain.checkpoint.reader import verify
+from mntrain.checks.storage import PAGE_BYTES
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 TENSORS = st.dictionaries(
@@ -35,19 +36,31 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def write_in_parts(path, tensors, writers=3):
-    """Let each of several writers write a part of every tensor; return all written ranges."""
-    layout = FileLayout({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    """Let each of several writers write a part of all tensors; return all written ranges."""
+    layout = FileLayout(shapes_of(tensors))
     path.write_bytes(bytes(layout.nbytes))
     ranges: list[ChecksummedRange] = []
     for number in reversed(range(writers)):
         with path.open("r+b", buffering=0) as file:
             if number == 1:
                 ranges += layout.write_header(file.fileno())
-            for name, tensor in tensors.items():
-                numel = tensor.numel()
-                low, high = numel * number // writers, numel * (number + 1) // writers
-                ranges += layout.write(file.fileno(), name, tensor.reshape(-1)[low:high], low)
+            for name, low, high in layout.part(number, writers, tensors):
+                flat = tensors[name].reshape(-1)[low:high]
+                ranges += layout.write(file.fileno(), name, flat, low)
     return sorted(ranges, key=lambda part: part.start)
+
+
+def shapes_of(tensors):
+    return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+
+def pages(ranges):
+    return {
+        page
+        for part in ranges
+        if part.length
+        for page in range(part.start // PAGE_BYTES, -(-(part.start + part.length) // PAGE_BYTES))
+    }
 
 
 def find_damage(path, ranges):
@@ -72,6 +85,69 @@ def test_the_library_reads_what_was_written_in_parts(tmp_path_factory, described
         FileLayout({"w": (torch.complex64, (2,))})
 
 
+LENGTHS = st.sampled_from([0, 1, 5, 8191, 8192, 8193, 16_384, 30_001])
+
+
+@given(
+    regions=st.lists(
+        st.lists(st.tuples(st.sampled_from([torch.float64, torch.int16, torch.bool]), LENGTHS)),
+        min_size=1,
+        max_size=4,
+    ),
+    chooses=st.integers(0, 255),
+)
+def test_no_page_has_bytes_of_two_writers(tmp_path_factory, regions, chooses):
+    """Neither in the regions of what each has alone, nor in the parts of what all have."""
+    path = tmp_path_factory.mktemp("files") / "a.safetensors"
+    tensors = [
+        {f"{number}/{i}": filled(dtype, (length,)) for i, (dtype, length) in enumerate(region)}
+        for number, region in enumerate(regions)
+    ]
+    layout = FileLayout(*map(shapes_of, tensors))
+    by_writer: list[list[ChecksummedRange]] = []
+    with path.open("w+b", buffering=0) as file:
+        for number, own in reversed(list(enumerate(tensors))):
+            written = [
+                part for n, t in own.items() for part in layout.write(file.fileno(), n, t, 0)
+            ]
+            by_writer.append(written + layout.write_padding(file.fileno(), number))
+        by_writer.append(layout.write_header(file.fileno()))
+    expect_pages_apart(by_writer)
+    found = load_file(path)
+    for name, tensor in (item for own in tensors for item in own.items()):
+        assert torch.equal(found.pop(name), tensor)
+    assert all(name.startswith("padding/") and not rest.any() for name, rest in found.items())
+    ranges = sorted(part for written in by_writer for part in written)
+    find_damage(path, ranges)
+    assert sum(part.length for part in ranges) == path.stat().st_size == layout.nbytes
+
+    whole = {name: tensor for own in tensors for name, tensor in own.items()}
+    layout = FileLayout(shapes_of(whole))
+    with path.open("w+b", buffering=0) as file:
+        alone = {name for number, name in enumerate(whole) if chooses >> number % 8 & 1}
+        shared = whole.keys() - alone
+        places = [list(layout.part(number, 3, shared)) for number in range(3)]
+        assert not alone & {name for place in places[1:] for name, *_ in place}
+        parts = [
+            [
+                part
+                for name, low, high in place
+                for part in layout.write(file.fileno(), name, whole[name][low:high], low)
+            ]
+            for place in places
+        ]
+        parts.append(layout.write_header(file.fileno()))
+    expect_pages_apart(parts)
+    found = load_file(path)
+    assert all(torch.equal(found.pop(name), tensor) for name, tensor in whole.items())
+    assert not found
+
+
+def expect_pages_apart(by_writer):
+    each = list(map(pages, by_writer))
+    assert sum(map(len, each)) == len(set().union(*each))
+
+
 @pytest.fixture
 def written(tmp_path):
     """A file of two tensors, and its ranges."""
@@ -83,7 +159,12 @@ def written(tmp_path):
 def test_every_flipped_bit_is_located_and_every_truncated_file_is_refused(written):
     path, ranges = written
     right, chance = path.read_bytes(), random.Random(1)
-    for at in range(len(right)):
+    places = {
+        *range(600),
+        *range(PAGE_BYTES - 8, len(right)),
+        *chance.sample(range(len(right)), 50),
+    }
+    for at in sorted(places):
         data = bytearray(right)
         data[at] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
@@ -91,6 +172,7 @@ def test_every_flipped_bit_is_located_and_every_truncated_file_is_refused(writte
             find_damage(path, ranges)
         start, stop = map(int, re.findall(r"\d+", str(error.value)))
         assert start <= at < stop
+    for at in chance.sample(range(len(right)), 50):
         path.write_bytes(right[:at])
         with pytest.raises(ValueError, match=r"a\.safetensors is truncated"):
             open_tensors(path)

@@ -16,9 +16,16 @@ import pytest
 from reports import line, write
 
 from mntrain.config import LogConfig
+from mntrain.metrics import files as files_module
 from mntrain.metrics import writers
 from mntrain.metrics.copies import expect_installed
-from mntrain.metrics.files import append_whole, flatten, read_metrics, write_summary
+from mntrain.metrics.files import (
+    append_whole,
+    flatten,
+    read_metrics,
+    write_summary,
+    write_whole,
+)
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.run.directory import rewind
 
@@ -125,7 +132,7 @@ def test_what_is_lost_is_told(tmp_path, disk, clock, monkeypatch):
 
 
 def test_what_the_disk_has_no_room_for_is_not_there_in_part(tmp_path):
-    path = tmp_path / "made" / "file"
+    path = tmp_path / "file"
     append_whole(path, b"whole\n")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
@@ -272,17 +279,45 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypa
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_directory_that_is_deleted_is_made_anew(tmp_path):
-    folder = tmp_path / "run"
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_directory_that_is_gone_is_not_made_anew_and_what_it_lacks_is_told(
+    tmp_path, clock, moved
+):
+    folder, there, warnings = tmp_path / "run", tmp_path / "there", list[str]()
+    folder.mkdir()
     log = LogConfig(csv=True, tensorboard=bool(find_spec("tensorboard")))
-    files = MetricsFiles(folder, log, pytest.fail)
+    files = MetricsFiles(folder, log, warnings.append)
     for step in (1, 2, 3):
         if step == 2:
-            shutil.rmtree(folder)
+            folder.rename(there)
+            if not moved:
+                shutil.rmtree(there)
+        clock[0] += 10
         files.write({"step": step})
     files.close()
-    assert [line["step"] for line in read_metrics(folder)] == [2, 3]
-    assert [row["step"] for row in rows(folder)] == ["2", "3"]
-    shutil.rmtree(folder)
-    write_summary(folder, {"status": "completed"})
-    assert "completed" in (folder / "summary.json").read_text()
+    assert not folder.exists()
+    assert "metrics.jsonl cannot be written: No such file or directory" in warnings[0]
+    lost = "2 lines of metrics.jsonl (No such file or directory)"
+    assert files.missing[0] == lost
+    with pytest.raises(FileNotFoundError):
+        write_summary(folder, {"status": "completed"})
+    assert moved == there.exists()
+    if moved:
+        assert [line["step"] for line in read_metrics(there)] == [1]
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path, monkeypatch):
+    """Whoever may write in a directory could foresee its name, and so choose a victim."""
+    victim, path = tmp_path / "victim", tmp_path / "summary.json"
+    victim.write_text("words")
+    (tmp_path / f".{path.name}.{os.getpid()}").symlink_to(victim)
+    write_whole(path, b"new")
+    path.unlink()
+    path.symlink_to(victim)
+    write_whole(path, b"newer")
+    assert (path.read_text(), path.is_symlink(), victim.read_text()) == ("newer", False, "words")
+    monkeypatch.setattr(files_module.secrets, "token_hex", lambda _: "known")
+    (tmp_path / ".summary.json.known").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_whole(path, b"newest")
+    assert (path.read_text(), victim.read_text()) == ("newer", "words")

@@ -24,3 +24,62 @@ def test_a_missing_python_is_one_sentence(name, python, tmp_path):
         "of .venv, or set PYTHON to the Python that mntrain is installed in\n"
     )
     assert not list(tmp_path.iterdir())
+
+
+# In the place of Slurm's programs: a start writes a summary, and takes the steps of the file.
+SRUN = """#!/bin/bash
+[ "$2" != --nodes=1 ] || exit 0
+mkdir -p run/2 && cd run/2
+for step in $(cat ../../steps); do echo "{\\"step\\": $step}" >>metrics.jsonl; done
+of="\\"status\\": \\"$(cat ../../status)\\", \\"reason\\": \\"SIGUSR1\\""
+echo "{$of, \\"at\\": $RANDOM$RANDOM}" >summary.json
+"""
+
+
+class Slurm:
+    """A folder in which the batch scripts run as job 9, the last task of the array 7."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        programs = {"srun": SRUN, "scontrol": '#!/bin/bash\necho "$*" >>requeued\n'}
+        programs["python"] = "#!/bin/bash\necho pmi2\n"
+        for name, text in programs.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        slurm = {"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "2", "CPUS_PER_TASK": "1", "JOB_ID": "7"}
+        slurm |= {"JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "RESTART_COUNT": "0"}
+        self.environment = {f"SLURM_{variable}": value for variable, value in slurm.items()}
+        self.environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": "./python"}
+        self.environment |= {"SWEEP_DIR": "run", "RUN_DIR": "run/2", "SWEEP": "sweep"}
+        (folder / "sweep").write_text("\n\n")
+
+    def start(self, name, status, *steps):
+        """Run a script whose job takes these steps; return its code, output and requeues."""
+        (self.folder / "status").write_text(status)
+        (self.folder / "steps").write_text(" ".join(map(str, steps)))
+        requeued = self.folder / "requeued"
+        requeued.unlink(missing_ok=True)
+        options = {"cwd": self.folder, "env": self.environment, "capture_output": True}
+        done = subprocess.run(["bash", SCRIPTS / name], check=False, text=True, **options)
+        asked = requeued.read_text().splitlines() if requeued.exists() else []
+        return done.returncode, done.stdout + done.stderr, asked
+
+
+# What is asked of Slurm: of an array the task alone, though the last one has the array's number.
+REQUEUE = {"array.sbatch": ["requeue 7_2"], "requeue.sbatch": ["requeue 7"]}
+
+
+@pytest.mark.parametrize("name", REQUEUE)
+def test_a_job_is_requeued_alone_and_no_more_after_three_starts_without_a_step(name, tmp_path):
+    slurm, asked = Slurm(tmp_path), REQUEUE[name]
+    for steps in ((), (), (1,), (), (), (2, 3), ()):  # never three in a row
+        assert slurm.start(name, "preempted", *steps)[::2] == (0, asked)
+    assert slurm.start(name, "preempted")[::2] == (0, asked)
+    code, said, requeued = slurm.start(name, "preempted")
+    assert (code, requeued) == (1, [])
+    assert "three starts in a row have made no step: give more --time" in said
+    assert slurm.start(name, "preempted")[::2] == (0, asked)  # submitted again
+    assert slurm.start(name, "crashed")[::2] == (1, [])
+    assert slurm.start(name, "completed", 4)[::2] == (0, [])
+    left = sorted(path.name for path in (tmp_path / "run" / "2").iterdir())
+    assert left == ["metrics.jsonl", "summary.json"]

@@ -1,6 +1,7 @@
 """A run directory, and files of earlier jobs in it."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
@@ -82,6 +83,26 @@ def test_a_run_is_started_over_only_by_a_job_that_saves_and_without_a_result(tmp
             run.rewind(0)
         run.rewind(2)
         assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", ["runs", "runs/a"])
+@pytest.mark.parametrize("target", ["nothing", "nothing/at all", "loop"])
+def test_a_dangling_link_in_place_of_a_folder_is_named(name, target, tmp_path):
+    link = tmp_path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(link.name if target == "loop" else tmp_path / target)
+    said = f"a link to {link.readlink()}, which is missing: '{link}'): give a folder in which they"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        RunDirectory(alone(), tmp_path / "runs" / "a")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_link_to_a_folder_is_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "run").symlink_to("there")
+    RunDirectory(alone(), tmp_path / "run" / "a").close()
+    RunDirectory(alone(), tmp_path / "run").discard()
+    assert names(tmp_path / "there") == ["a"]
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/a"])

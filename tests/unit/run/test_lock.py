@@ -43,6 +43,17 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
     take(tmp_path).close()
 
 
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
+    """Whoever may write in the directory could so have any file of the user's overwritten."""
+    victim, path = tmp_path / "victim", tmp_path / ".lock"
+    victim.write_text("words")
+    with closing(take(tmp_path)):
+        path.unlink()
+        path.symlink_to(victim)
+        time.sleep(5 * lock.BEAT_S)
+    assert victim.read_text() == "words"
+
+
 def test_a_silent_holder_on_another_host_is_dead(tmp_path, capsys):
     elsewhere(tmp_path)
     take(tmp_path).close()
