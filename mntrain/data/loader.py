@@ -7,8 +7,9 @@ Each batch of the loader is a global batch:
 
 The ranks see the same batches because the default generators of torch, Python and numpy, from
 which a loader draws its shuffling, are seeded by (seed, epoch, dataset) while it draws. Ranks
-compare the first batch of every new loader (`mntrain.data.sample_digest`). Where batches are made of
-indices, a digest of them goes to the optimizers, which compare it between ranks in each step.
+compare the first batch of every new loader (`mntrain.data.sample_digest`). Where the batches are
+made of indices, a digest of them goes to the optimizers, which compare it between ranks in each
+step.
 """
 
 import copy
