@@ -337,10 +337,11 @@ class ZeroConfig:
         le=2,
         description="ZeRO stage. 0: no sharding. 1: the optimizer's state. 2: gradients too.",
     )
-    partition: Literal["element", "parameter"] = Field(
-        default="element",
-        description="unit of sharding. element: any elements. parameter: whole parameters, which "
-        "some optimizers need.",
+    partition: Literal["auto", "element", "parameter"] = Field(
+        default="auto",
+        description="unit of sharding. element: any elements, for optimizers that work element by "
+        "element. parameter: whole parameters. auto: by element for those of torch.optim that are "
+        "known to work so, else whole parameters.",
     )
     shard_by: Literal["equal", "memory"] = Field(
         default="equal",

@@ -16,9 +16,9 @@ class Muon(Optimizer):
     """Momentum whose update of a matrix is made orthogonal; AdamW in groups with `muon=False`.
 
     The update of a matrix is scaled to the size of an AdamW update, so that both kinds of groups
-    take the same learning rate and weight decay. At ZeRO stages 1 and 2 it needs
-    `partition="parameter"`, since it looks at whole matrices. In groups with `muon` (the default),
-    it raises ValueError for parameters that are no matrices.
+    take the same learning rate and weight decay. It looks at whole matrices, so at ZeRO stages 1
+    and 2 ranks own whole parameters. In groups with `muon` (the default), it raises ValueError for
+    parameters that are no matrices.
 
     Sources: K. Jordan, "Muon", 2024 (https://kellerjordan.github.io/posts/muon), and for the scale
     and the weight decay J. Liu et al., "Muon is scalable for LLM training", 2025 (arXiv

@@ -97,7 +97,7 @@ class World(Ranks):
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         stage: int = 0,
-        partition: Literal["element", "parameter"] = "element",
+        partition: Literal["auto", "element", "parameter"] = "auto",
         shard_by: Literal["equal", "memory"] = "equal",
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
@@ -402,7 +402,7 @@ class World(Ranks):
                 self._own_loop.settle()
                 for optimizer in self._optimizers:
                     optimizer.close()
-                self._engine.finish(Ticket(Signature("world.close"), call_site()))
+                self._engine.finish(Ticket(Signature("world.close"), call_site())).wait()
         finally:
             if self._engine.abandoned:
                 self.abandon()

@@ -4,10 +4,11 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -50,14 +51,18 @@ from zero.state import (
     PartOfState,
     StateSlice,
     check_groups,
+    check_state,
     from_plain,
     load_slices,
     own_slices,
     to_plain,
-    whole_tensors,
+    unnamed_state,
+    whole_states,
+    whole_unnamed_state,
 )
+from zero.state_view import StateByParameter
 from zero.sync_batchnorm import layers_below
-from zero.trials import check_drivable, check_partition
+from zero.trials import check_drivable, check_partition, choose_partition, works_by_element
 
 
 class StepResult(NamedTuple):
@@ -80,8 +85,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `model` then.
     Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
-    ranks, for optimizers that need matrices. `shard_weights` make shards unequal, in proportion to
-    them: whole numbers by slot of the ranks that share the state, the same on all ranks.
+    ranks. "auto" is "element" for the optimizers of torch that work element by element
+    (`zero.trials.BY_ELEMENT`), and "parameter" for all others, and for functions that make one:
+    "element" is the caller's word that another one works so. `shard_weights` make shards unequal,
+    in proportion to them: whole numbers by slot of the ranks that share the state, the same on all
+    ranks.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -144,7 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         collectives: Collectives,
         *,
         stage: int = 0,
-        partition: Literal["element", "parameter"] = "element",
+        partition: Literal["auto", "element", "parameter"] = "auto",
         shard_weights: Sequence[int] | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
@@ -185,7 +193,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self.accumulation = Accumulation(self._shard, self._hook, self.schedule, self._scale)
         self._make_inner = partial(optimizer_class, **kwargs)
-        self.stage, self.partition, self._gather_dtype = stage, partition, gather_dtype
+        self.stage, self._gather_dtype = stage, gather_dtype
+        self.partition = choose_partition(optimizer_class, partition)
+        self.known = works_by_element(optimizer_class)  # so is its state
         self._bucket_bytes = bucket_bytes
         self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._names = GroupNames()
@@ -282,31 +292,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
         self.accumulation.weight.forget(drawn=drawn)
 
+    @_disable_dynamo
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss times the loss scale, for a call of its `backward`. Local."""
-        self._scale.applied = True
-        return loss if self._scale.value == 1.0 else loss * self._scale.value
+        """Return a loss times the loss scale, for a call of its `backward`. Local.
+
+        Another optimizer that the backward reaches must have the same loss scale: its `step`
+        raises RuntimeError otherwise, unless `zero_grad` has dropped the gradient.
+        """
+        return self._scale.apply(loss)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
 
-        Collective outside of `no_sync`, for one micro-batch. A rank without samples in a step calls
-        `share(0)` instead. The loss is multiplied by a factor, for other optimizers too; if it
-        trains several, call `share` of each.
+        Collective outside of `no_sync`, for one micro-batch. The gradient of a step is the mean
+        over the samples of all its micro-batches, also if it is read between two of them. A rank
+        without samples in a step calls `share(0)` instead. The weight acts on gradients, as they
+        are taken; another optimizer of the loss takes its own as those of `loss.backward()`.
+        Raises RuntimeError beside gradients of `loss.backward()` in the step.
         """
         self._check_open()
         self._scale.applied = True
-        self.accumulation.begin_weighted()
-        factor = self.accumulation.weight.add(weight)
-        layers, zeros = ([], []) if factor else layers_below(loss)
-        if not factor and not layers:
+        weight = self.accumulation.weight.counted(weight)
+        layers, zeros = ([], []) if weight else layers_below(loss)
+        # What other ranks' losses owe to this rank's samples counts, also if its own has none.
+        self.accumulation.state_weight(weight, weight or float(bool(layers)))
+        if not weight and not layers:
             # The mean over no samples is NaN, and 0 * NaN is NaN.
             self.accumulation.pass_backward()
             return
         try:
-            if factor:
-                self.scale(loss * factor).backward()
+            if weight:
+                self.scale(loss).backward()
             else:  # only what lies below layers in which other ranks wait
                 torch.autograd.backward(layers, zeros)
         except BaseException:
@@ -357,22 +374,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scale the gradient in place so that its norm is at most `max_norm`. Collective.
 
         Returns the norm before, of the whole model, as a 0-dim fp64 tensor on the CPU. The same as
-        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0.
+        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0; if
+        limits differ, `step` raises RuntimeError on all ranks.
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm!r}: give 0 or a number above")
         self._means()
         norm = self._agreed_norm(norm_type)
         if max_norm < norm < math.inf:  # otherwise `step` stops or skips
-            self._shard.gradients.scale_(max_norm / (norm + 1e-6))
+            self._scale_gradients(max_norm / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @_disable_dynamo
     @torch.no_grad()
     def scale_gradients_(self, factor: float) -> None:
-        """Multiply the gradient in place. Collective, with the same factor on every rank."""
+        """Multiply the gradient in place. Collective, with the same factor on every rank.
+
+        Otherwise `step` raises RuntimeError on all ranks.
+        """
         self._means()
+        self._scale_gradients(float(factor))
+
+    def _scale_gradients(self, factor: float) -> None:
         self._shard.gradients.scale_(factor)
+        self._agreement.gradient_factor *= factor
 
     @_disable_dynamo
     @torch.no_grad()
@@ -399,6 +424,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         else:
             self.accumulation.clear(set_to_none)
+            self._agreement.gradient_factor = 1.0
 
     # Parameters.
 
@@ -491,13 +517,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The state of the torch optimizer, by tensor that it updates here. May be replaced."""
-        return self._inner.state
+        """The state of the torch optimizer, by parameter. May be changed, and replaced.
+
+        At stages 1 and 2 by what each rank updates: parameters that it owns whole, and flat slices.
+        The use of another parameter as a key raises RuntimeError.
+        """
+        if self._shard.plain:
+            return self._inner.state
+        return StateByParameter(self._shard, self._inner.state)  # type: ignore[return-value]
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        if self._constructed:  # torch's constructor assigns an empty one
-            self._inner.state = state
+        if not self._constructed:  # torch's constructor assigns an empty one
+            return
+        if not self._shard.plain:
+            view = StateByParameter(self._shard, defaultdict(dict))
+            view.update(state)
+            state = view.by_tensor
+        self._inner.state = state
 
     @property
     def sharded(self) -> bool:
@@ -510,7 +547,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
         and applies it if the schedule's `settle` does. Plain containers and tensors of the
         optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
-        state; "comm_hook" is of this rank only, and "sync_weights" of its replica. At stages 1 and
+        state; "unnamed_state", what the torch optimizer keeps under a key that is no parameter, and
+        "comm_hook" are of this rank only, and "sync_weights" of its replica. At stages 1 and
         2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
         `full_state_dict`.
         """
@@ -519,6 +557,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
             "param_groups": self._names.of(self.param_groups),
+            "unnamed_state": unnamed_state(self._inner.state),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.accumulation.hook_state(),
             "steps": self.accumulation.steps,
@@ -541,11 +580,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if "state" in state_dict and "slices" not in state_dict:
             given = self._names.given(self.param_groups)
             trained = [group["params"] for group in own_groups]
-            slices, groups = from_plain(state_dict, given, trained, self._shapes())
+            slices, groups, unnamed = from_plain(state_dict, given, trained, self._shapes())
             usual = {"loss_scale": self._scale.state_dict()} | state_dict
-            state_dict = usual | {"slices": [s._asdict() for s in slices], "param_groups": groups}
+            parts = {"slices": [s._asdict() for s in slices], "param_groups": groups}
+            state_dict = usual | parts | {"unnamed_state": unnamed}
         groups = check_groups(state_dict, own_groups)
-        self.load_slices((StateSlice(**piece) for piece in state_dict["slices"]), groups)
+        self.load_slices(
+            (StateSlice(**piece) for piece in state_dict["slices"]),
+            groups,
+            state_dict.get("unnamed_state", {}),
+        )
         self._agreement.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.accumulation.load_hook_state(state_dict.get("comm_hook"))
@@ -570,13 +614,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         self._shard.take_changes()
         sharding, slices = self._shard.sharding, self.slices()
-        states = whole_tensors(sharding, self._named, slices, sharded=self.sharded)
+        states = whole_states(sharding, self._named, slices, sharded=self.sharded)
+        unnamed = whole_unnamed_state(sharding, self._inner.state, sharded=self.sharded)
         given = self._names.given(self.param_groups)
         groups = [
             {**group, "params": names}
             for group, names in zip(self.param_groups, given, strict=True)
         ]
-        plain = to_plain(states, groups)
+        plain = to_plain(states, unnamed, groups)
         return {**plain, "loss_scale": self._scale.state_dict(), "steps": self.accumulation.steps}
 
     def slices(self) -> Iterator[StateSlice]:
@@ -590,19 +635,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return own_slices(self._shard, self._inner.state, self._replicas.state)
 
     def load_slices(
-        self, slices: Iterable[StateSlice], groups: Sequence[dict[str, Any]] | None = None
+        self,
+        slices: Iterable[StateSlice],
+        groups: Sequence[dict[str, Any]] | None = None,
+        unnamed: Mapping[Any, Any] = MappingProxyType({}),
     ) -> None:
         """Load the state of what this rank owns from slices of any extent, in any order. Local.
 
-        And the hyperparameters of `groups`, if given, as the torch optimizer loads them.
+        And the hyperparameters of `groups`, if given, as the torch optimizer loads them, and the
+        `unnamed` state, under keys that are no parameters.
 
         Raises ValueError, before anything is changed, if they are of another model or do not cover
         what this rank owns, and RuntimeError as `wait_for_parameters`.
         """
         self._shard.watch.check()
         options = [hyperparameters(group) for group in groups or self.param_groups]
-        load_sync = self.schedule.load_state
-        load_slices(self._shard, self._inner, slices, self._shapes(), load_sync, options=options)
+        load_slices(
+            self._shard,
+            self._inner,
+            slices,
+            self._shapes(),
+            self.schedule.load_state,
+            options=options,
+            unnamed=unnamed,
+        )
         self._take_groups()
 
     @property
@@ -676,6 +732,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.check_unchanged(self.param_groups)
         self._shard.watch.check()
         self.accumulation.synchronize()
+        if self.accumulation.scaled_by_others:
+            raise RuntimeError(
+                "the loss was multiplied by the loss scale of another optimizer, which is not "
+                f"that of this one ({self._scale.value:g}): give all optimizers of a loss the same "
+                "number as loss_scale=, and multiply the loss by one of them; or drop this "
+                "optimizer's gradient by zero_grad()"
+            )
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
@@ -689,6 +752,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         self._give_groups()
         self._inner.step()
+        if not self.known:
+            check_state(self._shard, self._inner)
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))
@@ -716,6 +781,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._replicas.end_step(step, weight, updated=updated)
         finally:
             self.accumulation.end_step(taken=updated)
+            self._agreement.gradient_factor = 1.0
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
         return weight

@@ -16,7 +16,7 @@ Named: TypeAlias = tuple[str, Parameter]
 Place: TypeAlias = tuple[int, str]  # the number of a group, and a key of it
 
 STAGES = (0, 1, 2)
-PARTITIONS = ("element", "parameter")
+PARTITIONS = ("auto", "element", "parameter")
 LARGEST = 64  # elements of a tensor in a group that is compared
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
@@ -115,7 +115,8 @@ def check_sharding(stage: int, partition: str) -> None:
         known = ", ".join(map(str, STAGES))
         raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
     if partition not in PARTITIONS:
-        raise ValueError(f"partition {partition!r} is unknown: choose {' or '.join(PARTITIONS)}")
+        known = ", ".join(PARTITIONS)
+        raise ValueError(f"partition {partition!r} is unknown: choose one of {known}")
 
 
 def check_shard_weights(weights: Sequence[int] | None, shards: int) -> None:

@@ -26,6 +26,7 @@ from zero.gradients.stages import Gradients, LocalGradients, ShardedGradients
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
+from zero.nested import tensors_in
 from zero.parameter_watch import ParameterWatch
 from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
@@ -103,6 +104,8 @@ class OptimizerShard:
         self.plan: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
         self._names: dict[Parameter, str] = {}
+        self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
+        self.plain = self.stage == 0  # the torch optimizer updates the parameters themselves
         # By the first parameter of a group: an element beside its tensors, and its parameters.
         self._stand_ins: dict[Parameter, tuple[Tensor, list[Parameter]]] = {}
 
@@ -110,6 +113,21 @@ class OptimizerShard:
     def sharded(self) -> bool:
         """True if a rank owns some elements only."""
         return self.stage > 0
+
+    def updated(self, tensor: Tensor) -> Tensor:
+        """Return what is updated of a parameter that is owned whole; any other tensor as it is.
+
+        Raises RuntimeError for a parameter of which this rank updates a part, or nothing.
+        """
+        if tensor in self.owned_whole:
+            return self.owned_whole[tensor]
+        if self.sharded and isinstance(tensor, Parameter) and tensor in self._names:
+            raise RuntimeError(
+                f"the optimizer's state of {self._names[tensor]} is sharded at stage {self.stage}, "
+                "and not whole on this rank: on all ranks, change what optimizer.state.values() "
+                "has, or load a changed full_state_dict()"
+            )
+        return tensor
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -255,13 +273,14 @@ class OptimizerShard:
 
     def memory(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Memory:
         """Return the bytes held on this rank, at the peak, with the torch optimizer's `state`."""
-        kept = (value for tensor in self.tensors for value in state.get(tensor, {}).values())
+        kept = [tensor for own in self.tensors for tensor in tensors_in(state.get(own))]
+        kept += tensors_in([each for key, each in state.items() if not isinstance(key, Tensor)])
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._names),
             gradients=self.gradients.peak_bytes,
             buckets=self.gradients.working_bytes + self.parameters.gather_bytes,
             master=sum(owned.tensor.nbytes for owned in self._with_master()),
-            state=sum(value.nbytes for value in kept if isinstance(value, Tensor)),
+            state=sum(tensor.nbytes for tensor in kept),
         )
 
     @torch.no_grad()
@@ -274,6 +293,7 @@ class OptimizerShard:
         if dtype := master_dtype(bucket.dtype, self.gather_dtype):
             device = parameters[bucket.entries[0].spec.name].device
             master = torch.empty(stop - start, dtype=dtype, device=device)
+            self.plain = False
         published = narrower(self.gather_dtype, bucket.dtype) or bucket.dtype
         index = len(self.plan)
         for piece in bucket.pieces(start, stop):
@@ -289,6 +309,8 @@ class OptimizerShard:
                 tensor.copy_(home)
             owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
             self.pieces.append(owned)
+            if piece.whole:
+                self.owned_whole[parameter] = tensor
         self.plan.append(bucket)
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:

@@ -6,10 +6,14 @@
     rank 1   slice(w, 5 to 8)   exp_avg (3)   exp_avg_sq (3)   step
 
 A rank can load any slices that cover what it owns, of any number of ranks and any stage.
+
+Tensors of the parameter's shape may lie in containers, as in a list of momenta. What is kept under
+a key that is no parameter has no slices, and should be the same on all ranks.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from zero.collectives import Collectives, gather_objects
 from zero.kernels import order
+from zero.nested import Path, leaves, map_leaves
 from zero.shard import OptimizerShard, OwnedSlice, ParamGroup
 
 MASTER = "master"  # the key of the master weights
@@ -40,7 +45,9 @@ class StateSlice(NamedTuple):
     low: int
     high: int
     tensors: dict[str, Tensor]  # flat, high - low elements each
-    others: dict[str, Any]  # state that is not by element: step counts, statistics of rows
+    others: dict[Any, Any]  # the rest: step counts, statistics of rows, containers
+    # Where tensors belong that lie in a container of `others`, which has None there.
+    places: Mapping[str, Path] = {}
 
     @property
     def whole(self) -> bool:
@@ -59,17 +66,98 @@ def own_slices(
     `sync_state` returns what else is kept for an updated tensor, in its shape.
     """
     for own in owned.pieces:
-        piece, tensors, others = own.piece, {}, {}
-        for key, value in state.get(own.tensor, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == own.tensor.shape:
-                tensors[key] = own.flattened(value.detach())
-            else:
-                others[key] = value
+        piece, shape = own.piece, own.tensor.shape
+        tensors, others, places = _split(state.get(own.tensor, {}), shape, own.flattened)
         if own.has_master:
             tensors[MASTER] = own.flattened(own.tensor)
         tensors |= {k: own.flattened(value) for k, value in sync_state(own.tensor).items()}
-        name, shape, memory_order = piece.spec.name, piece.spec.shape, order(own.parameter)
-        yield StateSlice(name, shape, memory_order, piece.low, piece.high, tensors, others)
+        name, memory_order = piece.spec.name, order(own.parameter)
+        place = piece.spec.shape, memory_order, piece.low, piece.high
+        yield StateSlice(name, *place, tensors, others, places)
+
+
+def _split(
+    state: Mapping[Any, Any], shape: Sequence[int], flat: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Tensor], dict[Any, Any], dict[str, Path]]:
+    """Return the `tensors`, `others` and `places` of a slice from its state."""
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, Path] = {}
+
+    def take(path: Path, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.dim() and value.shape == torch.Size(shape)):
+            return value
+        name = "/".join(map(str, path))
+        while name in tensors or name == MASTER or name.startswith(SYNC):
+            name = f"own.{name}"
+        tensors[name] = flat(value.detach())
+        if path != (name,):
+            places[name] = path
+        return None
+
+    others = map_leaves(dict(state), take)
+    return tensors, {k: v for k, v in others.items() if k not in tensors or k in places}, places
+
+
+def check_state(owned: OptimizerShard, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsliceableStateError, a RuntimeError, for state that slices cannot hold. Local.
+
+    That of a parameter is a dictionary. Where the parameter is cut, it has tensors of the slice's
+    shape, numbers, strings, None, and containers of these.
+    """
+    state = optimizer.state
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        saved = optimizer.state_dict()["state"]
+        if len(saved) != len(state):
+            raise UnsliceableStateError(
+                f"{type(optimizer).__name__}.state_dict() has {len(saved)} states, and its `state` "
+                f"{len(state)}, so that some would be lost: give the optimizer that it wraps"
+            )
+    for own in owned.pieces:
+        kept = state.get(own.tensor, {})
+        if not isinstance(kept, dict):
+            raise UnsliceableStateError(
+                f"{type(optimizer).__name__} keeps a {type(kept).__name__} as the state of a "
+                "parameter, which has to be a dictionary: choose another optimizer"
+            )
+        for path, value in () if own.piece.whole else leaves(kept):
+            plain = value is None or isinstance(value, bool | int | float | complex | str)
+            if not plain and not (
+                isinstance(value, Tensor) and value.shape in (own.tensor.shape, torch.Size())
+            ):
+                kind = type(value).__name__
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                raise UnsliceableStateError(
+                    f"its state {'/'.join(map(str, path))} is a {kind}{shape}, which has no part "
+                    'for each element, as partition="element" needs'
+                )
+
+
+class UnsliceableStateError(RuntimeError):
+    """State of an optimizer that has no slices."""
+
+
+def unnamed_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries under keys that are no tensors. Not copied."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def _first_difference(some: Any, others: Any) -> str:
+    """Return the path of the first value that two containers do not have alike, or nothing."""
+    mine, theirs = dict(leaves(some)), dict(leaves(others))
+    for path in {**mine, **theirs}:
+        if path not in mine or path not in theirs or not _same(mine[path], theirs[path]):
+            return "/".join(map(str, path))
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; NaN is equal to NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        one, other = one.cpu(), other.cpu()
+        if one.shape != other.shape:
+            return False
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return repr(one) == repr(other) or (isinstance(one, Real) and one == other)
 
 
 def check_groups(state: Mapping[str, Any], own: list[ParamGroup]) -> list[ParamGroup]:
@@ -100,10 +188,12 @@ def load_slices(
     load_sync_state: Callable[[Tensor, dict[str, Tensor]], None],
     *,
     options: Iterable[Mapping[str, Any]],
+    unnamed: Mapping[Any, Any],
 ) -> None:
     """Copy what this rank owns out of slices, which are read one by one. Local.
 
-    The torch optimizer also loads `options`, one mapping of hyperparameters for each group.
+    The torch optimizer also loads `options`, one mapping of hyperparameters for each group, and
+    gets copies of the `unnamed` state.
     `shapes` are those of all parameters of the model. Master weights that slices lack become those
     of the parameters, and those that are not needed are ignored. `load_sync_state` gets what
     `sync_state` of `own_slices` returned for each updated tensor. The torch optimizer loads, casts
@@ -139,8 +229,25 @@ def load_slices(
     numbered = {numbers[tensor]: state for tensor, state in states.items()}
     own = {id(piece.tensor) for piece in owned.pieces}
     stand_ins = {t: state for t, state in optimizer.state.items() if id(t) not in own}
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    plain = {number: map_leaves(state, _for_torch) for number, state in numbered.items()}
+    optimizer.load_state_dict({"state": plain, "param_groups": groups})
+    for piece in owned.pieces:
+        _restore_containers(optimizer.state.get(piece.tensor), states.get(id(piece.tensor), {}))
     optimizer.state.update(stand_ins)  # some optimizers make states in their constructor alone
+    optimizer.state.update(copy.deepcopy(dict(unnamed)))
+
+
+def _for_torch(_: Path, value: Any) -> Any:
+    """Return None for values that torch would take for containers of tensors, such as strings."""
+    return None if isinstance(value, Iterable) and not isinstance(value, Tensor) else value
+
+
+def _restore_containers(loaded: Any, state: Mapping[Any, Any]) -> None:
+    """Put what torch has not loaded as it was, such as strings, into a loaded state, in place."""
+    for key, value in state.items():
+        if isinstance(value, Iterable) and not isinstance(value, Tensor):
+            tensors = {p: t for p, t in leaves(loaded[key], (key,)) if isinstance(t, Tensor)}
+            loaded[key] = map_leaves(value, tensors.get, (key,))
 
 
 class _SliceAssembler:
@@ -149,7 +256,8 @@ class _SliceAssembler:
     def __init__(self, owned: OwnedSlice) -> None:
         self.owned = owned
         self._tensors: dict[str, Tensor] = {}
-        self._others: dict[str, Any] = {}
+        self._others: dict[Any, Any] = {}
+        self._places: Mapping[str, Path] = {}
         # Where the state is in another order, it is assembled whole, and turned at the end.
         self._own_order = self._order = order(owned.parameter)
         self._low, self._high = owned.piece.low, owned.piece.high
@@ -167,8 +275,8 @@ class _SliceAssembler:
         self._problem = self._problem or self._mismatch(part)
         if self._problem:
             return
-        for key, value in part.others.items():
-            self._others.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        if len(self._covered) == 1:
+            self._others, self._places = map_leaves(part.others, _copied), part.places
         for key, value in part.tensors.items():
             if key not in self._tensors:
                 device = self.owned.tensor.device
@@ -196,19 +304,18 @@ class _SliceAssembler:
     def _mismatch(self, part: StateSlice) -> str:
         if tuple(part.order) != self._order:
             return f"the slices of {part.name} are in the orders {self._order} and {part.order}"
-        for key, value in part.others.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                if key in self._others and self._others[key] != value:
-                    return f"the slices of {part.name} have {key} {self._others[key]} and {value}"
-            elif not (self.owned.piece.whole and part.whole):
+        for path, value in leaves(part.others):
+            rows = isinstance(value, Tensor) and value.dim()
+            if rows and not (self.owned.piece.whole and part.whole):
+                key = "/".join(map(str, path))
                 return f"{part.name} is cut, and its {key} is of the whole parameter"
-        for key, value in part.tensors.items():
-            if value.shape != (part.high - part.low,):
+        for key, tensor in part.tensors.items():
+            if tensor.shape != (part.high - part.low,):
                 return f"{key} of {part.name} has another length than its slice"
-        differing = {*part.others, *part.tensors} ^ {*self._others, *self._tensors}
-        if len(self._covered) > 1 and differing:
-            return f"not all slices of {part.name} have {', '.join(sorted(differing))}"
-        return ""
+        if len(self._covered) == 1:
+            return ""
+        differing = sorted(part.tensors.keys() ^ self._tensors.keys())
+        return _slices_differ(part.name, differing, (self._others, part.others))
 
     def assemble(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the states for the torch optimizer and for the sync schedule.
@@ -217,6 +324,7 @@ class _SliceAssembler:
         """
         owned = self.owned
         tensors = {key: owned.in_shape(self._turned(value)) for key, value in self._tensors.items()}
+        others = _filled(self._others, self._places, tensors)
         sync_state = {k: tensors.pop(k) for k in self._tensors if k.startswith(SYNC)}
         master, local = tensors.pop(MASTER, None), sync_state.pop(LOCAL, None)
         if master is not None and owned.has_master:
@@ -227,7 +335,7 @@ class _SliceAssembler:
                 owned.home.copy_(owned.rounded())
         elif master is None and owned.has_master:
             owned.tensor.copy_(owned.home)
-        return {**self._others, **tensors}, sync_state
+        return {**others, **tensors}, sync_state
 
     def _turned(self, flat: Tensor) -> Tensor:
         """Return the elements of this slice, in the order of its parameter, of an assembled tensor.
@@ -240,6 +348,37 @@ class _SliceAssembler:
         saved = flat.view([shape[dimension] for dimension in self._order])
         own = saved.permute([self._order.index(dimension) for dimension in self._own_order])
         return own.reshape(-1)[piece.low : piece.high].clone()
+
+
+def _copied(_: Path, value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _filled(
+    others: Mapping[Any, Any], places: Mapping[str, Path], tensors: dict[str, Tensor]
+) -> dict[Any, Any]:
+    """Return new containers with the tensors that belong there, which are taken out of `tensors`.
+
+    Others of `tensors` stay.
+    """
+    placed = {tuple(path): tensors.pop(name) for name, path in places.items() if name in tensors}
+    filled: dict[Any, Any] = map_leaves(dict(others), placed.get)
+    return filled
+
+
+def _slices_differ(name: str, lacking: Sequence[str], others: tuple[Any, Any]) -> str:
+    """Return a sentence on tensors that not all slices have, or other values, or nothing."""
+    if lacking:
+        return f"not all slices of {name} have {', '.join(lacking)}"
+    path = _first_difference(*others)
+    if not path:
+        return ""
+    values = [str(dict(_named_leaves(each)).get(path, "none")) for each in others]
+    return f"the slices of {name} have {path} {' and '.join(values)}"
+
+
+def _named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    return (("/".join(map(str, path)), each) for path, each in leaves(value))
 
 
 class PartOfState(list[dict[str, Any]]):
@@ -258,13 +397,14 @@ class PartOfState(list[dict[str, Any]]):
         )
 
 
-def whole_tensors(
+def whole_states(
     collectives: Collectives, names: Iterable[str], slices: Iterable[StateSlice], *, sharded: bool
-) -> dict[str, dict[str, Any]]:
-    """Return the state of each parameter, by name, on every rank. Collective if `sharded`.
+) -> dict[str, tuple[dict[Any, Any], Tensor | None]]:
+    """Return each parameter's state and master weights, by name, on every rank.
 
-    Tensors have the parameter's shape, and lie in host memory of their own. State of sync schedules
-    is left out.
+    Collective if `sharded`. Tensors have the parameter's shape, and lie in host memory of their
+    own. State of sync schedules is left out. Raises RuntimeError on all ranks for a number that
+    differs between the slices of a parameter.
     """
     own: dict[str, list[StateSlice]] = {}
     for piece in slices:
@@ -278,30 +418,59 @@ def whole_tensors(
     return states
 
 
+def whole_unnamed_state(
+    collectives: Collectives, state: Mapping[Any, Any], *, sharded: bool
+) -> dict[Any, Any]:
+    """Return a copy of `unnamed_state`, in host memory. Collective if `sharded`.
+
+    Raises RuntimeError on all ranks if theirs differ.
+    """
+    own: dict[Any, Any] = map_leaves(unnamed_state(state), _to_host)
+    for other in gather_objects(collectives, own) if sharded else ():
+        if path := _first_difference(own, other):
+            raise RuntimeError(
+                f"optimizer.state has {path} under a key that is no parameter, and it differs "
+                "between ranks: world.checkpoints saves that of each rank"
+            )
+    return own
+
+
+def _to_host(_: Path, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
+
+
 def _on_host(piece: StateSlice) -> StateSlice:
-    tensors = {k: t.to("cpu", copy=True) for k, t in piece.tensors.items() if SYNC not in k}
-    others = {
-        k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else copy.deepcopy(v)
-        for k, v in piece.others.items()
-    }
+    kept = {k: t for k, t in piece.tensors.items() if not k.startswith(SYNC)}
+    tensors, others = map_leaves((kept, piece.others), _to_host)
     return piece._replace(tensors=tensors, others=others)
 
 
-def _join(parts: Sequence[StateSlice]) -> dict[str, Any]:
+def _join(parts: Sequence[StateSlice]) -> tuple[dict[Any, Any], Tensor | None]:
     """Join the slices of one parameter; of one without elements there are none."""
     if not parts:
-        return {}
+        return {}, None
     first = parts[0]
     inverse = sorted(range(len(first.order)), key=first.order.__getitem__)
-    state: dict[str, Any] = dict(first.others)
+    tensors = {}
+    for part in parts[1:]:
+        lacking = sorted(part.tensors.keys() ^ first.tensors.keys())
+        if problem := _slices_differ(first.name, lacking, (first.others, part.others)):
+            raise RuntimeError(problem)
     for key in first.tensors:
         flat = torch.cat([part.tensors[key] for part in parts])
         turned = flat.view([first.shape[dimension] for dimension in first.order])
-        state[key] = turned.permute(inverse).reshape(first.shape)
-    return state
+        tensors[key] = turned.permute(inverse).reshape(first.shape)
+    master = tensors.pop(MASTER, None)
+    return {**_filled(first.others, first.places, tensors), **tensors}, master
 
 
-def to_plain(states: Mapping[str, dict[str, Any]], groups: Sequence[ParamGroup]) -> dict[str, Any]:
+def to_plain(
+    states: Mapping[str, tuple[dict[Any, Any], Tensor | None]],
+    unnamed: Mapping[Any, Any],
+    groups: Sequence[ParamGroup],
+) -> dict[str, Any]:
     """Return torch's form, in which parameters have numbers, of states by name.
 
     `groups` have names as "params". Master weights go into an entry that torch ignores.
@@ -311,14 +480,15 @@ def to_plain(states: Mapping[str, dict[str, Any]], groups: Sequence[ParamGroup])
     for group in groups:
         numbers = []
         for name in group["params"]:
-            state = dict(states.get(name, {}))
-            if MASTER in state:
-                plain[MASTER][number] = state.pop(MASTER)
+            state, master = states.get(name, ({}, None))
+            if master is not None:
+                plain[MASTER][number] = master
             if state:
                 plain["state"][number] = state
             numbers.append(number)
             number += 1
         plain["param_groups"].append({**copy.deepcopy(group), "params": numbers})
+    plain["state"].update(unnamed)
     return plain
 
 
@@ -327,8 +497,8 @@ def from_plain(
     given: Sequence[Sequence[str]],
     trained: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[list[StateSlice], list[ParamGroup]]:
-    """Return slices and groups with names, from torch's form.
+) -> tuple[list[StateSlice], list[ParamGroup], dict[Any, Any]]:
+    """Return slices, groups with names, and the state of no parameter, from torch's form.
 
     Its groups have as many parameters as the `given` ones, by name, or as the `trained` ones among
     them, in their order. Raises ValueError for others, and for tensors of other shapes.
@@ -347,21 +517,22 @@ def from_plain(
         for name, number in zip(own, group["params"], strict=True):
             if name not in kept:
                 continue
-            state = dict(plain["state"].get(number, {}))
-            if number in plain.get(MASTER, {}):
-                state[MASTER] = plain[MASTER][number]
-            slices.append(_slice_of(name, shapes[name], state))
-    return slices, groups
+            state, master = plain["state"].get(number, {}), plain.get(MASTER, {}).get(number)
+            slices.append(_slice_of(name, shapes[name], state, master))
+    numbers = {number for group in plain["param_groups"] for number in group["params"]}
+    unnamed = {key: value for key, value in plain["state"].items() if key not in numbers}
+    return slices, groups, unnamed
 
 
-def _slice_of(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> StateSlice:
-    size = torch.Size(shape)
-    tensors, others = {}, {}
-    for key, value in state.items():
-        by_element = isinstance(value, Tensor) and tuple(value.shape) == shape
-        if by_element and (value.dim() or key == MASTER):
-            tensors[key] = value.detach().contiguous().reshape(-1)
-        else:
-            others[key] = value
+def _slice_of(
+    name: str, shape: tuple[int, ...], state: Mapping[Any, Any], master: Tensor | None
+) -> StateSlice:
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor.detach().contiguous().reshape(-1)
+
+    tensors, others, places = _split(state, shape, flat)
+    if master is not None and tuple(master.shape) == shape:
+        tensors[MASTER] = flat(master)
     long = tuple(place for place, length in enumerate(shape) if length > 1)
-    return StateSlice(name, shape, long, 0, size.numel(), tensors, others)
+    numel = torch.Size(shape).numel()
+    return StateSlice(name, shape, long, 0, numel, tensors, others, places)

@@ -1,30 +1,56 @@
-"""Trials on small tensors: whether a torch optimizer takes its arguments, and can be sharded.
+"""The cut of a model between ranks: by element for optimizers known to work so, or by parameter.
+
+    partition="auto"   by element for the classes in BY_ELEMENT, by parameter for all others
+
+What another optimizer does with a slice cannot be known: it may use the norm or the rows of a
+tensor only from some step on, or where a gradient has some direction. Whole parameters give it what
+it has in one process. What is left to find are statistics over all parameters, by a trial on small
+tensors:
 
     whole          one optimizer updates all tensors
-    by element     each of three optimizers updates a third of every tensor, as flat slices
     by parameter   each of two optimizers updates every other tensor
 
-An optimizer can be sharded if its weights and state do not depend on the cut. One that uses a norm
-of a tensor fails by element; one that uses a norm of all tensors fails by parameter, too.
+An optimizer whose weights and state depend on the cut is refused. A trial has a few steps, so it
+finds no statistic that begins later, or that its gradients do not show. Where the user says that an
+optimizer works by element, it cuts every tensor into three flat slices instead.
 """
 
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zero.layout import ParameterSpec, plan_buckets
+from zero.nested import leaves
 from zero.param_groups import hyperparameters
 from zero.precision import is_16_bit
 from zero.prediction import OneOfSeveral
 from zero.shard import OptimizerShard
+from zero.state import UnsliceableStateError, check_state, unnamed_state
 
+# The classes of torch.optim that update an element by its own gradients and state alone, with all
+# of their options. A class derived from one may do anything.
+BY_ELEMENT = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
 STEPS = 6
 # Shapes of tensors by their number of dimensions. Matrices have more than the 16 rows and the 4096
 # elements from which on some optimizers factor or quantize their state.
@@ -43,7 +69,10 @@ Results = dict[tuple[str, int], Tensor]  # flat, by description and number of th
 
 
 def check_drivable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer that needs a closure or sparse gradients. Local."""
+    """Raise ValueError for an optimizer that cannot be driven here, or not saved. Local.
+
+    Such as one that needs a closure, sparse gradients, or gradients of its updates.
+    """
     name = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -55,6 +84,16 @@ def check_drivable(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"{name} takes sparse gradients only, and gradients that are summed over ranks are "
             "dense: choose Adam"
+        )
+    if odd := optimizer.state_dict().keys() ^ {"state", "param_groups"}:
+        raise ValueError(
+            f"{name}.state_dict() differs from that of torch's optimizers in {', '.join(odd)}, "
+            "which checkpoints would lose: give the optimizer that it wraps, or another one"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{name} is given differentiable=True, and a step here updates parameters in place, "
+            "which autograd cannot follow: leave it out"
         )
 
 
@@ -96,32 +135,45 @@ def check_arguments(
             ) from error
 
 
+def works_by_element(make: Factory) -> bool:
+    """Return whether a class, or a partial of one, is known to work element by element.
+
+    Nothing is known of other functions that make an optimizer.
+    """
+    while isinstance(make, partial):
+        make = make.func
+    return isinstance(make, type) and make in BY_ELEMENT
+
+
+def choose_partition(make: Factory, partition: str) -> Literal["element", "parameter"]:
+    """Return what "auto" stands for with an optimizer, or the partition that was given."""
+    if partition == "element" or (partition == "auto" and works_by_element(make)):
+        return "element"
+    return "parameter"
+
+
 def check_partition(make: Factory, groups: Iterable[dict[str, Any]], partition: str) -> None:
     """Raise ValueError for an optimizer that would give other results if it was sharded. Local.
 
     `make` makes the optimizer of parameter groups; `groups` are those of the user, with pairs
-    (name, parameter). The trial uses their options and the kinds of their parameters. Its result is
-    kept for the next optimizer of this class, arguments and groups. Errors of the optimizer's
-    constructor are raised as they are.
+    (name, parameter). The trial uses their options and the kinds of their parameters. Optimizers
+    that are known to work by element need none. Errors of the optimizer's constructor are raised
+    as they are.
     """
-    small, known = _small_groups(groups), make if isinstance(make, partial) else partial(make)
-    key = known.func, known.args, tuple(sorted(known.keywords.items())), small, partition
-    try:
-        kept = isinstance(known.func, type)  # what a function does may depend on more
-        problem = _outcomes().get(key) if kept else None
-    except TypeError:  # of an option without a hash
-        kept, problem = False, None
-    if problem is None:
-        problem = _problem(make, small, partition)
-        if kept:
-            _outcomes()[key] = problem
-    if problem:
-        raise ValueError(problem)
-
-
-@cache
-def _outcomes() -> dict[Hashable, str]:
-    return {}
+    if works_by_element(make):
+        return
+    small, cut = _small_groups(groups), choose_partition(make, partition)
+    devices = {device for _, kinds in small for *_, device in kinds if device.type == "cuda"}
+    with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the optimizer itself warns again
+        problem = SmallProblem(make, small)
+        optimizer, _ = problem.part("whole", 0)
+        check_drivable(optimizer)
+        difference = _difference(problem, cut)
+    if difference:
+        fix = "leave out partition=, or give stage=0" if cut == "element" else "give stage=0"
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} cannot be sharded by {cut}: {difference}; {fix}")
 
 
 def _small_groups(groups: Iterable[dict[str, Any]]) -> tuple[SmallGroup, ...]:
@@ -140,28 +192,16 @@ def _small_groups(groups: Iterable[dict[str, Any]]) -> tuple[SmallGroup, ...]:
     )
 
 
-def _problem(make: Factory, groups: Sequence[SmallGroup], partition: str) -> str:
-    devices = {device for _, kinds in groups for *_, device in kinds if device.type == "cuda"}
-    with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the optimizer itself warns again
-        optimizer, _ = SmallProblem(make, groups).part("whole", 0)
-        check_drivable(optimizer)
-        difference = _difference(make, groups, partition)
-        if not difference:
-            return ""
-        by_parameter = partition == "element" and not _difference(make, groups, "parameter")
-    fix = 'partition="parameter"' if by_parameter else "stage=0"
-    name = type(optimizer).__name__
-    return f'{name} cannot be sharded with partition "{partition}": {difference}; give {fix}'
-
-
-def _difference(make: Factory, groups: Sequence[SmallGroup], partition: str) -> str:
-    problem = SmallProblem(make, groups)
+def _difference(problem: "SmallProblem", partition: str) -> str:
     try:
         whole, again = problem.run("whole"), problem.run("whole")
         if reason := _useless(whole, again):
             return reason
         found = _differing(whole, problem.run(partition))
+    except UnsliceableStateError as error:
+        if partition == "parameter":  # so it is at stage 0
+            raise ValueError(str(error)) from error
+        return str(error)
     except Exception as error:  # an optimizer may raise anything
         return f"a trial on small tensors fails ({type(error).__name__}: {error})"
     return f"in a trial, parts get other {', '.join(found)} than the whole" if found else ""
@@ -222,15 +262,18 @@ class SmallProblem:
                     shard.gradients.reduced(own.index, own.piece).copy_(part)
                 with shard.gradients_set(frozenset()):
                     optimizer.step()
+            check_state(shard, optimizer)
             for number, own in owned:
                 start = self._tensors[number][1].flatten()[own.piece.low : own.piece.high]
                 change = (own.tensor.detach().flatten() - start).cpu()
                 found.setdefault((WEIGHTS, number), []).append(change)
-                for key, value in _numbers(optimizer.state[own.tensor], len(start)):
+                for key, value in _numbers(optimizer.state[own.tensor]):
                     found.setdefault((f"state {key}", number), []).append(value)
             for place, group in enumerate(optimizer.param_groups):
-                for key, value in _numbers(hyperparameters(group), 1):
+                for key, value in _numbers(hyperparameters(group)):
                     found.setdefault((f"option {key}", place), []).append(value)
+            for key, value in _numbers(unnamed_state(optimizer.state)):
+                found.setdefault((f"state {key}", 0), []).append(value)
         return {what: torch.cat(values) for what, values in found.items()}
 
 
@@ -245,24 +288,23 @@ def _useless(whole: Results, again: Results) -> str:
     return ""
 
 
-def _numbers(values: Mapping[str, Any], numel: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, flat, and numbers, repeated for every one of `numel` elements."""
-    for key, value in values.items():
-        if isinstance(value, Tensor) and value.numel() == numel:
+def _numbers(values: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, flat, and numbers, with their keys."""
+    for path, value in leaves(values):
+        key = "/".join(map(str, path))
+        if isinstance(value, Tensor) and value.numel():
             yield key, value.detach().flatten().cpu()
-        elif isinstance(value, Tensor) and value.numel() > 1:
-            yield f"{key} (not by element)", value.detach().flatten().cpu()
-        elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel()):
-            yield key, torch.full((numel,), float(value), dtype=torch.float64, device="cpu")
+        elif isinstance(value, Real):
+            yield key, torch.tensor([float(value)], dtype=torch.float64, device="cpu")
 
 
 def _differing(whole: Results, cut: Results) -> list[str]:
     found = dict.fromkeys(what for what, _ in whole.keys() ^ cut.keys())
     for key in whole.keys() & cut.keys():
         expected, other = whole[key], cut[key]
-        if expected.numel() in (1, other.numel()):
+        if other.numel() % expected.numel() == 0:  # all parts have what is not by tensor
             wide = torch.promote_types(expected.dtype, torch.float64)
-            pair = other.to(wide), expected.to(wide)
+            pair = other.to(wide), expected.to(wide).repeat(other.numel() // expected.numel())
             limit = TOLERANCE * float(pair[1].abs().nan_to_num(posinf=0).max())
             if bool(torch.isclose(*pair, rtol=0, atol=limit, equal_nan=True).all()):
                 continue

@@ -206,7 +206,10 @@ def _value_differences(first: Manifest, second: Manifest) -> Iterator[tuple[str,
     for name in {**a, **b}:
         pair = a.get(name, {}), b.get(name, {})
         if repr(pair[0]) != repr(pair[1]):  # by repr, because nan differs from itself
-            yield name, " and ".join(reprlib.repr(value.get("value")) for value in pair)
+            yield (
+                name,
+                " and ".join(reprlib.repr(value.get("value", value or None)) for value in pair),
+            )
 
 
 def _export(options: Namespace, console: Console) -> int:

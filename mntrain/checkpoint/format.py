@@ -29,7 +29,9 @@ from torch import Tensor
 FORMAT = "mntrain checkpoint 1"
 FILE = "manifest.json"
 MODEL = "model.safetensors"  # parameters and buffers, as in the model's state_dict
-OPTIMIZER = "optimizer.safetensors"  # "parameter/key": optimizer state and master weights
+# "parameter/key": optimizer state by element, and master weights; "other/parameter/number": tensors
+# of state that is not by element.
+OPTIMIZER = "optimizer.safetensors"
 # What ranks have for themselves: "rank/source", states of random generators, and
 # "comm_hook/rank/number", tensors of the communication hook.
 RANDOM = "random.safetensors"
@@ -144,12 +146,13 @@ def _write(file: int, data: memoryview, start: int) -> list[ChecksummedRange]:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """Optimizer state of one parameter, without the tensors of the parameter's shape."""
+    """Optimizer state of one parameter, without its tensors in OPTIMIZER."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]  # the dimensions in memory order (`zero.kernels.order`)
     tensor_keys: tuple[str, ...]  # keys of the tensors in OPTIMIZER, which lie in this order
-    others: dict[str, Any]  # other values, as `encode_values` returns them
+    others: dict[str, Any]  # other values, as `state_values.encode_values` returns them
+    places: dict[str, Any] = field(default_factory=dict)  # of tensors in them (`StateSlice.places`)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ class Manifest:
     checksums: dict[str, list[ChecksummedRange]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
     hook: dict[str, Any] = field(default_factory=dict)  # state of the communication hook, likewise
+    unnamed_state: dict[str, Any] = field(default_factory=dict)  # of no parameter, likewise
     optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
     # By replica, what its steps since the last exchange weigh (`Exchange.weights`).
     sync_weights: list[list[float]] = field(default_factory=list)
@@ -245,37 +249,11 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         fields[name] = fields.pop(key)
     for name, state in fields["parameter_states"].items():
         shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "by_element"))
-        fields["parameter_states"][name] = ParameterState(shape, order, keys, state["others"])
+        places = state.get("places", {})
+        states = ParameterState(shape, order, keys, state["others"], places)
+        fields["parameter_states"][name] = states
     for name, parts in fields["checksums"].items():
         fields["checksums"][name] = [ChecksummedRange(*part) for part in parts]
     if fields.get("optimizer_steps") is None:
         fields["optimizer_steps"] = fields["step"]
     return Manifest(**fields)
-
-
-def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Encode small optimizer state (numbers, strings and small tensors) for JSON.
-
-    Raises ValueError for a value of another type.
-    """
-    encoded: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Tensor) and value.dtype in DTYPE_NAMES:
-            wide = value.detach().cpu().double() if value.is_floating_point() else value.cpu()
-            encoded[key] = {"dtype": DTYPE_NAMES[value.dtype], "value": wide.tolist()}
-        elif value is None or isinstance(value, bool | int | float | str):
-            encoded[key] = {"value": value}
-        else:
-            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"the optimizer's {key} cannot be saved: it is of type {kind}")
-    return encoded
-
-
-def decode_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `encode_values`."""
-    return {
-        key: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device="cpu")
-        if "dtype" in value
-        else value["value"]
-        for key, value in values.items()
-    }

@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 def encode_objects(objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the encoded states of objects, by name. Raises ValueError for one that JSON lacks."""
-    return {name: _encode(value.state_dict(), name) for name, value in objects.items()}
+    return {name: encode(value.state_dict(), name) for name, value in objects.items()}
 
 
 def encode_hook(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -55,7 +55,7 @@ def encode_hook(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
     tensors: dict[str, Tensor] = {}
     if not (state["state"] or state["used"]):
         state = {"context": [], "state": {}, "used": []}
-    return {HOOK: _encode(state, HOOK, tensors)}, tensors
+    return {HOOK: encode(state, HOOK, tensors)}, tensors
 
 
 def merge_hooks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -72,10 +72,15 @@ def hook_tensor(rank: int, name: str) -> str:
     return f"{HOOK}/{rank}/{name}"
 
 
+def other_tensor(parameter: str, name: str) -> str:
+    """Return the name in the file of a tensor of optimizer state that is not by element."""
+    return f"other/{parameter}/{name}"
+
+
 def encode_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter group for JSON: tensors and numbers of NumPy are encoded."""
     return {
-        key: _encode(value, key) if isinstance(value, Tensor | np.ndarray | np.generic) else value
+        key: encode(value, key) if isinstance(value, Tensor | np.ndarray | np.generic) else value
         for key, value in group.items()
     }
 
@@ -83,7 +88,7 @@ def encode_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def decode_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `encode_options`. Tensors are on the CPU."""
     return {
-        key: _decode(value) if isinstance(value, dict) and "data" in value else value
+        key: decode(value) if isinstance(value, dict) and "data" in value else value
         for key, value in group.items()
     }
 
@@ -122,21 +127,24 @@ def select(
                 f"{size} cannot restore it: use {len(states)} ranks, or leave out {name}="
             )
         entry = states[rank]
-    state: dict[str, Any] = _decode(entry, read)
+    state: dict[str, Any] = decode(entry, read)
     return state
 
 
-def _encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
-    """Return a value for JSON. Its tensors are put into `tensors`, if given, in place of JSON."""
+def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """Return a value for JSON. Its tensors are put into `tensors`, if given, in place of JSON.
+
+    Raises ValueError, which names `where`, for what JSON and the tags lack.
+    """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+        return [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
     if kind in _ITEMS:
-        return {"type": kind.__name__, "items": _encode(list(value), where, tensors)}
+        return {"type": kind.__name__, "items": encode(list(value), where, tensors)}
     if kind in _MAPPINGS:
-        pairs = [[_encode(k, where), _encode(v, f"{where}.{k}", tensors)] for k, v in value.items()]
+        pairs = [[encode(k, where), encode(v, f"{where}.{k}", tensors)] for k, v in value.items()]
         return {"type": kind.__name__, "items": pairs}
     if tensors is not None and isinstance(value, Tensor):
         tensors[name := str(len(tensors))] = value
@@ -165,12 +173,13 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) ->
     return {**described, "data": base64.b64encode(data).decode()}
 
 
-def _decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
+def decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
+    """Invert `encode`. `read` returns a tensor by name."""
     if not isinstance(value, dict):
-        return [_decode(item, read) for item in value] if isinstance(value, list) else value
+        return [decode(item, read) for item in value] if isinstance(value, list) else value
     kind = value["type"]
     if kind in _BY_NAME:
-        items = _decode(value["items"], read)
+        items = decode(value["items"], read)
         if read and kind == "dict" and len(items) == 1 and items[0][0] == _TENSOR:
             return read(items[0][1])
         return _BY_NAME[kind](items)

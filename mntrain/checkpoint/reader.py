@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,20 @@ from mntrain.checkpoint.format import (
     RANDOM,
     REPLICAS,
     Manifest,
-    decode_values,
     open_tensors,
     read_manifest,
     replica_name,
 )
-from mntrain.checkpoint.objects import HOOK, Stateful, decode_options, hook_tensor, select
+from mntrain.checkpoint.objects import (
+    HOOK,
+    Stateful,
+    decode_options,
+    hook_tensor,
+    other_tensor,
+    select,
+)
 from mntrain.checkpoint.snapshots import set_random_states
+from mntrain.checkpoint.state_values import decode_unnamed, decode_values
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.kernels import without_repeats
@@ -212,6 +220,7 @@ def load(
                     "in_sync": not own,
                     "sync_weights": weights[optimizer.schedule.replica] if weights else [],
                     "comm_hook": _read_hook_state(found, world),
+                    "unnamed_state": decode_unnamed(manifest.unnamed_state, world.rank, world.size),
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):
@@ -331,5 +340,11 @@ def _read_slices(
             low=low,
             high=high,
             tensors=tensors,
-            others=decode_values(saved.others),
+            others=decode_values(saved.others, partial(_read_other, file, name)),
+            places={key: tuple(path) for key, path in saved.places.items()},
         )._asdict()
+
+
+def _read_other(file: safe_open, parameter: str, name: str) -> Tensor:
+    tensor: Tensor = file.get_tensor(other_tensor(parameter, name))
+    return tensor

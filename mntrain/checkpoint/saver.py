@@ -51,7 +51,6 @@ from mntrain.checkpoint.format import (
     Manifest,
     ParameterState,
     Shapes,
-    encode_values,
     replica_name,
     sync_folder,
 )
@@ -63,14 +62,16 @@ from mntrain.checkpoint.objects import (
     hook_tensor,
     merge,
     merge_hooks,
+    other_tensor,
 )
 from mntrain.checkpoint.reader import checkpoint_name, is_shared, list_checkpoints, scores
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
+from mntrain.checkpoint.state_values import check_values, encode_unnamed, encode_values
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
-from zero.state import StateSlice
+from zero.state import StateSlice, unnamed_state
 
 Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class ShardOutline(NamedTuple):
     states: dict[str, ParameterState]
     objects: dict[str, Any]  # encoded states
     hook: dict[str, Any]  # encoded state of the communication hook, without tensors
+    unnamed: dict[str, Any]  # encoded optimizer state of no parameter
 
 
 @dataclass(eq=False)
@@ -159,6 +161,14 @@ class Saver:
         encode_objects(self._objects)
         encode_hook(self._optimizer.accumulation.hook_state())
         FileLayout(_shapes_of(self._model.state_dict()))
+
+    def check_state(self) -> None:
+        """Raise ValueError for optimizer state that cannot be saved. Local.
+
+        Known optimizers have none. Called after every step, since it may appear later.
+        """
+        if not self._optimizer.known:
+            check_values(self._optimizer.state)
 
     def best_score(self, last: int, metric: str) -> float | None:
         """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
@@ -307,9 +317,16 @@ def _own_shard(
     states: dict[str, ParameterState] = {}
     ranges: list[TensorRange] = []
     for piece in _own_slices(optimizer):
-        others = encode_values(piece.others)
-        state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others)
+        others, kept = encode_values(piece.others)
+        places = {name: list(path) for name, path in piece.places.items()}
+        state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others, places)
         states.setdefault(piece.name, state)
+        for key, tensor in kept.items():  # of the whole parameter
+            name = other_tensor(piece.name, key)
+            shapes[OPTIMIZER][name] = (tensor.dtype, tuple(tensor.shape))
+            if piece.low == 0:
+                flat = tensor.detach().contiguous().reshape(-1)
+                ranges.append(TensorRange(OPTIMIZER, name, flat, 0))
         # A row-major tensor gets the parameter's shape; in another order it stays flat.
         row_major = list(piece.order) == sorted(piece.order)
         shape = piece.shape if row_major else (math.prod(piece.shape),)
@@ -328,8 +345,8 @@ def _own_shard(
     shapes[RANDOM] = _shapes_of(own)
     ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
     replica, weights = optimizer.schedule.replica, optimizer.schedule.weights()
-    encoded = encode_objects(objects)
-    return ShardOutline(token, replica, weights, shapes, states, encoded, hook), ranges
+    encoded, unnamed = encode_objects(objects), encode_unnamed(unnamed_state(optimizer.state))
+    return ShardOutline(token, replica, weights, shapes, states, encoded, hook, unnamed), ranges
 
 
 def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
@@ -441,6 +458,7 @@ def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dic
         parameter_states=states,
         objects=merge([outline.objects for outline in outlines]),
         hook=merge_hooks([outline.hook for outline in outlines]),
+        unnamed_state=merge([outline.unnamed for outline in outlines]),
         sync_weights=[weights[replica] for replica in sorted(weights)],
     )
     return {file: FileLayout(of_file) for file, of_file in shapes.items()}

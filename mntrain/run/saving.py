@@ -288,6 +288,7 @@ class Checkpoints:
 
     def _save(self, step: int, *, now: bool, eval_loss: float | None) -> None:
         self._check(step)
+        self._saver.check_state()
         again, self._step = step == self._step, step
         if again and eval_loss is not None:
             raise AgreedError(

@@ -165,13 +165,13 @@ class TrainingJob:
         if self.best.patience:
             objects["early stopping"] = self.best
         keep = config.checkpoint.keep
-        saver = checkpoint.Saver(
+        self.saver = checkpoint.Saver(
             world, self.model, self.optimizer, self.run_dir, keep, objects=objects
         )
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         self.checkpointing = RunSaver(
             world,
-            saver,
+            self.saver,
             interval,
             self.reporter.note,
             self.reporter.warn,
@@ -183,7 +183,7 @@ class TrainingJob:
         self.saves = interval.wanted or run.stop_after is not None or run.max_minutes is not None
         with world.agreement():
             if self.saves:
-                saver.check()
+                self.saver.check()
         if self.resumed:
             self.checkpointing.continue_from(self.resumed)
             known = {**objects}  # `objects` are those that are saved

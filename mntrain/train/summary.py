@@ -78,7 +78,7 @@ def describe_job(world: World, job: TrainingJob) -> None:
         reporter.note(f"transport: {world.transport_line}")
     if world.device.type == "cuda" and world.kernels.why:
         reporter.note(f"kernels: {world.kernels.why}")
-    sharding = f"stage {stage}, by {config.zero.partition}" if stage else "stage 0"
+    sharding = f"stage {stage}, by {job.optimizer.partition}" if stage else "stage 0"
     reporter.note(f"zero: {sharding}; precision {config.train.precision}")
     if job.sync:
         reporter.note(f"between nodes: {job.sync}")

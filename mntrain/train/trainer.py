@@ -202,6 +202,8 @@ class Trainer:
                     return
                 saving = self._world.recorder.phase("checkpoint", step)
                 with saving, errors_stop(self._world, step):
+                    if self.job.saves:
+                        self.job.saver.check_state()
                     self.job.checkpointing.after_step(self._progress(record), self._agreement.flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error

@@ -1,4 +1,4 @@
-"""Optimizers as users write them: one by element, one that counts in its groups, one by parameter.
+"""Optimizers as users write them: by element, by parameter, over all, and with states of all kinds.
 
 They are what a wrapper of any torch optimizer meets beside those of torch.
 """
@@ -69,6 +69,110 @@ class Lamb(Optimizer):
         length, change = p.norm(), update.norm()
         trust = length / change if length > 0 and change > 0 else 1.0
         p.sub_(group["lr"] * trust * update)
+
+
+class Late(Optimizer):
+    """Descent along the gradient, and after step `start` by its spectral norm, as a matrix.
+
+    As optimizers do that begin to precondition after some steps.
+    """
+
+    def __init__(self, params, lr=0.01, start=10):
+        super().__init__(params, {"lr": lr, "start": start})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, update = self.state[p], p.grad
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] > group["start"] and p.dim() == 2:
+                    update = update / torch.linalg.matrix_norm(update, 2)
+                p.sub_(update, alpha=group["lr"])
+
+
+class Projected(Optimizer):
+    """Descent whose update loses its radial part where gradient and weights are nearly orthogonal.
+
+    As AdamP's (Heo et al., arXiv 2006.08217), behind layers that normalize.
+    """
+
+    def __init__(self, params, lr=0.02, delta=0.1):
+        super().__init__(params, {"lr": lr, "delta": delta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                update = mean.lerp_(p.grad, 0.1).clone()
+                cosine = torch.cosine_similarity(p.grad.flatten(), p.flatten(), dim=0).abs()
+                if p.dim() > 1 and cosine < group["delta"] / p.numel() ** 0.5:
+                    unit = p / p.norm()
+                    update -= unit * (unit * update).sum()
+                p.sub_(update, alpha=group["lr"])
+
+
+class Row(list):
+    """A list of a class of its own."""
+
+
+class Listed(Optimizer):
+    """Several momenta in one container (AggMo; Lucas et al., arXiv 1804.00325). By element."""
+
+    def __init__(self, params, lr=0.02, kind=list, stacked=False):
+        super().__init__(params, {"lr": lr})
+        self.kind, self.stacked = kind, stacked
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    made = [torch.zeros_like(p) for _ in range(2)]
+                    state["momenta"] = torch.stack(made) if self.stacked else self.kind(made)
+                for factor, momentum in zip((0.0, 0.9), state["momenta"], strict=True):
+                    momentum.mul_(factor).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"] / 2)
+
+
+class Keeping(Optimizer):
+    """Descent along a momentum, with state of every kind that torch's state_dict keeps."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        common = self.state["common"]
+        common["steps"] = common.get("steps", 0) + 1
+        common.setdefault("table", torch.arange(3.0))
+        self.state.setdefault("rates", []).append(self.param_groups[0]["lr"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state[0] = torch.zeros_like(p)
+                    state["master"] = torch.ones_like(p)
+                    state["deep"] = {"a": (torch.zeros_like(p), "text", None), "n": [1, 2.5]}
+                    state["words"] = "plain"
+                    state["sync.x"] = 1.5
+                momentum, (squares, *_) = state[0], state["deep"]["a"]
+                momentum.mul_(0.9).add_(p.grad)
+                squares.add_(p.grad.abs())
+                state["master"].add_(1)
+                state["deep"]["n"][0] += 1
+                scale = state["deep"]["n"][0] * common["steps"] * state["sync.x"]
+                p.sub_(momentum * state["master"] / (1 + squares) / scale, alpha=group["lr"])
 
 
 class Normalized(Optimizer):

@@ -1,17 +1,19 @@
 """Checkpoints on the disk: written by all ranks of one world, read by those of another."""
 
 import copy
+import functools
 import os
 import random
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from damages import DAMAGES as ALWAYS_SEEN
 from damages import flip
-from handmade import Lamb
+from handmade import Keeping, Lamb, Listed
 from models import Mixed, Strided, TiedTokenModel, Tiny, WithEmpty, double, net
 from mpi4py import MPI
 from oracle import ADAMW, EXACT, PlainTraining, assert_parity, loss_of, samples, update
@@ -34,6 +36,7 @@ from mntrain import checkpoint
 from mntrain.checkpoint import Manifest, Saver
 from mntrain.checkpoint.format import FILE, FILES, MODEL, OPTIMIZER
 from mntrain.checkpoint.reader import inspect, list_checkpoints
+from mntrain.errors import AgreedError
 
 pytestmark = pytest.mark.mpi
 
@@ -144,9 +147,9 @@ def test_resumed_training_equals_uninterrupted_training(worlds, folder, size):
 
 def test_state_of_whole_parameters(worlds, folder):
     """Optimizers with state that is not of a parameter's shape, read by fewer ranks."""
-    options = {"partition": "parameter", "lr": 0.01}
+    options = {"lr": 0.01}
     fewer = worlds(max(1, RANKS - 1))
-    for kind in (torch.optim.Adafactor, torch.optim.NAdam, Lamb):
+    for kind in (torch.optim.Adafactor, torch.optim.NAdam, Lamb, Listed, Keeping):
         world, model, place = worlds(), net(torch.float32), folder / kind.__name__
         optimizer = world.optimizer(model, kind, stage=2, **options)
         train(world, model, optimizer, range(2))
@@ -155,6 +158,104 @@ def test_state_of_whole_parameters(worlds, folder):
         optimizer.close()
         if fewer is not None:
             expect_read_back(fewer, place, empty_like(model), state, kind, stage=1, **options)
+
+
+class Correlated(Keeping):
+    """Also keeps correlations of all elements, which no file has by element."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                flat = p.grad.flatten()[:8]
+                state = self.state[p].setdefault("deep", {})
+                state["square"] = state.get("square", 0) + flat[:, None] * flat
+                p.sub_(state["square"].mean(), alpha=0.1)
+
+
+WAYS = [  # classes and partitions of what saves and what loads
+    (Correlated, "auto", "auto"),
+    (Listed, "element", "auto"),
+    (Listed, "auto", "element"),
+    (Keeping, "element", "parameter"),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_of_every_kind_goes_on_from_a_checkpoint(worlds, folder, stage):
+    world = worlds()
+    for number, (kind, saves, loads) in enumerate(WAYS):
+        alone, model, place = PlainTraining(net(), kind), net(), folder / str(number)
+        optimizer = world.optimizer(model, kind, stage=stage, partition=saves)
+        train(world, model, optimizer, range(3))
+        save(world, model, optimizer, place)
+        optimizer.close()
+        other = empty_like(model)
+        resumed = world.optimizer(other, kind, stage=(stage + 1) % 3, partition=loads)
+        checkpoint.load(checkpoint.newest(world, place), other, resumed, world)
+        train(world, other, resumed, range(3, 6))
+        resumed.close()
+        for step in range(6):
+            alone.step(loss_of(alone.model, samples(12, step, torch.float64)))
+        assert_parity(world, other, alone)
+
+
+class OfRank(Lamb):
+    """Keeps a number of this rank under a key that is no parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state["rank"] = {"number": RANK}
+
+
+def test_state_of_no_parameter_that_differs_is_restored_on_as_many_ranks(worlds, folder):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, OfRank, stage=1)
+    train(world, model, optimizer, range(1))
+    save(world, model, optimizer, folder)
+    optimizer.close()
+    for readers in {RANKS, max(1, RANKS - 1)}:
+        if (world := worlds(readers)) is None:
+            continue
+        resumed = world.optimizer(other := net(), OfRank, stage=2)
+        found = checkpoint.newest(world, folder)
+        if readers == RANKS:
+            checkpoint.load(found, other, resumed, world)
+            assert resumed.state["rank"] == {"number": RANK}
+        else:
+            with pytest.raises(AgreedError, match=f"differed between the {RANKS} ranks"):
+                checkpoint.load(found, other, resumed, world)
+        resumed.close()
+
+
+class Odd(Lamb):
+    """Keeps what no checkpoint holds, from a step on."""
+
+    def __init__(self, params, odd, lr=0.01):
+        super().__init__(params, lr)
+        self.odd, self.steps = odd, 0
+
+    def step(self, closure=None):
+        super().step()
+        self.steps += 1
+        if self.steps == 8:
+            self.state[self.odd or self.param_groups[0]["params"][0]]["odd"] = object()
+
+
+@pytest.mark.parametrize("odd", [None, "key"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_that_no_checkpoint_holds_is_refused_in_its_first_step(worlds, folder, stage, odd):
+    world, model = worlds(), net()
+    optimizer = world.optimizer(model, functools.partial(Odd, odd=odd), stage=stage)
+    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=1000)
+    checkpoints.restore()
+    for step in range(1, 9):
+        train(world, model, optimizer, [step])
+        refused = pytest.raises(ValueError, match=r"has optimizer.state.*odd, a object")
+        with refused if step == 8 else nullcontext():
+            checkpoints.save(step)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

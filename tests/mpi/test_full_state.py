@@ -2,10 +2,14 @@
 
 import copy
 import io
+from collections import defaultdict
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from handmade import Keeping, Listed
 from mpi4py import MPI
 from oracle import assert_close, mine, update
 from torch import nn
@@ -37,6 +41,9 @@ OPTIMIZERS = {
     "Adam": partial(torch.optim.AdamW, lr=0.01),
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "eager": Eager,
+    "listed": Listed,
+    "keeping": Keeping,
+    "listed by element": Listed,
 }
 
 
@@ -79,6 +86,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     world, make, stage, kind, grouped
 ):
     dtype, optimizer_class = torch.float64, OPTIMIZERS[kind]
+    options = {"partition": "element"} if kind.endswith("by element") else {}
     oracle = TiedAndStrided().to(dtype)
     model, alone = copy.deepcopy(oracle), copy.deepcopy(oracle)
 
@@ -87,7 +95,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
 
     whole = plain_optimizer(oracle)
     groups = groups_of(model) if grouped else None
-    ours = make(model, optimizer_class, stage=stage, groups=groups)
+    ours = make(model, optimizer_class, stage=stage, groups=groups, **options)
     for step in range(2):
         update(ours, loss_of(model, *mine(world, batch(step, dtype))))
     file = io.BytesIO()
@@ -101,7 +109,7 @@ def test_plain_torch_continues_from_ours_and_ours_from_plain_torch(
     ours.close()
     other = TiedAndStrided().to(dtype, memory_format=torch.contiguous_format)
     groups = groups_of(other) if grouped else None
-    again = make(other, optimizer_class, stage=(stage + 1) % 3, groups=groups)
+    again = make(other, optimizer_class, stage=(stage + 1) % 3, groups=groups, **options)
     other.load_state_dict(alone.state_dict())
     again.load_state_dict(plain.state_dict())
     for step in range(4, 6):
@@ -141,3 +149,96 @@ def test_a_part_of_the_state_is_not_pickled(world, make, stage):
     torch.save({**state, "slices": list(state["slices"])}, file)
     file.seek(0)
     optimizer.load_state_dict(torch.load(file))
+
+
+class OfRank(torch.optim.SGD):
+    """Keeps something else on every rank, under a key that is no parameter."""
+
+    def step(self, closure=None):
+        self.state["rank"] = {"number": RANK}
+        super().step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_state_of_no_parameter_that_differs_by_rank_is_not_whole(world, make, stage):
+    model = TiedAndStrided()
+    optimizer = make(model, partial(OfRank, lr=0.1), stage=stage)
+    update(optimizer, loss_of(model, *mine(world, batch(0, torch.float32))))
+    differs = pytest.raises(RuntimeError, match="has rank/number under a key that is no parameter")
+    with differs if SIZE > 1 else nullcontext():
+        optimizer.full_state_dict()
+
+
+def damp_values(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def damp_by_key(optimizer):
+    for key in list(optimizer.state):
+        optimizer.state[key]["exp_avg"].mul_(0.5)
+
+
+def replace_by_key(optimizer):
+    for key, state in optimizer.state.items():
+        optimizer.state[key] = {k: v / 2 if k == "exp_avg" else v for k, v in state.items()}
+
+
+def replace_all(optimizer):
+    halved = {
+        key: {k: v / 2 if k == "exp_avg" else v for k, v in state.items()}
+        for key, state in optimizer.state.items()
+    }
+    optimizer.state = defaultdict(dict, halved)
+
+
+def load_changed(optimizer):
+    whole = hasattr(optimizer, "full_state_dict")
+    state = optimizer.full_state_dict() if whole else copy.deepcopy(optimizer.state_dict())
+    for each in state["state"].values():
+        each["exp_avg"] /= 2
+    optimizer.load_state_dict(state)
+
+
+CHANGES = [damp_values, damp_by_key, replace_by_key, replace_all, load_changed]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+def test_changes_of_all_state_are_those_of_plain_torch(world, make, stage, partition):
+    oracle = TiedAndStrided().double()
+    model = copy.deepcopy(oracle)
+    alone = OPTIMIZERS["Adam"](oracle.parameters())
+    ours = make(model, OPTIMIZERS["Adam"], stage=stage, partition=partition)
+    for step in range(len(CHANGES) + 1):
+        update(ours, loss_of(model, *mine(world, batch(step, torch.float64))))
+        update(alone, loss_of(oracle, *batch(step, torch.float64)))
+        for change in CHANGES[step : step + 1]:
+            change(ours)
+            change(alone)
+    assert_close(model, oracle)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_state_by_parameter_is_right_or_one_sentence(world, make, stage):
+    model = TiedAndStrided()
+    optimizer = make(model, OPTIMIZERS["Adam"], stage=stage)
+    update(optimizer, loss_of(model, *mine(world, batch(0, torch.float32))))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    owned = [p for p in optimizer.state if any(p is one for one in trained)]
+    for parameter, use in product(trained, USES):
+        if any(parameter is one for one in owned):
+            assert use(optimizer.state, parameter)
+        elif SIZE > 1:
+            with pytest.raises(RuntimeError, match=f"is sharded at stage {stage}, and not whole"):
+                use(optimizer.state, parameter)
+    assert world.sum(len(owned)) <= len(trained)
+
+
+USES = [
+    lambda state, p: state[p],
+    lambda state, p: state.get(p),
+    lambda state, p: p in state,
+    lambda state, p: state.setdefault(p, {}),
+    lambda state, p: state.update({p: state.pop(p, None)}) is None,
+]

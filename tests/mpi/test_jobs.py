@@ -77,7 +77,7 @@ def losses_alone(*options):
         (["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--comm.ranks-per-node", "1"], []),
         (["--zero.stage", "2", "--zero.shard-by", "memory", "--comm.ranks-per-node", "1"], []),
         (
-            ["--zero.stage", "2", "--train.recompute", "--zero.partition", "parameter"],
+            ["--zero.stage", "2", "--train.recompute"],
             ["--model.kv-heads", "1", "--optim.name", "Muon"],
         ),
     ],
@@ -434,7 +434,10 @@ def test_a_job_is_warned_of_options_without_an_effect(folder, capfd, monkeypatch
         (["--data.path", "empty.txt"], "the data has 0 tokens"),
         (["--task", "no_such_module:Task"], "module 'no_such_module' does not import"),
         (["--optim.name", "AdamX"], "--optim.name AdamX: is no torch.optim.Optimizer"),
-        (["--zero.stage", "1", "--optim.name", "Adafactor"], "Adafactor"),
+        (
+            ["--zero.stage", "1", "--zero.partition", "element", "--optim.name", "Adafactor"],
+            "Adafactor cannot be sharded by element",
+        ),
         (["--train.compile"], "there is no no-such-compiler"),
         (["--checkpoint.best", "acc:max"], "no such metric; they have eval_loss"),
         (["--run.dir", "short.txt/run"], "short.txt'): give a folder in which they can"),

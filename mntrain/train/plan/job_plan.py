@@ -27,6 +27,7 @@ from zero.layout import Bucket, ParameterSpec, plan_buckets
 from zero.memory import Memory
 from zero.param_groups import by_name, check_trainable, name_parameters
 from zero.prediction import predict
+from zero.trials import choose_partition
 
 _ALL_SLOTS = 16  # of more shards, the largest is predicted
 _ITEMSIZES = {name: dtype.itemsize if dtype else None for name, dtype in TRAVEL_DTYPES.items()}
@@ -145,14 +146,14 @@ class JobPlan:
         return groups, partial(bound.func, **bound.keywords)
 
     def _buckets(self, dtype: torch.dtype | None, shards: int) -> tuple[Bucket, ...]:
-        groups, _ = self._optimizer(dtype)
+        groups, make = self._optimizer(dtype)
         trained = by_name(groups)
         specs = [
             ParameterSpec(name, tuple(parameter.shape), parameter.dtype)
             for name, parameter in self._model(dtype).named_parameters()
             if name in trained
         ]
-        whole = self._options.zero.partition == "parameter"
+        whole = choose_partition(make, self._options.zero.partition) == "parameter"
         loads = [0] * shards if whole else None
         return plan_buckets(specs, self._options.comm.bucket_bytes, shards, loads)
 

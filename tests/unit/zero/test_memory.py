@@ -125,6 +125,7 @@ def check_closed_form(place, stage, dtypes, kind, micro_batches=1, *, rounded=Fa
     model.layers[0].requires_grad_(False)
     specs = specs_of(model)
     options = {"stage": stage, "gather_dtype": torch.bfloat16 if rounded else None}
+    options["partition"] = "element"
     found = measured(model, optimizer_class, one_of(size, rank), micro_batches, **options)
     where = {"stage": stage, "size": size, "slot": rank, "rounded": rounded}
     expected = closed_form(specs, tensors, extra, **where)
@@ -160,7 +161,7 @@ def test_adams_bytes_a_parameter_are_those_of_the_table(dtype, stage):
 
 def test_rows_and_columns_of_adafactor_and_parameters_that_are_added_count():
     model = nn.Sequential(nn.Linear(9, 20))
-    found = measured(model, torch.optim.Adafactor, stage=1, partition="parameter")
+    found = measured(model, torch.optim.Adafactor, stage=1)
     assert found.state == 4 * (9 + 20) + 4 + 4 * 20 + 4
     model = LayersOfDtypes(torch.float32)
     (name, first), *rest = model.named_parameters()

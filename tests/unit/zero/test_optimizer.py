@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_named():
     [
         ({"stage": 3}, "stage 3"),
         ({"stage": -1}, "stage -1"),
-        ({"partition": "row"}, "'row'.*element or parameter"),
+        ({"partition": "row"}, "'row'.*auto, element, parameter"),
         ({"shard_weights": []}, "shard_weights are .*each of the 1 ranks"),
         ({"shard_weights": [1, 1]}, "shard_weights are .*each of the 1 ranks"),
         ({"shard_weights": [-1]}, "shard_weights are .-1.: give whole numbers from 0"),

@@ -2,13 +2,17 @@
 
 import copy
 import io
+from collections import OrderedDict, defaultdict, deque
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from first_of_two import STAGES, assert_same_weights
+from first_of_two import STAGES, FirstOfTwo, assert_same_weights
 from first_of_two import zero as zero_of
+from handmade import Keeping, Lion, Listed
 from optimizers import BY_PARAMETER, ELEMENTWISE, marks_of
 from torch import nn
 
@@ -16,8 +20,9 @@ from zero import ZeroOptimizer
 from zero.layout import split
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+KEEPING = {"Listed": Listed, "Keeping": Keeping}
 WHOLE = {name: BY_PARAMETER[name] for name in ("Adafactor", "Lamb")}
-OPTIMIZERS = ELEMENTWISE | WHOLE
+OPTIMIZERS = ELEMENTWISE | WHOLE | KEEPING
 
 
 class Zoo(nn.Module):
@@ -116,12 +121,12 @@ def assert_same(mine, theirs):
     ],
 )
 def test_a_resumed_run_has_the_bits_of_plain_torch(name, stage):
-    options = {"stage": stage, "partition": "parameter" if name in WHOLE else "element"}
+    options = {"stage": stage, "partition": "auto" if name in WHOLE else "element"}
     data, kind, theirs = images(6), OPTIMIZERS[name], Zoo()
     first, optimizer = trained(copy.deepcopy(theirs), data[:3], kind, **options)
     second, state = copy.deepcopy(first), saved(optimizer)
     resumed = loaded(second, state, kind, **options)
-    for key in ("slices", "param_groups"):
+    for key in ("slices", "param_groups", "unnamed_state"):
         assert_same(resumed.state_dict()[key], state[key])
     train(second, resumed, data[3:])
     train(theirs, kind(theirs.parameters()), data)
@@ -396,3 +401,177 @@ def test_slices_that_break_off_and_pieces_of_what_is_of_rows_change_nothing():
     with pytest.raises(OSError, match="the file ends"):
         optimizer.load_slices(broken())
     assert_same(optimizer.state_dict(), before)
+
+
+# State of other forms.
+
+
+class Kept(Lion):
+    """Keeps what `kept` returns for a parameter, from some step on."""
+
+    def __init__(self, params, kept, start=0):
+        super().__init__(params)
+        self.kept, self.start, self.steps = kept, start, 0
+
+    def step(self, closure=None):
+        super().step()
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"] if self.steps > self.start else ():
+                self.state[p]["kept"] = self.kept(p)
+
+
+class Thing:
+    pass
+
+
+class Pair(NamedTuple):
+    first: int
+    words: str
+
+
+VALUES = {
+    "words": lambda p: "text",
+    "nothing": lambda p: None,
+    "complex": lambda p: 1 + 2j,
+    "named tuple": lambda p: Pair(1, "a"),
+    "set": lambda p: {1, "b"},
+    "array": lambda p: np.arange(3),
+    "last": lambda p: deque([torch.full_like(p, 2.0), "c"], maxlen=2),
+    "by name": lambda p: OrderedDict(a=[torch.ones_like(p), {"b": (torch.tensor(3.0), 4)}]),
+    "counts": lambda p: defaultdict(int, a=1),
+    "integers": lambda p: torch.arange(p.numel()).view_as(p),
+}
+
+
+@STAGES
+@pytest.mark.parametrize("name", VALUES)
+def test_whatever_torch_keeps_is_kept(name, stage):
+    kind = partial(Kept, kept=VALUES[name])
+    model, optimizer = trained(optimizer_class=kind, stage=stage)
+    for state in (copy.deepcopy(optimizer.state_dict()), optimizer.full_state_dict()):
+        again = loaded(net(), state, kind, stage=(stage + 1) % 3)
+        for p, other in zip(model.parameters(), again.param_groups[0]["params"], strict=True):
+            expected, found = VALUES[name](p), again.state[other]["kept"]
+            assert type(found) is type(expected)
+            assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None)
+            if name == "integers":  # torch casts them
+                expected = expected.float()
+            assert repr(found) == repr(expected)
+
+
+UNLIKE = {
+    "a thing": lambda p: Thing(),
+    "two momenta": lambda p: torch.stack([p, p]),
+    "one element": lambda p: torch.zeros(1, 1),
+    "a set": lambda p: {1},
+    "deep": lambda p: [{"a": Thing()}],
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("start", [0, 8])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_has_no_part_for_each_element_is_refused_when_it_is_seen(name, start, stage):
+    kind = partial(Kept, kept=UNLIKE[name], start=start)
+    options = {"world": FirstOfTwo, "stage": stage, "partition": "element"}
+    said = "its state kept.* is a .* which has no part for each element"
+    if not start:
+        with pytest.raises(ValueError, match=f"^Kept cannot be sharded by element: {said}"):
+            zero(net(), kind, **options)
+        return
+    model = net()
+    optimizer = zero(model, kind, **options)
+    train(model, optimizer, rows(start))
+    with pytest.raises(RuntimeError, match=said):
+        train(model, optimizer, rows(1))
+    trained(data=rows(start + 1), optimizer_class=kind, world=FirstOfTwo, stage=stage)
+
+
+class OneTensor(torch.optim.SGD):
+    """Keeps a tensor for a parameter, in no dictionary."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = torch.zeros_like(p)
+
+
+class Wrapping(torch.optim.SGD):
+    """Has the state of another optimizer in its state_dict, beside or in place of its own."""
+
+    def __init__(self, params, entry=""):
+        super().__init__(params)
+        self.entry, self.inner = entry, torch.optim.Adam(self.param_groups[0]["params"])
+
+    def step(self, closure=None):
+        self.inner.step()
+
+    def state_dict(self):
+        state = self.inner.state_dict()
+        return {**state, self.entry: 1} if self.entry else state
+
+
+@STAGES
+def test_state_that_would_be_lost_is_refused(stage):
+    with pytest.raises(ValueError, match=r"state_dict\(\) differs from that of torch's"):
+        zero(net(), partial(Wrapping, entry="more"), stage=stage)
+    for kind, words in ((OneTensor, "keeps a Tensor as the state"), (Wrapping, "wraps")):
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            trained(optimizer_class=kind, stage=stage)
+
+
+# State by parameter.
+
+
+def test_state_of_master_weights_has_the_keys_of_plain_torch():
+    model, optimizer = trained(net(torch.bfloat16))
+    first, *others = parameters = list(model.parameters())
+    assert list(optimizer.state) == parameters
+    assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in parameters)
+    assert first in optimizer.state
+    assert optimizer.state.pop(first)["step"] == 1
+    assert first not in optimizer.state
+    assert optimizer.state.get(first, "none") == optimizer.state.pop(first, "none") == "none"
+    with pytest.raises(KeyError):
+        optimizer.state.pop(first)
+    assert optimizer.state[first] == {}
+    del optimizer.state[first]
+    optimizer.state["mine"] = {"a": 1}
+    assert len(optimizer.state) == len(others) + 1
+    assert len(copy.copy(optimizer.state)) == len(copy.deepcopy(optimizer.state)) == 4
+    train(model, optimizer, rows(1))
+    steps = [int(optimizer.state[p]["step"]) for p in parameters]
+    assert steps == [1, 2, 2, 2]
+    optimizer.state = defaultdict(dict, {first: optimizer.state[first]})
+    train(model, optimizer, rows(1))
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_a_parameter_of_several_ranks_is_its_own_or_refused(stage, dtype):
+    model, optimizer = trained(net(dtype), world=FirstOfTwo, stage=stage, partition="parameter")
+    owned = {piece.name for piece in optimizer.slices()}
+    assert 0 < len(owned) < 4
+    given = torch.zeros(1)
+    uses = [
+        lambda state, p: state[p],
+        lambda state, p: state.get(p),
+        lambda state, p: p in state,
+        lambda state, p: state.pop(p),
+        lambda state, p: state.update({p: {"exp_avg": given}}) or state[p],
+        lambda state, p: state.__delitem__(p) or True,
+    ]
+    for (name, parameter), use in product(model.named_parameters(), uses):
+        if name in owned:
+            assert use(optimizer.state, parameter)
+        else:
+            with pytest.raises(RuntimeError, match=f"{name} is sharded at stage {stage}, and not"):
+                use(optimizer.state, parameter)
+    whole = {p: {"exp_avg": given} for name, p in model.named_parameters() if name in owned}
+    optimizer.state = defaultdict(dict, whole)
+    assert set(optimizer.state) == whole.keys()
+    with pytest.raises(RuntimeError, match="is sharded"):
+        optimizer.state = defaultdict(dict, {p: {} for p in model.parameters()})

@@ -1,22 +1,26 @@
 """Trials that find out how an optimizer may be sharded, whatever its name."""
 
+import inspect
 import math
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from first_of_two import STAGES, zero
-from handmade import DAdapting, Lamb, Normalized
-from optimizers import BY_PARAMETER, ELEMENTWISE, each
+from handmade import DAdapting, Decaying, Lamb, Lion, Listed, Normalized, Row
+from optimizers import BY_PARAMETER
 from torch import nn, optim
 
-from zero.trials import check_partition
+from zero.trials import BY_ELEMENT, check_partition
 
-LITTLE = {
-    "AdamW lr=0": partial(optim.AdamW, lr=0.0),
-    "AdamW lr=1e-9": partial(optim.AdamW, lr=1e-9),
-    "AdamW tensor lr": partial(optim.AdamW, lr=torch.tensor(0.01)),
+USERS = {
+    "Lion": partial(Lion, lr=0.01, weight_decay=0.1),
+    "Lion lr=0": partial(Lion, lr=0.0, weight_decay=0.1),
+    "Lion lr=1e-9": partial(Lion, lr=1e-9),
+    "Lion tensor lr": partial(Lion, lr=torch.tensor(0.01)),
+    "Decaying": partial(Decaying, lr=0.3),
 }
 WHOLE = BY_PARAMETER | {
     "Lamb lr=0": partial(Lamb, lr=0.0),
@@ -38,20 +42,117 @@ def groups(*shapes, dtype=torch.float32, **options):
 ALL_SHAPES = groups((), (3,), (2, 3), (2, 3, 4), (2, 2, 2, 2), (1, 2, 1, 2, 1))
 
 
-@pytest.mark.parametrize("partition", ["element", "parameter"])
-@pytest.mark.parametrize("name", each([*ELEMENTWISE, *LITTLE, *WHOLE, *OVER_ALL]))
-def test_what_an_optimizer_keeps_decides_how_it_may_be_sharded(name, partition):
-    make = (ELEMENTWISE | LITTLE | WHOLE | OVER_ALL)[name]
+@pytest.mark.parametrize("partition", ["auto", "element", "parameter"])
+@pytest.mark.parametrize("name", [*USERS, *WHOLE, *OVER_ALL])
+def test_what_a_trial_finds_is_refused(name, partition):
+    make = (USERS | WHOLE | OVER_ALL)[name]
     given = groups((2, 3)) if name in WHOLE else ALL_SHAPES  # Muon takes matrices only
     if name in OVER_ALL:
-        words = r"parts get other .* than the whole; give stage=0"
+        words = r"parts get other .* than the whole; .*give stage=0"
     elif name in WHOLE and partition == "element":
-        words = r'with partition "element": .*give partition="parameter"'
+        words = r"cannot be sharded by element: .*leave out partition="
     else:
         check_partition(make, given, partition)
         return
     with pytest.raises(ValueError, match=words):
         check_partition(make, given, partition)
+
+
+# Which optimizers work by element.
+
+OF_TORCH = {kind for kind in vars(optim).values() if isinstance(kind, type)}
+NOT_BY_ELEMENT = {optim.Adafactor, optim.LBFGS, optim.Muon, optim.Optimizer, optim.SparseAdam}
+OPTIONS = {
+    optim.ASGD: [{"t0": 1, "lambd": 0.1}],
+    optim.Adadelta: [{}],
+    optim.Adagrad: [{"lr_decay": 0.1, "initial_accumulator_value": 0.1}, {"fused": True}],
+    optim.Adam: [
+        {"amsgrad": True, "maximize": True},
+        {"lr": torch.tensor(0.01), "foreach": False},
+        {"fused": True},
+    ],
+    optim.AdamW: [{}, {"fused": True}],
+    optim.Adamax: [{}],
+    optim.NAdam: [{"decoupled_weight_decay": True}],
+    optim.RAdam: [{}],
+    optim.RMSprop: [{"momentum": 0.5, "centered": True}],
+    optim.Rprop: [{}],
+    optim.SGD: [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "fused": True}],
+}
+WAYS = [
+    pytest.param(kind, {**way, **options}, id=f"{kind.__name__} {way}")
+    for kind, chosen in OPTIONS.items()
+    for options in chosen
+    for way in ([{}] if "fused" in options else [{"foreach": False}, {"foreach": True}])
+]
+
+
+def test_every_optimizer_of_torch_is_known():
+    assert OF_TORCH == BY_ELEMENT | NOT_BY_ELEMENT
+    assert OPTIONS.keys() == BY_ELEMENT
+
+
+def trained_in_parts(kind, options, dtype, cuts):
+    """A matrix and its state after gradients of widely different sizes, updated in flat parts."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(26, 7, 9, generator=generator, dtype=dtype)
+    parts = [start.flatten()[low:high].clone() for low, high in pairwise(cuts)]
+    parts = parts if len(parts) > 1 else [start.clone()]
+    taken = inspect.signature(kind).parameters
+    decay = {"weight_decay": 0.1} if "weight_decay" in taken else {}
+    optimizers = [kind([part], **decay, **options) for part in parts]
+    for number, gradient in enumerate(gradients):
+        size = 0.0 if number % 7 == 3 else 10.0 ** (number % 5 - 2)
+        for part, (low, high), optimizer in zip(parts, pairwise(cuts), optimizers, strict=True):
+            part.grad = size * gradient.flatten()[low:high].view(part.shape)
+            optimizer.step()
+    found = {"weights": torch.cat([part.flatten() for part in parts])}
+    for key, value in optimizers[0].state[parts[0]].items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            states = [o.state[p][key] for o, p in zip(optimizers, parts, strict=True)]
+            found[key] = torch.cat([state.flatten() for state in states])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize(("kind", "options"), WAYS)
+def test_optimizers_by_element_train_parts_as_the_whole(kind, options, dtype):
+    if dtype.is_complex and options.get("fused"):
+        pytest.skip("torch's fused kernels are of real numbers")
+    whole = trained_in_parts(kind, options, dtype, [0, 63])
+    cut = trained_in_parts(kind, options, dtype, [0, 1, 17, 40, 63])
+    assert whole.keys() == cut.keys()
+    for key, value in whole.items():
+        assert torch.allclose(cut[key], value, rtol=1e-12, atol=1e-14), key
+
+
+class AdamOfTheUser(optim.Adam):
+    pass
+
+
+def made_by_a_function(params):
+    return optim.AdamW(params)
+
+
+@pytest.mark.parametrize(
+    ("make", "partition", "chosen"),
+    [
+        (optim.AdamW, "auto", "element"),
+        (partial(partial(optim.SGD, momentum=0.9), lr=0.1), "auto", "element"),
+        (optim.Adafactor, "auto", "parameter"),
+        (optim.Muon, "auto", "parameter"),
+        (Lion, "auto", "parameter"),
+        (AdamOfTheUser, "auto", "parameter"),
+        (partial(AdamOfTheUser, lr=0.1), "auto", "parameter"),
+        (made_by_a_function, "auto", "parameter"),
+        (AdamOfTheUser, "element", "element"),
+        (optim.AdamW, "parameter", "parameter"),
+    ],
+)
+@STAGES
+def test_only_known_classes_are_cut_by_element(make, partition, chosen, stage):
+    model = nn.Linear(4, 3, bias=False)  # Muon takes matrices only
+    assert zero(model, make, stage=stage, partition=partition).partition == chosen
 
 
 COMPLEX = groups((3,), dtype=torch.complex64)
@@ -65,9 +166,12 @@ COMPLEX = groups((3,), dtype=torch.complex64)
         # An elementwise statistic of vectors does not excuse that of matrices.
         (optim.Adafactor, groups((), lr=0.1), ""),
         (optim.Adafactor, groups((), (3, 3), lr=0.1), "Adafactor"),
-        (optim.Adam, COMPLEX, ""),
+        (Decaying, COMPLEX, ""),
         (Lamb, COMPLEX, "Lamb"),
-        (partial(partial(Lamb, lr=0.1), lr=0.2), groups((3,)), '^Lamb .*partition="parameter"'),
+        (partial(partial(Lamb, lr=0.1), lr=0.2), groups((3,)), "^Lamb .*leave out partition="),
+        (Listed, groups((3,)), ""),
+        (partial(Listed, kind=Row), groups((3,)), "its state momenta is a Row, which has no part"),
+        (partial(Listed, stacked=True), groups((3,)), r"momenta is a Tensor of shape \(2, "),
     ],
 )
 def test_a_refusal_names_what_differs(make, given, words):
@@ -117,7 +221,7 @@ class Overflowing(optim.SGD):
                 p.div_(0)
 
 
-class Narrow(optim.Adam):
+class Narrow(AdamOfTheUser):
     """Knows fp32 only, as some fused kernels do."""
 
     @torch.no_grad()
@@ -133,14 +237,14 @@ class Narrow(optim.Adam):
         (Noisy, "random numbers"),
         (Sleeping, "updates nothing"),
         (Overflowing, "infinite or NaN"),
-        (partial(optim.Adam, differentiable=True), "a trial on small tensors fails"),
+        (partial(AdamOfTheUser, lr=math.inf), "infinite or NaN"),
     ],
 )
 def test_what_a_trial_cannot_tell_is_refused_and_leaves_random_numbers_alone(
     make, reason, partition
 ):
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"{reason}.*; give stage=0"):
+    with pytest.raises(ValueError, match=rf"{reason}.*; .*give stage=0"):
         check_partition(make, groups((3,)), partition)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -173,40 +277,20 @@ def test_infinite_options_are_no_difference(limit):
 
 def test_errors_of_the_constructor_are_raised_as_they_are():
     with pytest.raises(ValueError, match=r"^Invalid learning rate: -1$"):
-        check_partition(partial(optim.Adam, lr=-1), groups((3,)), "element")
+        check_partition(partial(AdamOfTheUser, lr=-1), groups((3,)), "element")
     with pytest.raises(TypeError, match="unexpected keyword"):
-        check_partition(partial(optim.Adam, speed=1), groups((3,)), "element")
+        check_partition(partial(AdamOfTheUser, speed=1), groups((3,)), "element")
 
 
-def test_a_trial_is_made_once_for_a_class_and_its_options_and_always_of_a_function():
-    made = []
-
-    class CountedTrials(optim.SGD):
-        def __init__(self, params, **options):
-            super().__init__(params, **options)
-            made.append(self)
-
-    def by_function(params):
-        return CountedTrials(params)
-
-    def trials(make, *given):
-        made.clear()
-        check_partition(make, *(given or (groups((3,)), "element")))
-        return len(made)
-
-    assert trials(partial(CountedTrials, lr=0.1)) > 1
-    assert trials(partial(CountedTrials, lr=0.1)) == 0
-    assert trials(partial(CountedTrials, lr=0.1, momentum=0.5)) > 1
-    assert trials(partial(CountedTrials, lr=0.1), groups((3, 3)), "element") > 1
-    assert trials(partial(CountedTrials, lr=0.1), groups((3,)), "parameter") > 1
-    assert trials(by_function) == trials(by_function) > 1
-    with pytest.raises(TypeError, match="betas"):
-        trials(partial(CountedTrials, lr=0.1, betas=[]))
+class Differentiable(optim.SGD):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr, differentiable=True)
 
 
 REASONS = {
     optim.LBFGS: "LBFGS needs a closure that it runs several times",
     optim.SparseAdam: "SparseAdam takes sparse gradients only",
+    Differentiable: "Differentiable is given differentiable=True",
 }
 
 
@@ -227,10 +311,10 @@ def test_what_no_stage_can_drive_is_refused_with_the_reason(kind, stage):
 
 def test_a_group_that_comes_later_is_tried_with_the_others():
     model = nn.Linear(3, 3)
-    optimizer = zero([("bias", model.bias)], optim.Adafactor, stage=1, partition="parameter")
+    optimizer = zero([("bias", model.bias)], optim.Adafactor, stage=1)
     optimizer.add_param_group({"params": [("weight", model.weight)]})
     other = nn.Linear(3, 3)
-    optimizer = zero([("bias", other.bias)], Chosen, stage=1)
+    optimizer = zero([("bias", other.bias)], Chosen, stage=1, partition="element")
     with pytest.raises(ValueError, match="Chosen"):
         optimizer.add_param_group({"params": [("weight", other.weight)], "normalize": True})
     assert len(optimizer.param_groups) == 1
