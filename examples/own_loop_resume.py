@@ -29,6 +29,7 @@ with mntrain.init() as world:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 4)).to(world.device)
     optimizer = world.optimizer(model, torch.optim.AdamW, lr=1e-2, stage=options.stage)
+    torch.manual_seed(world.rank)  # from here on, ranks draw unlike numbers, as for dropout
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=options.steps)
     checkpoints = world.checkpoints(
         options.run_dir, model=model, optimizer=optimizer, scheduler=scheduler, every=options.every

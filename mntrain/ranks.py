@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, fields
 from functools import partial
 from io import BytesIO
-from numbers import Real
+from numbers import Complex
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,6 +83,22 @@ def _select_gpu(device: torch.device) -> None:
     """Make a GPU the current one of the calling thread; nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def wide_dtype(values: Any) -> torch.dtype:
+    """Return complex128 if a number, tensor, array or list has complex values, or else float64."""
+    if isinstance(values, list | tuple):
+        found = any(wide_dtype(value).is_complex for value in values)
+    elif isinstance(values, Tensor):
+        found = values.is_complex()
+    else:
+        found = np.iscomplexobj(values)
+    return torch.complex128 if found else torch.float64
+
+
+def as_reals(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor flat, and complex numbers as two elements each. A view."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 
 class Ranks:
@@ -462,22 +479,30 @@ class Ranks:
     def sum(self, values: float) -> float: ...
 
     @overload
+    def sum(self, values: complex) -> complex: ...
+
+    @overload
     def sum(self, values: Tensor) -> Tensor: ...
 
     @overload
     def sum(self, values: Sequence[float]) -> list[float]: ...
 
-    def sum(self, values: float | Tensor | Sequence[float]) -> float | Tensor | list[float]:
+    @overload
+    def sum(self, values: Sequence[complex]) -> list[Any]: ...
+
+    def sum(self, values: complex | Tensor | Sequence[complex]) -> Any:
         """Return the sum over all ranks, in fp64. Collective.
 
         Of a number a float; of a list, of the same length on all ranks, a list, elementwise; of a
-        tensor, of the same shape on all ranks, a new one, elementwise.
+        tensor, of the same shape on all ranks, a new one, elementwise. Of complex numbers, on all
+        ranks, complex ones: a complex128 tensor of a tensor.
         """
+        dtype = wide_dtype(values)
         if isinstance(values, Tensor):
-            totals = values.detach().to(torch.float64, copy=True).contiguous()
+            totals = values.detach().to(dtype, copy=True).contiguous()
         else:
-            totals = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self.collectives.named("world.sum").all_reduce(totals.view(-1)).wait()
+            totals = torch.tensor(values, dtype=dtype, device="cpu")
+        self.collectives.named("world.sum").all_reduce(as_reals(totals)).wait()
         if isinstance(values, Tensor):
             return totals
-        return float(totals) if isinstance(values, Real) else totals.tolist()
+        return totals.item() if isinstance(values, Complex) else totals.tolist()

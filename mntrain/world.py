@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 from weakref import proxy
 
 import torch
@@ -176,6 +176,7 @@ class World(Ranks):
         loader: Iterable[Any],
         seed: int = 0,
         *,
+        train: bool | None = None,
         weight: Callable[[Any], float] | None = None,
         balance: bool = False,
         divided: bool = False,
@@ -186,8 +187,11 @@ class World(Ranks):
         iterable are cut by samples (`mntrain.data.loader.ShardedLoader`). Before each batch, the
         optimizers of this world learn this rank's share of it, so a mean loss gives the exact mean
         over the global batch even if shares differ. With `weight`, the share is what it returns for
-        this rank's part, such as its number of tokens. Under `torch.no_grad()` the optimizers learn
+        this rank's part, such as its number of tokens. In an evaluation the optimizers learn
         nothing, and every sample is handed out once: ranks may get unequal numbers of batches.
+        `train` says whether passes train or evaluate. Without it, those that begin under
+        `torch.no_grad()` evaluate, and RuntimeError is raised where that shows to be wrong
+        (`ShardedLoader`).
 
         All ranks give the same loader, over all data. The first iteration over a loader is
         collective: ranks compare its sizes, and some samples of the first batch. AgreedError (a
@@ -198,7 +202,8 @@ class World(Ranks):
         on those that have no more.
 
         Each iteration is an epoch of its own, also if `shard` is called for each one. `seed`
-        decides how a shuffling loader shuffles, independently of the number of ranks. With
+        decides how a shuffling loader shuffles, independently of the number of ranks: each epoch,
+        and each dataset that the world gets with this seed, in another order. With
         `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
         the GPU. There, a part grows only as far as memory suffices if it grows with the part.
@@ -207,7 +212,9 @@ class World(Ranks):
         self._engine.check_open()
         if alone := lone_accelerator(self.size):
             raise ValueError(alone)
-        return self._shards.shard(loader, seed, weight, balance=balance, divided=divided)
+        return self._shards.shard(
+            loader, seed, weight, train=train, balance=balance, divided=divided
+        )
 
     def gather_in_order(self, predictions: Any) -> Any:
         """Return the predictions for all samples of a pass over a shard, on all ranks. Collective.
@@ -337,10 +344,20 @@ class World(Ranks):
         """
         return self._own_loop.stop_requested(max_minutes, grace)
 
-    def mean(self, value: float | Tensor, weight: float = 1.0) -> float | Tensor:
+    @overload
+    def mean(self, value: float, weight: float = 1.0) -> float: ...
+
+    @overload
+    def mean(self, value: complex, weight: float = 1.0) -> complex: ...
+
+    @overload
+    def mean(self, value: Tensor, weight: float = 1.0) -> Tensor: ...
+
+    def mean(self, value: complex | Tensor, weight: float = 1.0) -> complex | Tensor:
         """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.
 
         For a number a float; for a tensor, of the same shape on all ranks, a new one, elementwise.
+        Of complex numbers, on all ranks, complex ones: a complex128 tensor of a tensor.
         A rank of weight 0 does not count, whatever its value. Raises AgreedError (a ValueError) on
         all ranks for what is no number, for a weight below 0 or not finite, and if all are 0.
         """

@@ -106,6 +106,8 @@ class Accumulation:
         self.waited_s = 0.0  # seconds so far in `finish`
         # Is told of what has ended in the step: a name, and its start by `time.perf_counter`.
         self.observe: Callable[[str, float], None] = lambda name, start: None
+        # Is called when a backward begins, and raises for one that must not be.
+        self.before_backward: Callable[[], None] = lambda: None
         self._unsent = set[str]()  # parameters of which a hook between nodes may keep a gradient
         # Of the running backward.
         # Autograd's numbers of it and of those nested in it. Each has a function that returns None
@@ -235,6 +237,7 @@ class Accumulation:
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
         self._begin()
+        self.before_backward()
         self.weight.begin_backward()
         if self._syncing:
             self.finish()
@@ -424,6 +427,7 @@ class Accumulation:
         self._tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
+            self.before_backward()
             self._forget_held()
             self.weight.begin_backward()
         Variable._execution_engine.queue_callback(at_end)

@@ -263,7 +263,8 @@ class Manifest:
     samples: int
     skipped_steps: int
     eval_loss: float | None
-    # Sizes of the data's files, and values of the task, which are compared in a resumed run.
+    # Sizes of the data's files, values of the task, and digests of samples, which are compared in
+    # a resumed run.
     data: Mapping[str, Any] = field(default_factory=dict)
     scored_by: str = "eval_loss"  # what the best checkpoint is chosen by
     position: tuple[int, int] | None = None  # epoch and offset of the next step's first sample

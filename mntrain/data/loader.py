@@ -6,9 +6,10 @@ Each batch of the loader is a global batch:
     rank 1:       [---]          [---]                 the rank's contiguous part of each batch
 
 The ranks see the same batches because the default generators of torch, Python and numpy, from
-which a loader draws its shuffling, are seeded by (seed, epoch) while it draws. Ranks compare the
-first batch of every new loader (`mntrain.data.sample_digest`). Where the batches are made of
-indices, a digest of them goes to the optimizers, which compare it between ranks in each step.
+which a loader draws its shuffling, are seeded by (seed, epoch, dataset) while it draws. Ranks
+compare the first batch of every new loader (`mntrain.data.sample_digest`). Where the batches are
+made of indices, a digest of them goes to the optimizers, which compare it between ranks in each
+step.
 """
 
 import copy
@@ -16,9 +17,10 @@ import math
 import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
@@ -38,7 +40,14 @@ from mntrain.balance.loader_balance import LoaderBalance
 from mntrain.balance.own_pace import BatchNumber, OwnClock
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.sample_digest import FirstBatch, ends, of_batch, of_samples, sizes_of
+from mntrain.data.sample_digest import (
+    FirstBatch,
+    ends,
+    of_batch,
+    of_samples,
+    sizes_of,
+    spread_digest,
+)
 from mntrain.data.source import (
     Alone,
     Feed,
@@ -61,6 +70,8 @@ class Passes:
     """The passes over one dataset, and whether ranks have compared a loader."""
 
     epoch: int = 0  # of the next pass
+    # By seed, which of the datasets that the world has had with it, in the order of their shards.
+    numbers: dict[int, int] = field(default_factory=dict)
     left_early: bool = False  # the last one
     balance: LoaderBalance | None = None  # if its batches are divided by the ranks' speeds
     compared: bool = False
@@ -75,7 +86,7 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
         if id(owner) in known:
             return known[id(owner)]
         try:
-            finalize(owner, known.pop, id(owner)).atexit = False
+            finalize(owner, known.pop, id(owner), None).atexit = False
         except TypeError:
             continue
         return known.setdefault(id(owner), Passes())
@@ -112,6 +123,8 @@ class ShardRegistry:
         self._ranks, self._optimizers = ranks, optimizers
         self._length_of_divided = length_of_divided
         self._passes: dict[int, Passes] = {}
+        self._datasets = Counter[int]()  # so far, by seed
+        self.evaluations = set[object]()  # passes in progress of which the grad mode says so
         self._batch: DrawnBatch | None = None  # of a pass in progress
         self._balances: list[LoaderBalance] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
@@ -123,6 +136,7 @@ class ShardRegistry:
         seed: int,
         weight: Callable[[Any], float] | None,
         *,
+        train: bool | None,
         balance: bool,
         divided: bool,
     ) -> "ShardedLoader":
@@ -137,6 +151,8 @@ class ShardRegistry:
                 f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
                 "(--balance.mode cadence), since a loop of one's own decides when to step"
             )
+        if train is not None and not isinstance(train, bool):
+            raise ValueError(f"train={train!r}: give True or False, or leave it out")
         dataset = getattr(loader, "dataset", None)
         if balance and (divided or isinstance(dataset, IterableDataset)):
             raise ValueError(
@@ -144,10 +160,13 @@ class ShardRegistry:
                 "the samples of an IterableDataset: leave one of the two out"
             )
         batches = self._length_of_divided(self._ranks, loader) if divided else None
-        key = id(loader), seed, id(weight), balance, divided
+        key = id(loader), seed, id(weight), train, balance, divided
         shard = self._shards.get(key)
         if shard is None:
             passes = passes_of(self._passes, dataset, loader) or Passes()
+            if seed not in passes.numbers:
+                passes.numbers[seed] = self._datasets[seed]
+                self._datasets[seed] += 1
             if balance and self.size > 1 and passes.balance is None:
                 passes.balance = self._next_balance()
             shard = ShardedLoader(
@@ -156,6 +175,7 @@ class ShardRegistry:
                 passes,
                 seed=seed,
                 weight=weight,
+                train=train,
                 known=passes_of(self._passes, loader),
                 balance=passes.balance if balance else None,
                 divided=divided,
@@ -163,6 +183,12 @@ class ShardRegistry:
             )
             self._shards[key] = shard
         return shard
+
+    def begin_anew(self) -> None:
+        """Let the next shards begin with the orders of a new world."""
+        self._passes.clear()
+        self._datasets.clear()
+        self._shards.clear()
 
     def _next_balance(self) -> LoaderBalance:
         """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
@@ -195,6 +221,7 @@ class ShardRegistry:
 
     def tell(self, optimizer: ZeroOptimizer) -> None:
         """Tell an optimizer that was just made of the batch that was drawn before. Local."""
+        optimizer.accumulation.before_backward = partial(_expect_training, self.evaluations)
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
@@ -218,12 +245,23 @@ class ShardRegistry:
         return (optimizer for optimizer in self._optimizers if not optimizer.closed)
 
 
+def _expect_training(evaluations: set[object]) -> None:
+    """Raise RuntimeError for a backward in a pass that was taken for an evaluation."""
+    if evaluations:
+        raise RuntimeError(
+            "this backward is in a pass over world.shard that began while gradients were disabled, "
+            "as under torch.no_grad(), and so counts as an evaluation: give world.shard(loader, "
+            "train=True) to train on its batches, or train=False if they are not of this backward"
+        )
+
+
 class ShardedLoader:
     """This rank's part of every batch of a loader. Each iteration over it is one epoch.
 
     A torch DataLoader is rebuilt with the same dataset and settings, so that each rank loads only
-    its own samples, also of an IterableDataset (`mntrain.data.streams`). Of any other iterable,
-    every rank makes the whole batches and cuts its part (`mntrain.data.cutting`).
+    its own samples, also of an IterableDataset (`mntrain.data.streams`). Of any other iterable, and
+    of a DataLoader of a class of its own, which may change batches, every rank makes the whole
+    batches and cuts its part (`mntrain.data.cutting`).
 
     Training: before it hands out a batch, it tells the optimizers this rank's number of samples in
     it, or `weight(batch)` of its part, and that of all ranks. A rank without samples gets the first
@@ -231,8 +269,13 @@ class ShardedLoader:
     forward pass updates, such as running statistics, is affected. With `divided`, it is the rank's
     last batch, and `batches` is the number of those of the longest loader.
 
-    Evaluation, which is an iteration that begins while gradients are disabled (`torch.no_grad`):
-    no stand-ins, so ranks may get unequal numbers of batches. The optimizers are told nothing.
+    Evaluation: no stand-ins, so ranks may get unequal numbers of batches. The optimizers are told
+    nothing.
+
+    `train` says which of the two a pass is. With None, it is an evaluation if gradients are
+    disabled when it begins (`torch.no_grad`). Then RuntimeError is raised where that was wrong: by
+    a backward while such a pass is in progress, and at the end of a pass for training with
+    stand-ins, on any rank, of which no backward has used a batch.
 
     Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
     that is not `known`), and for training with `balance`, with `divided`, or on streams of its own
@@ -251,6 +294,7 @@ class ShardedLoader:
         *,
         seed: int = 0,
         weight: Callable[[Any], float] | None = None,
+        train: bool | None = None,
         known: Passes | None = None,
         balance: LoaderBalance | None = None,
         divided: bool = False,
@@ -266,7 +310,8 @@ class ShardedLoader:
             )
         self._loader, self._shards, self._passes = loader, shards, passes
         self._seed, self._weight, self._known = seed, weight, known
-        self._balance, self._batches = balance, batches
+        self._train, self._balance = train, balance
+        self._divided, self._batches = divided, batches
         self._drawn = BatchSource(balanced=divided or balance is not None)
         if divided:
             self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
@@ -288,29 +333,32 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch. Raises TypeError if the loader has no len."""
+        if self._divided and self._batches is None:
+            raise TypeError("the loader of a rank has no length")
         return len(cast(Sized, self._loader)) if self._batches is None else self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        training = torch.is_grad_enabled()
-        if training and self._resumes and self._state is not None:
-            state = self._state
-        else:
-            state = {"epoch": self.epoch, "batches": 0, "stream": None, "generator": None}
+        return self._begin(training=torch.is_grad_enabled() if self._train is None else self._train)
+
+    def _begin(self, *, training: bool) -> Iterator[Any]:
+        resumes = training and self._resumes and self._state is not None
+        state = self._state if resumes and self._state is not None else self._position()
         if training:  # an evaluation of the same data changes no order
             self._passes.epoch = state["epoch"] + 1
-        seed = mixed_seed(self._seed, state["epoch"])
+        number = self._passes.numbers.get(self._seed, 0)
+        seed = mixed_seed(self._seed, state["epoch"], *([number] if number else []))
         seeds = seed, mixed_seed(seed, self._shards.rank)
         number = self._balance.begin_pass() if training and self._balance else 0
         due = self._shards.compare is not None and not (self._known and self._known.compared)
         compare = self._compare if due else None
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
         if not training:
-            return (part.batch for part in self._recorded(this))
+            return self._evaluation(this)
         if self._passes.left_early:
             self._passes.left_early = False
             self._shards.forget(drawn=True)
         self._state, self._resumes = state, False
-        return self._train(this, state)
+        return self._training(this, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch drawn for training, equal on all ranks. Local.
@@ -319,25 +367,58 @@ class ShardedLoader:
         """
         if self._state is not None:
             return copy.deepcopy(self._state)
-        generator = self._generator_state()
-        return {"epoch": self.epoch, "batches": 0, "stream": None, "generator": generator}
+        return self._position() | {"generator": self._generator_state()}
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position at the beginning of the next epoch, without that of a generator."""
+        number = self._passes.numbers.get(self._seed, 0)
+        begin = {"batches": 0, "stream": None, "generator": None}
+        return {"epoch": self.epoch, "dataset": number, **begin}
+
+    def _is_over(self, state: dict[str, Any]) -> bool:
+        """Return True for a position behind the last batch of an epoch, if its length is known."""
+        with suppress(TypeError, NotImplementedError):
+            return 0 < len(self) <= state["batches"]
+        return False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next training pass continue where `state_dict` was taken. Local.
 
         On any number of ranks and workers, unless the dataset has a stream of its own for each
         worker. Indices are drawn again, and dropped; samples are read again only of streams
-        without a `load_state_dict`, and of other iterables than DataLoaders.
+        without a `load_state_dict`, and of other iterables than DataLoaders. Behind the last batch
+        of an epoch the next one begins, unless the loader has no length: then the pass is empty.
         """
-        self.epoch = state_dict["epoch"]
+        self.epoch = state_dict["epoch"] + self._is_over(state_dict)
+        # Earlier versions had the same order for all datasets.
+        self._passes.numbers[self._seed] = state_dict.get("dataset", 0)
         self._state, self._resumes = copy.deepcopy(state_dict), True
+
+    def spread_digest(self) -> dict[str, str]:
+        """Return `sample_digest.spread_digest` of the samples, or else of the batches. Local.
+
+        Empty on other ranks than 0, which have the same, unless the data are `divided`.
+        """
+        if self._shards.rank and not self._divided:
+            return {}
+        return spread_digest(getattr(self._loader, "dataset", self._loader))
 
     def _generator_state(self) -> str | None:
         if self._generator is None:
             return None
         return self._generator.get_state().numpy().tobytes().hex()
 
-    def _train(self, this: Pass, state: dict[str, Any]) -> Iterator[Any]:
+    def _evaluation(self, this: Pass) -> Iterator[Any]:
+        guessed = object()
+        try:
+            for part in self._recorded(this):
+                if self._train is None:
+                    self._shards.evaluations.add(guessed)
+                yield part.batch
+        finally:
+            self._shards.evaluations.discard(guessed)
+
+    def _training(self, this: Pass, state: dict[str, Any]) -> Iterator[Any]:
         if state["generator"] is None:
             state["generator"] = self._generator_state()
         elif self._generator is not None:
@@ -346,9 +427,10 @@ class ShardedLoader:
         # Batches that were drawn but not used yet keep their weight: a prefetcher trains them after
         # the end, and so may the caller of next(iter(...)). If the pass was left early, the next
         # one drops them.
-        balance = self._balance
+        balance, drawn_before, empty, short = self._balance, self._drawn.drawn, True, False
         try:
             for part in self._recorded(this):
+                empty, short = False, short or part.short
                 state["batches"] += 1
                 state["stream"] = part.stream
                 own = self._own_weight(part)
@@ -360,6 +442,13 @@ class ShardedLoader:
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)
+            if self._train is None and short and self._drawn.used <= drawn_before:
+                raise RuntimeError(
+                    "a pass over world.shard that counts as training, since it began while "
+                    "gradients were enabled, has ended without a backward of its batches, of which "
+                    "some were stand-ins for ranks without a sample: give world.shard(loader, "
+                    "train=False) to evaluate each sample once, or train=True"
+                )
         except GeneratorExit:
             self._passes.left_early = True
             raise
@@ -369,6 +458,10 @@ class ShardedLoader:
                 balance.end_pass(this.number)
         if self._state is state:
             self._state = None
+        if empty and self._is_over(state):
+            if self._known is not None:  # no sample was compared
+                self._known.compared = False
+            yield from self._begin(training=True)
 
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
@@ -402,14 +495,18 @@ class ShardedLoader:
 def _source(loader: Any, peers: Peers, balance: LoaderBalance | None) -> Source:
     """Return the cheapest source of a loader's batches."""
     shares = partial(_shares, peers, balance)
-    # A subclass with its own __iter__ cannot be rebuilt: its batches are cut instead.
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+    if type(loader) is DataLoader:  # a subclass may change batches in any of its methods
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:
             return _indexed_source(loader, shares)
     return partial(_cut_parts, loader, shares)
 
+
+_SUBCLASS = (
+    "mntrain: the whole batches of a {kind} are cut, since its class may change them: give a plain "
+    "torch DataLoader, with its dataset and collate_fn, whose ranks load their own samples alone"
+)
 
 # `_shares` of some ranks, by their speeds if these are balanced.
 _Shares = Callable[..., Iterator[tuple[Any, slice, Part]]]
@@ -440,9 +537,9 @@ def _shares(
         if balance is not None and this.stand_ins:
             place = BatchNumber(this.number, number)
             bounds, plan = balance.bounds(samples, place), balance.plan(place)
-        rows, own = share_of(samples, peers.rank, peers.size, bounds)
-        if own or this.stand_ins:
-            yield batch, rows, Part(None, own, samples, plan=plan, number=number)
+        rows, part = share_of(samples, peers.rank, peers.size, bounds)
+        if part.own or this.stand_ins:
+            yield batch, rows, part._replace(plan=plan, number=number)
     if compare is not None:
         compare(describe(None, 0))
 
@@ -456,10 +553,18 @@ def _cut_parts(loader: Iterable[Any], shares: _Shares, this: Pass) -> Iterator[P
     def again() -> Any:
         return next(islice(_seeded(loader, this.seed), this.done, None), None)
 
+    def length(batch: Any) -> int:
+        try:
+            return length_of(batch)
+        except TypeError as error:
+            if isinstance(loader, DataLoader):
+                error.add_note(_SUBCLASS.format(kind=type(loader).__qualname__))
+            raise
+
     batches = _seeded(loader, this.seed)
     if getattr(loader, "collate_fn", None) is default_collate:  # which makes lists of columns
         batches = (tuple(batch) if type(batch) is list else batch for batch in batches)
-    for batch, rows, part in shares(this, batches, length=length_of, describe=describe):
+    for batch, rows, part in shares(this, batches, length=length, describe=describe):
         yield part._replace(batch=cut(batch, rows))
 
 

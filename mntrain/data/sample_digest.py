@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.randomness import SeededDraws
 
 _ELEMENTS = 1024  # read of a floating-point tensor
 _TOLERANCE = 1e-3  # of floating-point elements: processors and libraries round differently
 _DIGITS = 12
+_SPREAD = 8  # samples of a dataset that a resumed run compares
 _PLAIN = (str, bytes, bytearray, PurePath, Number, type(None))
 
 
@@ -86,6 +87,30 @@ def of_samples(
         return fields_of([_read(copied, index) for index in indices])
 
     return FirstBatch(sizes or {}, digest, read(), read, may_be_random=True)
+
+
+def spread_digest(data: Any) -> dict[str, str]:
+    """Return a digest of evenly spaced samples of a dataset or a list, by field. Local.
+
+    Without fields that change when they are read again. Empty for data without an index, such as
+    streams.
+    """
+    last = -1
+    if hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+        with suppress(TypeError, NotImplementedError):
+            last = len(data) - 1
+    if last < 0:
+        return {}
+    indices = sorted({last * place // (_SPREAD - 1) for place in range(_SPREAD)})
+    samples = of_samples(data, indices)
+    if samples.again is None:
+        return {}
+    again = samples.again()
+    return {
+        name: digest_of(*map(repr, values))
+        for name, values in samples.content.items()
+        if repr(values) == repr(again.get(name))
+    }
 
 
 def of_batch(loader: Any, batch: Any, samples: int, again: Callable[[], Any]) -> FirstBatch:

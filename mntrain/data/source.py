@@ -1,7 +1,7 @@
 """Parts of a loader's batches, which its sources yield pass by pass."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader
@@ -52,6 +52,7 @@ class Part(NamedTuple):
     stream: Any = None  # where a stream continues behind this batch
     plan: int = 0  # number of the plan by which the batch is divided; 0: the first, or equal parts
     number: int | None = None  # of the global batch in its pass; None: ranks have batches apart
+    short: bool = False  # whether a rank has no sample of it, so that this one gets a stand-in
 
 
 Source: TypeAlias = Callable[[Pass], Iterator[Part]]
@@ -80,15 +81,17 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 def share_of(
     samples: int, rank: int, size: int, bounds: Sequence[int] | None = None
-) -> tuple[slice, int]:
-    """Return a rank's rows of a batch, or the stand-in's, and the rank's number of samples.
+) -> tuple[slice, Part]:
+    """Return a rank's rows of a batch, or the stand-in's, and its part, still without them.
 
     `bounds` are those of the ranks' parts; None makes these equal to within one.
     """
     if samples == 0:
         raise ValueError("the loader made a batch of no samples: leave it out")
-    start, stop = (bounds or split(samples, size))[rank : rank + 2]
-    return (slice(start, stop), stop - start) if start < stop else (slice(0, 1), 0)
+    bounds = bounds or split(samples, size)
+    start, stop = bounds[rank : rank + 2]
+    part = Part(None, stop - start, samples, short=any(a == b for a, b in pairwise(bounds)))
+    return (slice(start, stop) if start < stop else slice(0, 1)), part
 
 
 def positions(state: Any, kind: str, peers: Peers, begin: Any = None) -> list[Any]:
@@ -132,7 +135,8 @@ def agreed(
         pairs = zip(everyone, positions, strict=True)
         positions = [news[1] if news else old for news, old in pairs]
         total = sum(news[0] for news in everyone if news)
-        yield Part(stand_in, 0 if part is None else part.own, total, stream={kind: positions})
+        own, state = 0 if part is None else part.own, {kind: positions}
+        yield Part(stand_in, own, total, stream=state, short=not all(everyone))
 
 
 def divided_parts(source: Source, peers: Peers, this: Pass) -> Iterator[Part]:

@@ -200,7 +200,7 @@ class _Readers(Dataset[Read]):
         own_stream = reader.was_asked
         size = self._batch_size or 1
         if own_stream:  # at least one sample of each batch is of this stream
-            size = max(1, share_of(size, self.rank, self.size)[1])
+            size = max(1, share_of(size, self.rank, self.size)[1].own)
         done = 0 if draw.start else draw.done
         compared = draw.compared
         for number in count(-done):
@@ -220,9 +220,9 @@ class _Readers(Dataset[Read]):
         """Return this rank's part of the batch, or all of it."""
         batched = self._batch_size is not None
         total = len(samples) if batched else length_of(samples[0])
-        rows, own = (slice(0, total), total) if whole else share_of(total, self.rank, self.size)
+        rows, part = share_of(total, *((0, 1) if whole else (self.rank, self.size)))
         rows_of = samples[rows] if batched else cut(samples[0], rows)
-        return Part(self._collate(rows_of), own, total)
+        return part._replace(batch=self._collate(rows_of))
 
 
 class _Reader:

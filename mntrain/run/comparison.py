@@ -17,7 +17,13 @@ from mntrain.checks.finding import naming
 from mntrain.cli import RefusedOptionsError, named_options
 from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
 from mntrain.config_types import words_of
-from mntrain.data.sample_digest import Content, FirstBatch, digest_of, of_samples
+from mntrain.data.sample_digest import (
+    Content,
+    FirstBatch,
+    digest_of,
+    of_samples,
+    spread_digest,
+)
 from mntrain.data.source import Peers
 from mntrain.equal_values import compare, expect_same, same_digests
 from mntrain.errors import AgreedError, agreement
@@ -106,8 +112,8 @@ def compare_task(world: Ranks, task: Task, datasets: Mapping[str, Dataset[Any]])
 
     `datasets` have a length and are named. Of each, the first, the middle and the last sample also
     show data that the task has divided between ranks, which may be of equal sizes. Returns the
-    sizes of files and the values, as a JSON object for checkpoints. Raises AgreedError on all ranks
-    for a difference.
+    sizes of files, the values, and on rank 0 digests of samples, as a JSON object for checkpoints.
+    Raises AgreedError on all ranks for a difference.
     """
     counts = {name: len(cast(Any, dataset)) for name, dataset in datasets.items()}
     with world.agreement():
@@ -127,7 +133,27 @@ def compare_task(world: Ranks, task: Task, datasets: Mapping[str, Dataset[Any]])
         count = counts[name]
         indices = sorted({0, count // 2, count - 1} if count else set())
         _compare_samples(world, of_samples(dataset, indices), f"the {name} data", _FIX)
-    return {"files": files, "values": values}
+    samples = {
+        f"the {name} data": spread_digest(dataset) if world.master else {}
+        for name, dataset in datasets.items()
+    }
+    return {"files": files, "values": values, "samples": samples}
+
+
+def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what has changed in the data since a checkpoint, in words. Local.
+
+    `before` and `now` are of `compare_task`, or hold the digests of samples alone. What either of
+    them lacks is not compared, as in a checkpoint of an earlier version.
+    """
+    known, samples = before.get("files", {}), before.get("samples", {})
+    changed = [n for n, value in now.get("files", {}).items() if known.get(n, value) != value]
+    for name, fields in now["samples"].items():
+        other = samples.get(name) or fields
+        common = fields.keys() & other.keys()
+        if any(fields[n] != other[n] for n in common) or (fields and not common):
+            changed.append(f"samples of {name}")
+    return changed
 
 
 def describe_files(files: Mapping[str, Path]) -> dict[str, str]:

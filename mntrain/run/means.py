@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Complex
 from typing import SupportsFloat
 
 import torch
@@ -9,37 +10,43 @@ from torch import Tensor
 
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, combined_refusals
+from mntrain.ranks import as_reals, wide_dtype
 from zero.step_message import StepMessage
 
 
 def weighted_mean(
-    collectives: WorldCollectives, value: float | Tensor, weight: float
-) -> float | Tensor:
+    collectives: WorldCollectives, value: complex | Tensor, weight: float
+) -> complex | Tensor:
     """Return the mean of all ranks' values by weight. Collective. See `World.mean`."""
-    number = value if isinstance(value, Tensor) else to_float(value)
-    problem = weight_problem(weight)
+    problem, dtype = weight_problem(weight), wide_dtype(value)
+    number: complex | Tensor | None = value
+    if not isinstance(value, Tensor):
+        is_complex = dtype.is_complex and isinstance(value, Complex)
+        number = complex(value) if is_complex else to_float(value)
     if number is None:
-        problem = f"the value is {value!r}: give a number or a tensor"
-    if not isinstance(number, Tensor):  # of a float, torch would make fp32
-        number = torch.tensor(0.0 if number is None else number, dtype=torch.float64, device="cpu")
-    own = number.detach().to("cpu", torch.float64)
-    sums = torch.zeros(own.numel() + 1, dtype=torch.float64, device="cpu")
+        problem, number = f"the value is {value!r}: give a number or a tensor", 0.0
+    own = torch.as_tensor(number, dtype=dtype, device="cpu").detach().contiguous()
+    parts = as_reals(own)
+    sums = torch.zeros(parts.numel() + 1, dtype=torch.float64, device="cpu")
     if problem:
         sums[-1] = math.nan  # which all ranks see in the sum
     elif weight:
-        sums[:-1], sums[-1] = own.flatten() * weight, weight
+        sums[:-1], sums[-1] = parts * weight, weight
     collectives.all_reduce(sums).wait()
     total = float(sums[-1])
     if not total > 0:
         problems = collectives.gather_objects(problem, "world.mean").wait()
         text = combined_refusals(problems) if any(problems) else "the weights of all ranks are 0"
         raise AgreedError(f"world.mean: {text}", collectives.rank)
-    mean = (sums[:-1] / total).view(own.shape)
-    return mean.to(value.device) if isinstance(value, Tensor) else float(mean)
+    mean = torch.empty_like(own)
+    as_reals(mean).copy_(sums[:-1] / total)
+    return mean.to(value.device) if isinstance(value, Tensor) else mean.item()
 
 
 def to_float(value: object) -> float | None:
-    """Return a number, or a tensor's only element, as a float; None for anything else. Local."""
+    """Return a real number, or a tensor's only element, as a float; None for anything else."""
+    if wide_dtype(value).is_complex:
+        return None
     if isinstance(value, Tensor):
         return float(value.detach()) if value.numel() == 1 else None
     try:

@@ -12,9 +12,12 @@ from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
 from mntrain.checkpoint.objects import Stateful
 from mntrain.checkpoint.reader import checkpoint_name
+from mntrain.checks.finding import first_names
+from mntrain.data.loader import ShardedLoader
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
+from mntrain.run.comparison import changed_data
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums
 from zero.optimizer import ZeroOptimizer
@@ -245,6 +248,7 @@ class Checkpoints:
         self._step: int | None = None  # the last that was restored or offered
         self._restored = 0
         self._resumed: FoundCheckpoint | None = None
+        self._data: dict[str, Any] = {}  # what is compared of it in a resumed run
 
     def restore(self) -> int:
         """Load the newest sound checkpoint in place, and return its step; 0 if there is none.
@@ -252,7 +256,8 @@ class Checkpoints:
         Every loop calls it once, before its first step and after the learning-rate scheduler is
         made. Restores the model, the optimizer with the options of its parameter groups, the
         objects, and on the same number of ranks the states of random generators. Removes what
-        later steps have left in the run directory. Raises AgreedError if the checkpoint is of
+        later steps have left in the run directory. Warns if samples of a shard among the objects
+        have changed. Raises AgreedError if the checkpoint is of
         another model or lacks an object, if no checkpoint is sound, or if the directory holds a
         run that has ended without checkpoints.
         """
@@ -260,6 +265,7 @@ class Checkpoints:
         self._flush_metrics()
         found = checkpoint.newest(self._world, self._directory.path)
         step = found.manifest.step if found else 0
+        self._data = {"samples": self._digests()}
         if found:
             self._load(found)
         self._directory.rewind(step)
@@ -292,7 +298,9 @@ class Checkpoints:
         if eval_loss is not None:
             expect_same(self._world.gather({"eval_loss": repr(eval_loss)}), self._world.rank)
             eval_loss = eval_loss if math.isfinite(eval_loss) else None
-        progress = Manifest(step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss)
+        progress = Manifest(
+            step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss, data=self._data
+        )
         if now:
             self.settle()
             if not self._run_saver.has(step):  # it may have been the one that was being written
@@ -355,6 +363,17 @@ class Checkpoints:
         if self._interval.by_clock or self._saver.saving:
             self._flags.start(self._run_saver.local_flags())
 
+    def _digests(self) -> dict[str, dict[str, str]]:
+        """Return digests of samples by name, and rank, of the shards that are saved. Collective."""
+        shards = {n: one for n, one in self._objects.items() if isinstance(one, ShardedLoader)}
+        by_rank = self._world.gather({n: shard.spread_digest() for n, shard in shards.items()})
+        return {
+            f"{name}{f' on rank {rank}' * (rank > 0)}": digest
+            for rank, own in enumerate(by_rank)
+            for name, digest in own.items()
+            if digest
+        }
+
     def _load(self, found: FoundCheckpoint) -> None:
         scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
         if scheduled and not any(hasattr(value, "last_epoch") for value in self._objects.values()):
@@ -363,5 +382,8 @@ class Checkpoints:
             self._warn(f"{path.name} was passed over: {reason}")
         if unused := sorted(found.manifest.objects.keys() - self._objects.keys()):
             self._warn(f"{found.path.name} also has the state of {', '.join(unused)}")
+        if changed := changed_data(found.manifest.data, self._data):
+            names = first_names(changed, 3)
+            self._warn(f"the data is not that of the checkpoint: {names} changed")
         checkpoint.load(found, self._model, self._optimizer, self._world, objects=self._objects)
         self._run_saver.continue_from(found)

@@ -15,6 +15,7 @@ from mntrain.metrics.files import PLOT_FILE, REPORT_FILE, json_text
 from mntrain.metrics.plot import draw_at_end
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
+from mntrain.run.comparison import changed_data
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.train.job import TrainingJob
@@ -164,7 +165,7 @@ def _describe_resumption(job: TrainingJob) -> None:
         return
     for path, reason in resumed.skipped.items():
         reporter.warn(f"{path.name} was passed over: {reason}")
-    manifest, files = resumed.manifest, job.data_facts["files"]
+    manifest = resumed.manifest
     reporter.note(
         f"resumed after step {manifest.step}, from {resumed.path} (saved by {manifest.writers})"
     )
@@ -172,10 +173,9 @@ def _describe_resumption(job: TrainingJob) -> None:
         reporter.warn("the version that saved it took samples in another order: an epoch begins")
     if changes := changed_options(resumed, job.config):
         reporter.note(f"changed since then: {'; '.join(changes)}")
-    before = manifest.data.get("files", {})
-    if others := [name for name, value in files.items() if before.get(name, value) != value]:
-        reporter.warn(f"the data is not that of the checkpoint: {first_names(others, 3)} changed")
-    if job.data.stream and not files:
+    if changed := changed_data(manifest.data, job.data_facts):
+        reporter.warn(f"the data is not that of the checkpoint: {first_names(changed, 3)} changed")
+    if job.data.stream and not job.data_facts["files"]:
         reporter.warn(
             "the training data is a stream, whose content is not compared with that of the "
             "checkpoint: be sure that it is the same, and give its files in "

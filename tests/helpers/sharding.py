@@ -42,18 +42,24 @@ def alone(value):
 
 
 class Log:
-    """A registry of shards that notes what a sharded loader tells the optimizers."""
+    """A registry of shards that notes what a sharded loader tells the optimizers.
+
+    A backward uses each batch, unless `trains` is False.
+    """
 
     compare = latest = None
+    trains = True
 
     def __init__(self):
         self.expected, self.forgotten, self.ended, self.samples = [], 0, 0, 0
+        self.evaluations = set()
 
     def observe(self, name, start):
         """Nobody records a timeline."""
 
     def expect(self, batch):
         self.expected.append((batch.own, batch.total, batch.digest))
+        batch.source.used = batch.number if self.trains else 0
 
     def forget(self, *, drawn):
         self.forgotten += drawn

@@ -112,10 +112,11 @@ def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(
     assert (last["status"], last["steps"]) == ("stopped", 4)
     assert last["resumed_from"].endswith("checkpoints/step-00000002")
     corpus = tmp_path / "corpus.txt"
-    corpus.write_bytes(corpus.read_bytes() + b"end\n")  # of as many windows
+    corpus.write_bytes(corpus.read_bytes()[::-1] + b"end\n")  # of as many windows
     other = completed(train(2, tmp_path, *saves, "--optim.lr", "0.001"))
     assert "changed since then: --optim.lr was 0.003, is 0.001\n" in other.stdout
     assert other.stderr.count("the data is not that of the checkpoint: the size of") == 1
+    assert "samples of the training data" in other.stderr
     assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 6)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert steps_kept(tmp_path) == [6, 4, 2]

@@ -69,7 +69,9 @@ def worlds():
 
 @pytest.fixture
 def world(worlds):
-    return worlds()
+    made = worlds()
+    made._shards.begin_anew()  # orders do not depend on the tests before
+    return made
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ from lone_nodes import PER_NODE
 from mpi4py import MPI
 from oracle import assert_close, update
 from rig import TRANSPORTS
+from sharding import sharded
 from torch import nn
 from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
+from mntrain.data.loader import Passes
 from mntrain.sync import DiLoCo, LocalSGD
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 BATCH, EPOCHS = 12, 2
+PASSES = WeakKeyDictionary()  # of one process, over loaders
 SGD = partial(torch.optim.SGD, lr=0.05)
 
 
@@ -62,17 +66,17 @@ def expect_few_on_the_last_rank(world, size):
     assert sizes[-1] < sum(sizes) / len(sizes)
 
 
-def trained_alone(world):
+def trained_alone():
     """A model that was trained on the whole batches of all epochs, and these batches."""
     model, loader = make_model(), make_loader()
-    batches = [batch for _ in range(EPOCHS) for batch in ordered(world, loader)]
+    batches = [batch for _ in range(EPOCHS) for batch in ordered(loader)]
     train(batches, model, SGD(model.parameters()))
     return model, batches
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage):
-    alone, whole = trained_alone(world)
+    alone, whole = trained_alone()
     model = make_model()
     optimizer = make(model, SGD, stage=stage)
     batches = world.shard(make_loader(), balance=True)
@@ -89,7 +93,7 @@ def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage)
 @pytest.mark.parametrize("weighted", [True, False])
 def test_an_accumulation_over_two_plans_is_exact(world, make, weighted):
     alone, reference = make_model(), make_loader()
-    whole = ordered(world, reference)
+    whole = ordered(reference)
     plain = SGD(alone.parameters())
     model = make_model()
     optimizer = make(model, SGD)
@@ -141,12 +145,10 @@ def test_waits_for_a_slow_rank_are_not_a_ranks_own_time(world, make, meeting):
     expect_few_on_the_last_rank(world, sizes[-1])
 
 
-def ordered(world, loader):
-    """The whole batches of the next epoch of a loader."""
-    return [
-        [torch.cat(column) for column in zip(*parts, strict=True)]
-        for parts in zip(*world.gather(list(world.shard(loader))), strict=True)
-    ]
+def ordered(loader, number=0):
+    """The whole batches of a loader's next epoch; its dataset is a world's first or a later."""
+    passes = PASSES.setdefault(loader, Passes(numbers={0: number}))
+    return [list(batch) for batch in sharded(loader, passes=passes)]
 
 
 def test_what_cannot_be_balanced_is_refused(world):
@@ -198,7 +200,7 @@ def test_several_optimizers_weigh_the_same_parts(world, make, stage):
     reference = make_loader()
     alone = Adversaries(lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
     for _ in range(EPOCHS):
-        alone.train(ordered(world, reference))
+        alone.train(ordered(reference))
     ours = Adversaries(lambda model: make(model, torch.optim.SGD, lr=0.2, stage=stage))
     batches = world.shard(make_loader(), balance=True)
     sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, cost_of(world))]
@@ -213,7 +215,7 @@ def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
     reference, other = make_loader(), make_loader()
     alone = make_model()
     plain = SGD(alone.parameters())
-    for (x, y), (z, _) in zip(ordered(world, reference), ordered(world, other), strict=True):
+    for (x, y), (z, _) in zip(ordered(reference), ordered(other, 1), strict=True):
         update(plain, nn.functional.mse_loss(alone(x), y) + alone(z).square().mean())
     model = make_model()
     first = make(model, SGD)
@@ -249,7 +251,8 @@ def test_nodes_that_train_alone_are_refused(worlds, make, sync, has):
 def test_nodes_that_exchange_rarely_and_weigh_their_samples_are_balanced(worlds, make):
     world = worlds(layout=PER_NODE)
     world._shards._balances.clear()
-    alone, _ = trained_alone(world)
+    world._shards.begin_anew()
+    alone, _ = trained_alone()
     model, sync, sizes = make_model(), LocalSGD(1, weighted=True), []
     optimizer = make(model, SGD, world=world, sync=sync, overlap_forward=False)
     batches = world.shard(make_loader(), balance=True)

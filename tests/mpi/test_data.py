@@ -119,6 +119,31 @@ def test_a_weight_gives_the_exact_mean_over_tokens(world, make, mode, stated):
     assert_parity(world, model, alone)
 
 
+@torch.no_grad()
+def moved(batches):
+    for batch in batches:
+        yield [column * 1 for column in batch]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_training_behind_a_generator_without_gradients_is_refused_or_said(world, make, stage):
+    optimizer, model, alone = with_oracle(make, stage)
+    loader = DataLoader(TensorDataset(*samples(2 * RANKS + 1)), batch_size=2 * RANKS)
+    with pytest.raises(RuntimeError, match="counts as an evaluation"):
+        update(optimizer, loss_of(model, next(begun := moved(world.shard(loader)))))
+    begun.close()
+    optimizer.zero_grad()
+    for _ in range(2):
+        pairs = zip(moved(world.shard(loader, train=True)), loader, strict=True)
+        train_alike(optimizer, model, alone, pairs)
+    assert_parity(world, model, alone)
+    seen = len(list(world.shard(loader, train=False)))
+    assert sum(world.gather(seen)) == RANKS + 1
+    with pytest.raises(RuntimeError, match="stand-ins for ranks without a sample"):
+        list(world.shard(loader))
+    optimizer.forget_batches()
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_an_evaluation_is_exact_and_leaves_training_alone(world, make, listed):
     optimizer, model, alone = with_oracle(make)
@@ -397,9 +422,8 @@ def test_data_that_were_divided_before_are_refused_at_the_first_batch(world, nam
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_data_are_not_refused_whatever_is_random_in_them(world, name):
-    for training in (True, False):
-        with torch.set_grad_enabled(training):
-            assert len(world.gather(len(list(world.shard(EQUAL[name]()))))) == RANKS
+    for train in (True, False):
+        assert len(world.gather(len(list(world.shard(EQUAL[name](), train=train))))) == RANKS
 
 
 def test_each_new_loader_is_compared_once(world, monkeypatch):
@@ -490,7 +514,7 @@ def test_a_divided_loader_may_have_a_distributed_sampler(world):
 
 
 def test_the_length_is_that_of_the_longest_divided_loader(world):
-    shard = world.shard(own_loaders()["map"], divided=True)
+    shard = world.shard(own_loaders()["map"], divided=True, train=True)
     assert len(shard) == sum(1 for _ in shard)
     with pytest.raises(TypeError):
         len(world.shard(own_loaders()["stream"], divided=True))
@@ -498,16 +522,18 @@ def test_the_length_is_that_of_the_longest_divided_loader(world):
 
 @pytest.mark.parametrize("kind", ["map", "stream", "readers", "batches"])
 def test_a_divided_pass_is_resumed_on_as_many_ranks(world, kind):
-    shard = world.shard(own_loaders()[kind], seed=5, divided=True)
+    made = [world.shard(own_loaders()[kind], seed=5, divided=True, train=True) for _ in range(2)]
+    shard, first = made
+    begin = shard.state_dict()
     whole = [batch[0].tolist() for batch in shard]
     for done in (1, len(whole) - 1):
-        first = world.shard(own_loaders()[kind], seed=5, divided=True)
+        first.load_state_dict(begin)
         parts = iter(first)
         for _ in range(done):
             next(parts)
         state = first.state_dict()
         assert world.gather(state) == [state] * RANKS
-        resumed = world.shard(own_loaders()[kind], seed=5, divided=True)
+        resumed = world.shard(own_loaders()[kind], seed=5, divided=True, train=True)
         resumed.load_state_dict(state)
         rest = [(batch[0].tolist(), world._shards.latest[-1][1]) for batch in resumed]
         assert len(rest) == len(whole) - done

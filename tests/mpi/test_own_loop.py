@@ -19,6 +19,7 @@ from pages import Page
 from small_jobs import lines_of, steps_kept
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS, first_ranks, meet, refusal
 
 import mntrain
@@ -470,6 +471,46 @@ def bare(world):
     """A model and its optimizer, as `World.checkpoints` takes them."""
     model = nn.Linear(2, 2)
     return {"model": model, "optimizer": world.optimizer(model, torch.optim.SGD, lr=0.1)}
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, monkeypatch, divided):
+    said = []
+    monkeypatch.setattr("mntrain.run.saving.warn", said.append)
+
+    def run(rows):
+        with world_of() as world:
+            loader = DataLoader(TensorDataset(rows), batch_size=4)
+            data = world.shard(loader, divided=divided)
+            checkpoints = world.checkpoints(folder, **bare(world), every=0, data=data)
+            checkpoints.save(checkpoints.restore() + 1, now=True)
+
+    rows = torch.arange(12.0)
+    run(rows)
+    run(rows)
+    assert said == []
+    run(rows if divided and RANK < RANKS - 1 else rows.flip(0))
+    where = f" on rank {RANKS - 1}" if divided and RANKS > 1 else ""
+    told = f"the data is not that of the checkpoint: samples of data{where} changed"
+    assert said == ([told] if RANK == 0 else [])
+
+
+def test_ranks_that_are_seeded_behind_the_optimizer_draw_unlike_masks(folder):
+    """Their weights are those of rank 0, and a resumed loop draws on."""
+    masks = []
+    for _ in range(2):
+        with world_of() as world:
+            torch.manual_seed(0)
+            given = bare(world)
+            assert len({*world.gather(str(given["model"].weight))}) == 1
+            torch.manual_seed(world.rank)
+            checkpoints = world.checkpoints(folder, **given, every=0)
+            step = checkpoints.restore()
+            masks.append(nn.functional.dropout(torch.ones(64)).tolist())
+            checkpoints.save(step + 1, now=True)
+            assert len({*map(str, world.gather(masks[-1]))}) == RANKS
+    torch.manual_seed(RANK)
+    assert masks == [nn.functional.dropout(torch.ones(64)).tolist() for _ in range(2)]
 
 
 @pytest.mark.thorough

@@ -33,6 +33,7 @@ def test_unequal_shares(worlds, pair, algorithm, layout, loader):
     world = worlds(algorithm, layout, SMALL)
     both = pair(world=world, max_grad_norm=MAX_NORM)
     ours, whole = world.shard(loader(), seed=3), sharded(loader(), seed=3)
+    ours.load_state_dict(whole.state_dict())  # in the order of a world's first dataset
     for _ in range(2):
         for batch, global_batch in zip(ours, whole, strict=True):
             loss_of(both.alone.model, global_batch).backward()

@@ -1,10 +1,12 @@
 """Attributes, small collectives and agreed errors of a world."""
 
+import math
 import re
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -83,6 +85,42 @@ def test_sum_adds_in_double_precision(world):
     assert total.tolist() == [[sum(range(RANKS))], [RANKS]]
     assert (total.dtype, values.tolist()) == (torch.float64, [[world.rank], [1]])
     assert world.sum(torch.tensor(2.5, requires_grad=True)).item() == 2.5 * RANKS
+
+
+KINDS = (torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [*KINDS, torch.complex64, torch.complex128])
+def test_sums_and_means_of_tensors_have_real_and_imaginary_parts(world, dtype):
+    def own(rank):
+        turned = torch.tensor([[1 + 2j, rank - 1j], [0, 3]]) * (rank + 1)
+        return (turned if dtype.is_complex else turned.real).to(dtype)
+
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    total = sum(own(rank).to(wide) for rank in range(RANKS))
+    weighted = sum((rank + 1) * own(rank).to(wide) for rank in range(RANKS))
+    mine = own(RANK).t()  # not contiguous
+    torch.testing.assert_close(world.sum(mine), total.t(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        world.mean(mine, RANK + 1), weighted.t() / sum(range(RANKS + 1)), rtol=1e-15, atol=0
+    )
+    assert torch.equal(mine, own(RANK).t())
+    if dtype.is_complex:
+        assert torch.equal(world.sum(mine.conj()), total.t().conj())
+
+
+def test_sums_and_means_of_complex_numbers_are_complex(world):
+    ranks = sum(range(RANKS))
+    for value in (complex(RANK, -RANK), np.complex64(complex(RANK, -RANK))):
+        assert world.sum(value) == complex(ranks, -ranks)
+        assert world.mean(value) == pytest.approx(complex(ranks, -ranks) / RANKS, rel=1e-15)
+    assert world.sum([1, complex(0, RANK)]) == [RANKS, complex(0, ranks)]
+    assert world.sum([torch.tensor(1j), 2.0]) == [1j * RANKS, 2 * RANKS]
+    value = complex(1, math.inf) if RANK == 0 else complex(math.nan, 1)
+    assert world.mean(value, 2.0 if RANK == 0 else 0) == complex(1, math.inf)
+    assert type(world.mean(np.float32(0.5))) is float
+    assert "weight is 1j" in refusal(world.mean, 1.0, 1j)
+    assert "weight is tensor(0.+1.j)" in refusal(world.mean, 1.0, torch.tensor(1j))
 
 
 def test_broadcast_returns_rank_0s_object(world):

@@ -76,6 +76,7 @@ class RecordedRun:
         random.seed(0)
         torch.manual_seed(0)
         np.random.seed(0)
+        world._shards.begin_anew()
         with self._hooks():
             self.losses = [float(loss) for loss in run(world, options, order) or ()]
         if self.first is not None:

@@ -219,7 +219,7 @@ class _OneProcess(World):
         """Return the shard of a loader, as `World.shard`."""
         if not self.order or getattr(loader, "batch_sampler", None) is None:
             return super().shard(loader, *args, **options)
-        if not isinstance(loader, DataLoader):
+        if type(loader) is not DataLoader:
             return super().shard(loader, *args, **options)
         reordered = self.__dict__.setdefault("_reordered", {})
         key = id(loader), self.order

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from mntrain.data.sample_digest import fields_of, of_samples
+from mntrain.data.sample_digest import fields_of, of_samples, spread_digest
 
 FLOATS = torch.linspace(-1, 1, 3000)
 
@@ -128,3 +128,65 @@ def test_a_sample_that_cannot_be_drawn_counts_as_its_exception_and_a_whole_datas
 
     assert of_samples(Generating(1, draw), [0]).content == fields_of(["FileNotFoundError"])
     assert of_samples(Whole(3), [0]).content == {}
+
+
+class Rows(Dataset):
+    """Rows of a tensor, whose second field is drawn by a generator of its own."""
+
+    def __init__(self, rows):
+        self.rows, self.read = rows, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return self.rows[index], float(np.random.default_rng().normal()), torch.rand(())
+
+
+class Endless(IterableDataset):
+    def __len__(self):
+        return 9
+
+    def __iter__(self):
+        return iter(range(9))
+
+
+def test_a_digest_of_evenly_spread_samples_is_that_of_their_fixed_fields():
+    data = Rows(torch.arange(100))
+    found = spread_digest(data)
+    assert found.keys() == {"[0]", "[2]"}  # the default generators are seeded
+    assert (found, data.read) == (spread_digest(Rows(torch.arange(100))), 0)
+    assert all(len(digest) == 12 for digest in found.values())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.arange(100).flip(0),
+        torch.arange(100) + 1,
+        torch.arange(100).float(),
+        torch.arange(100).where(torch.arange(100) < 99, 0),
+        torch.arange(101),
+    ],
+)
+def test_other_data_have_another_digest(other):
+    assert spread_digest(Rows(torch.arange(100)))["[0]"] != spread_digest(Rows(other))["[0]"]
+
+
+def test_a_float_has_another_digest_if_any_bit_differs():
+    nearly = FLOATS.clone()
+    nearly[0] += 1e-7
+    assert spread_digest(TensorDataset(FLOATS)) != spread_digest(TensorDataset(nearly))
+
+
+@pytest.mark.parametrize("data", [Endless(), iter([1]), [], Rows(torch.arange(0)), range])
+def test_data_without_an_index_have_no_digest(data):
+    assert spread_digest(data) == {}
+
+
+def test_lists_of_samples_and_of_batches_have_a_digest():
+    batches = [(torch.arange(3) + i, ["a", "b", "c"]) for i in range(4)]
+    assert spread_digest(batches).keys() == {"[0]", "[1]"}
+    assert spread_digest(batches) != spread_digest(batches[::-1])
+    assert spread_digest([1]) != spread_digest([2])

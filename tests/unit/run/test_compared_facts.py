@@ -10,6 +10,7 @@ from mntrain.bench.bench_options import BenchOptions
 from mntrain.cli import named_options, parse
 from mntrain.config import MAY_DIFFER, Config
 from mntrain.run.comparison import (
+    changed_data,
     describe_files,
     describe_options,
     describe_sources,
@@ -114,3 +115,20 @@ def test_the_source_of_a_class_is_that_of_its_bases_too(tmp_path, monkeypatch):
     for module in (base, top):
         del sys.modules[module.__name__]
     assert describe_sources(LanguageModel) == {}  # it is compared with its package
+
+
+def test_changed_data_are_named_as_far_as_both_know_them():
+    def facts(size, **fields):
+        return {"files": {"the size of a": size}, "samples": {"the training data": fields}}
+
+    now = facts(5, x="1", y="2")
+    assert changed_data(now, now) == []
+    assert changed_data(facts(6, x="1", y="3"), now) == [
+        "the size of a",
+        "samples of the training data",
+    ]
+    for before in ({}, {"files": {}, "values": {}}, {"samples": {"the validation data": {"x": 0}}}):
+        assert changed_data(before, now) == []  # of an earlier version, or other data
+    assert changed_data(facts(5, x="1"), now) == []  # y was random
+    assert changed_data(facts(5), now) == changed_data(now, facts(5)) == []  # a stream
+    assert changed_data(facts(5, z="1"), now) == ["samples of the training data"]
