@@ -374,7 +374,7 @@ def test_the_command_has_an_exit_code_and_the_page_a_script_that_runs(tmp_path, 
     words += ["--model.context", "16", "--train.batch-size", "10", "--train.micro-batch-size", "2"]
     assert run(parse(words)) == 0
     assert run(parse([*words, "--task", f"{__name__}:WrongCount"])) == 1
-    found = "with micro-batches of at most 1 samples"
+    found = "with micro-batches of at most 2 samples"
     assert (found in capsys.readouterr().out) == (RANK == 0)
     even = ["--train.batch-size", "12", "--train.micro-batch-size", "2"]
     assert run(parse([*words, *even, "--task", f"{__name__}:CountOfOne"])) == 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,15 +26,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from mntrain.train.verify.recorded_world import RecordedWorld
 from zero.checksum import checksum
 from zero.optimizer import ZeroOptimizer
 from zero.sync_batchnorm import SyncBatchNorm
 
-if TYPE_CHECKING:
-    from mntrain.train.verify.recorded_world import RecordedWorld
-
 # Runs the steps in a world, with the options of a variant, and the number of an order: 0 as it is.
-Run: TypeAlias = Callable[["RecordedWorld", dict[str, Any], int], Iterable[float] | None]
+Run: TypeAlias = Callable[[RecordedWorld, dict[str, Any], int], Iterable[float] | None]
 
 _CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the same samples
 
@@ -96,7 +94,7 @@ class RecordedRun:
         self._handles = ExitStack()
 
     def record(
-        self, run: Run, world: "RecordedWorld", options: dict[str, Any], order: int = 0
+        self, run: Run, world: RecordedWorld, options: dict[str, Any], order: int = 0
     ) -> None:
         """Run the steps in a world, from the same seeds each time. Collective in it."""
         world.recorded, before = self, world._shards.samples

@@ -2,14 +2,26 @@
 
 import random
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from mntrain.data.source import rebuilt
-from mntrain.train.verify.recorded_steps import RecordedRun
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
+
+
+class Recording(Protocol):
+    """The record of a run, as its world sees it."""
+
+    batch_norms: set[str]
+
+    def making(self) -> AbstractContextManager[None]:
+        """Return a context that encloses the making of an optimizer."""
+
+    def watch(self, optimizer: ZeroOptimizer) -> None:
+        """Record the steps of an optimizer. Local."""
 
 
 class RecordedWorld(World):
@@ -19,7 +31,7 @@ class RecordedWorld(World):
     not reach. With an `order` other than 0, the samples of each batch are in another order.
     """
 
-    recorded = RecordedRun()
+    recorded: Recording  # of the run
     order = 0
 
     def optimizer(self, *args: Any, **options: Any) -> ZeroOptimizer:

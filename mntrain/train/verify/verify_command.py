@@ -119,6 +119,8 @@ class _Runs:
         size = -(-largest // 2) if largest > 1 else 2
         if self._stream:
             size = next((s for s in range(size, 0, -1) if samples % -(-samples // s)), size)
+        else:
+            size = max(size, 2)  # beside a micro-batch of one sample
         uneven = samples % -(-samples // size) if self._stream else samples > 2
         unseen = "" if uneven else f"Loss.count: {samples} samples are in no unequal micro-batches"
         if self._batch_norm:
