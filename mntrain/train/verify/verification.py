@@ -275,7 +275,8 @@ def _compare(
         begun = any(steps for _, steps in failures)
     except OF_ALL_RANKS as error:
         why, begun = str(error), bool(recorded.steps)
-    return _Outcome((variant.name, "", "", ""), **{"wrong" if begun else "refused": why})
+    row = (variant.name, "", "", "")
+    return _Outcome(row, wrong=why) if begun else _Outcome(row, refused=why)
 
 
 def _leave(world: World, error: Exception, *, refused: bool) -> str | None:
