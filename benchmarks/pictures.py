@@ -76,7 +76,7 @@ def output(words: Sequence[str], folder: Path) -> str:
 def draw(shown: str, title: str, name: str) -> None:
     """Write an SVG picture of ANSI text."""
     longest = max(len(line) for line in Text.from_ansi(shown).plain.splitlines())
-    width = max(min(longest, 100), len(title) + 12)  # the buttons of the window
+    width = max(min(longest, 125), len(title) + 12)  # the buttons of the window
     path = ROOT / "docs" / "img" / f"{name}.svg"
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(width=width, record=True, file=nowhere, force_terminal=True)

@@ -159,7 +159,7 @@ class ExceptionWatch:
         sys.stderr.flush()
         if self.others is not None:
             if not isinstance(error, RemoteRankError | KeyboardInterrupt):
-                self.others.tell_failure(self._describe(error))
+                self.others.tell_failure(self.describe(error))
             self.end_run(error)
             self.others.leave()
         if isinstance(error, RemoteRankError):
@@ -198,7 +198,7 @@ class ExceptionWatch:
         except Exception:
             print(text, file=sys.stderr)
 
-    def _describe(self, error: BaseException) -> dict[str, Any]:
+    def describe(self, error: BaseException) -> dict[str, Any]:
         """Return the arguments of the RemoteRankError of an error."""
         text = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
         own = {"rank": self.rank, "host": self.host, "kind": type(error).__name__}

@@ -28,6 +28,7 @@ from mntrain.balance.own_pace import BatchNumber
 from mntrain.balance.shares import Shares
 from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.randomness import SeededDraws, mixed_seed, permuted, seed_all
+from mntrain.data.source import check_workers
 from zero.layout import split
 
 _WORKER_GRACE_S = 30  # for which a worker survives a SIGTERM
@@ -185,7 +186,7 @@ class CadenceSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Options of one rank's data loading."""
+    """Options of one rank's data loading. Raises ValueError as `check_workers`."""
 
     rank: int
     size: int
@@ -194,6 +195,9 @@ class LoaderOptions:
     start_method: str = "spawn"  # of the workers: "fork", "forkserver" or "spawn"
     collate: Callable[[list[Any]], Any] | None = None  # None: torch's `default_collate`
     data: str = "training data"  # the name of the data in errors
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
 
 
 class SeededDataset(Dataset[Any]):

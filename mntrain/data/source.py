@@ -1,5 +1,7 @@
 """Parts of a loader's batches, which its sources yield pass by pass."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -8,6 +10,9 @@ from torch.utils.data import DataLoader
 
 from mntrain.data.sample_digest import FirstBatch
 from zero.layout import split
+
+# Of the 107 bytes of a socket's path, "/pymp-xxxxxxxx/listener-xxxxxxxx" of multiprocessing has 32.
+_MOST_OF_FOLDER = 107 - 32
 
 
 class Peers(Protocol):
@@ -70,8 +75,27 @@ class Feed:
         return self.items
 
 
+def check_workers(workers: int) -> None:
+    """Raise ValueError for workers whose sockets would have too long a path. Local.
+
+    torch's workers hand over tensors by sockets in a folder of their own in the temporary one, and
+    would end without a word to the loader.
+    """
+    folder = tempfile.gettempdir()
+    if workers and len(os.fsencode(folder)) > _MOST_OF_FOLDER:
+        raise ValueError(
+            f"loader workers make sockets in the temporary folder {folder}, whose path has "
+            f"{len(os.fsencode(folder))} bytes, and may have {_MOST_OF_FOLDER}: set TMPDIR to a "
+            "shorter path, such as /tmp, or use no workers"
+        )
+
+
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a loader of the same dataset and settings, but for `changes` and its sampler."""
+    """Return a loader of the same dataset and settings, but for `changes` and its sampler.
+
+    Raises ValueError as `check_workers`.
+    """
+    check_workers(loader.num_workers)
     kept = (
         *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
         *("multiprocessing_context", "prefetch_factor", "persistent_workers"),

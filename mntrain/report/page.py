@@ -99,6 +99,8 @@ def text_of(name: str, value: Any) -> str:
 
 
 def _number_text(name: str, value: float) -> str:
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e12:.3g} TFLOP/s"
     if name.endswith("_per_s"):
         return count_text(value) if value < 1e9 else f"{value:.3g}"
     if name.endswith(("_s", "seconds")):

@@ -23,6 +23,12 @@ from mntrain.report.page import Section, Table, render, side_by_side, table_of, 
 from mntrain.report.run_files import RunFiles, differing, read_runs
 
 _TIMES = {"tokens_per_s": "items a second", "step_s": "seconds of a step"}  # with their titles
+_PHASE_NAMES = {
+    **{name: METRICS[name].label for name in PHASES},
+    "step_s": "step",
+    "communication": "communication in the step",
+    "exposed": "exposed communication",
+}  # in the table of a step's seconds
 _MANY_RANKS = 8  # that do not get a curve each
 # Entries of a summary that are objects of single values, and what their names begin with.
 _NESTED = {"world": "", "eval_metrics": "eval_", "compression": "compression_", "checks": "checks_"}
@@ -118,6 +124,9 @@ def _result(runs: Sequence[RunFiles]) -> Section:
                 parts = value if isinstance(value, list) else [value]
                 if not any(isinstance(part, Mapping) for part in parts):
                     facts.setdefault(name, value)
+        items = facts.pop("items", "items")  # what the loss counts
+        rates = {n: n.replace("tokens", items) for n in ("tokens_per_s", "step_tokens_per_s")}
+        facts = {rates.get(name, name): value for name, value in facts.items()}
         hidden = ("reason", "error")  # in the status
         shown = {n: v for n, v in facts.items() if v not in (None, "", []) and n not in hidden}
         by_run.append(shown)
@@ -153,7 +162,10 @@ def _speed(runs: Sequence[RunFiles]) -> Section:
         }
         chart = charts.phases(list(timed), parts)
         section.charts.append(("mean seconds of a step, by phase", chart))
-        cells = [{n: text_of("_s", s) for n, s in means.items()} for means in timed.values()]
+        cells = [
+            {_PHASE_NAMES.get(n, n): text_of("_s", s) for n, s in means.items()}
+            for means in timed.values()
+        ]
         of = f"{next(iter(timed))}: " if len(timed) == 1 < len(runs) else ""
         title = f"{of}mean of a step, without the first {WARMUP_STEPS}"
         section.add(side_by_side(list(timed), cells, title))
@@ -161,17 +173,19 @@ def _speed(runs: Sequence[RunFiles]) -> Section:
 
 
 def phase_means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds of each phase of a step after the warm-up, and of what is left.
+    """Return the mean seconds of each phase of a step after the warm-up, the rest, and their sum.
 
-    Empty where no line has phases, as in a user's own loop.
+    Then those of communication, which goes on during the phases. Empty where no line has phases, as
+    in a user's own loop.
     """
     timed = [line for line in lines if all(name in line for name in (*PHASES, "step_s"))]
     timed = timed[WARMUP_STEPS:] or timed
     if not timed:
         return {}
-    names = (*PHASES, "communication", "exposed", "step_s")
+    names = (*PHASES, "step_s", "communication", "exposed")
     means = {name: fmean(line[name] for line in timed) for name in names}
-    return {**means, "other": max(0.0, means["step_s"] - sum(means[n] for n in PHASES))}
+    phases = {name: means.pop(name) for name in PHASES}
+    return {**phases, "other": max(0.0, means["step_s"] - sum(phases.values())), **means}
 
 
 def _add_memory(section: Section, run: RunFiles, of: str) -> None:

@@ -1,6 +1,6 @@
 """The lines of the final report, of a job or an own loop, by its summary. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,6 @@ _LABELS = {
     "communication": "message buffers",
     "pinned": "pinned host memory",
 }  # of the roles of memory that are not called by their name
-_WIDTHS = (18, 10, 10, 8, 10, 10, 14)  # of the columns of memory
 
 
 def final_lines(
@@ -31,9 +30,7 @@ def final_lines(
     lines = [f"{name:<14}  {text}" for name, text in _facts(summary, steps, items)]
     if summary["ranks"]:
         lines.append("")
-        for name, *cells in _memory_rows(summary["memory"]):
-            row = "".join(f"{c:>{w}}" for c, w in zip(cells, _WIDTHS[1:], strict=False))
-            lines.append(f"{name:<{_WIDTHS[0]}}{row}".rstrip())
+        lines += _aligned(_memory_rows(summary["memory"]))
         lines.append("")
         for where, level in (("within nodes", "node"), ("between nodes", "cross")):
             messages, sent = (summary["traffic"][f"{level}_{of}"] for of in ("messages", "bytes"))
@@ -132,6 +129,20 @@ def _memory_rows(memory: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...
             row += [_size(sizes["stage_0"]), _saved_text(sizes)] if sharded else []
         rows.append(tuple(row))
     return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, whose columns are two spaces apart. The first has most.
+
+    The first column begins at the left, and others end at the right.
+    """
+    full = [[*row, *[""] * (len(rows[0]) - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    lines = []
+    for name, *cells in full:
+        ends = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([f"{name:<{widths[0]}}", *ends]).rstrip())
+    return lines
 
 
 def _size(nbytes: int | None) -> str:

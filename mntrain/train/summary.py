@@ -242,6 +242,7 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
             if metric.summary
         },
         "wall_s": result.seconds,
+        "items": job.task.items,
         "tokens_per_s": result.items / result.seconds,
         "step_tokens_per_s": result.items_per_s,
         "model_flops_per_s": flops_per_s,

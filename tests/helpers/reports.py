@@ -109,6 +109,7 @@ def summary(**changes) -> dict:
     fields = {metric.summary: None for metric in METRICS.values() if metric.summary}
     fields |= {"status": "completed", "steps": 4, "final_loss": 1.5, "eval_loss": 1.6}
     fields |= {"eval_metrics": {"accuracy": 0.93}, "wall_s": 67.2, "tokens_per_s": 12345.0}
+    fields["items"] = "items"
     fields |= {"step_tokens_per_s": 13456.0}
     roles = [Memory(parameters=100, gradients=100, buckets=0, master=0, state=200)]
     fields |= {"model_flops_per_s": None, "utilisation": None, "computes_in": "fp32"}

@@ -32,9 +32,10 @@ SCRIPT = PAGE.partition("```python\n")[2].partition("```")[0]
 class LinePoints(Dataset):
     """Points and values, the same on all ranks."""
 
-    def __init__(self):
+    def __init__(self, count=60):
         draws = torch.Generator().manual_seed(3)
-        self.x, self.y = torch.randn(60, 6, generator=draws), torch.randn(60, 3, generator=draws)
+        self.x = torch.randn(count, 6, generator=draws)
+        self.y = torch.randn(count, 3, generator=draws)
 
     def __len__(self):
         return len(self.x)
@@ -75,18 +76,25 @@ def loop(
     prepare=lambda world, model: None,
     loss_of=functional.mse_loss,
     micro=1,
+    made=None,
+    backward=lambda optimizer, loss: loss.backward(),
+    before_step=lambda world, model: None,
 ):
     torch.manual_seed(0)
     model = ShiftedNet(*(layer() for layer in more))
     prepare(world, model)
-    optimizer = world.optimizer(model, kind.func, stage=stage, **kind.keywords)
-    loader = DataLoader(data(), batch_size=BATCH // micro, shuffle=True)
+    stage = stage if made is None else made
+    optimizer = world.optimizer(model, kind.func, stage=stage, check_every=1, **kind.keywords)
+    samples = data()
+    shuffle = not isinstance(samples, IterableDataset)
+    loader = DataLoader(samples, batch_size=BATCH // micro, shuffle=shuffle)
     for number, (x, y) in zip(range(STEPS * micro), batches(world, loader), strict=False):
         last = (number + 1) % micro == 0
         with contextlib.nullcontext() if last else optimizer.no_sync():
             loss = loss_of(model(x), y) / micro
-            loss.backward()
+            backward(optimizer, loss)
         if last:
+            before_step(world, model)
             optimizer.step()
             optimizer.zero_grad()
             yield world.mean(loss.item(), weight=len(x))
@@ -108,10 +116,63 @@ def test_a_loop_that_is_right_passes(capsys, changes):
     assert verdict.right, verdict.text
     assert "stage 2" in verdict.text
     assert verdict.text.endswith("right: all ranks train as one process does")
-    assert ("layers of dropout that did nothing meanwhile: 1" in verdict.text) == (
-        "more" in changes
-    )
+    count = 4 + 2 * ("more" in changes)
+    assert f"compared in {STEPS} steps: " in verdict.text
+    assert f"the gradients of {count} parameters, the updates of {count} parameters" in verdict.text
+    said = "left out: layers of dropout, which did nothing meanwhile: 1"
+    assert (said in verdict.text) == ("more" in changes)
     assert (verdict.text in capsys.readouterr().out) == (RANK == 0)
+
+
+def clip(world, model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def log_on_rank_0(world, model):
+    if world.master:
+        float(model.layers[0].weight.grad.norm())
+
+
+def train_a_head_beside(world, model):
+    head = nn.Linear(1, 1)
+    plain = torch.optim.SGD(head.parameters(), lr=0.1)
+    head(torch.ones(1, 1) * world.rank).sum().backward()
+    plain.step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"before_step": clip, "made": None},
+            ["stage 1  refused: the gradient of layers.0.weight"],
+        ),
+        pytest.param(
+            {"before_step": log_on_rank_0},
+            ["stage 1  refused: rank 0: the gradient of layers.0.weight is sharded over ranks"],
+            marks=pytest.mark.thorough,
+        ),
+        (
+            {"data": lambda: InOrder(LinePoints()), "before_step": train_a_head_beside},
+            [
+                "left out: batches that do not divide among the ranks",
+                "left out: 2 parameters that SGD trains, which world.optimizer has not made",
+            ],
+        ),
+        pytest.param(
+            {"data": partial(LinePoints, 59)},
+            ["the updates of 4 parameters\nright: "],
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["torch clips", "rank 0 logs a gradient", "a stream, another optimizer", "a short batch"],
+)
+def test_a_loop_that_is_right_is_told_what_was_left_out(changes, said):
+    verdict = mntrain.verify(partial(loop, **changes), device="cpu")
+    assert verdict.right, verdict.text
+    assert [text for text in said if text not in verdict.text] == [], verdict.text
+    but = ", where it is not refused" if "refused" in said[0] else ""
+    assert verdict.text.endswith(f"right: all ranks train as one process does{but}")
 
 
 class DividedByNorm(torch.optim.Optimizer):
@@ -154,7 +215,39 @@ def noise_of_rank(world, model):
     model.register_forward_hook(lambda module, x, y: y + 0.1 * torch.randn(3))
 
 
+def fail_on_the_last_rank(world, model):
+    if world.rank and world.rank == world.size - 1:
+        raise KeyError("no such batch")
+
+
+def spoil_on_the_last_rank(world, model):
+    if world.rank and world.rank == world.size - 1:
+        with torch.no_grad():
+            model.layers[0].weight.view(-1)[0] += 1.0
+
+
 FAULTS = {
+    "no gradient": (
+        {"backward": lambda optimizer, loss: loss.detach().requires_grad_().backward()},
+        "nothing was compared: in one process alone, no parameter has had a gradient",
+    ),
+    "no update": (
+        {"kind": partial(torch.optim.SGD, lr=0.0)},
+        "nothing was compared: in one process alone, no step has changed a parameter",
+    ),
+    "another stage": ({"made": 1}, "stage 0: stage 0 was asked for, and an optimizer of stage 1"),
+    "a short batch weighs as much": (
+        {
+            "data": partial(LinePoints, 59),
+            "backward": lambda optimizer, loss: optimizer.backward(loss, weight=1),
+        },
+        "in step 2, the difference in the",
+    ),
+    "an error on one rank": (
+        {"before_step": fail_on_the_last_rank},
+        "stage 0: rank {last}: KeyError: 'no such batch'",
+    ),
+    "weights of one rank": ({"before_step": spoil_on_the_last_rank}, "stage 0: "),
     "another seed": ({"prepare": noise_of_rank}, "the difference in the"),
     "functional dropout": (
         {"loss_of": lambda y, t: functional.mse_loss(functional.dropout(y, 0.3), t)},
@@ -166,10 +259,16 @@ FAULTS = {
     "the same samples": ({"batches": lambda world, loader: loader}, "train on the same samples"),
     "a parameter is skipped": ({"prepare": skip_on_one_rank}, "in the gradient of layers.0.bias"),
     "augmentation by rank": ({"data": AugmentedByReads}, "in another order"),
-    "batch norm of each rank": ({"more": [partial(nn.BatchNorm1d, 24)]}, "the difference in the"),
+    "batch norm of each rank": (
+        {"more": [partial(nn.BatchNorm1d, 24)]},
+        "; layers of BatchNorm (layers.1) normalize the samples of each rank by themselves",
+    ),
 }
 
-QUICK = {"a sum", "a parameter is skipped", "the same samples"}
+QUICK = {
+    *("a sum", "a parameter is skipped", "the same samples", "no gradient", "no update"),
+    *("another stage", "a short batch weighs as much"),
+}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +279,36 @@ def test_a_fault_is_found(name):
     changes, said = FAULTS[name]
     verdict = mntrain.verify(partial(loop, **changes), device="cpu")
     assert not verdict
+    said = said.format(last=MPI.COMM_WORLD.size - 1)
     assert said in verdict.text.partition("wrong:\n")[2], verdict.text
+
+
+def train_by_functions(world, stage):
+    """Train on all samples on every rank, without a call of a module."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+    samples = LinePoints()
+    for _ in range(STEPS):
+        loss = functional.mse_loss(
+            functional.linear(samples.x, model.weight, model.bias), samples.y
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_same_samples_are_found_without_a_call_of_a_module():
+    verdict = mntrain.verify(train_by_functions, device="cpu")
+    assert not verdict
+    assert "train on the same samples, since their gradients before the mean" in verdict.text
+
+
+class CountOfOne(LanguageModel):
+    """Counts one item in every micro-batch, which is right if all have as many samples."""
+
+    def loss(self, model, batch):
+        return Loss(super().loss(model, batch).mean, 1)
 
 
 class WrongCount(LanguageModel):
@@ -246,8 +374,11 @@ def test_the_command_has_an_exit_code_and_the_page_a_script_that_runs(tmp_path, 
     words += ["--model.context", "16", "--train.batch-size", "10", "--train.micro-batch-size", "2"]
     assert run(parse(words)) == 0
     assert run(parse([*words, "--task", f"{__name__}:WrongCount"])) == 1
-    found = "with micro-batches of at most 1 samples"
+    found = "with micro-batches of at most 2 samples"
     assert (found in capsys.readouterr().out) == (RANK == 0)
+    even = ["--train.batch-size", "12", "--train.micro-batch-size", "2"]
+    assert run(parse([*words, *even, "--task", f"{__name__}:CountOfOne"])) == 1
+    assert ("the mean over Loss.count items" in capsys.readouterr().out) == (RANK == 0)
     assert run(parse([*words, "--balance.mode", "throughput"])) == 2
     said = "--balance.mode throughput: parts follow measured speeds"
     assert (said in capsys.readouterr().err) == (RANK == 0)

@@ -42,6 +42,7 @@ class PlannedJob:
     stage: int
     topology: Topology
     most: Memory  # by role, over ranks
+    untrained: int  # frozen parameters, and buffers
     activations: int | None  # estimated; None if unknown
     sent: SentBytes | None  # None with a sync schedule
     seconds: float | None  # of this communication, if known
@@ -49,7 +50,7 @@ class PlannedJob:
     @property
     def total(self) -> int:
         """The bytes of a rank, with activations as far as they are known."""
-        return self.most.total + (self.activations or 0)
+        return self.most.total + self.untrained + (self.activations or 0)
 
 
 class JobPlan:
@@ -110,6 +111,7 @@ class JobPlan:
             stage,
             topology,
             replace(most, hook=self._hook(plan, topology)),
+            self._untrained(dtypes.parameters),
             self._activations(precision, micro),
             sent,
             seconds,
@@ -144,6 +146,13 @@ class JobPlan:
         named = name_parameters(model, bound.args[0])
         groups = check_trainable(named, sharded=False)
         return groups, partial(bound.func, **bound.keywords)
+
+    def _untrained(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of the model's parameters that no optimizer has, and of its buffers."""
+        model, (groups, _) = self._model(dtype), self._optimizer(dtype)
+        trained = by_name(groups)
+        frozen = [p for name, p in model.named_parameters() if name not in trained]
+        return sum(t.numel() * t.element_size() for t in [*frozen, *model.buffers()])
 
     def _buckets(self, dtype: torch.dtype | None, shards: int) -> tuple[Bucket, ...]:
         groups, make = self._optimizer(dtype)

@@ -19,7 +19,7 @@ from mntrain.train.plan import plan_options
 if TYPE_CHECKING:
     from mntrain.train.plan.job_plan import PlannedJob
 
-_WIDTH = 140  # of a table in a file
+_WIDTH = 160  # of a table in a file
 _ROLES = ("parameters", "gradients", "buckets", "master", "state", "hook")
 
 
@@ -51,8 +51,8 @@ def run(words: Sequence[str]) -> int:
 
 
 _REMARKS = (
-    "memory of a rank, the most over ranks; in nodes and between: the bytes of gradients and "
-    "parameters that all ranks together send in a step",
+    "memory of a rank, the most over ranks; untrained: frozen parameters and buffers; in nodes and "
+    "between: the bytes of gradients and parameters that all ranks together send in a step",
     "~ estimated: activations are the most that a forward and backward of one micro-batch takes "
     "at a time; what Python, CUDA and message buffers take comes on top",
 )
@@ -61,9 +61,10 @@ _REMARKS = (
 def _table(precision: str, jobs: Sequence["PlannedJob"]) -> Table:
     """Return the table of a precision: a line for each number of ranks and stage."""
     roles = [role for role in _ROLES if any(getattr(job.most, role) for job in jobs)]
+    untrained = ["untrained"] * any(job.untrained for job in jobs)
     timed = any(job.seconds is not None for job in jobs)
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
-    heads = ["stage", *roles, "activations ~", "total ~", "in nodes", "between"]
+    heads = ["stage", *roles, *untrained, "activations ~", "total ~", "in nodes", "between"]
     table.add_column(precision, no_wrap=True)
     for head in [*heads, *(["seconds ~"] if timed else [])]:
         table.add_column(head, justify="right")
@@ -73,6 +74,7 @@ def _table(precision: str, jobs: Sequence["PlannedJob"]) -> Table:
         ranks = f"{job.topology.size} rank" + "s" * (job.topology.size > 1)
         sizes = [getattr(job.most, role) for role in roles]
         sent = [job.sent.node, job.sent.cross] if job.sent else [None, None]
+        sizes += [job.untrained] * len(untrained)
         cells = [*sizes, job.activations, job.total, *sent]
         table.add_row(
             f"{ranks}, {nodes} nodes" if nodes > 1 else ranks,

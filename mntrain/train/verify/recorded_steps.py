@@ -1,19 +1,23 @@
 """Gradients and weights of the steps of a run, beside those of another run of the same steps.
 
 A hook before each `ZeroOptimizer.step` takes the whole gradients, and one after it the weights. The
-first run keeps them; of others only their distances from it remain.
+first run keeps them; of others only their distances from it remain. Hooks of parameters see the
+gradients of this rank alone, which tell whether ranks have trained on the same samples.
 """
 
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
@@ -22,12 +26,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from mntrain.world import World
+from mntrain.train.verify.recorded_world import RecordedWorld
 from zero.checksum import checksum
 from zero.optimizer import ZeroOptimizer
+from zero.sync_batchnorm import SyncBatchNorm
 
 # Runs the steps in a world, with the options of a variant, and the number of an order: 0 as it is.
-Run: TypeAlias = Callable[[World, dict[str, Any], int], Iterable[float] | None]
+Run: TypeAlias = Callable[[RecordedWorld, dict[str, Any], int], Iterable[float] | None]
 
 _CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the same samples
 
@@ -49,6 +54,16 @@ class RecordedStep:
     factor: float = 1.0  # by which the whole gradient is longer, if it has the same direction
     digests: dict[str, int] = field(default_factory=dict)  # of weights and buffers
     inputs: list[int] = field(default_factory=list)  # digests of what modules were called with
+    optimizer: int = 0  # in the order in which they were made
+    local: int = 0  # digest of this rank's gradients before the mean; 0 if all are zeros
+    closure: bool = False  # which makes the gradients in the step, so that they are not recorded
+
+
+class RankSteps(NamedTuple):
+    """What ranks tell each other about their steps."""
+
+    steps: list[RecordedStep]  # with digests alone
+    samples: int  # that `world.shard` has handed out
 
 
 class RecordedRun:
@@ -67,22 +82,59 @@ class RecordedRun:
         self.start: dict[str, Tensor] = {}  # the weights before the first step
         self.losses: list[float] = []
         self.dropout = 0  # layers, which do nothing meanwhile
+        self.stages: set[int] = set()  # of the optimizers
+        self.batch_norms: set[str] = set()  # layers that normalize this rank's samples alone
+        self.beside: dict[str, int] = {}  # parameters of other optimizers, by class
+        self.samples = 0  # that `world.shard` has handed out here
         self._draws = torch.Generator().manual_seed(1)
         self._step = RecordedStep()
         self._optimizers: list[ZeroOptimizer] = []
+        self._local: dict[Tensor, int] = {}  # sums of digests of this rank's gradients
+        self._inside = False  # an optimizer of the world, which makes or calls others
+        self._handles = ExitStack()
 
-    def record(self, run: Run, world: World, options: dict[str, Any], order: int = 0) -> None:
+    def record(
+        self, run: Run, world: RecordedWorld, options: dict[str, Any], order: int = 0
+    ) -> None:
         """Run the steps in a world, from the same seeds each time. Collective in it."""
+        world.recorded, before = self, world._shards.samples
         random.seed(0)
         torch.manual_seed(0)
         np.random.seed(0)
         world._shards.begin_anew()
         with self._hooks():
             self.losses = [float(loss) for loss in run(world, options, order) or ()]
-        if self.first is not None:
-            for step, loss, other in zip(self.steps, self.losses, self.first.losses, strict=False):
-                relative = abs(loss - other) / max(abs(other), 1e-300)
-                step.distances = {"loss": Distance(relative, 2.0**-23), **step.distances}
+        self.samples = world._shards.samples - before
+        if self.first is None or not self.steps:
+            return
+        for number, (loss, other) in enumerate(zip(self.losses, self.first.losses, strict=False)):
+            step = self.steps[number * len(self.steps) // len(self.losses)]
+            relative = abs(loss - other) / max(abs(other), 1e-300)
+            worst = step.distances.pop("loss", Distance(0.0, 0.0))
+            worst = worst if worst.relative > relative else Distance(relative, 2.0**-23)
+            step.distances = {"loss": worst, **step.distances}
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Enclose the making of an optimizer of the world, which tries others on small tensors."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def watch(self, optimizer: ZeroOptimizer) -> None:
+        """Record the steps of an optimizer that was made. Local."""
+        self._optimizers.append(optimizer)
+        self.stages.add(optimizer.stage)
+        for parameter in optimizer._named.values():
+            handle = parameter.register_hook(partial(self._on_gradient, parameter))
+            self._handles.callback(handle.remove)
+
+    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided and bool((gradient != 0).any()):
+            digest = self._local.get(parameter, 0) + int(checksum([gradient]))
+            self._local[parameter] = digest
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -91,16 +143,21 @@ class RecordedRun:
 
         def before_call(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if module not in seen:
-                seen.update(module.modules())
-                for layer in module.modules():
+                for path, layer in module.named_modules():
+                    if layer in seen:
+                        continue
+                    seen.add(layer)
                     if (name := _dropout(layer)) and getattr(layer, name):
                         given[layer] = getattr(layer, name)
                         setattr(layer, name, 0.0)
+                    alone = isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+                    if alone and layer.training:
+                        self.batch_norms.add(path or type(layer).__name__)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if tensors and len(self._step.inputs) < _CALLS and module.training:
                 self._step.inputs.append(int(checksum(tensors)))
 
-        with ExitStack() as hooks:
+        with self._handles as hooks:
             for handle in (
                 register_module_forward_pre_hook(before_call),
                 register_optimizer_step_pre_hook(self._before),
@@ -113,12 +170,15 @@ class RecordedRun:
             setattr(layer, _dropout(layer), probability)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not isinstance(optimizer, ZeroOptimizer):
+        if not isinstance(optimizer, ZeroOptimizer) or optimizer not in self._optimizers:
+            self._note_beside(optimizer)
             return
+        self._inside = True
         named = self._names(optimizer)
         if self._keeps or self.first:
             self.start |= {n: _copy(p) for n, p in named.items() if n not in self.start}
-        if len(args) > 1 or kwargs:  # a closure makes the gradients, in the step
+        self._step.closure = any(given is not None for given in (*args[1:], *kwargs.values()))
+        if self._step.closure:
             return
         if self._jitter:
             for parameter in named.values():
@@ -130,6 +190,15 @@ class RecordedRun:
             return
         if (expected := self._expected()) is not None:
             self._compare_gradients(gradients, expected)
+
+    def _note_beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer trains that is not of the world."""
+        if self._inside:
+            return
+        known = {p for one in self._optimizers for p in one._named.values()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if count := sum(not (p.is_meta or p in known) for p in given):
+            self.beside[type(optimizer).__name__] = count
 
     def _round(self, gradient: Tensor) -> None:
         """Change a gradient in place, as if partial sums of the usual size had been rounded."""
@@ -175,8 +244,9 @@ class RecordedRun:
             self._step.distances[f"weights of {name}"] = Distance(difference / update, rounding)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not isinstance(optimizer, ZeroOptimizer):
+        if not isinstance(optimizer, ZeroOptimizer) or optimizer not in self._optimizers:
             return
+        self._inside = False
         optimizer.wait_for_parameters()
         named, expected = self._names(optimizer), self._expected()
         if self._keeps:
@@ -186,8 +256,33 @@ class RecordedRun:
         model = optimizer._model
         buffers = dict(model.named_buffers()) if model is not None else {}
         self._step.digests = {n: int(checksum([t])) for n, t in {**named, **buffers}.items()}
+        self._step.optimizer = self._optimizers.index(optimizer)
+        sums = [(name, self._local.pop(p)) for name, p in named.items() if p in self._local]
+        self._step.local = zlib.crc32(repr(sums).encode()) if sums else 0
         self.steps.append(self._step)
         self._step = RecordedStep()
+
+    def to_ranks(self) -> RankSteps:
+        """Return what other ranks are to know."""
+        steps = [replace(step, gradients={}, weights={}, distances={}) for step in self.steps]
+        return RankSteps(steps, self.samples)
+
+    @property
+    def closures(self) -> bool:
+        """True if gradients of a step were made by a closure, and are not recorded."""
+        return any(step.closure for step in self.steps)
+
+    @property
+    def with_gradient(self) -> set[str]:
+        """The parameters that have had a gradient, of which not all is zero, in a first run."""
+        recorded = (item for step in self.steps for item in step.gradients.items())
+        return {name for name, gradient in recorded if gradient is not None and gradient.any()}
+
+    @property
+    def updated(self) -> set[str]:
+        """The parameters that were not the same after all steps of a first run."""
+        recorded = (item for step in self.steps for item in step.weights.items())
+        return {name for name, weight in recorded if not torch.equal(weight, self.start[name])}
 
     def _expected(self) -> RecordedStep | None:
         """Return the same step of the first run, if this rank has it and it took so many."""
@@ -195,8 +290,6 @@ class RecordedRun:
         return steps[len(self.steps)] if len(steps) > len(self.steps) else None
 
     def _names(self, optimizer: ZeroOptimizer) -> dict[str, nn.Parameter]:
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
         number = self._optimizers.index(optimizer)
         prefix = f"optimizer {number + 1}: " if number else ""
         return {prefix + name: parameter for name, parameter in optimizer._named.items()}

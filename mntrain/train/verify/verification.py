@@ -6,22 +6,23 @@
     all ranks            the same at each stage, and more by request
 
 A loss, gradient or weight of all ranks is right if its distance from one process is at most
-`MARGIN` times the largest that other orders made of it by that step, or one rounding makes.
+`MARGIN` times the largest that other orders made of it by that step, or one rounding makes. Nothing
+is right where there was no gradient or no update, where a stage was not made, or where ranks have
+trained on the same samples.
 """
 
-import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
-from mntrain.checks.finding import naming
+from mntrain.checks.finding import first_names, naming
 from mntrain.comm import algorithms, mpi
 from mntrain.config import CommConfig
-from mntrain.data.source import rebuilt
-from mntrain.errors import AgreedError
-from mntrain.train.verify.recorded_steps import Distance, RecordedRun, Run
+from mntrain.errors import OF_ALL_RANKS, AgreedError, RemoteRankError, combined_refusals
+from mntrain.train.verify.recorded_steps import Distance, RankSteps, RecordedRun, Run
+from mntrain.train.verify.recorded_world import RecordedWorld
 from mntrain.world import World, init
 from zero.agreement import differing
 from zero.norms import NonFiniteGradientError
@@ -59,6 +60,7 @@ class _Outcome(NamedTuple):
     row: tuple[str, ...]
     wrong: str = ""
     refused: str = ""
+    uneven: bool = False  # whether parts of batches were of unequal size
 
 
 def verify(
@@ -74,11 +76,12 @@ def verify(
     and the loader, and runs some steps, three to ten; it is called several times, in worlds of one
     rank and of all. It may return or yield the loss of each step, the mean over all ranks. Stages
     0, 1 and 2 are compared; with `all` the other algorithms and wire dtypes, too. `options` are
-    those of `mntrain.init`. Layers of dropout do nothing meanwhile, and random generators begin
-    with the same seeds each time.
+    those of `mntrain.init`. Layers of dropout do nothing meanwhile, random generators begin with
+    the same seeds each time, and the second batch of a DataLoader is as short as its last.
 
-    Prints a table and the verdict on rank 0, and returns it on all ranks. Raises AgreedError on all
-    ranks for a loop that fails on one process, and on fewer than two ranks.
+    Prints a table, what was compared and left out, and the verdict on rank 0, and returns it on all
+    ranks. An error of the loop at a stage is part of the verdict. Raises AgreedError on all ranks
+    for a loop that fails on one process, and on fewer than two ranks.
     """
 
     def run(world: World, given: dict[str, Any], order: int) -> Iterable[float] | None:
@@ -111,16 +114,16 @@ def examine(
     chosen: Sequence[Variant],
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
-    also: Callable[[World, RecordedRun], str] | None = None,
+    also: Callable[[RecordedWorld, RecordedRun], tuple[str, str]] | None = None,
 ) -> Verdict:
     """Run and compare all variants, and return the verdict. Collective.
 
     `also` is called on rank 0 in the world of one process with the first run, and returns what is
-    wrong there.
+    wrong there, and what it could not compare. Without it, parts of batches are to be unequal.
     """
     options = {**options, "compress": "none", "gather_dtype": "fp32"}
     alone: _Alone | None = None  # on rank 0
-    wrong = ""
+    wrong, left_out = "", list[str]()
     patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
     with init(comm, **patient) as world:
         if world.size == 1:
@@ -133,7 +136,11 @@ def examine(
             chosen = [variant for variant in chosen if "wire_dtype" not in variant.comm]
         with world.agreement():
             if world.master:
-                alone, wrong = _run_alone(run, options, chosen, also)
+                alone, wrong = _run_alone(run, options, chosen)
+                if also is not None and not wrong:
+                    with _one_process(options) as single:
+                        wrong, unseen = also(single, alone.first)
+                        left_out += [unseen] if unseen else []
         wrong = world.gather(wrong)[0]
     orders = alone.others[0.0] if alone else ()
     outcomes = [_Outcome(_row("one process, other orders", *orders))]
@@ -141,12 +148,14 @@ def examine(
         outcomes.append(_compare(run, variant, comm, options, alone))
         if variant is chosen[0] and outcomes[-1].refused:
             outcomes[-1] = outcomes[-1]._replace(wrong=outcomes[-1].refused)
+    if also is None and not any(outcome.uneven for outcome in outcomes):
+        left_out.append("batches that do not divide among the ranks: world.shard gave none")
     if not wrong:
         wrong = "\n".join(
             f"{outcome.row[0]}: {outcome.wrong}" for outcome in outcomes if outcome.wrong
         )
     with World(comm, **options) as world:
-        text = world.gather(_text(outcomes, wrong, alone))[0]
+        text = world.gather(_text(outcomes, wrong, alone, left_out))[0]
         world.print(text)
     return Verdict(not wrong, text)
 
@@ -164,30 +173,31 @@ def _jitter(options: dict[str, Any], variant: Variant) -> float:
     return _JITTER[{**options, **variant.comm}.get("wire_dtype", "fp32")]
 
 
-def _run_alone(
-    run: Run,
-    options: dict[str, Any],
-    chosen: Sequence[Variant],
-    also: Callable[[World, RecordedRun], str] | None,
-) -> tuple[_Alone, str]:
+def _one_process(options: dict[str, Any]) -> RecordedWorld:
+    return RecordedWorld(mpi.comm_of_one(), **{**options, "ranks_per_node": None})
+
+
+def _run_alone(run: Run, options: dict[str, Any], chosen: Sequence[Variant]) -> tuple[_Alone, str]:
     """Run the steps once, and then in other orders; return the runs, and what is wrong. Local."""
     alone = _Alone(RecordedRun(keeps=True), {}, {0.0: []})
-    with _OneProcess(mpi.comm_of_one(), **{**options, "ranks_per_node": None}) as world:
-        alone.first.record(run, world, {"stage": 0})
-        if not alone.first.steps:
-            return alone, "one process alone took no step of an optimizer of world.optimizer"
-        for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
-            alone.divided[size] = RecordedRun(keeps=True)
-            alone.divided[size].record(run, world, {"stage": 0, "micro": size})
-        eps = max(torch.finfo(p.dtype).eps for p in alone.first.start.values())
-        for jitter in {0.0, *(_jitter(options, variant) for variant in chosen)}:
-            alone.others[jitter] = []
-            for order in range(1, ORDERS + 1):
-                world.order = order
-                other = RecordedRun(alone.first, jitter=max(jitter, eps))
-                other.record(run, world, {"stage": 0}, order)
-                alone.others[jitter].append(other)
-        world.order = 0
+    with _one_process(options) as world:
+        try:
+            alone.first.record(run, world, {"stage": 0})
+            if wrong := _nothing(alone.first):
+                return alone, wrong
+            for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
+                alone.divided[size] = RecordedRun(keeps=True)
+                alone.divided[size].record(run, world, {"stage": 0, "micro": size})
+            eps = max(torch.finfo(p.dtype).eps for p in alone.first.start.values())
+            for jitter in {0.0, *(_jitter(options, variant) for variant in chosen)}:
+                alone.others[jitter] = []
+                for order in range(1, ORDERS + 1):
+                    world.order = order
+                    other = RecordedRun(alone.first, jitter=max(jitter, eps))
+                    other.record(run, world, {"stage": 0}, order)
+                    alone.others[jitter].append(other)
+        except NonFiniteGradientError as error:
+            return alone, f"one process alone: {error}"
         for other in alone.others[0.0]:
             distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
             if not distance.relative <= eps**0.5:  # more than half of the digits
@@ -197,7 +207,24 @@ def _run_alone(
                     "forward, as functional dropout does, or for samples as they are read; switch "
                     "them off to verify"
                 )
-        return alone, "" if also is None else also(world, alone.first)
+        return alone, ""
+
+
+def _nothing(first: RecordedRun) -> str:
+    """Return why a run of one process has nothing to compare; "" if it has."""
+    if not first.steps:
+        return "one process alone took no step of an optimizer of world.optimizer"
+    if not (first.with_gradient or first.closures):
+        return (
+            "nothing was compared: in one process alone, no parameter has had a gradient other "
+            "than zero in any step; call backward of a loss that depends on the model"
+        )
+    if not first.updated:
+        return (
+            "nothing was compared: in one process alone, no step has changed a parameter; give a "
+            "learning rate above 0"
+        )
+    return ""
 
 
 def _limits(alone: _Alone, jitter: float) -> Iterator[dict[str, float]]:
@@ -208,44 +235,6 @@ def _limits(alone: _Alone, jitter: float) -> Iterator[dict[str, float]]:
         for name, distance in (item for step in steps for item in step.distances.items()):
             largest[name] = max(largest.get(name, 0.0), *distance)
         yield {name: MARGIN * value for name, value in largest.items()}
-
-
-class _OneProcess(World):
-    """A world of one rank, whose shards hand out the samples of a batch in another `order`."""
-
-    order = 0
-
-    def shard(self, loader: Iterable[Any], *args: Any, **options: Any) -> Any:
-        """Return the shard of a loader, as `World.shard`."""
-        if not self.order or getattr(loader, "batch_sampler", None) is None:
-            return super().shard(loader, *args, **options)
-        if type(loader) is not DataLoader:
-            return super().shard(loader, *args, **options)
-        reordered = self.__dict__.setdefault("_reordered", {})
-        key = id(loader), self.order
-        if key not in reordered:  # the same loader in each epoch
-            shuffled = _Shuffled(loader.batch_sampler, self.order)
-            reordered[key] = loader, rebuilt(loader, batch_sampler=shuffled)
-        return super().shard(reordered[key][1], *args, **options)
-
-
-class _Shuffled:
-    """A batch sampler whose batches are those of another one, in another order each."""
-
-    def __init__(self, batches: Any, order: int) -> None:
-        self._batches, self._draws = batches, random.Random(order)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self._batches:
-            yield self._draws.sample(list(batch), len(batch))
 
 
 def _compare(
@@ -259,20 +248,63 @@ def _compare(
     micro = variant.options.get("micro", 0)
     recorded = RecordedRun(alone.divided.get(micro, alone.first) if alone else None)
     try:
-        with World(comm, **{**options, **variant.comm}) as world:
-            recorded.record(run, world, variant.options)
-            by_rank = world.gather([(step.digests, step.inputs) for step in recorded.steps])
-            found = None
-            if alone:
-                limits = _limits(alone, _jitter(options, variant))
-                wrong = _unequal_ranks(by_rank) or _wrong(recorded, limits)
-                found = _Outcome(_row(variant.name, recorded), wrong)
-            outcome = world.gather(found)[0]
-            assert outcome is not None, "rank 0 has made it"
-            return outcome
-    except (AgreedError, NonFiniteGradientError) as error:
-        why = {"wrong" if recorded.steps else "refused": str(error)}
-        return _Outcome((variant.name, "", "", ""), **why)
+        with RecordedWorld(comm, **{**options, **variant.comm}) as world:
+            try:
+                recorded.record(run, world, variant.options)
+                by_rank = world.gather(recorded.to_ranks())
+            except OF_ALL_RANKS:
+                raise
+            except Exception as error:
+                failure = _leave(world, error, refused=not recorded.steps)
+            else:
+                found = None
+                if alone:
+                    wrong = (
+                        _another_stage(recorded, variant.options["stage"])
+                        or _unequal_ranks(by_rank)
+                        or _wrong(recorded, _limits(alone, _jitter(options, variant)))
+                    )
+                    uneven = len({rank.samples for rank in by_rank}) > 1
+                    found = _Outcome(_row(variant.name, recorded), wrong, uneven=uneven)
+                outcome = world.gather(found)[0]
+                assert outcome is not None, "rank 0 has made it"
+                return outcome
+        with World(comm, **options) as world:
+            failures = world.gather((failure, bool(recorded.steps)))
+        why = combined_refusals([text for text, _ in failures])
+        begun = any(steps for _, steps in failures)
+    except OF_ALL_RANKS as error:
+        why, begun = str(error), bool(recorded.steps)
+    row = (variant.name, "", "", "")
+    return _Outcome(row, wrong=why) if begun else _Outcome(row, refused=why)
+
+
+def _leave(world: World, error: Exception, *, refused: bool) -> str | None:
+    """Leave a world in which the loop has failed on this rank, with all others. Local.
+
+    Returns the error, or None for another rank's. Prints where it is raised if it refuses nothing.
+    """
+    if isinstance(world._engine.error or error, RemoteRankError):
+        world.abandon()
+        return None
+    refused = refused and isinstance(error, ValueError | RuntimeError)
+    if not refused:
+        traceback.print_exception(error)
+    world.watchdog.tell_failure(world._watch.describe(error))
+    world.abandon()
+    return str(error) if refused and str(error) else f"{type(error).__name__}: {error}"
+
+
+def _another_stage(recorded: RecordedRun, stage: int) -> str:
+    """Return which stage was made in place of the one that was asked for; "" if it was made."""
+    others = sorted(recorded.stages - {stage})
+    if not others:
+        return ""
+    made = " and ".join(f"stage {other}" for other in others)
+    return (
+        f"stage {stage} was asked for, and an optimizer of {made} was made: give "
+        "world.optimizer(..., stage=stage)"
+    )
 
 
 def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
@@ -287,9 +319,9 @@ def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
         for name, distance in step.distances.items():
             limit = allowed.get(name, MARGIN * distance.rounding)
             if not distance.relative <= limit:
-                hint = ""
+                hint = _batch_norm_hint(recorded)
                 if abs(step.factor - 1) > 0.01:
-                    hint = (
+                    hint += (
                         f"; the whole gradient is {step.factor:.3g} times as long, in the same "
                         "direction: a sum in place of a mean, or a division by another count?"
                     )
@@ -300,25 +332,55 @@ def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
     return ""
 
 
-def _unequal_ranks(by_rank: Sequence[Sequence[tuple[dict[str, int], list[int]]]]) -> str:
+def _batch_norm_hint(recorded: RecordedRun) -> str:
+    names = sorted(recorded.batch_norms)
+    if not names:
+        return ""
+    return (
+        f"; layers of BatchNorm ({first_names(names, 3)}) normalize the samples of each rank by "
+        "themselves: give the model to world.sync_batchnorm"
+    )
+
+
+def _unequal_ranks(by_rank: Sequence[RankSteps]) -> str:
     """Return how ranks differ in what must be equal, or are equal in their samples; "" if not."""
-    for number, steps in enumerate(zip(*by_rank, strict=False), 1):
-        for name in steps[0][0]:
-            digests = {rank: digests.get(name, 0) for rank, (digests, _) in enumerate(steps)}
+    for number, steps in enumerate(zip(*(rank.steps for rank in by_rank), strict=False), 1):
+        for name in steps[0].digests:
+            digests = {rank: step.digests.get(name, 0) for rank, step in enumerate(steps)}
             if ranks := differing(digests):
                 return (
                     f"after step {number}, {name} of {naming('rank', ranks)} differs from that of "
                     "the others"
                 )
-    inputs = [[seen for _, seen in steps] for steps in by_rank]
-    for rank, seen in enumerate(inputs):
-        same = [other for other, its in enumerate(inputs) if its == seen and any(seen)]
-        if len(same) > 1 and same[0] == rank:
+    # A rank without a sample of world.shard has stand-ins, as others may have.
+    sharded = any(rank.samples for rank in by_rank)
+    training = {r: rank for r, rank in enumerate(by_rank) if rank.samples or not sharded}
+    seen = {rank: [step.inputs for step in its.steps] for rank, its in training.items()}
+    if same := _alike(seen):
+        return (
+            f"{naming('rank', same)} train on the same samples: give each its part, by world.shard"
+        )
+    for optimizer in {step.optimizer for rank in training.values() for step in rank.steps}:
+        local = {
+            rank: [step.local for step in its.steps if step.optimizer == optimizer]
+            for rank, its in training.items()
+        }
+        if same := _alike(local):
+            which = f" with optimizer {optimizer + 1}" if optimizer else ""
             return (
-                f"{naming('rank', same)} train on the same samples: give each its part, by "
-                "world.shard"
+                f"{naming('rank', same)} train on the same samples{which}, since their gradients "
+                "before the mean are the same: give each its part, by world.shard"
             )
     return ""
+
+
+def _alike(by_rank: dict[int, list[Any]]) -> list[int]:
+    """Return the first ranks whose lists are equal, and not empty or 0; [] if there are none."""
+    for digests in by_rank.values():
+        ranks = [rank for rank, other in by_rank.items() if other == digests and any(digests)]
+        if len(ranks) > 1:
+            return ranks
+    return []
 
 
 def _row(name: str, *runs: RecordedRun) -> tuple[str, ...]:
@@ -332,7 +394,39 @@ def _row(name: str, *runs: RecordedRun) -> tuple[str, ...]:
     return (name, *cells)
 
 
-def _text(outcomes: Sequence[_Outcome], wrong: str, alone: _Alone | None) -> str:
+def _compared(first: RecordedRun, left_out: Sequence[str]) -> list[str]:
+    """Return lines about what of a run of one process was compared, and what was not."""
+    names, with_gradient, updated = set(first.start), first.with_gradient, first.updated
+    what = [f"the gradients of {_parameters(len(with_gradient))}"] if with_gradient else []
+    what.append(f"the updates of {_parameters(len(updated))}")
+    if first.losses:
+        what.insert(0, f"{len(first.losses)} losses")
+    missing = [*left_out]
+    if not first.losses:
+        missing.append("losses, since train returned none")
+    if first.closures:
+        missing.append("gradients that closures make in step")
+    elif without := sorted(names - with_gradient):
+        missing.append(f"{_parameters(len(without))} without a gradient: {first_names(without, 3)}")
+    if idle := sorted(with_gradient - updated):
+        missing.append(f"{_parameters(len(idle))} without an update: {first_names(idle, 3)}")
+    missing += [
+        f"{_parameters(count)} that {kind} trains, which world.optimizer has not made"
+        for kind, count in first.beside.items()
+    ]
+    if first.dropout:
+        missing.append(f"layers of dropout, which did nothing meanwhile: {first.dropout}")
+    lines = [f"compared in {len(first.steps)} steps: {', '.join(what)}"]
+    return [*lines, *(f"left out: {text}" for text in missing)]
+
+
+def _parameters(count: int) -> str:
+    return f"{count} parameter" + "s" * (count != 1)
+
+
+def _text(
+    outcomes: Sequence[_Outcome], wrong: str, alone: _Alone | None, left_out: Sequence[str]
+) -> str:
     """Return the table and the verdict."""
     head = ("largest difference, relative", "loss", "gradients", "weights")
     rows = [head, *(outcome.row for outcome in outcomes)]
@@ -347,8 +441,8 @@ def _text(outcomes: Sequence[_Outcome], wrong: str, alone: _Alone | None) -> str
         f"allowed is {MARGIN} times what {ORDERS} other orders make of each parameter, or one "
         "rounding"
     )
-    if alone and alone.first.dropout:
-        lines.append(f"layers of dropout that did nothing meanwhile: {alone.first.dropout}")
+    if alone and len(outcomes) > 1:
+        lines += _compared(alone.first, left_out)
     but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
     right = f"right: all ranks train as one process does{but}"
     lines.append(f"wrong:\n{wrong}" if wrong else right)

@@ -1,8 +1,9 @@
 """The command `python -m mntrain verify`: the first steps of a job, beside those of one process.
 
 One process takes the same micro-batches as the ranks, one after the other, so that statistics of a
-micro-batch (batch norm) are the same. A second run of it takes smaller micro-batches: its results
-must be the same, too, since the number of ranks divides a batch in other ways.
+micro-batch (batch norm) are the same. A second run of it takes smaller micro-batches of unequal
+sizes: its results must be the same, too, since the last batch of an epoch and other numbers of
+ranks divide a batch in other ways.
 """
 
 import random
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from mntrain.config_types import STRICT
 from mntrain.errors import AgreedError
 from mntrain.train.trainer import Trainer
 from mntrain.train.verify.recorded_steps import Distance, RecordedRun
+from mntrain.train.verify.recorded_world import RecordedWorld
 from mntrain.train.verify.verification import Variant, Verdict, examine, variants
 from mntrain.world import World
 
@@ -99,25 +102,34 @@ class _Runs:
     def __init__(self, config: Config, ranks: int, folder: Path) -> None:
         self._config, self._ranks, self._folder = config, ranks, folder
         self._number = 0
-        self._batch_size, self._batch_norm = 1, False  # of the last run
+        self._batch_size, self._batch_norm, self._stream = 1, False, False  # of the last run
 
-    def __call__(self, world: World, options: dict[str, Any], order: int) -> Iterable[float]:
+    def __call__(
+        self, world: RecordedWorld, options: dict[str, Any], order: int
+    ) -> Iterable[float]:
         """Take the steps, and return their losses. Collective in the world."""
         micro = options.get("micro", self._config.train.micro_batch_size)
         return self._steps(world, options["stage"], micro, order, parts=self._ranks)
 
-    def divide(self, world: World, first: RecordedRun) -> str:
-        """Return how results of one process depend on the size of micro-batches; "" if not."""
-        share = -(-self._batch_size // self._ranks)
+    def divide(self, world: RecordedWorld, first: RecordedRun) -> tuple[str, str]:
+        """Return how results of one process depend on micro-batches, and if that is not known."""
+        samples = self._batch_size
+        share = -(-samples // self._ranks)
         largest = -(-share // -(-share // self._config.train.micro_batch_size))
         size = -(-largest // 2) if largest > 1 else 2
+        if self._stream:
+            size = next((s for s in range(size, 0, -1) if samples % -(-samples // s)), size)
+        else:
+            size = max(size, 2)  # beside a micro-batch of one sample
+        uneven = samples % -(-samples // size) if self._stream else samples > 2
+        unseen = "" if uneven else f"Loss.count: {samples} samples are in no unequal micro-batches"
+        if self._batch_norm:
+            return "", "Loss.count: the statistics of batch norm are those of a micro-batch"
         other = RecordedRun(first)
-        other.record(lambda *_: self._steps(world, 0, size, 0, parts=1), world, {})
+        other.record(lambda *_: self._steps(world, 0, size, 0, parts=1, divide=True), world, {})
         distance = other.steps[0].distances.get("whole gradient", Distance(0.0, 0.0))
         if distance.relative <= max(distance.rounding, 0.0) ** 0.5:  # less than half of the digits
-            return ""
-        if self._batch_norm:
-            return ""  # its statistics are those of a micro-batch
+            return "", unseen
         hint = ""
         if abs(other.steps[0].factor - 1) > 0.01:
             hint = f", which is {other.steps[0].factor:.3g} times as long"
@@ -126,10 +138,17 @@ class _Runs:
             f"samples (by {distance.relative:.1g}), and so have other numbers of ranks: the loss "
             "is not the mean over Loss.count items, or depends on the samples that are computed "
             "together"
-        )
+        ), ""
 
     def _steps(
-        self, world: World, stage: int, micro: int, order: int, *, parts: int
+        self,
+        world: RecordedWorld,
+        stage: int,
+        micro: int,
+        order: int,
+        *,
+        parts: int,
+        divide: bool = False,
     ) -> list[float]:
         given, self._number = self._config, self._number + 1
         zero = replace(given.zero, stage=stage, shard_by=given.zero.shard_by if stage else "equal")
@@ -153,15 +172,23 @@ class _Runs:
         job = trainer.job
         self._batch_norm = any(isinstance(layer, _BatchNorm) for layer in job.model.modules())
         steps, self._batch_size = min(STEPS, job.last_step), given.train.batch_size
+        self._stream = bool(job.data.stream)
         if world.size == 1 and not job.data.stream:
             self._batch_size = job.data.batch_size(1)
-            job.batches = job.data.batches_of_ranks(
-                parts, steps, _shuffle(order) if order else None
-            )
+            reorder = _shuffle(order) if order else partial(_divide, micro) if divide else None
+            job.batches = job.data.batches_of_ranks(parts, steps, reorder)
         with job.directory, closing(job.batches):
             losses = [trainer.train_step(step).loss for step in range(1, steps + 1)]
         world.watchdog.at_end.clear()
+        world.recorded.batch_norms.clear()  # one process takes the same micro-batches
         return losses
+
+
+def _divide(size: int, lists: list[list[int]]) -> list[list[int]]:
+    """Return the samples of micro-batches in one of a single sample, and others of `size`."""
+    samples = [sample for one in lists for sample in one]
+    rest = [samples[start : start + size] for start in range(1, len(samples), size)]
+    return [samples[:1], *rest]
 
 
 def _shuffle(order: int) -> Callable[[list[list[int]]], list[list[int]]]:

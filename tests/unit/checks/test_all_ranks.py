@@ -47,6 +47,26 @@ def test_a_job_in_order_passes_every_check(facts):
 
 
 @pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ([(0, "n1"), (0, "n1"), (2, "n1")], "2 hosts have the name n1 (ranks 0, 1; rank 2)"),
+        ([(0, "n1"), (1, "n2"), (2, "n2")], "2 hosts have the name n2 (rank 1; rank 2)"),
+        ([(0, "n1"), (1, "n2"), (0, "n1"), (1, "n2")], ""),
+        (
+            [(rank, "localhost") for rank in range(6)],
+            "6 hosts have the name localhost (rank 0; rank 1; rank 2; rank 3 and 2 more)",
+        ),
+        ([(0, "n1")], ""),
+    ],
+)
+def test_hosts_of_one_name_are_one_warning(hosts, text):
+    facts = [fact([rank % 4], host=name, host_key=key) for rank, (key, name) in enumerate(hosts)]
+    found = all_ranks.names(facts)
+    assert found.status == ("warn" if text else "pass")
+    assert text in found.text
+
+
+@pytest.mark.parametrize(
     ("sets", "text"),
     [
         ([[0, 1]] * 4, "4 ranks share the 2 cores of n1 that they are bound to (ranks 0 to 3; 4 "),

@@ -1,6 +1,7 @@
 """Sharding of map-style loaders: epochs, shares, digests, positions, evaluation."""
 
 import random
+import tempfile
 from itertools import chain
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch.utils.data import (
 )
 
 from mntrain.data.loader import passes_of
+from mntrain.data.sampling import LoaderOptions
+from mntrain.data.source import rebuilt
 
 
 def loader_of(data, batch_size=1, workers=0, **options):
@@ -325,3 +328,21 @@ def test_a_position_is_that_of_training_and_does_not_follow_evaluations():
     parts.load_state_dict(state)
     parts.epoch = 7
     assert (parts.state_dict()["epoch"], parts.state_dict()["batches"]) == (7, 0)
+
+
+@pytest.mark.parametrize(("length", "workers"), [(75, 1), (76, 0), (76, 1), (90, 2)])
+def test_workers_need_a_temporary_folder_with_a_short_path(monkeypatch, length, workers):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
+    loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, num_workers=workers)
+    shape = {"rank": 0, "size": 1, "micro_batch_size": 1}
+    for make in (
+        lambda: rebuilt(loader, batch_size=2),
+        lambda: LoaderOptions(**shape, workers=workers),
+    ):
+        if length == 75 or not workers:
+            make()
+        else:
+            with pytest.raises(
+                ValueError, match=f"has {length} bytes, and may have 75: set TMPDIR"
+            ):
+                make()

@@ -266,6 +266,21 @@ def test_warnings_go_to_stderr_and_a_long_line_of_a_log_is_not_cut(tmp_path, cap
 # The statistics at the end
 
 
+def test_columns_of_memory_are_two_spaces_apart():
+    roles = [Memory(parameters=494_300_000_000, gradients=1, buckets=0, master=0, state=5, hook=7)]
+    less = [Memory(parameters=10**15, gradients=1, buckets=0, master=0, state=5, hook=7)]
+    memory = memory_by_role(roles, [used(2**20)], roles, less)
+    memory["parameters"]["saved_share"] = 1.0
+    memory["parameters"]["saved"] = 10**15
+    lines = final_lines(summary(memory=memory))
+    rows = [re.split(r"\s{2,}", line) for line in lines if line.startswith(("memory", "param"))]
+    assert [len(row) for row in rows] == [7, 7]
+    assert rows[1][0] == "parameters"
+    assert rows[1][-1] == "1.0 PB, 100%"
+    saved = [line for line in lines if line.startswith(("memory", "parameters"))]
+    assert len({len(line) for line in saved}) == 1
+
+
 def facts_of(lines: list[str]) -> dict[str, str]:
     """The name and the rest of each line of several columns."""
     rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines]

@@ -82,7 +82,14 @@ def test_a_page_has_all_of_a_run_and_nothing_from_outside_is_markup(tmp_path):
     assert "4.0 GB" in found.cells
     means = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[3:]]
     step_s = math.fsum(line["step_s"] for line in means) / len(means)
-    assert found.after("step") == f"{step_s:.2f} s"
+    at = len(found.cells) - 1 - found.cells[::-1].index("data")
+    table = dict(zip(found.cells[at : at + 14 : 2], found.cells[at + 1 : at + 15 : 2], strict=True))
+    assert [*table] == ["data", "forward", "backward", "wait", "optimizer", "other", "step"]
+    assert table["step"] == f"{step_s:.2f} s"
+    assert found.cells[at + 14 : at + 17 : 2] == [
+        "communication in the step",
+        "exposed communication",
+    ]
     assert found.after("train.steps") == "40"
     assert {OUTSIDE, f"my:{OUTSIDE}", f"Run {run.name}"} <= set(found.cells)
     text = (run / "report.html").read_text()
@@ -92,9 +99,18 @@ def test_a_page_has_all_of_a_run_and_nothing_from_outside_is_markup(tmp_path):
     assert [found.after("until"), "2.31" in found.cells] == ["3", True]
 
 
+def test_throughput_is_of_what_the_loss_counts_and_flops_have_a_unit(tmp_path):
+    found = page(make(tmp_path / "a", items="pictures", model_flops_per_s=3.124e14))
+    assert found.after("pictures/s") == "12,345"
+    assert found.after("step pictures/s") == "13,456"
+    assert found.after("model flops/s") == "312 TFLOP/s"
+    assert not any("tokens" in cell for cell in found.cells)
+
+
 def test_phases_add_up_to_the_step(tmp_path):
     lines = [record(step, step_s=0.5 + step).to_json() for step in range(1, 9)]
     means = phase_means(lines)
+    assert [*means] == [*PHASES, "other", "step_s", "communication", "exposed"]
     assert means["step_s"] == pytest.approx(6.5)
     assert sum(means[name] for name in (*PHASES, "other")) == pytest.approx(6.5)
     assert phase_means([{"step": 1, "step_s": 0.1}]) == {}

@@ -130,6 +130,37 @@ def test_the_smallest_job_that_fits_has_the_fewest_ranks_and_then_the_lowest_sta
     assert jobs[1].activations < jobs[0].activations / 4
 
 
+class Frozen(Tokens):
+    """The built-in model with a buffer, of which only the head trains."""
+
+    def model(self):
+        model = super().model()
+        model.register_buffer("counts", torch.zeros(1000, dtype=torch.int64))
+        model.blocks.requires_grad_(False)
+        return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_frozen_parameters_and_buffers_are_in_the_total(precision):
+    (job, *_), _ = jobs_of("--task", f"{__name__}:Frozen", "--ranks", "2", precision=precision)
+    model = Frozen(Config()).model()
+    if precision == "bf16-pure":
+        model.to(torch.bfloat16)
+    sizes = {t: t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
+    trained = sum(size for t, size in sizes.items() if t.requires_grad)
+    assert job.most.parameters == trained
+    assert job.untrained == sum(sizes.values()) - trained
+    assert job.total == job.most.total + job.untrained + job.activations
+    frozen, _ = jobs_of(
+        *("--task", f"{__name__}:Tokens", "--init.freeze", "blocks.*", "--ranks", "1"),
+        precision=precision,
+    )
+    assert frozen[0].untrained >= sum(
+        s for t, s in sizes.items() if t in {*model.blocks.parameters()}
+    )
+    assert smallest(frozen, frozen[0].untrained) is None
+
+
 def bench_file(folder, nodes, cases):
     names = ("verb", "algorithm", "size_bytes", "median_s")
     results = [dict(zip(names, case, strict=True)) for case in cases]
