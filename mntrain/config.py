@@ -20,6 +20,7 @@ from mntrain.config_types import (
     Names,
     OptionalPath,
     OrNone,
+    PortRange,
     StepRange,
     Table,
     parse_names,
@@ -295,6 +296,12 @@ class CommConfig:
         description="seconds for which a node, or the link to it, may be silent until its ranks "
         "count as lost, which ends the job. For links that fail for longer, give twice the time: "
         "see docs/failures.md.",
+    )
+    port_range: OrNone[PortRange] = Field(
+        default=None,
+        description="TCP ports, such as 41000-41100, of which ranks 0 and 1 listen on one each for "
+        "the messages that name late and lost ranks, where a firewall lets only some pass. none: "
+        "any. The ports of the MPI library have variables of their own: docs/administrators.md.",
     )
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -37,6 +37,22 @@ def _parse_interval(value: Any) -> Any:
     if not isinstance(text, str) or not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
         raise ValueError("must be a number of steps, minutes such as 10min, or auto")
     return text
+
+
+def _check_ports(value: str) -> str:
+    first, dash, last = value.partition("-")
+    numbers = dash and first.isdecimal() and last.isdecimal()
+    if not (numbers and 1024 <= int(first) < int(last) <= 65535):
+        raise ValueError("must be two ports from 1024 to 65535, such as 41000-41100")
+    return value
+
+
+def port_numbers(value: str | None) -> Sequence[int]:
+    """Return the ports of a range such as "41000-41100", or 0 for any. Pure."""
+    if value is None:
+        return (0,)
+    first, _, last = value.partition("-")
+    return range(int(first), int(last) + 1)
 
 
 def _check_steps(value: str) -> str:
@@ -106,6 +122,7 @@ def _parse_named_paths(value: Any) -> Any:
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
+PortRange = Annotated[str, AfterValidator(_check_ports)]  # "41000-41100"
 StepRange = Annotated[str, AfterValidator(_check_steps)]  # "20:22"
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none
 NamedPaths = Annotated[Path | dict[str, Path] | None, BeforeValidator(_parse_named_paths)]

@@ -35,14 +35,14 @@ from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import WorldConfig
-from mntrain.config_types import construct
+from mntrain.config_types import construct, port_numbers
 from mntrain.device_kernels import DeviceKernels
 from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
-from mntrain.watchdog.side_channel import SideChannel, address_towards, own_addresses
+from mntrain.watchdog.side_channel import SideChannel, address_towards, listen, own_addresses
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
 from zero.comm_hooks import NodeLevels
@@ -206,7 +206,7 @@ class Ranks:
         rank, comm = self.rank, self._comm
         own = own_addresses(), secrets.token_bytes(32)
         interfaces, keys = zip(*comm.gather_objects(own), strict=True)
-        listener, address = None, None
+        listener, address, towards = None, None, ""
         if rank in MONITORS and rank < comm.size - 1:
             others = {
                 host: found
@@ -214,8 +214,10 @@ class Ranks:
                 if host != self._hosts[rank]
             }
             towards = address_towards(others.values())
-            listener = socket.create_server((towards, 0), backlog=1024)
-            address = listener.getsockname()
+        with errors.agreement(comm.gather_objects, rank):
+            if towards:
+                listener = listen(towards, port_numbers(self.settings.port_range))
+                address = listener.getsockname()[:2]
         monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
         engine = self._engine = ProgressEngine(partial(_select_gpu, self.device))
         engine.main.observer = self.recorder
@@ -228,7 +230,7 @@ class Ranks:
             channel=SideChannel(rank, keys[0], listener, lost_after=self.settings.lost_after),
             monitors=monitors,
             fail=lambda report: engine.stop(RemoteRankError(**report)),
-            note_end=self.recorder.peer_ended,
+            recorder=self.recorder,
         )
         self._resources.callback(self.watchdog.leave_world)
         engine.watch = DisagreementWatch(comm, engine.streams, partial(AgreedError, rank=rank))

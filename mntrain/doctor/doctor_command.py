@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.text import Text
 from mntrain.checks import all_ranks, storage
 from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
-from mntrain.comm.links import LinkSpeed, measure
+from mntrain.comm.links import LinkSpeed, best_of, measure
 from mntrain.doctor import link_findings
 from mntrain.doctor.doctor_options import DoctorOptions, mb_per_s
 from mntrain.errors import AgreedError
@@ -24,6 +25,7 @@ from mntrain.world import World
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _LINKS_S = 2.0  # for all pairs of nodes
+_AGAIN = 3  # measurements more, if one finds something: another program may have had the cores
 _LINK_BYTES = 32 << 20  # of the largest message: 100 Gbit/s take 3 ms
 # Beginnings of the variables that choose the network.
 _VARIABLES = ("FI_", "UCX_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl")
@@ -65,8 +67,13 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
         "clocks": all_ranks.clocks(exact),
         **storage.examine(comm.gather_objects, comm.rank, folder, hosts),
     }
-    links = measure(comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
+    measured = partial(measure, comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
     expected = (options.expect, mb_per_s(options.expect)) if options.expect else None
+    links = measured()
+    for _ in range(_AGAIN):
+        if link_findings.judge(links, hosts, expected).status == "pass":
+            break
+        links = best_of(links, measured())
     findings["links between nodes"] = link_findings.judge(links, hosts, expected)
     comm.free()
     if world.master:

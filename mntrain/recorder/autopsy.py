@@ -24,6 +24,7 @@ from mntrain.recorder.recording import Event, Header, Kind, Recording, read, rec
 
 _MAX_GROUPS = 6  # of ranks that are shown
 _SLURM_TIMEOUT_S = 5.0
+LOOK_S = 2.5  # between two looks at recordings, which get a sign of life each second
 
 
 def run(words: Sequence[str]) -> int:
@@ -52,6 +53,12 @@ def run(words: Sequence[str]) -> int:
         print(f"mntrain: error: {error}", file=sys.stderr)
         return 2
     autopsy = examine(options.run_dir, found)
+    if autopsy.uncertain:
+        time.sleep(LOOK_S)
+        later, _ = find_recordings(options.run_dir, options.folders)
+        seen = {end.header.rank: end.last_seen for end in found}
+        moved = [end.header.rank for end in later if end.last_seen > seen.get(end.header.rank, 0.0)]
+        autopsy = examine(options.run_dir, later, moved)
     lines = [*describe(autopsy), *(_line("note", note) for note in notes)]
     print("\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines))
     return 0 if autopsy.state == "ended well" else 1
@@ -91,8 +98,11 @@ def find_recordings(
     return [own[rank] for rank in sorted(own)], notes
 
 
-def examine(run_dir: Path, found: Sequence[Recording]) -> Autopsy:
-    """Return the end of a job, with what this host, the run's directory and Slurm know of it."""
+def examine(run_dir: Path, found: Sequence[Recording], moved: Sequence[int] = ()) -> Autopsy:
+    """Return the end of a job, with what this host, the run's directory and Slurm know of it.
+
+    `moved` are ranks whose recordings have grown since an earlier look.
+    """
     headers = [recording.header for recording in found]
     # Whose processes this one sees.
     place = socket.gethostname(), boot_id(), pid_namespace()
@@ -101,9 +111,10 @@ def examine(run_dir: Path, found: Sequence[Recording]) -> Autopsy:
         {recording.header.rank: recording for recording in found},
         processes={header.rank: _process(header) for header in here},
         oom_kills={header.rank: kills for header in here if (kills := _new_oom_kills(header))},
-        summary=_summary(run_dir / "summary.json", min(header.wall for header in headers)),
+        summary=_summary(run_dir, min(header.wall for header in headers)),
         scheduler=_slurm_state(headers[0].jobs),
         now=time.time(),
+        moved=moved,
     )
 
 
@@ -120,11 +131,17 @@ def _new_oom_kills(header: Header) -> int:
     return max(0, kills - header.oom_kills)  # a cgroup that is made anew begins at 0
 
 
-def _summary(path: Path, start: float) -> dict[str, Any]:
-    """Return summary.json, unless an earlier job has left it."""
+def _summary(run_dir: Path, start: float) -> dict[str, Any]:
+    """Return summary.json, unless an earlier job has left it.
+
+    Each job makes its files of recordings anew, by the clock of the same file server. Where these
+    are elsewhere, the job's `start` by the clock of its host counts.
+    """
+    path, made = run_dir / "summary.json", recordings(run_dir)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        of_this_job = path.stat().st_mtime >= start - 1
+        begun = made.stat().st_mtime if made.exists() else start
+        of_this_job = path.stat().st_mtime >= begun - 1
     except (OSError, ValueError):
         return {}
     return content if of_this_job and isinstance(content, dict) else {}
@@ -167,7 +184,11 @@ def describe(autopsy: Autopsy) -> list[str]:
         lines.append(f"The job ended well: {autopsy.summary.get('status', 'all ranks closed')}.")
     elif autopsy.state == "runs":
         behind = f"; {name_ranks(first, hosts)} behind" if first else ""
-        lines.append(f"The job still runs, as far as can be seen from here{behind}.")
+        if autopsy.seen_running:
+            lines.append(f"The job still runs, as far as can be seen from here{behind}.")
+        else:
+            since = f"its recordings have not changed for {LOOK_S:g} s, and may come a minute late"
+            lines.append(f"The job still runs, or has ended within a minute: {since}{behind}.")
     elif first:
         certain = "" if autopsy.sure else "probably "
         lines.append(f"{name_ranks(first, hosts)} {certain}stopped first.")

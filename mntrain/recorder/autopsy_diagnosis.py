@@ -6,7 +6,7 @@ alike too, the rank whose process others saw end before they ended themselves; e
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class Autopsy:
 
     A rank without a process is unknown. `first` are the ranks that stopped first, if known, and
     `sure` says whether that is certain. If the job still runs, `first` are ranks for which others
-    have waited a while.
+    have waited a while. `moved` are ranks whose recordings have grown while it was looked at them.
     """
 
     recordings: Mapping[int, Recording]  # by rank
@@ -62,6 +62,7 @@ class Autopsy:
     summary: Mapping[str, Any] = field(default_factory=dict)  # summary.json
     scheduler: str = ""  # state of the job, such as OUT_OF_MEMORY
     now: float = math.inf  # seconds since the epoch
+    moved: Collection[int] = ()
     state: Literal["ended well", "runs", "failed"] = field(init=False, default="failed")
     first: Sequence[int] = field(init=False, default=())
     sure: bool = field(init=False, default=True)
@@ -84,6 +85,8 @@ class Autopsy:
             self.first = [rank for rank, time in own.items() if time == min(own.values())]
         elif len(errors) < len(ends) or self.missing:
             self.first, self.sure = self._find_first()
+            if self._ended_by_signal():
+                self.first, self.sure = (), False
         else:
             self.sure = False  # all have the same error
         if not (errors or self.missing) and all(self._may_run(end) for end in ends.values()):
@@ -158,10 +161,45 @@ class Autopsy:
                 return True
         return False
 
+    def _ended_by_signal(self) -> bool:
+        """Return whether all ranks had a signal to end before any had waited long for `first`."""
+        told = [
+            next((event.time for event in end.events if event.text in _TERMINATING), math.inf)
+            for end in self.recordings.values()
+        ]
+        if max(told) == math.inf or self.missing:
+            return False
+        begun = [
+            self.recordings[rank].last_seen - wait.seconds
+            for rank, waits in self.waits.items()
+            for wait, late in waits
+            if late & set(self.first)
+        ]
+        return min(begun, default=math.inf) > min(told) - APART_S
+
     def _may_run(self, end: Recording) -> bool:
+        """Return whether a rank may run: a recording that does not move may come late by a minute.
+
+        Ages are by two clocks, so one below zero tells nothing.
+        """
         process = self.processes.get(end.header.rank)
-        recent = self.now - end.header.wall - end.last_seen < RECENT_S
-        return process == "runs" or (process is None and recent and not end.ended)
+        if process is not None or end.ended:
+            return process == "runs"
+        age = self.now - end.header.wall - end.last_seen
+        recent = 0 <= age < RECENT_S and not self.summary.get("status")
+        return recent or end.header.rank in self.moved
+
+    @property
+    def uncertain(self) -> bool:
+        """True if another look at recordings may tell whether the job runs."""
+        known = self.missing or self.summary.get("status") or self.state == "ended well"
+        unseen = [end for rank, end in self.recordings.items() if rank not in self.processes]
+        return not known and any(not (end.ended or end.error) for end in unseen)
+
+    @property
+    def seen_running(self) -> bool:
+        """True if each rank's process was seen here, or its recording moved."""
+        return {*self.processes, *self.moved} >= self.recordings.keys()
 
     def _explain(self) -> tuple[str, str]:  # noqa: PLR0911 - one return for each cause
         """Return the likely cause, and what to do."""

@@ -64,6 +64,8 @@ class Recorder:
         self._map = mmap.mmap(-1, FILE_BYTES)
         self._numbers, self._sign_numbers = count(1), count(1)  # next() is atomic
         self._recording = True
+        self.active_at = time.monotonic()
+        """When this rank last began or ended a collective, or a part of a step."""
         self._closed = threading.Event()
         self._signs: threading.Thread | None = None
         self._crashes = ExitStack()  # the file, in which faulthandler notes crashes of native code
@@ -148,6 +150,7 @@ class Recorder:
 
     def span(self, name: str, start: float) -> None:
         """Tell a timeline what the calling thread has done since a time of `perf_counter`."""
+        self.active_at = time.monotonic()
         if self.timeline is not None:
             self.timeline.span(name, start)
 
@@ -184,6 +187,7 @@ class Recorder:
 
     def _write(self, kind: Kind, numbers: tuple[int, int], *texts: str) -> None:
         """Write an event, with a number and the awaited rank; name, text and site."""
+        self.active_at = time.monotonic()
         if self._recording:
             event = next(self._numbers)
             self._put(event % CAPACITY, event, kind, numbers, texts)

@@ -16,6 +16,7 @@ ANSWER_S = 3.0  # for the ranks to answer
 UNCONNECTED = "there is no TCP connection to it"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
 EXIT_S = 5.0  # at the exit, for ranks without a connection
+UNREACHED_S = 45.0  # for all ranks to connect to rank 0, which they try several times
 
 
 def same_processes(one: RankFacts, other: RankFacts) -> bool:
@@ -28,8 +29,8 @@ class Inquiry:
     """One question, asked at a time `at` on the monotonic clock, or to be asked then.
 
     `ends`: the job ends with the answers, by exit code `code`. `reason` is empty if it is asked for
-    the time that ranks have waited. `left` are ranks that have left the world or ended their
-    script.
+    the time that ranks have waited. `idle_s`: seconds after which it is asked since rank 0 takes
+    part in nothing. `left` are ranks that have left the world or ended their script.
     """
 
     facts: Sequence[RankFacts]
@@ -38,6 +39,7 @@ class Inquiry:
     ends: bool = False
     reason: str = ""
     code: int = 1
+    idle_s: float = 0.0
     asked: set[int] | None = None
     statuses: dict[int, RankStatus] = field(default_factory=dict)  # the answers
     silent: dict[int, str] = field(default_factory=dict)  # ranks without an answer, and why
@@ -108,6 +110,8 @@ class Inquiry:
         if self.at_exit:
             have += f" at the exit for {self.name(culprits)}, which "
             have += f"{'have' if len(culprits) > 1 else 'has'} not reached the end of the job"
+        elif culprits and culprits == waits.keys():
+            have += " for each other" if len(culprits) > 1 else " for a message of its own"
         elif culprits:
             have += f" for {self.name(culprits)}"
         else:
@@ -125,6 +129,30 @@ class Inquiry:
         for rank in sorted(self.culprits - self.waits.keys()):
             lines += [f"  {line}" for line in self._describe(rank)]
         lines += [f"  {text}" for text in self.networks[1:]]
+        return "\n".join(lines)
+
+    @property
+    def unread(self) -> bool:
+        """True if a rank that others wait for waits itself until its output is read."""
+        return any(self.statuses[rank].unread for rank in self.culprits & self.statuses.keys())
+
+    @property
+    def idle(self) -> bool:
+        """True if no rank has taken part in a collective or a step for the time asked for."""
+        answers = self.statuses.values()
+        least = min((status.idle_s for status in answers), default=0.0)
+        unread = any(status.unread for status in answers)
+        return 0 < self.idle_s <= least + 2 * ANSWER_S and not (self.waits or unread or self.left)
+
+    def idleness(self) -> str:
+        """Return where all ranks are, of which none takes part in anything, in several lines."""
+        lines = [f"no rank has taken a step or begun a collective for {self.idle_s:.0f} s"]
+        places = {rank: status.place for rank, status in self.statuses.items()}
+        for place, ranks in alike(places):
+            lines.append(f"  {self.name(ranks)}: at {place}")
+            lines += [f"    {line}" for line in self.statuses[ranks[0]].stack.rstrip().splitlines()]
+        lines += [f"  {self.name([r])}: does not answer: {why}" for r, why in self.silent.items()]
+        lines.append("  the job goes on: a file server that hangs looks like this, or long work")
         return "\n".join(lines)
 
     def _describe(self, rank: int) -> list[str]:
@@ -154,7 +182,8 @@ class Monitor:
     job that hangs is not ended. Ranks that wait for one that has left, and so in vain, are given
     `lost_after` seconds. `own_status` returns this rank's, `warn` prints a warning, and
     `end_job` prints a report and ends the job with a reason and a status for the summary and an
-    exit code.
+    exit code. `pardon` lets this rank's wait count from now on: the rank that it waits for waits
+    for a reader of its output.
     """
 
     def __init__(
@@ -169,8 +198,9 @@ class Monitor:
         own_status: Callable[[], RankStatus],
         warn: Callable[[str], None],
         end_job: Callable[[str, str, str, int], None],
+        pardon: Callable[[], None],
     ) -> None:
-        self._rank, self._facts, self._channel = rank, facts, channel
+        self._rank, self._facts, self._channel, self._pardon = rank, facts, channel, pardon
         self._limit, self._warning_limit, self._lost_after = limit, warning_limit, lost_after
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
@@ -183,6 +213,7 @@ class Monitor:
         self.all_at_exit: Message | None = None
         """The message to ranks at the exit once no more are waited for."""
         self._inquiry: Inquiry | None = None
+        self._unreached_at = time.monotonic() + UNREACHED_S  # when missing ranks are told; or never
         self._ask_at = math.inf  # whether ranks wait for those that have left
         self._quiet_until = 0.0  # other ranks tell of the same wait a moment later
 
@@ -191,8 +222,12 @@ class Monitor:
         self._connected |= set(self._channel.peers)
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
+            self._unreached_at = math.inf
+        elif now >= self._unreached_at and self._rank == 0:
+            self._unreached_at = math.inf
+            self._warn_of_unreached()
         due = now >= max(self._ask_at, self._quiet_until)
-        if due and self._inquiry is None and self._acts:
+        if due and self._inquiry is None and self.acts:
             self._inquiry = Inquiry(self._facts, self.left, now)
             self._ask_at = now + self._lost_after / 4
         if (inquiry := self._inquiry) is not None:
@@ -203,6 +238,17 @@ class Monitor:
                 self._conclude(inquiry)
         if self._rank in self._at_exit and self.all_at_exit is None:
             self._look_at_exit(now)
+
+    def _warn_of_unreached(self) -> None:
+        """Name the ranks that have not connected, with the fix."""
+        hosts = {rank: facts.host for rank, facts in enumerate(self._facts)}
+        missing = name_ranks(set(range(1, len(self._facts))) - self._connected - self.left, hosts)
+        self._warn(
+            f"{missing} cannot reach rank 0 on {hosts[0]} beside MPI, at TCP port "
+            f"{self._channel.port}: if one hangs or is lost, nobody can ask it where it is. Let "
+            "firewalls pass a range of ports between the nodes, and give it as --comm.port-range "
+            "(port_range= of mntrain.init)"
+        )
 
     def on_message(self, peer: int, message: Message) -> None:
         """Act on a message of a rank, which may be this one."""
@@ -228,7 +274,7 @@ class Monitor:
         """
         if peer in self.left - self._closed:
             self._gone.add(peer)
-        if self._failed or peer in self.left or not (self._acts or peer == 0):
+        if self._failed or peer in self.left or not (self.acts or peer == 0):
             return
         if error is None:
             self._lose([peer], "its process has ended without a word (was it killed?)")
@@ -252,7 +298,7 @@ class Monitor:
         missing = everyone - self._at_exit - self._closed - self._gone
         if missing & self._connected or (missing and now < self._exit_since + EXIT_S):
             return
-        if self._gone and self._acts:
+        if self._gone and self.acts:
             self._lose(sorted(self._gone), "its process has ended without the end of MPI")
         none_unknown = self._at_exit >= everyone and not self._gone
         self.all_at_exit = {"kind": "all at exit", "none_unknown": none_unknown}
@@ -260,7 +306,8 @@ class Monitor:
             self._channel.send(peer, self.all_at_exit)
 
     @property
-    def _acts(self) -> bool:
+    def acts(self) -> bool:
+        """True on rank 0, and on rank 1 once rank 0 is gone."""
         gone = 0 in self._connected and 0 not in self._channel.peers
         return self._rank == 0 or gone
 
@@ -270,8 +317,9 @@ class Monitor:
         if now <= self._quiet_until and not ends:
             return
         if (inquiry := self._inquiry) is None:
-            at = now if self._acts else now + TAKE_OVER_S
+            at = now if self.acts else now + TAKE_OVER_S
             inquiry = self._inquiry = Inquiry(self._facts, self.left, at)
+        inquiry.idle_s = float(message.get("idle_s", 0.0)) or inquiry.idle_s
         if reason or (ends and not inquiry.ends):
             inquiry.ends, inquiry.code = True, int(message["code"])
             inquiry.reason = reason or inquiry.reason
@@ -289,6 +337,14 @@ class Monitor:
             return  # rank 0 acts
         inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
         inquiry.close(self._rank, self._channel.acknowledged)
+        if not inquiry.reason and inquiry.idle:
+            self._warn(inquiry.idleness())
+            return
+        if not inquiry.reason and inquiry.unread:
+            for rank in inquiry.waits.keys() - {self._rank}:
+                self._channel.send(rank, {"kind": "output is unread"})
+            self._pardon()
+            return
         headline, details = inquiry.headline(), inquiry.details()
         warning_limit = self._warning_limit
         waits = [(s.wait.seconds, s.limit) for s in inquiry.statuses.values() if s.wait is not None]

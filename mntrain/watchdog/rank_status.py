@@ -1,6 +1,7 @@
 """The state of a rank as others need it to tell who waits for whom."""
 
 import os
+import select
 import signal
 import sys
 import sysconfig
@@ -40,6 +41,8 @@ class RankStatus(NamedTuple):
     debugged: bool = False  # whether a debugger holds the training thread
     network: str = ""  # which nodes do not answer this one, and the fix
     limit: float | None = None  # seconds of `wait` that end the job
+    idle_s: float = 0.0  # since this rank took part in a collective or a step
+    unread: str = ""  # "stdout" or "stderr", if a write there waits for a reader
 
     @classmethod
     def from_message(cls, values: Mapping[str, Any]) -> "RankStatus":
@@ -56,11 +59,12 @@ def own_status(
     *,
     limit: float | None,
     at_exit: bool = False,
+    idle_s: float = 0.0,
 ) -> RankStatus:
     """Return the status of this rank, whose training runs in a thread. Local; takes about 1 ms.
 
     `stalled_s`: seconds in which it has waited without progress, of which `limit` end the job.
-    `network`: which nodes do not answer.
+    `network`: which nodes do not answer. `idle_s`: seconds since it took part in anything.
     """
     frame = sys._current_frames().get(thread)
     walked = [*traceback.walk_stack(frame)][::-1] if frame is not None else []
@@ -72,15 +76,32 @@ def own_status(
     shown = [pair for pair in walked if not pair[0].f_code.co_filename.startswith("<frozen")]
     while wait is not None and shown and shown[-1][0].f_code.co_filename.startswith(_COMM):
         shown.pop()
+    begun = {stream.name: stream.begun for stream in progress.streams}
+    if wait is not None and wait.what == START:
+        begun[wait.stream] += 1  # this rank is not late for the call in which it waits
     return RankStatus(
-        begun={**{stream.name: stream.begun for stream in progress.streams}, EXIT: int(at_exit)},
+        begun={**begun, EXIT: int(at_exit)},
         wait=wait,
         stack=_text(shown[-_MAX_FRAMES:]),
         place="".join(f"{file}:{line} in {name}" for file, line, name in (own or places)[-1:]),
         debugged=any(part in file for file, _, _ in places for part in _DEBUGGERS),
         network=network,
         limit=limit,
+        idle_s=idle_s,
+        unread=unread_output(),
     )
+
+
+def unread_output() -> str:
+    """Return "stdout" or "stderr" if a write there would wait for a reader, else "". Local.
+
+    A terminal is held by Ctrl-S, and a pipe is full where its reader, such as `less`, has paused.
+    """
+    poll, names = select.poll(), {1: "stdout", 2: "stderr"}
+    for descriptor in names:
+        poll.register(descriptor, select.POLLOUT)
+    ready = dict(poll.poll(0))  # with errors of closed ones, which writes raise at once
+    return next((name for descriptor, name in names.items() if descriptor not in ready), "")
 
 
 def process_state(pid: int) -> str:

@@ -18,6 +18,7 @@ Before its proof, a peer is a stranger, of which a monitor keeps STRANGERS at mo
 way. Once all ranks are connected, the monitor stops listening.
 """
 
+import errno
 import fcntl
 import hmac
 import json
@@ -29,14 +30,14 @@ import socket
 import termios
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mntrain.watchdog.unanswered import interfaces
+from mntrain.watchdog.unanswered import interfaces, ipv6_addresses
 
 Message = dict[str, Any]
-Address = tuple[str, int]  # at which a monitor listens: IPv4 address and port
+Address = tuple[str, int]  # at which a monitor listens: IPv4 or IPv6 address, and port
 
 LOST_S = 20.0  # the default, until a node that does not acknowledge counts as lost
 CONNECT_S = 3.0  # per address
@@ -86,6 +87,11 @@ class SideChannel:
     def peers(self) -> list[int]:
         """The ranks with an open connection."""
         return sorted(self._connections)
+
+    @property
+    def port(self) -> int:
+        """The TCP port at which a monitor listens; 0 once it does not."""
+        return 0 if self._listener is None else int(self._listener.getsockname()[1])
 
     @property
     def wake_descriptor(self) -> int:
@@ -325,13 +331,36 @@ class _Connection:
         return _parse(line)
 
 
+def listen(address: str, ports: Sequence[int] = (0,)) -> socket.socket:
+    """Return a socket that listens at the first of some ports that is free; 0 is any. Local.
+
+    Raises ValueError if none is free.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((address, port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ValueError(
+        f"no port of --comm.port-range {ports[0]}-{ports[-1]} is free at {address}: give a larger "
+        "range; a job takes up to two ports of it on a host"
+    )
+
+
 def own_addresses() -> dict[str, str]:
-    """Return the IPv4 addresses of this host's interfaces, by name, without loopback."""
+    """Return the addresses of this host's interfaces, by name, without loopback.
+
+    They are IPv4 addresses, or IPv6 addresses where there are no others.
+    """
     found = {name: address for name, (address, _) in interfaces().items()}
+    own = {name: address for name, address in found.items() if not address.startswith("127.")}
     if not found:
         with suppress(OSError):
-            found = {"": socket.gethostbyname(socket.gethostname())}
-    return {name: address for name, address in found.items() if not address.startswith("127.")}
+            named = socket.gethostbyname(socket.gethostname())
+            own = {} if named.startswith("127.") else {"": named}
+    return own or ipv6_addresses()
 
 
 def address_towards(
@@ -357,7 +386,8 @@ def address_towards(
 
 def _source(address: str) -> str:
     """Return the address of this host from which packets to an address are sent, or ""."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((address, 9))  # sends nothing
         return str(probe.getsockname()[0])
     return ""

@@ -28,8 +28,16 @@ from mntrain.checks.all_ranks import RankFacts
 from mntrain.comm import mpi
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.forked import call_in_child
+from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS, Monitor
-from mntrain.watchdog.rank_status import EXIT, STACK_SIGNAL, RankStatus, own_status, print_stack
+from mntrain.watchdog.rank_status import (
+    EXIT,
+    STACK_SIGNAL,
+    RankStatus,
+    own_status,
+    print_stack,
+    unread_output,
+)
 from mntrain.watchdog.side_channel import Address, Message, SideChannel
 from mntrain.watchdog.start_timer import limited_end
 from mntrain.watchdog.unanswered import SURE_S, Connection, Unanswered, call_for, describe
@@ -50,10 +58,12 @@ class Watchdog:
     """Watches a world from a thread of its own, on one rank.
 
     Owns `channel`, and connects it to the `monitors`. `fail` makes communication raise the error of
-    a rank that has failed, whose report it gets. `note_end` gets a rank whose process has ended
-    without a word. A rank that waits without progress is warned of after `warn_after` seconds, or
-    after SURE_S if another node does not answer, and ends the job after `timeout`, if that is not
-    None.
+    a rank that has failed, whose report it gets. The `recorder` is told of a rank whose process has
+    ended without a word, and tells when this one has last taken part in anything. A rank that waits
+    without progress is warned of after `warn_after` seconds, or after SURE_S if another node does
+    not answer, and ends the job after `timeout`, if that is not None. Time in which the awaited one
+    waits until its output is read does not count. If all ranks take part in nothing for
+    `warn_after` seconds, one warning says where they are; the next time it takes twice as long.
     """
 
     def __init__(
@@ -67,14 +77,15 @@ class Watchdog:
         channel: SideChannel,
         monitors: Mapping[int, Address],
         fail: Callable[[Mapping[str, Any]], None],
-        note_end: Callable[[int], None],
+        recorder: Recorder,
     ) -> None:
         self._rank, self._size, self._engine = rank, len(facts), engine
         self._channel, self._monitors, self._fail = channel, monitors, fail
-        self._timeout, self._warn_after, self._note_end = timeout, warn_after, note_end
+        self._timeout, self._warn_after, self._recorder = timeout, warn_after, recorder
         self.at_end: list[Callable[[str, str], None]] = []
-        """Called on rank 0 before the job ends, with the status and the reason of its end; by
-        any thread. Who appends one removes it when the run is over."""
+        """Called on rank 0, or on rank 1 once rank 0 is lost, before the job ends, with the status
+        and the reason of its end; by any thread. Who appends one removes it when the run is
+        over."""
         self._thread_of_training = threading.main_thread().ident or 0
         self._monitor: Monitor | None = None
         if rank in MONITORS:
@@ -88,6 +99,7 @@ class Watchdog:
                 own_status=self._own_status,
                 warn=lambda text: call_for(PRINT_S, lambda: _print(f"warning: {text}")),
                 end_job=self._end_job,
+                pardon=self._pardon,
             )
         self._connect_at, self._attempts = -math.inf, 0
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
@@ -95,6 +107,8 @@ class Watchdog:
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
         self._unanswered = Unanswered([os.getpid()])  # connections, since the last progress
+        self._active_at, self._idle_s, self._idle_limit = recorder.active_at, 0.0, warn_after
+        self._unread, self._unread_s = "", 0.0  # output, and the time for which it was
         self._others_left = threading.Event()
         self._left_world = self._at_exit = False  # this rank
         self._leave_told = threading.Event()
@@ -172,9 +186,10 @@ class Watchdog:
         self._tell({"kind": "left"})
 
     def end_run(self, status: str, reason: str) -> None:
-        """Call those of `at_end` on rank 0, once; an error of theirs is printed. Local."""
+        """Call those of `at_end` once, on one rank; an error of theirs is printed. Local."""
         first = self._ending.acquire(blocking=False)
-        for call in [*self.at_end] if first and self._rank == 0 else []:
+        acts = self._monitor is not None and self._monitor.acts
+        for call in [*self.at_end] if first and acts else []:
             try:
                 call(status, reason)
             except Exception as error:
@@ -253,7 +268,12 @@ class Watchdog:
 
     def _look(self, now: float) -> None:
         """Compare the times with their limits."""
-        self._look_at_own_wait(now)
+        passed = min(now - self._looked_at, 2 * self._tick)  # less if this thread did not run
+        self._looked_at = now
+        self._look_at_own_wait(now, passed)
+        self._look_at_output(passed)
+        if self._rank == 0 and not self.alone:
+            self._look_at_idleness(passed)
         if (late := self._late) and now >= late[0][0]:
             _, reason, code = late.pop()
             self._tell_waiting(ends=True, reason=reason, code=code)
@@ -262,7 +282,7 @@ class Watchdog:
             if self._monitor.all_at_exit is not None:
                 self._on_message(self._rank, self._monitor.all_at_exit)
 
-    def _look_at_own_wait(self, now: float) -> None:
+    def _look_at_own_wait(self, now: float, passed: float) -> None:
         """Count the time in which this rank waits without progress, and tell it at the limits.
 
         Time in which this thread did not run does not count: then the process or the machine was
@@ -277,10 +297,9 @@ class Watchdog:
                 self._unanswered = Unanswered([os.getpid()])
             self._mark, self._stalled_s, self._told = mark, 0.0, 0
         else:
-            self._stalled_s += min(now - self._looked_at, 2 * self._tick)
+            self._stalled_s += passed
         if self._stalled_s > SURE_S / 4:
             self._unanswered.look(now)
-        self._looked_at = now
         beyond, limit = -1.0, self._limit()
         if limit is not None and not at_exit:  # there, what a late rank does may take long
             beyond = self._stalled_s - limit
@@ -289,6 +308,36 @@ class Watchdog:
         if level > self._told:
             self._told = level
             self._tell_waiting(ends=level > 1)
+
+    def _look_at_output(self, passed: float) -> None:
+        """Count the time in which nobody reads this rank's output, and tell of it afterwards."""
+        unread = unread_output()
+        if unread:
+            self._unread, self._unread_s = unread, self._unread_s + passed
+        elif self._unread_s:
+            if self._unread_s >= self._warn_after:
+                text = (
+                    f"warning: nobody has read the {self._unread} of rank {self._rank} for "
+                    f"{self._unread_s:.0f} s (Ctrl-S, or a pager?): the rank may have waited in a "
+                    "write, and others for it, which does not count towards --comm.timeout"
+                )
+                call_for(PRINT_S, lambda: _print(text))
+            self._unread_s = 0.0
+
+    def _look_at_idleness(self, passed: float) -> None:
+        """Count the time in which this rank takes part in nothing; ask the others at the limit."""
+        active_at, at_end = self._recorder.active_at, self._at_exit or self._left_world
+        if active_at != self._active_at or at_end or self._engine.awaited() is not None:
+            self._active_at, self._idle_s = active_at, 0.0
+        else:
+            self._idle_s += passed
+        if self._idle_s >= self._idle_limit:
+            self._tell_waiting(ends=False, idle_s=self._idle_s)
+            self._idle_s, self._idle_limit = -math.inf, 2 * self._idle_limit  # once
+
+    def _pardon(self) -> None:
+        """Let the wait of this rank count from now on."""
+        self._stalled_s, self._told = 0.0, 0
 
     def _limit(self) -> float | None:
         """Return the seconds without progress that end the job, of what this rank waits for."""
@@ -309,10 +358,14 @@ class Watchdog:
             network,
             limit=self._limit(),
             at_exit=self._at_exit,
+            idle_s=time.monotonic() - self._recorder.active_at,
         )
 
-    def _tell_waiting(self, *, ends: bool, reason: str = "", code: int = 1) -> None:
-        self._tell_monitors({"kind": "waiting", "ends": ends, "reason": reason, "code": code})
+    def _tell_waiting(
+        self, *, ends: bool, reason: str = "", code: int = 1, idle_s: float = 0.0
+    ) -> None:
+        content = {"ends": ends, "reason": reason, "code": code, "idle_s": idle_s}
+        self._tell_monitors({"kind": "waiting", **content})
 
     def _tell_monitors(self, message: Message) -> None:
         for monitor in MONITORS:
@@ -337,6 +390,8 @@ class Watchdog:
                 call_for(PRINT_S, lambda: self.end_run("crashed", reason))
             case "others left":
                 self._others_left.set()
+            case "output is unread":
+                self._pardon()
             case "stack":
                 print_stack(int(message["pid"]))
             case "end":
@@ -356,7 +411,7 @@ class Watchdog:
         if self._closed:
             return
         if error is None and peer not in self._left:
-            self._note_end(peer)
+            self._recorder.peer_ended(peer)
         if self._monitor is not None:
             self._monitor.on_disconnected(peer, error)
         elif peer not in self._left and not (self._channel.peers or self._left_world):

@@ -34,6 +34,7 @@ _MOST_SHOWN = 8  # addresses
 _SYN_SENT, _ESTABLISHED = "02", "01"
 _RESENDING, _PROBING = "01", "04"  # timers
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+_GLOBAL, _TEMPORARY = "00", 0x01  # the scope of an IPv6 address, and a flag
 INTERFACES = (
     "UCX_NET_DEVICES=NAME or FI_TCP_IFACE=NAME (MPICH), OMPI_MCA_btl_tcp_if_include=NAME (Open MPI)"
 )
@@ -148,6 +149,27 @@ def describe(found: Sequence[Connection]) -> str:
     )
 
 
+def refused_connections() -> int:
+    """Return how many TCP connections of this host were refused so far; 0 if unknown. Local."""
+    with suppress(OSError, ValueError):
+        text = Path("/proc/self/net/snmp").read_text()
+        names, values = (line.split() for line in text.splitlines() if line.startswith("Tcp:"))
+        return int(dict(zip(names, values, strict=True))["AttemptFails"])
+    return 0
+
+
+def describe_refused(count: int) -> str:
+    """Return in one sentence, and the fix, that MPI gave up after refused connections. Pure."""
+    if count < 1:
+        return ""
+    return (
+        f"TCP connections of {socket.gethostname()} were refused ({count}) while MPI connected the "
+        "ranks, and it has ended them (its own message says more). Fix: let firewalls pass TCP "
+        "between all nodes of the job instead of rejecting it (the page for administrators lists "
+        f"the ports), or choose the interface that joins them: {INTERFACES}"
+    )
+
+
 def _names(addresses: Sequence[str]) -> str:
     """Return some addresses in words, the first with the name of its host if it is known."""
     names: list[str] = []
@@ -169,6 +191,17 @@ def interfaces() -> dict[str, tuple[str, int]]:
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, request)
                 mtu = int(struct.unpack_from("=i", reply, 16)[0])
                 found[name] = socket.inet_ntoa(address), mtu
+    return found
+
+
+def ipv6_addresses() -> dict[str, str]:
+    """Return an IPv6 address that other hosts reach of each interface of this host, by name."""
+    found = {}
+    with suppress(OSError):  # no Linux, or no IPv6
+        for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, flags, name = line.split()
+            if scope == _GLOBAL and not int(flags, 16) & _TEMPORARY:
+                found[name] = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     return found
 
 
@@ -214,11 +247,13 @@ def main(words: Sequence[str]) -> None:
     sure = SURE_S if limit == math.inf else min(SURE_S - 2, limit) + apart
     siblings = _siblings(pid)
     unanswered, since, told = Unanswered(siblings), time.monotonic(), False
+    refused = refused_connections()
     while True:
         if select.select([0], [], [], _LOOK_S)[0]:
             line = os.read(0, 4096)
             if not line and not told:
-                _print("error", describe(unanswered.lasting(0.0)))
+                silent = describe(unanswered.lasting(0.0))
+                _print("error", silent or describe_refused(refused_connections() - refused))
             if not line or line.endswith(b"end\n"):
                 return
             unanswered, since, told = Unanswered(siblings), time.monotonic(), False

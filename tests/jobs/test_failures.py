@@ -510,3 +510,43 @@ def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
         result = run(tmp_path, text, ranks)
         assert result.returncode not in (0, None), result.report()
         assert result.stdout.strip() == "reported 'a bug'"
+
+
+PAUSES = """
+import sys, time, mntrain
+
+def read_data():
+    time.sleep(4)
+
+with mntrain.init(warn_after=1.0, timeout=3.0) as world:
+    world.sum(1.0)
+    read_data()
+    world.sum(1.0)
+    if world.rank == 0:
+        print(("x" * 99 + "\\n") * 20_000)
+    world.sum(1.0)
+    print("went on", flush=True)
+    world.sum(1.0)
+    if world.rank == 0:
+        time.sleep(1000)
+    world.sum(1.0)
+"""
+
+
+@pytest.mark.thorough
+def test_idle_ranks_are_told_and_unread_output_does_not_end_a_job_but_a_hang_does(tmp_path):
+    (tmp_path / "pauses.py").write_text(PAUSES)
+    said = tmp_path / "said"
+    command = [sys.executable, "pauses.py"]
+    with said.open("w") as file, in_own_group(command, tmp_path, ranks=2, stderr=file) as process:
+        until(lambda: "no rank has taken a step" in said.read_text())
+        time.sleep(12)  # 3 s would end a hang
+        assert process.poll() is None
+        output, _ = process.communicate(timeout=100)
+    assert output.count("went on") == 2
+    text = said.read_text()
+    assert "  ranks 0, 1 on " in text
+    assert "pauses.py:5 in read_data" in text
+    assert "nobody has read the stdout of rank 0" in text
+    assert "error: rank 1 on" in text.partition("nobody has read")[2]
+    assert process.returncode != 0

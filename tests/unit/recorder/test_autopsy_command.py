@@ -12,7 +12,7 @@ import pytest
 
 from mntrain.recorder import autopsy
 from mntrain.recorder.events import Recorder, own_oom_kills
-from mntrain.recorder.recording import Recording, read, recordings
+from mntrain.recorder.recording import Event, Kind, Recording, read, recordings
 
 
 def write(folder, ranks, job="job", size=None):
@@ -68,6 +68,18 @@ def test_files_on_local_disks_are_found_by_config_toml_and_as_copies(tmp_path, c
     assert "missing   no recording of rank 1" in said
     assert "rank-00001.bin is no recording" in said
     assert autopsy.run([str(run), str(copies)]) == 0
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_job_on_other_hosts_is_looked_at_twice(tmp_path, capsys, monkeypatch, moves):
+    write(tmp_path / "recorder", [0])
+    path = tmp_path / "recorder" / "rank-00000.bin"
+    header = replace(read(path).header, host="another", wall=9e9)  # its clock is ahead
+    signs = [Recording(header, (), sign=Event(t, Kind.SIGN_OF_LIFE)) for t in (5.0, 5.0 + moves)]
+    monkeypatch.setattr(autopsy, "read", lambda path: signs.pop(0))
+    monkeypatch.setattr(autopsy, "LOOK_S", 0.0)
+    assert autopsy.run([str(tmp_path)]) == 1
+    assert ("The job still runs, as far" in capsys.readouterr().out) == moves
 
 
 def test_a_large_job_fits_a_screen(tmp_path, capsys):
@@ -189,3 +201,9 @@ def test_processes_of_this_host_and_boot_and_the_summary_of_this_job_count(tmp_p
     assert examine(tmp_path, own).summary == {"status": "failed"}
     os.utime(summary, (own.wall - 100, own.wall - 100))
     assert examine(tmp_path, own).summary == {}
+    write(tmp_path / "recorder", [0])
+    summary.touch()
+    ahead = replace(own, wall=own.wall + 3600)  # the clock of the host, not that of its files
+    assert examine(tmp_path, ahead).summary == {"status": "failed"}
+    os.utime(summary, (own.wall - 100, own.wall - 100))
+    assert examine(tmp_path, ahead).summary == {}

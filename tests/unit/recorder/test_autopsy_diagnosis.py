@@ -184,6 +184,28 @@ CASES = {
     "a job that runs": (LATE, {"processes": RUN}, ("runs", ..., ...)),
     "on other hosts, seen some seconds ago": (LATE, {"now": 1015.0}, ("runs", ..., ...)),
     "not seen for long": (LATE, {"now": 1500.0}, ("failed", ..., ...)),
+    # A host's clock that is ahead by an hour, or behind, tells nothing of a job that runs or not.
+    "clock ahead": (LATE, {"now": 1000.0 - 3600}, ("failed", ..., ...)),
+    "clock ahead, and it moves": (
+        LATE,
+        {"now": 1000.0 - 3600, "moved": range(3)},
+        ("runs", ..., ...),
+    ),
+    "clock behind, and it moves": (
+        LATE,
+        {"now": 1000.0 + 3600, "moved": range(3)},
+        ("runs", ..., ...),
+    ),
+    "beside a final status": (
+        LATE,
+        {"now": 1015.0, "summary": {"status": "stalled"}},
+        ("failed", ..., ...),
+    ),
+    "beside the final status of an own loop that goes on": (
+        LATE,
+        {"processes": RUN, "summary": {"status": "completed"}},
+        ("runs", ..., ...),
+    ),
     "a process is gone": (LATE, {"now": 1015.0, "processes": {0: "gone"}}, ("failed", ..., ...)),
     "told by the kernel": (
         ONE_WAITED_FOR,
@@ -200,6 +222,26 @@ CASES = {
         "--run.max-minutes",
     ),
     "told to end, and killed": (alike(computes, 9.0, sigterm(5)), {}, (..., [], ...), "SIGTERM"),
+    # Rank 1 writes the last checkpoint while the others wait; a second Ctrl-C kills all.
+    "told to end, and killed in a save": (
+        [
+            computes(0, 30.0, sigterm(4), begins(5, 1)),
+            computes(1, 30.0, sigterm(4)),
+            computes(2, 30.0, sigterm(4), begins(5, 1)),
+        ],
+        {},
+        ("failed", [], False),
+        "SIGTERM",
+    ),
+    "told to end, since one rank hung": (
+        [
+            computes(0, 90.0, begins(5, 1), sigterm(80)),
+            computes(1, 90.0, sigterm(80)),
+            computes(2, 90.0, begins(5, 1), sigterm(80)),
+        ],
+        {},
+        ("failed", [1], True),
+    ),
     **{
         f"a broadcast waits for its root, rank {root}": (
             [computes(0, 9.0), computes(1, 9.0), computes(2, 9.0, begins(2, 1, awaited=root))],

@@ -7,7 +7,7 @@ import pytest
 
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
-from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, Monitor
+from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, UNREACHED_S, Monitor
 from mntrain.watchdog.rank_status import RankStatus
 
 
@@ -40,7 +40,8 @@ class MonitoredWorld:
     def __init__(self, clock, rank, limit=100.0, hosts="aab", keys=(0, 0, 1)):
         self.clock = clock
         self.channel = Channel({0, 1, 2} - {rank})
-        self.warnings, self.ends = [], []
+        self.warnings, self.ends, self.pardoned = [], [], []
+        self.idle, self.unread = {}, {}  # by rank: seconds; "stdout"
         self.waits = {}  # by rank: seconds
         self.limits = dict.fromkeys(range(3), limit)  # by rank: of what it waits for
         self.networks = {}  # by rank: which nodes do not answer
@@ -58,6 +59,7 @@ class MonitoredWorld:
             own_status=lambda: self.status(rank),
             warn=self.warnings.append,
             end_job=lambda report, *how: self.ends.append((report, how)),
+            pardon=lambda: self.pardoned.append(rank),
         )
         self.pass_time(0.0)
 
@@ -67,7 +69,16 @@ class MonitoredWorld:
         if rank in self.waits:
             wait = Wait("w", 4, "all_reduce of 8", "a.py:1", self.waits[rank])
         begun, network = {"w": 5 if wait else 4}, self.networks.get(rank, "")
-        return RankStatus(begun, wait, "stack\n", "a.py:2", False, network, self.limits[rank])
+        return RankStatus(
+            begun,
+            wait,
+            "stack\n",
+            "a.py:2",
+            network=network,
+            limit=self.limits[rank],
+            idle_s=self.idle.get(rank, 0.0),
+            unread=self.unread.get(rank, ""),
+        )
 
     def hear(self, peer, kind, **content):
         """Let a message arrive."""
@@ -296,6 +307,64 @@ def test_rank_1_acts_once_rank_0_is_gone_but_not_before_it_was_there(make):
     assert len(world.ends) == 1
 
 
+def test_a_wait_for_a_rank_whose_output_is_unread_counts_from_then_on(make):
+    world = make(0)
+    world.waits, world.unread = {0: 100.0, 1: 100.0}, {2: "stdout"}
+    world.hear(0, "waiting", ends=True)
+    world.answer(1, 2)
+    assert world.channel.taken("output is unread") == [1]
+    assert (world.pardoned, world.ends, world.warnings) == ([0], [], [])
+    world.unread = {1: "stdout"}  # one that waits for another itself
+    world.hear(0, "waiting", ends=True)
+    world.answer(1, 2)
+    assert len(world.ends) == 1
+    signalled = make(0)
+    signalled.waits, signalled.unread = {0: 1.0}, {2: "stdout"}
+    signalled.hear(0, "waiting", ends=True, reason="SIGTERM on rank 0")
+    signalled.answer(1, 2)
+    assert len(signalled.ends) == 1
+
+
+def test_ranks_that_take_part_in_nothing_are_one_warning(make):
+    world = make(0)
+    world.idle = dict.fromkeys(range(3), 11.0)
+    world.hear(0, "waiting", ends=False, idle_s=10.0)
+    world.answer(1, 2)
+    (text,) = world.warnings
+    head, where, stack, end = text.splitlines()
+    assert head == "no rank has taken a step or begun a collective for 10 s"
+    assert where == "  ranks 0, 1 on a, 2 on b: at a.py:2"
+    assert stack.strip() == "stack"
+    assert "the job goes on" in end
+
+
+@pytest.mark.parametrize("why", ["one has gone on", "one waits", "unread output", "one has left"])
+def test_ranks_are_not_idle_if(make, why):
+    world = make(0)
+    world.idle = {0: 11.0, 1: 11.0, 2: 0.5 if why == "one has gone on" else 11.0}
+    world.waits = {1: 3.0} if why == "one waits" else {}
+    world.unread = {2: "stderr"} if why == "unread output" else {}
+    if why == "one has left":
+        world.hear(2, "left")
+    world.hear(0, "waiting", ends=False, idle_s=10.0)
+    world.answer(1, 2)
+    assert world.warnings == []
+
+
+def test_ranks_that_wait_for_each_other_are_not_said_to_wait_for_themselves(make, monkeypatch):
+    world = make(0)
+    wait = Wait("w", 0, "recv", "a.py:1", 20.0, None, [1], True)
+    statuses = {0: wait, 1: wait._replace(ranks=[0])}
+
+    def status(rank):
+        return RankStatus({"w": 0}, statuses.get(rank), "stack\n", "a.py:2", limit=100.0)
+
+    monkeypatch.setattr(world, "status", status)
+    world.hear(0, "waiting", ends=False)
+    world.answer(1, 2)
+    assert world.warnings[0].startswith("ranks 0, 1 on a have waited 20 s for each other\n")
+
+
 def test_a_failed_rank_learns_when_all_others_have_left(make):
     world = make(0)
     world.hear(2, "failed", report={"rank": 2})
@@ -321,6 +390,24 @@ def test_a_monitor_listens_until_the_ranks_above_it_are_connected(make):
             world.channel.peers.append(peer)
         world.pass_time(0.1)
         assert not world.channel.listens
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_cannot_reach_rank_0_are_one_warning(make, rank):
+    world = make(rank)
+    world.monitor._connected, world.channel.peers, world.channel.port = set(), [], 4100
+    world.monitor._unreached_at = world.clock[0] + UNREACHED_S
+    world.pass_time(UNREACHED_S - 1)
+    assert world.warnings == []
+    world.channel.peers = [1] if rank == 0 else [0]
+    world.pass_time(2)
+    world.pass_time(UNREACHED_S)
+    if rank == 1:
+        assert world.warnings == []  # rank 0 tells
+        return
+    (text,) = world.warnings
+    assert text.startswith("rank 2 on b cannot reach rank 0 on a beside MPI, at TCP port 4100: ")
+    assert "--comm.port-range" in text
 
 
 def come(world, *ranks, kind="at exit"):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from mntrain.watchdog import side_channel
+from mntrain.watchdog import side_channel, unanswered
 from mntrain.watchdog.side_channel import SideChannel, address_towards
 
 SECRET = b"s" * 32
@@ -303,6 +303,50 @@ def test_the_interface_is_the_one_that_leads_to_other_hosts(
         side_channel, "_source", lambda address: routes.get(address.rpartition(".")[0], "")
     )
     assert address_towards(others, environment) == expected
+
+
+def test_where_there_is_no_ipv4_the_side_channel_takes_ipv6(monkeypatch):
+    table = (
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"  # of the link alone
+        "fd000000000000000000000000000001 02 40 00 80     eth0\n"
+        "fd0000000000000000000000000000ff 02 40 00 01     eth0\n"  # a temporary one
+    )
+    monkeypatch.setattr(unanswered.Path, "read_text", lambda path: table)
+    assert unanswered.ipv6_addresses() == {"eth0": "fd00::1"}
+    monkeypatch.setattr(side_channel, "interfaces", lambda: {"lo": ("127.0.0.1", 65536)})
+    assert side_channel.own_addresses() == {"eth0": "fd00::1"}
+    monkeypatch.setattr(
+        side_channel, "_source", lambda address: "fd00::1" if ":" in address else ""
+    )
+    assert address_towards([{"eth0": "fd00::2"}], {}) == "fd00::1"
+    monkeypatch.setattr(side_channel, "interfaces", lambda: {"eth0": ("10.0.0.1", 1500)})
+    assert side_channel.own_addresses() == {"eth0": "10.0.0.1"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_monitor_listens_in_its_range_of_ports(address):
+    try:
+        free = side_channel.listen(address)
+    except OSError:
+        pytest.skip(f"this host has no {address}")
+    port = free.getsockname()[1]
+    said = f"no port of --comm.port-range {port}-{port} is free"
+    with free, pytest.raises(ValueError, match=said):
+        side_channel.listen(address, range(port, port + 1))
+    with side_channel.listen(address, range(port, port + 1)) as own:
+        channel = SideChannel(0, SECRET, own)
+        peer = SideChannel(1, SECRET, None)
+        assert channel.port == port
+        thread = threading.Thread(target=peer.connect, args=(0, own.getsockname()[:2]))
+        thread.start()
+        while not channel.peers:
+            list(channel.poll(0.05))
+        thread.join()
+        channel.stop_listening()
+        assert channel.port == 0
+        peer.close()
+        channel.close()
 
 
 def test_a_forked_child_says_nothing(monitor):

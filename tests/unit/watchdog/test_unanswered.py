@@ -12,7 +12,14 @@ import pytest
 
 from mntrain.watchdog import unanswered
 from mntrain.watchdog.start_timer import network_watched
-from mntrain.watchdog.unanswered import Connection, Unanswered, describe, read_table
+from mntrain.watchdog.unanswered import (
+    Connection,
+    Unanswered,
+    describe,
+    describe_refused,
+    read_table,
+    refused_connections,
+)
 
 HEADER = (
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout\n"
@@ -175,6 +182,18 @@ def test_the_sentence_names_nodes_and_what_to_check():
     assert "small messages pass and large ones do not" in opened
     assert "ping -M do -s" in opened
     assert "cannot connect" in describe([node._replace(opened=True), node])
+
+
+def test_connections_that_are_refused_are_counted_and_named():
+    before = refused_connections()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    count = refused_connections() - before
+    assert count >= 1
+    assert f"were refused ({count}) while MPI connected the ranks" in describe_refused(count)
+    assert describe_refused(0) == ""
 
 
 @pytest.fixture

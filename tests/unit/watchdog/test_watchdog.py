@@ -29,7 +29,8 @@ class WatchedJob:
         self.ranks = []
         for rank in range(3):
             channel = SideChannel(rank, SECRET, listeners.get(rank))
-            options = {"channel": channel, "monitors": monitors, "fail": None, "note_end": None}
+            recorder = SimpleNamespace(active_at=time.monotonic())
+            options = {"channel": channel, "monitors": monitors, "fail": None, "recorder": recorder}
             self.ranks.append(
                 Watchdog(rank, facts, engine, timeout=100.0, warn_after=1.0, **options)
             )
@@ -53,6 +54,7 @@ def job():
 
 def test_only_rank_0_says_how_a_run_ends_and_an_error_of_one_summary_is_printed(job, capsys):
     ends = []
+    until(job.connected)
     job.ranks[0].at_end.append(lambda status, reason: 1 / 0)
     for rank in job.ranks:
         rank.at_end.append(lambda *how: ends.append(how))
@@ -60,6 +62,41 @@ def test_only_rank_0_says_how_a_run_ends_and_an_error_of_one_summary_is_printed(
         rank.end_run("lost", "why")
     assert ends == [("lost", "why")]
     assert "the summary cannot be written: division by zero" in capsys.readouterr().err
+
+
+def test_rank_1_says_how_a_run_ends_once_rank_0_is_lost(job):
+    ends = []
+    until(job.connected)
+    for rank in job.ranks[1:]:
+        rank.at_end.append(lambda *how: ends.append(how))
+    job.ranks[0].close()
+    until(lambda: 0 not in job.ranks[1]._channel.peers)
+    for rank in reversed(job.ranks):
+        rank.end_run("lost", "why")
+    assert ends == [("lost", "why")]
+
+
+def test_output_that_nobody_has_read_is_told_afterwards(job, monkeypatch, capfd):
+    unread = ["stdout"]
+    monkeypatch.setattr(watchdogs, "unread_output", lambda: unread[0])
+    until(lambda: job.ranks[2]._unread_s >= 1.0)
+    assert "nobody has read" not in capfd.readouterr().err
+    unread[0] = ""
+    until(lambda: not any(rank._unread_s for rank in job.ranks))
+    assert "nobody has read the stdout of rank 2 for 1 s" in capfd.readouterr().err
+
+
+def test_a_job_that_takes_part_in_nothing_is_told_once_in_a_while(job, monkeypatch):
+    told = []
+    monkeypatch.setattr(job.ranks[0], "_tell_waiting", lambda **how: told.append(how["idle_s"]))
+    until(lambda: told)
+    assert told[0] >= 1.0
+    time.sleep(2.5)
+    assert len(told) == 1
+    for rank in job.ranks:
+        rank._recorder.active_at = time.monotonic()
+    until(lambda: len(told) == 2)
+    assert told[1] >= 2.0
 
 
 def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeypatch):
