@@ -65,7 +65,7 @@ def leave_end_to_parent(module_file: str) -> None:
     function without effect takes the place of the module's in the interpreter's table, which is
     found by that function. An interpreter without such a table is left as it is.
     """
-    without_effect = ctypes.cast(_libc.getppid, ctypes.c_void_p).value
+    without_effect = ctypes.cast(_libc.getppid, ctypes.c_void_p).value or 0
     ctypes.pythonapi.Py_AtExit(ctypes.c_void_p(without_effect))
     try:
         runtime = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))

@@ -412,12 +412,12 @@ def _import_started() -> ModuleType:
 @cache
 def _leave_end_to_parent(MPI: ModuleType) -> None:  # noqa: N803 - a module
     """Let forked children end without ending MPI, which is the rank's: by mpi4py or by a call."""
-    leave_end_to_parent(MPI.__file__)
+    leave_end_to_parent(str(MPI.__file__))
 
     def forget() -> None:
         _of_parent.set()
         atexit.unregister(MPI.Finalize)
-        MPI.Finalize = lambda: None
+        vars(MPI)["Finalize"] = lambda: None
 
     os.register_at_fork(after_in_child=forget)
 
