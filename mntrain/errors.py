@@ -204,7 +204,16 @@ class ExceptionWatch:
         own = {"rank": self.rank, "host": self.host, "kind": type(error).__name__}
         return {**own, "message": str(error)[:_MAX_MESSAGE], "traceback": text}
 
+    def _unwrapped(self, error: BaseException) -> BaseException:
+        """Return the error that has ended communication for what C++ has made of it.
+
+        That is a RuntimeError with its text, where C++ has waited for a future of torch.
+        """
+        first = None if self.others is None else self.others.communication_error
+        return first if first is not None and str(first) in str(error) else error
+
     def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
+        error = self._unwrapped(error)
         of_all = isinstance(error, OF_ALL_RANKS)
         if self._process != os.getpid():
             self._previous[sys](kind, error, trace)

@@ -385,7 +385,7 @@ class World(Ranks):
                 self._own_loop.settle()
                 for optimizer in self._optimizers:
                     optimizer.close()
-                self._engine.finish(Ticket(Signature("world.close"), call_site()))
+                self._engine.finish(Ticket(Signature("world.close"), call_site())).wait()
         finally:
             if self._engine.abandoned:
                 self.abandon()

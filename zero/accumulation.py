@@ -37,7 +37,7 @@ from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
-from zero.parameter_watch import accumulation_node
+from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
 from zero.shard import OptimizerShard
 from zero.step_message import StepMessage
@@ -88,11 +88,11 @@ class Accumulation:
         self._world_size = schedule.sharding.size * schedule.replicas
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
-        self._small_range = hook.wire_dtype == torch.float16  # so addends are as large as means
+        alone = self._world_size == 1
         self.weight = BatchWeight(
-            self._counted_ranks,
-            every_micro_batch=self.announces,
-            alone=self._world_size == 1,
+            self.group.size,
+            every_micro_batch=self.announces and not alone,
+            alone=alone,
             whole=self._whole,
         )
         self.finite = FiniteCheck()  # of this rank's gradients, if it is one of several
@@ -117,6 +117,7 @@ class Accumulation:
         # Of the reduction.
         self.phase = Phase.EMPTY
         self.reduced_weight = 0.0  # of what was reduced since the last step, in samples
+        self.scaled_by_others = False  # a loss, by another loss scale than this optimizer's
         self._used = set[str]()  # names of parameters that got a gradient
         self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
         self._left = False  # it has left gradients: it leaves none if no rank used any
@@ -134,7 +135,7 @@ class Accumulation:
     def loss_weight(self) -> float:
         """The weight of this rank's loss in the running or coming backward, beside other ranks'.
 
-        1 for a loss that was multiplied by its weight, 0 where this rank has no sample.
+        0 where this rank has no sample.
         """
         return self.weight.latest if self._tasks else self.weight.coming
 
@@ -144,10 +145,6 @@ class Accumulation:
         if self._message.sent:
             self._message = self._begin_message()
         return self._message
-
-    @property
-    def _counted_ranks(self) -> int:
-        return 1 if self._small_range else self.group.size
 
     @property
     def _whole(self) -> bool:
@@ -161,15 +158,18 @@ class Accumulation:
         for index, bucket in enumerate(buckets, len(plan) - len(buckets)):
             for entry in bucket.entries:
                 if entry.numel:  # backward may skip empty parameters
-                    node = accumulation_node(parameters[entry.spec.name])
+                    parameter = parameters[entry.spec.name]
+                    node = accumulation_node(parameter)
                     self._nodes.append(node)
-                    self._hooks.append(node.register_hook(partial(self._on_gradient, index, entry)))
+                    hook = partial(self._on_gradient, index, entry)
+                    if self._shard.sharded:  # `p.grad` is refused in hooks, as after backward
+                        self._hooks.append(first_after_accumulation(parameter, hook))
+                    else:
+                        self._hooks.append(node.register_hook(hook))
         self._gradients.add(buckets, parameters)
         self._parameters |= parameters
+        self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
         self._start_round()
-        if any(bucket.dtype == torch.float16 for bucket in buckets) and not self._small_range:
-            self._small_range = True
-            self.weight.begin_group(1, whole=self._whole)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -202,21 +202,33 @@ class Accumulation:
         the samples of the whole batch.
         """
         self.weight.expect(batch)
+        self._weigh_if_needed()
+
+    def _weigh_if_needed(self) -> None:
+        """Multiply gradients before they are added, where the factor may not be 1.
+
+        Nowhere else, since a hook takes time.
+        """
         if self.weight.may_change and not self._weighing:
-            # Only where the factor of what is added may not be 1: a hook takes time.
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
-    def begin_weighted(self) -> None:
-        """Prepare for a loss that is multiplied by its weight: held means are not. Local."""
+    def state_weight(self, weight: float, multiplier: float) -> None:
+        """State the weight of the coming backward in the mean over all samples of the step. Local.
+
+        Its gradient is multiplied by `multiplier`, and means that are held are set aside. Raises
+        RuntimeError if the step has gradients that are not in such a mean.
+        """
         self._forget_dropped()
-        if self.phase is Phase.FILLING:
-            return
-        if self._gradients.exist and not self._gradients.held:
+        self._forget_held()
+        begins = self.phase is not Phase.FILLING
+        if begins and self._gradients.exist and not self._gradients.held:
             raise RuntimeError(
                 "a gradient was assigned before optimizer.backward(loss, weight=...), which would "
                 "weigh it too: call share(n) and loss.backward()"
             )
-        if not self._shard.sharded:
+        self.weight.state(weight, multiplier)
+        self._weigh_if_needed()
+        if begins and not self._shard.sharded:
             self._gradients.collect()
             self._gradients.set_aside()
 
@@ -264,7 +276,7 @@ class Accumulation:
         """Continue after so many steps. Local; the same on all ranks."""
         group, self.steps = self.group, steps
         if self.group is not group:  # units must be the same on all of its ranks
-            self.weight.begin_group(self._counted_ranks, whole=self._whole)
+            self.weight.begin_group(self.group.size, whole=self._whole)
 
     def end_step(self, *, taken: bool) -> None:
         """Begin another step; without `taken`, this one has updated nothing. Local."""
@@ -318,9 +330,15 @@ class Accumulation:
     def _begin(self) -> None:
         if self.phase is not Phase.FILLING:
             self.phase = Phase.FILLING
-            if self._gradients.all_dropped:
-                self._hook.end_step(taken=False)
+            self._forget_held()
             self._gradients.begin()
+
+    def _forget_held(self) -> None:
+        """Forget what was reduced, if means are held, and all of them were dropped."""
+        if self._gradients.all_dropped:
+            self._hook.end_step(taken=False)
+            self.weight.held, self.reduced_weight = None, 0.0
+            self.scaled_by_others = False
 
     def _forget_dropped(self, arriving: str = "") -> None:
         """Begin anew if all gradients of an accumulation were dropped, as by model.zero_grad().
@@ -350,6 +368,7 @@ class Accumulation:
         self._late.clear()
         self.finite.reset()
         self._used, self.phase = set(), Phase.EMPTY
+        self.scaled_by_others = False
 
     def _start_round(self) -> None:
         self._launched, self._round_begun = 0, False
@@ -387,6 +406,7 @@ class Accumulation:
         if task not in self._tasks:
             self._begin_backward(task, entry.spec.name)
         self._take_or_keep(index, entry)
+        self._gradients.arrived_in(task, entry.spec.name)
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:
         """Note a backward that has begun, or another one nested in it or around it."""
@@ -399,11 +419,12 @@ class Accumulation:
         if first:
             self._began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            self._scale.check_applied()
+            self.scaled_by_others |= self._scale.is_other(task)
         at_end = partial(self._on_end_of_backward, task)
         self._tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
+            self._forget_held()
             self.weight.begin_backward()
         Variable._execution_engine.queue_callback(at_end)
 
@@ -420,6 +441,7 @@ class Accumulation:
             self._late.append((index, entry, gradient))
         else:
             self._round_begun = True
+            self._agree_on_unit()
             self._take(index, entry)
             self._missing[index].discard(name)
             while self._launched < len(self._missing) and not self._missing[self._launched]:
@@ -479,21 +501,27 @@ class Accumulation:
         """Reduce what has arrived; return whether any rank has gradients that came late."""
         self.weight.finish()
         self._begin()
+        self._agree_on_unit()
         self._launch_remaining()
         totals = self._totals()
         weight, divisor = totals["weight"], totals["divisor"]
+        # Of the mean over all samples that is held, to which this one is added.
+        held = (self.weight.held or 0.0) if totals["averages"] else 0.0
         unused = self._unused() if totals["missing"] else frozenset()
         if self._hook.several_nodes:
             # The hook also sends what it has not sent before.
             self._unsent |= self._parameters.keys() - unused
             unused -= self._unsent
         if not divisor > 0:
-            if self._whole:
+            if self._whole and not held:
                 self.refuse_weight(weight)
             unused = frozenset(self._parameters)  # this group has no sample
-        self._gradients.finish(self.weight.unit / divisor if divisor > 0 else 0.0, unused)
+        total = held + divisor
+        factor = self.weight.unit / total if divisor > 0 else 0.0
+        self._gradients.finish(factor, unused, of_held=held / total if held else 1.0)
         if divisor > 0:
-            self._hook.end_reduction(divisor)
+            self._hook.end_reduction(total)
+        self.scaled_by_others = totals["scaled by others"] > 0
         self._used, self.phase = set(), Phase.HELD
         self._left = self._gradients.exist
         self._stop_weighing()
@@ -505,8 +533,18 @@ class Accumulation:
                 self._take_or_keep(index, entry)
             return True
         self.reduced_weight += weight
-        self.weight.reset(usual=divisor / self.group.size)
+        total = total if totals["averages"] else 0.0
+        self.weight.reset(divisor / self.group.size, total if self._left else None)
         return False
+
+    def _agree_on_unit(self) -> None:
+        """Let the weights of all ranks in their first mean set the unit, for fp16. Collective."""
+        small_range = self.weight.in_fp16 or self._hook.wire_dtype == torch.float16
+        if self.group.size == 1 or self.weight.agreed or not small_range:
+            return
+        divisor = torch.tensor([self.weight.divisor], dtype=torch.float64, device="cpu")
+        self.group.all_reduce(divisor).wait()
+        self.weight.agree_on(divisor.item())
 
     def _launch_remaining(self) -> None:
         """Launch the buckets that backward has not launched. Collective.
@@ -527,11 +565,12 @@ class Accumulation:
         self._start_round()
 
     def _clip_own(self, max_norm: float) -> None:
-        multiplied, own = self.weight.multiplied, self._gradients.own()
-        if not multiplied:
+        weight, own = self.weight, self._gradients.own()
+        divisor = weight.divisor if weight.averages else weight.multiplied
+        if not divisor:
             return
         # Of what is summed, for the mean.
-        factor = self.weight.unit / multiplied / self._scale.value
+        factor = weight.unit / divisor / self._scale.value
         norm = global_norm(SingleProcessCollectives(), own, 2.0) * factor
         if math.isfinite(norm):
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
@@ -589,8 +628,10 @@ class Accumulation:
         message.put("running", 0.0)
         message.put("weight", lambda: weight.weight)
         message.put("divisor", lambda: weight.divisor)
+        message.put("averages", lambda: weight.averages)
         message.put("missing", lambda: sum(map(len, self._missing)) - len(self._used))
         message.put("late", lambda: len(self._late))
+        message.put("scaled by others", lambda: self.scaled_by_others)
         message.put("checked", lambda: weight.has_digest)
         message.put("digest", lambda: weight.digest)
         message.put("squared digest", lambda: weight.digest**2)
@@ -599,8 +640,9 @@ class Accumulation:
     def _totals(self) -> dict[str, float]:
         """Wait until all ranks have finished, and return sums over them. Collective.
 
-        Of the samples ("weight"), the divisors of the sum of gradients, the parameters without a
-        gradient ("missing"), and the gradients that need another reduction ("late").
+        Of the samples ("weight"), the divisors of the sum of gradients, the ranks with a mean over
+        all samples ("averages"), the parameters without a gradient ("missing"), and the gradients
+        that need another reduction ("late").
         """
         message = self.message
         while True:

@@ -47,6 +47,7 @@ GROUPS_ALIKE = (
 PARAMETERS_ALIKE = (
     "change parameters alike on all ranks, such as by load_state_dict or requires_grad"
 )
+FACTORS_ALIKE = "give all ranks the same number, such as by world.mean"
 GRADIENTS_ALIKE = "do the same to p.grad on all ranks"
 
 
@@ -135,6 +136,7 @@ class StepComparison:
         self._rounding = False  # whether processors have rounded parameters differently
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
+        self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
@@ -159,6 +161,7 @@ class StepComparison:
     def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `agree`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
+        words.append(repr(self.gradient_factor))
         updated = zlib.crc32(",".join(words).encode())
         updated += _digest_of_samples(self._parameters(step))
         if self._every and step % self._every == 0:
@@ -265,6 +268,9 @@ class StepComparison:
         facts = {
             "the optimizer's number of steps": Fact(step, LOAD_ALIKE),
             "the number of loaded states": Fact(self._begun_anew, LOAD_ALIKE),
+            "the factor of clip_grad_norm_ and scale_gradients_": Fact(
+                self.gradient_factor, FACTORS_ALIKE
+            ),
         }
         for place, value in plain_numbers(groups):
             key = f"{place[1]} in group {place[0]}"

@@ -282,31 +282,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Forget the batch of the last backward; with `drawn` also those not used yet. Local."""
         self.accumulation.weight.forget(drawn=drawn)
 
+    @_disable_dynamo
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss times the loss scale, for a call of its `backward`. Local."""
-        self._scale.applied = True
-        return loss if self._scale.value == 1.0 else loss * self._scale.value
+        """Return a loss times the loss scale, for a call of its `backward`. Local.
+
+        Another optimizer that the backward reaches must have the same loss scale: its `step`
+        raises RuntimeError otherwise, unless `zero_grad` has dropped the gradient.
+        """
+        return self._scale.apply(loss)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run backward of a loss that is a mean over `weight` samples or tokens, scaled if needed.
 
-        Collective outside of `no_sync`, for one micro-batch. A rank without samples in a step calls
-        `share(0)` instead. The loss is multiplied by a factor, for other optimizers too; if it
-        trains several, call `share` of each.
+        Collective outside of `no_sync`, for one micro-batch. The gradient of a step is the mean
+        over the samples of all its micro-batches, also if it is read between two of them. A rank
+        without samples in a step calls `share(0)` instead. The weight acts on gradients, as they
+        are taken; another optimizer of the loss takes its own as those of `loss.backward()`.
+        Raises RuntimeError beside gradients of `loss.backward()` in the step.
         """
         self._check_open()
         self._scale.applied = True
-        self.accumulation.begin_weighted()
-        factor = self.accumulation.weight.add(weight)
-        layers, zeros = ([], []) if factor else layers_below(loss)
-        if not factor and not layers:
+        weight = self.accumulation.weight.counted(weight)
+        layers, zeros = ([], []) if weight else layers_below(loss)
+        # What other ranks' losses owe to this rank's samples counts, also if its own has none.
+        self.accumulation.state_weight(weight, weight or float(bool(layers)))
+        if not weight and not layers:
             # The mean over no samples is NaN, and 0 * NaN is NaN.
             self.accumulation.pass_backward()
             return
         try:
-            if factor:
-                self.scale(loss * factor).backward()
+            if weight:
+                self.scale(loss).backward()
             else:  # only what lies below layers in which other ranks wait
                 torch.autograd.backward(layers, zeros)
         except BaseException:
@@ -357,22 +364,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scale the gradient in place so that its norm is at most `max_norm`. Collective.
 
         Returns the norm before, of the whole model, as a 0-dim fp64 tensor on the CPU. The same as
-        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0.
+        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0; if
+        limits differ, `step` raises RuntimeError on all ranks.
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm!r}: give 0 or a number above")
         self._means()
         norm = self._agreed_norm(norm_type)
         if max_norm < norm < math.inf:  # otherwise `step` stops or skips
-            self._shard.gradients.scale_(max_norm / (norm + 1e-6))
+            self._scale_gradients(max_norm / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @_disable_dynamo
     @torch.no_grad()
     def scale_gradients_(self, factor: float) -> None:
-        """Multiply the gradient in place. Collective, with the same factor on every rank."""
+        """Multiply the gradient in place. Collective, with the same factor on every rank.
+
+        Otherwise `step` raises RuntimeError on all ranks.
+        """
         self._means()
+        self._scale_gradients(float(factor))
+
+    def _scale_gradients(self, factor: float) -> None:
         self._shard.gradients.scale_(factor)
+        self._agreement.gradient_factor *= factor
 
     @_disable_dynamo
     @torch.no_grad()
@@ -399,6 +414,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         else:
             self.accumulation.clear(set_to_none)
+            self._agreement.gradient_factor = 1.0
 
     # Parameters.
 
@@ -676,6 +692,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.check_unchanged(self.param_groups)
         self._shard.watch.check()
         self.accumulation.synchronize()
+        if self.accumulation.scaled_by_others:
+            raise RuntimeError(
+                "the loss was multiplied by the loss scale of another optimizer, which is not "
+                f"that of this one ({self._scale.value:g}): give all optimizers of a loss the same "
+                "number as loss_scale=, and multiply the loss by one of them; or drop this "
+                "optimizer's gradient by zero_grad()"
+            )
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
@@ -716,6 +739,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._replicas.end_step(step, weight, updated=updated)
         finally:
             self.accumulation.end_step(taken=updated)
+            self._agreement.gradient_factor = 1.0
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
         return weight

@@ -10,12 +10,13 @@ far. That does not depend on who still holds the old one, or on garbage collecti
 it at one point.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from zero.kernels import order
 
@@ -131,6 +132,20 @@ def accumulation_node(parameter: Parameter) -> Any:
         function = parameter.expand_as(parameter).grad_fn
     assert function is not None, "the parameter requires a gradient"
     return function.next_functions[0][0]
+
+
+def first_after_accumulation(parameter: Parameter, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook that runs before other `register_post_accumulate_grad_hook` of a parameter.
+
+    Those of later calls follow too.
+    """
+    others = parameter._post_accumulate_grad_hooks
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    if others:
+        hooks = parameter._post_accumulate_grad_hooks
+        before = {key: hooks.pop(key) for key in [*hooks] if key != handle.id}
+        hooks.update(before)
+    return handle
 
 
 def _holders(parameters: Mapping[str, Parameter]) -> list[tuple[str, Any]]:

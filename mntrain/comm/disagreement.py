@@ -11,13 +11,14 @@ At most one report of a rank is on its way. Nothing is sent while collectives ma
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mntrain.comm import small_messages
-from mntrain.comm.engine import Steps, Stream
+from mntrain.comm.engine import HISTORY, Steps, Stream
 from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.ticket import Ticket
 from mntrain.comm.waits import pause
@@ -80,14 +81,30 @@ class DisagreementWatch:
             text = next(iter(self._receive(_ERROR)), None)
         return None if text is None else self._make_error(text)
 
-    def close(self, ticket: Ticket) -> Steps[None]:
-        """Wait for all ranks, and receive the reports that are on their way. Collective."""
-        tag = self._comm.tag(ticket.digest)
-        yield from small_messages.barrier(self._comm, tag)
+    def close(self, ticket: Ticket) -> Steps[Exception | None]:
+        """Wait for all ranks, and receive the reports that are on their way. Collective.
+
+        Returns the error if ranks have called anything unlike in a stream that they share.
+        """
+        comm, tag = self._comm, self._comm.tag(ticket.digest)
+        own = {stream.name: stream.digest for stream in self._streams}
+        digests = yield from small_messages.gather_objects(comm, own, tag)
         self._closing = True  # from here on, this rank reports no more
         yield self._report_received
-        for test in small_messages.barrier(self._comm, tag):
+        for test in small_messages.barrier(comm, tag):
             yield partial(self._test_and_receive, test)
+        calls = {call for other in digests for call in other.items()}
+        unlike = [name for name, number in Counter(name for name, _ in calls).items() if number > 1]
+        if not unlike:
+            return None
+        reports = yield from small_messages.gather_objects(
+            comm, make_report(self._streams, ""), tag
+        )
+        text = find_disagreement(dict(enumerate(reports)))
+        long_ago = (
+            f"ranks have made unlike calls in {min(unlike)}, more than {HISTORY} before its end"
+        )
+        return self._make_error(text or long_ago)
 
     def _judge(self, own: CallReport | None) -> str | None:
         """Return the text of the error that has been sent to all other ranks, if there is one."""

@@ -73,9 +73,11 @@ class Future(Generic[T]):
 
     `wakes_thread`: whether the engine's thread runs it while no caller waits. `ticket`: of a
     collective that ranks compare. `message`: of a call that they do not. `stream`: its name.
+    `awaited_since`: see `ProgressEngine.expect`.
     """
 
     wakes_thread = True
+    awaited_since: float | None = None
     ticket: Ticket | None = None
     message: MessageCall | None = None
     stream = ""
@@ -236,7 +238,7 @@ class Stream:
         self.queue: deque[Future[Any]] = deque()
         self.active: deque[Future[Any]] = deque()
         self.begun = 0
-        self._digest = digest_of(name)  # of the collective that began last
+        self.digest = digest_of(name)  # of the collective that began last
         self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.observer: Any = None
 
@@ -267,8 +269,8 @@ class Stream:
 
     def begin(self, ticket: Ticket) -> None:
         """Number a collective that begins."""
-        ticket.begin(self.begun, self._digest)
-        self.begun, self._digest = self.begun + 1, ticket.digest
+        ticket.begin(self.begun, self.digest)
+        self.begun, self.digest = self.begun + 1, ticket.digest
         self.history.append(ticket)
         if self.observer is not None:
             awaited = self.awaited_rank(ticket)
@@ -497,8 +499,23 @@ class ProgressEngine:
             future.wakes_thread = True
         self._wake()
 
-    def finish(self, ticket: Ticket) -> None:
-        """Finish what is queued, on all ranks; nothing may be queued after. Collective."""
+    def expect(self, futures: Iterable[Future[Any]]) -> None:
+        """Let pending futures count as waited for from now on, and progress. Local.
+
+        For those that are waited for in code that cannot call `wait`, such as C++ with a future of
+        torch: the watchdog sees these waits, too.
+        """
+        futures = list(futures)
+        for future in futures:
+            future.awaited_since = time.monotonic()
+        self.progress(futures)
+
+    def finish(self, ticket: Ticket) -> Future[None]:
+        """Finish what is queued, on all ranks; nothing may be queued after. Collective.
+
+        The future raises the error of ranks that have called anything unlike in any stream, which
+        ends all communication: a broadcast waits for no other rank on its root.
+        """
 
         def steps() -> Steps[None]:
             others = self.streams[1:]
@@ -506,9 +523,12 @@ class ProgressEngine:
             for stream in others:  # no other collective follows on this rank
                 stream.begin(ticket.copy())
             if self.watch is not None:
-                yield from self.watch.close(ticket)
+                error = yield from self.watch.close(ticket)
+                if error is not None:
+                    self.stop(error)
+                    raise error
 
-        self.submit(steps(), ticket=ticket).wait()
+        return self.submit(steps(), ticket=ticket)
 
     def close(self) -> None:
         """Finish what is queued here and end the thread. Local."""
@@ -554,15 +574,22 @@ class ProgressEngine:
     def awaited(self) -> tuple[Stream, float, MessageCall | None] | None:
         """Return the stream for which a caller waits, and when the wait began or anything moved.
 
-        The third is the caller's message, if it waits for one. None if no caller waits.
-        Thread-safe.
+        The third is the caller's message, if it waits for one. A future of `expect` counts where no
+        caller waits in `wait`. None if there is none either. Thread-safe.
         """
-        waiters = list(self._waiters)
-        if not waiters:
+        waits = list(self._waiters) or self._expected()
+        if not waits:
             return None
-        future, since = waiters[0]
+        future, since = waits[0]
         stream = next(stream for stream in self.streams if stream.name == future.stream)
         return stream, max(since, self._moved_at), future.message
+
+    def _expected(self) -> list[tuple[Future[Any], float]]:
+        """Return the pending futures of `expect`, and since when; of a stream, the oldest first."""
+        if self._abandoned:
+            return []
+        tasks = [task for stream in self.streams for task in (*stream.active, *stream.queue)]
+        return [(it, it.awaited_since) for it in tasks if it.awaited_since is not None]
 
     @property
     def busy_s(self) -> float:

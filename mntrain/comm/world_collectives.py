@@ -87,6 +87,13 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
         function()
 
 
+def expect(works: Iterable[Work]) -> None:
+    """Let works count as waited for from now on, and progress; see `ProgressEngine.expect`."""
+    for work in works:
+        if isinstance(work, CollectiveWork):
+            work._engine.expect(work._futures)
+
+
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 
@@ -212,6 +219,11 @@ class WorldCollectives:
     def world_ranks(self) -> Sequence[int] | None:
         """The world's ranks that these are, in their order; None: all."""
         return self._stream.ranks
+
+    @property
+    def started(self) -> int:
+        """The number of collectives that this rank has started in the stream."""
+        return self._stream.submitted
 
     @property
     def busy_s(self) -> float:

@@ -1,5 +1,6 @@
 """The process group: torch's verbs, on the collectives of a world or of some of its ranks."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _world
@@ -33,6 +35,12 @@ SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
 Copies = list[tuple[Tensor, Tensor]]  # to, from
 
+# In profiles, where they are not as the method's.
+_TITLES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+_thread = (
+    threading.local()
+)  # its `in_verb` is True while a profiler sees a verb, which calls others
+
 Started = tuple[Work, Copies]
 VerbSteps = Callable[[Communicator, Sequence[int]], Steps[None]]
 
@@ -44,10 +52,20 @@ def _verb(method: Callable[..., Call]) -> Callable[..., Call]:
     Its thread is outside of the caller's inference mode.
     """
     normal = torch.inference_mode(mode=False)(method)
+    title = f"{NAME}:{_TITLES.get(method.__name__, method.__name__)}"
 
     @wraps(method)
     def verb(self: "MpiProcessGroup", *arguments: Any, **options: Any) -> Call:
-        return normal(self, *map(_ready, arguments), **options)
+        if not torch.autograd._profiler_enabled() or getattr(_thread, "in_verb", False):
+            return normal(self, *map(_ready, arguments), **options)
+        _thread.in_verb = True
+        try:
+            with record_function(title) as record:
+                call = normal(self, *map(_ready, arguments), **options)
+                record._call_end_callbacks_on_future(call.end())
+        finally:
+            _thread.in_verb = False
+        return call
 
     return verb
 
@@ -101,7 +119,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     another backend are that backend's; messages between two ranks are all of this one.
 
     The methods have the names and arguments of torch's own, whose lists hold one tensor but for
-    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit.
+    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit. torch's
+    profiler sees each call from its start to its end.
     """
 
     supports_coalescing = supports_splitting = False  # as torch asks the backend of a device
@@ -157,6 +176,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def setGroupDesc(self, text: str) -> None:  # noqa: N802 - torch's name
         """Keep the description that torch gives the group."""
         self._description = text
+
+    def get_group_store(self) -> Store:
+        """Return the group's store."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives that this rank has started in the group."""
+        return self._collectives.started
 
     getRank, getSize = rank, size  # noqa: N815 - torch's names
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -452,7 +479,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         (tensor,) = tensors
         self._check_open()
         self._check_peer(peer)
-        return Call([self._messages.send(_on_host(tensor), peer, tag)], [tensor])
+        return Call([self._messages.send(_on_host(tensor), peer, tag)], [tensor], to_one=True)
 
     @_verb
     def recv(self, tensors: Sequence[Tensor], peer: int | None, tag: int = 0) -> Call:
@@ -462,7 +489,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self._check_peer(peer)
         data = _like_on_host(tensor)
         work, message = self._messages.receive(data, peer, tag)
-        return Call([work], [tensor], [(tensor, data)], message)
+        return Call([work], [tensor], [(tensor, data)], message, to_one=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Call:
         """Receive a tensor from any rank of the group, which `source_rank` of the work returns."""

@@ -1,5 +1,6 @@
 """The handle of one call of a process group, as torch waits for it."""
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -7,18 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from inspect import isfunction, unwrap
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Reducer
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
 from mntrain.comm.mpi import FoundMessage
 from mntrain.comm.waits import Backoff, pause
-from mntrain.comm.world_collectives import when_done
+from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
 
 # What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run
@@ -58,7 +62,7 @@ class Call(TorchWork):
     once, by the thread that finds the collective done, also if nobody waits. A pair of the same
     memory is no copy. On a GPU, other threads than the caller's copy in a stream of their own, and
     `wait` lets the current stream wait for them; the host waits for the collective alone. `message`
-    is the one that is received, if it is one.
+    is the one that is received, if it is one, and `to_one` tells that the call is for one rank.
     """
 
     def __init__(
@@ -67,9 +71,11 @@ class Call(TorchWork):
         outputs: list[Tensor],
         copies: Copies = (),
         message: FoundMessage | None = None,
+        *,
+        to_one: bool = False,
     ) -> None:
         super().__init__()
-        self._message = message
+        self._message, self._to_one = message, to_one
         self._works, self._outputs = works, outputs
         self._copies = [
             (to, it) for to, it in copies if to.is_sparse or to.data_ptr() != it.data_ptr()
@@ -77,7 +83,9 @@ class Call(TorchWork):
         self._lock = threading.Lock()
         self._completed = False
         self._error: Exception | None = None
+        self._ended: TorchFuture[None] | None = None  # completed after the call, also if it failed
         self._future: TorchFuture[Any] | None = None
+        self._ends_future = False  # whether a thread has taken to complete it
         device = next((tensor.device for tensor in outputs if tensor.is_cuda), None)
         self._stream = self._end = None
         if device is not None:
@@ -89,6 +97,7 @@ class Call(TorchWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result; raise the error of the call. `timeout`: none if it is 0."""
         if timeout:
+            expect(self._works)
             backoff, deadline = Backoff(), time.monotonic() + timeout.total_seconds()
             while not self.is_completed():
                 if time.monotonic() > deadline:
@@ -136,17 +145,33 @@ class Call(TorchWork):
         self.wait()
 
     def get_future(self) -> TorchFuture[Any]:
-        """Return a future of the caller's tensors. What follows it runs in another thread."""
+        """Return a future of the caller's tensors, which raises the error of the call.
+
+        It counts as waited for from now on, since C++ waits for it without a word to Python. In a
+        backward pass, the thread that ends it first waits for its collectives as `wait` does: then
+        DDP's reducer, which waits there, has nothing to wait for. What follows the future runs in
+        that thread or in another one.
+        """
         if self._future is None:
             stream = self._stream
-            self._future = TorchFuture(devices=None if stream is None else [stream.device])
+            self._ended = TorchFuture(devices=None if stream is None else [stream.device])
+            # An error that Python sets in a future is a value in C++; that of a callback is not.
+            self._future = self._ended.then(lambda _: self.result())
             when_done(self._works, self._follow)
-            self.is_completed()  # the engine's thread goes on with it
+            expect(self._works)
+            if not (self._to_one or _in_inner_backward()):
+                with suppress(RuntimeError):  # not in a backward pass
+                    Variable._execution_engine.queue_callback(self._end_with_backward)
         return self._future
 
     def _follow(self) -> None:
         with suppress(RuntimeError):  # the interpreter ends
-            _FOLLOWERS.submit(self._complete_future)
+            _FOLLOWERS.submit(self.complete_future)
+
+    def _end_with_backward(self) -> None:
+        self.complete_future()
+        if self._error is not None:
+            raise self._error
 
     def _complete_aside(self) -> None:
         with torch.cuda.stream(self._stream):  # with None, it does nothing
@@ -179,15 +204,32 @@ class Call(TorchWork):
                 error = raised
             self._completed, self._error, self._copies = error is None, error, []
 
-    def _complete_future(self) -> None:
-        assert self._future is not None
+    def end(self) -> TorchFuture[None]:
+        """Return a future that is completed with the call, for a profiler."""
+        end: TorchFuture[None] = TorchFuture()
+        when_done(self._works, lambda: end.set_result(None))
+        return end
+
+    def complete_future(self) -> None:
+        """Wait for the call, and complete its future, unless another thread does so."""
+        assert self._ended is not None
         with torch.cuda.stream(self._stream):  # what follows the future comes after it
-            try:
-                self.wait()
-            except Exception as error:
-                self._future.set_exception(error)
-            else:
-                self._future.set_result(self._outputs)
+            self._complete()
+            with self._lock:
+                taken, self._ends_future = self._ends_future, True
+            if not taken:
+                self._ended.set_result(None)
+
+
+def _in_inner_backward() -> bool:
+    """Return whether this thread runs a backward pass within one, as of a checkpointed segment.
+
+    Its end is not that of the pass that a reducer waits for, and communication goes on meanwhile.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
@@ -219,7 +261,8 @@ def keep_works_of_join() -> None:
     def keep(reducer: Reducer, work: TorchWork, use_static_world_size: bool) -> None:
         if isinstance(work, Call):
             if not use_static_world_size:
-                work.get_future().wait()
+                work.get_future()
+                work.complete_future()
             kept[reducer] = work
         take(reducer, work, use_static_world_size)
 

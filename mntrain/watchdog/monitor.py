@@ -207,6 +207,7 @@ class Monitor:
         self._connected: set[int] = set()  # at any time so far
         self._failed: set[int] = set()  # ranks that wait until the others have left
         self._at_exit: set[int] = set()
+        self._busy: set[int] = set()  # of these, ranks that cannot compare their calls
         self._closed: set[int] = set()  # ranks whose watchdogs have ended, here or in another world
         self._gone: set[int] = set()  # ranks that have ended since they left, but not MPI
         self._exit_since: float | None = None  # when this rank came there
@@ -258,6 +259,8 @@ class Monitor:
             case "status" if self._inquiry is not None:
                 self._inquiry.statuses[peer] = RankStatus.from_message(message["status"])
             case "left" | "at exit" | "closed" as kind:
+                if kind == "at exit" and not message["idle"]:
+                    self._busy.add(peer)
                 if kind != "left":
                     (self._closed if kind == "closed" else self._at_exit).add(peer)
                 self._on_left(peer)
@@ -301,7 +304,11 @@ class Monitor:
         if self._gone and self.acts:
             self._lose(sorted(self._gone), "its process has ended without the end of MPI")
         none_unknown = self._at_exit >= everyone and not self._gone
-        self.all_at_exit = {"kind": "all at exit", "none_unknown": none_unknown}
+        self.all_at_exit = {
+            "kind": "all at exit",
+            "none_unknown": none_unknown,
+            "all_idle": none_unknown and not self._busy,
+        }
         for peer in self._channel.peers:
             self._channel.send(peer, self.all_at_exit)
 

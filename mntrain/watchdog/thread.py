@@ -26,8 +26,9 @@ from weakref import WeakSet
 
 from mntrain.checks.all_ranks import RankFacts
 from mntrain.comm import mpi
-from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
+from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS, Monitor
 from mntrain.watchdog.rank_status import (
@@ -114,6 +115,8 @@ class Watchdog:
         self._leave_told = threading.Event()
         self._all_at_exit = threading.Event()
         self._none_unknown = False  # all other ranks are known to be at the exit
+        self._idle = self._all_idle = False  # nothing is pending at the exit: here, on all ranks
+        self._last_call: Future[None] | None = None
         self._closed = False
         self._ending = threading.Lock()  # taken by the first that says how the run ends
         self._signals: Collection[int] = ()  # that are expected
@@ -154,8 +157,9 @@ class Watchdog:
         deadline = time.monotonic() + DRAIN_S
         while not (self._engine.idle or self._engine.abandoned or time.monotonic() > deadline):
             time.sleep(1e-3)
+        self._idle = self._engine.idle and not (self._engine.abandoned or self._left_world)
         self._at_exit = True
-        self._tell({"kind": "at exit"})
+        self._tell({"kind": "at exit", "idle": self._idle})
 
     def wait_at_exit(self) -> bool:
         """Wait for the other ranks; return whether all of the job are known to be at the exit.
@@ -165,6 +169,22 @@ class Watchdog:
         limit = threading.TIMEOUT_MAX if self._timeout is None else self._timeout
         self._all_at_exit.wait(min(limit, threading.TIMEOUT_MAX))
         return self._none_unknown and self._size == mpi.job_size()
+
+    def begin_comparison(self) -> None:
+        """Begin to compare the calls of all ranks, if all are at the exit. Collective."""
+        if self._all_idle and not self.alone:
+            self._last_call = self._engine.finish(Ticket(Signature("the end of the script"), ""))
+
+    def end_comparison(self) -> bool:
+        """Return whether ranks have called alike; rank 0 prints the error. Collective."""
+        try:
+            if self._last_call is not None:
+                self._last_call.wait()
+        except Exception as error:
+            if self._rank == 0:
+                _print(f"error: {error}")
+            return False
+        return True
 
     def stop_engine(self) -> bool:
         """End the communication thread if it has nothing left to do; return whether. Local."""
@@ -199,6 +219,11 @@ class Watchdog:
         """End the job at once, on rank 0, with a reason but no summary: that is another job's."""
         self.at_end.clear()
         self._tell({"kind": "lost directory", "reason": reason})
+
+    @property
+    def communication_error(self) -> Exception | None:
+        """The error that has ended all communication, if any."""
+        return self._engine.error
 
     @property
     def alone(self) -> bool:
@@ -263,7 +288,7 @@ class Watchdog:
                 self._channel.connect(monitor, self._monitors[monitor])
                 for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
                     if so_far:
-                        self._channel.send(monitor, {"kind": kind})
+                        self._channel.send(monitor, {"kind": kind, "idle": self._idle})
         self._connect_at = time.monotonic() + RECONNECT_S
 
     def _look(self, now: float) -> None:
@@ -403,6 +428,7 @@ class Watchdog:
                 self._left.add(peer)
             case "all at exit":
                 self._none_unknown = bool(message["none_unknown"])
+                self._all_idle = bool(message["all_idle"])
                 self._all_at_exit.set()
         if self._monitor is not None and "kind" in message:
             self._monitor.on_message(peer, message)
@@ -469,17 +495,26 @@ def _print(text: str) -> None:
 def _exit_together() -> None:
     """Wait for the other ranks of this process's worlds, and end MPI if all of the job are here.
 
-    First all worlds are told: ranks may have made them in any order. If MPI does not end within the
-    time limit, this process does.
+    First all worlds are told: ranks may have made them in any order. Ranks whose calls have been
+    unlike, which a broadcast does not show its root, end with that error. If MPI does not end
+    within the time limit, this process does.
     """
+    alike = [True]
     watchdogs = [watchdog for watchdog in _of_process if not watchdog._closed]
     if watchdogs and not mpi.ended():
         for watchdog in watchdogs:
             watchdog.arrive_at_exit()
         complete = [watchdog.wait_at_exit() for watchdog in watchdogs]
+        for watchdog in watchdogs:
+            watchdog.begin_comparison()
+        alike = [watchdog.end_comparison() for watchdog in watchdogs]
         stopped = [watchdog.stop_engine() for watchdog in watchdogs]
         if any(complete) and all(stopped):
             with limited_end(watchdogs[complete.index(True)]._timeout):
                 mpi.finalize()
     for watchdog in watchdogs:
         watchdog.close()
+    if not all(alike):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

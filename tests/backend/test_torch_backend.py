@@ -24,7 +24,7 @@ def run(ranks, name, *words, **options):
 def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
     left_over = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "LEFT_OVER": "yes"}
     result = completed(run(ranks, "torch_verbs.py", env=left_over))
-    assert result.stdout.count("17 tests passed") == ranks
+    assert result.stdout.count("18 tests passed") == ranks
     named = "LOCAL_RANK, RANK, WORLD_SIZE" if ranks > 1 else "LOCAL_RANK"
     assert result.stderr.count(f"mntrain: warning: {named} of the environment were not") == 1
 
@@ -203,16 +203,34 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         pytest.param("late_message", "in recv of 16 bytes from rank 1, tag 0 (mess", marks=MORE),
         pytest.param("killed", "is lost: its process has ended", marks=MORE),
         pytest.param("raises", "KeyError: 'a bug of rank one'", marks=MORE),
+        ("ddp_raises", "KeyError: 'a bug of rank one'"),
+        ("ddp_differs", "rank 1: all_reduce of 1 float32, called at "),
+        pytest.param("ddp_differs_by_group", "ranks wait for each other, each in a", marks=MORE),
+        pytest.param("ddp_late", "all_reduce of 20 float32 (collective ", marks=MORE),
+        pytest.param("ddp_first_step_late", "all_reduce of 20 float32 (collecti", marks=MORE),
+        pytest.param("ddp_uneven", ": has left the world, or ended its script", marks=MORE),
+        pytest.param("chain_differs", "rank 1: all_reduce of 5 float32, called at ", marks=MORE),
+        pytest.param("last_roots", "rank 1: broadcast of 3 float32 [root 1], called", marks=MORE),
+        ("last_roots_of_a_group", "rank 1: broadcast of 3 float32 [root 1], called at "),
+        pytest.param("last_calls", "rank 1: the end of the script", marks=MORE),
     ],
 )
 def test_an_error_names_what_went_wrong(name, said):
-    alike = name in ("averages", "averages_of_parts", "roots", "sizes")  # all ranks say the same
+    alone = ("never_sent", "gone", "late", "killed", "raises", "uneven")  # one rank is to blame
+    alike = not name.endswith((*alone, "late_message"))  # all ranks say the same
     result = run(2, "faults.py", name, outlived=not alike)
     assert result.returncode not in (0, None), result.report()
     assert not result.timed_out, result.report()
     assert said in result.stderr, result.report()
+    assert "Segmentation fault" not in result.stderr, result.report()
+    assert not alike or result.stderr.count(said) == 1, result.report()
     for waited_s in re.findall(r"has waited (\d+) s", result.stderr) if "late" in name else ():
         assert 3 <= int(waited_s) < 8, result.report()  # the limits of this group and of all
+
+
+def test_waits_in_cpp_end_with_the_error_of_their_call_each_of_many_times():
+    said = "10 ways, 30 times"
+    assert said in completed(run(1, "waits_in_cpp.py", "30")).stdout
 
 
 @pytest.mark.thorough

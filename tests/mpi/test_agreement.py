@@ -121,6 +121,28 @@ def test_a_gradient_that_one_rank_changes_is_named(make, act, words, dtype):
         optimizer.zero_grad()
 
 
+@stages
+@pytest.mark.parametrize("call", ["scale_gradients_", "clip_grad_norm_"])
+def test_a_factor_of_the_gradient_that_differs_is_named(make, stage, call):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    for step in range(4):
+        loss(model, step).backward()
+        # A limit that is above the norm changes nothing, on any rank.
+        getattr(optimizer, call)(1e-3 * (1 + (ODD and step % 2)))
+        optimizer.clip_grad_norm_(1e9 + RANK)
+        if step == 1:
+            found = refusal(optimizer, model)
+            assert found.startswith(f"rank {LAST} has ")
+            assert "for the factor of clip_grad_norm_ and scale_gradients_, rank 0 has " in found
+            continue
+        if step == 3:
+            optimizer.zero_grad()  # drops what differs
+            loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # What one rank alone does to a model or an optimizer, and what is said.
 ALONE = {
     "weights": (

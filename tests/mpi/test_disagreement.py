@@ -174,6 +174,42 @@ def test_calls_that_differ_raise_one_error_on_all_ranks(request, case, layout):
     world.close()  # does nothing the second time
 
 
+@pytest.mark.parametrize(
+    ("calls", "stream"),
+    [
+        *[
+            (calls, name)
+            for calls in ("roots", "long", "more")
+            for name in ("the world", "another")
+        ],
+        ("many more", "another"),
+    ],
+)
+def test_calls_that_differ_and_wait_for_nobody_raise_one_error_at_the_close(small, calls, stream):
+    """Broadcasts on their roots. Without other calls, nobody misses anything."""
+    world = make_world("lanes")
+    collectives = (
+        world.collectives if stream == "the world" else world.collectives.add_stream(stream)
+    )
+    tensor = torch.ones(LARGE if calls == "long" else 3)
+    root, times = RANK, 1
+    if "more" in calls:
+        root, times = 0, 0 if RANK else (70 if "many" in calls else 3)
+    works = [collectives.broadcast(tensor, root) for _ in range(times)]
+    for work in works if calls != "long" else ():
+        work.wait()
+    text = refusal(world.close)
+    if "many" not in calls:
+        assert text.startswith("ranks disagree about collective ")
+        assert f" of {stream}:" in text
+        assert f"rank 0: broadcast of {len(tensor)} float32" in text
+    else:
+        assert "ranks have made unlike calls in another, " in text
+    with pytest.raises(ValueError, match="ranks "):
+        world.sum([1.0])
+    world.close()
+
+
 def test_ranks_that_disagree_leave_each_others_memory_alone():
     world = make_world("lanes")
     tensor = world.collectives.allocate(1000, torch.float32, torch.device("cpu")).fill_(RANK)

@@ -1,14 +1,16 @@
 """Hooks for uncaught exceptions, which end the job, and errors about values that differ."""
 
+import contextlib
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from mntrain import errors
 from mntrain.comm import mpi
 from mntrain.equal_values import compare, expect_same
-from mntrain.errors import AgreedError, ExceptionWatch
+from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
 
 
 class AbortedError(Exception):
@@ -201,3 +203,27 @@ def test_values_travel_only_if_their_digests_differ():
     compare(gather(lambda value: b"" if value == sent[0] else {"x": 1.0}), {"x": 1}, 0)
     with pytest.raises(AgreedError, match="x differs between ranks: rank 0 has 1, rank 1 has 2"):
         compare(gather(lambda value: b"" if value == sent[0] else {"x": 2}), {"x": 1}, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_what_cpp_made_of_an_error_is_reported_as_that_error(rank, of_all, monkeypatch, capsys):
+    """C++ has waited for a future of torch, and raises a RuntimeError with its error's text."""
+    told = []
+    first = (
+        AgreedError("ranks disagree", rank) if of_all else RemoteRankError(2, "b", "E", "m", "t")
+    )
+    others = {name: lambda *given: told.append(given) for name in ("end_run", "leave")}
+    watch = installed(rank, 4)
+    watch.others = SimpleNamespace(communication_error=first, **others)
+    raised = RuntimeError(
+        f"Got the following error when running the callback: Kind: {first}\nAt: x"
+    )
+    with contextlib.nullcontext() if of_all else pytest.raises(AbortedError):
+        leave_uncaught(raised)
+    said = "mntrain: error: ranks disagree\n" if of_all and rank == 0 else ""
+    assert capsys.readouterr().err == said  # the rank that failed has said it
+    watch.others = SimpleNamespace(communication_error=first, tell_failure=told.append, **others)
+    with pytest.raises(AbortedError):
+        leave_uncaught(RuntimeError("another one"))
+    assert "RuntimeError: another one" in capsys.readouterr().err

@@ -36,10 +36,12 @@ class UnavailableGradient(Tensor):
 
     Any operation on it raises RuntimeError with one sentence that names the alternatives, so that
     nothing reads a part of a gradient for the whole. It may be replaced by None, as `zero_grad`
-    does, and autograd may accumulate into it: the new gradient is then `arrived`.
+    does, and autograd may accumulate into it, once in a backward: the new gradient is then
+    `arrived`.
     """
 
     arrived: Tensor | None
+    task: int  # autograd's number of the latest backward that has made the gradient
     _name: str
     _message: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -54,7 +56,7 @@ class UnavailableGradient(Tensor):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        self.arrived, self._name = None, name
+        self.arrived, self.task, self._name = None, -1, name
         self._message = (
             f"the gradient of {name} is sharded over ranks (stage {stage}): use "
             "optimizer.clip_grad_norm_, optimizer.scale_gradients_, or "
@@ -83,7 +85,12 @@ class UnavailableGradient(Tensor):
         leaves = tree_leaves((args, kwargs))
         own: UnavailableGradient = next(x for x in leaves if isinstance(x, UnavailableGradient))
         accumulates = func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-        if accumulates and args[0] is own and torch._C._current_graph_task_id() != -1:
+        # Later in a backward, a hook of the user's adds.
+        if (
+            accumulates
+            and args[0] is own
+            and torch._C._current_graph_task_id() not in {-1, own.task}
+        ):
             arrived: Tensor = args[1].detach()  # it may have a graph of its own
             own.arrived = arrived if own.arrived is None else own.arrived.add_(arrived)
             return own  # type: ignore[no-any-return]
@@ -272,15 +279,16 @@ class Gradients:
         self._note_peak(sum(tensor.nbytes for tensor in self._aside.values()))
 
     @torch.no_grad()
-    def finish(self, factor: float, unused: Collection[str]) -> None:
+    def finish(self, factor: float, unused: Collection[str], of_held: float = 1.0) -> None:
         """Wait for the sums, multiply them by a factor, and hold them.
 
-        `parameter.grad` becomes what the module's table says; None for names in `unused`.
+        Means that were held before are added, times `of_held`. `parameter.grad` becomes what the
+        module's table says; None for names in `unused`.
         """
         self.wait()
         rescale([self.kept(index) for index in range(len(self._buckets))], factor)
         for index, mean in self._aside.items():
-            self.kept(index).add_(mean)
+            self.kept(index).add_(mean, alpha=of_held)
         self._aside.clear()
         for name, parameter in self._parameters.items():
             absent = name in unused and name not in self._aside_names
@@ -349,6 +357,11 @@ class Gradients:
     def exist(self) -> bool:
         """True if any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters.values())
+
+    def arrived_in(self, task: int, name: str) -> None:
+        """Note the backward that has made a parameter's gradient, by autograd's number of it."""
+        if (unavailable := self._unavailable.get(name)) is not None:
+            unavailable.task = task
 
     def keeps(self, name: str) -> bool:
         """Return whether a parameter's `grad` is still what this object has made of it."""
@@ -661,12 +674,13 @@ class LocalGradients(Gradients):
                 self._aside[index], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
-    def finish(self, factor: float, unused: Collection[str]) -> None:
-        """Multiply the gradients by a factor, and hold them."""
+    def finish(self, factor: float, unused: Collection[str], of_held: float = 1.0) -> None:
+        """Multiply the gradients by a factor, add those that were held, and hold them."""
         self.scale_(factor)
         for index, parameter in enumerate(self._parameters.values()):
             mean = self._aside.pop(index, None)
             if mean is not None:
+                rescale([mean], of_held)
                 parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)
         self.held = True
 

@@ -42,27 +42,29 @@ class DrawnBatch(NamedTuple):
 class BatchWeight:
     """This rank's weight in a mean over ranks, in samples or tokens. Local.
 
-    A mean is over one backward, or over all of an accumulation. Its weight comes from one of three
-    statements. `add(n)`: the loss was multiplied by n already. `state(n)`: the gradient of the
-    coming backward, and what accumulates on it, is a mean over n samples, and is multiplied by n
-    (`scale`) before the sum over ranks. `expect(batch)`: the same, if neither of the others is
-    made; a batch holds for every backward until one follows the next batch. A backward uses the
-    oldest batch of each source, and batches that wait must not differ. Without any, each rank has
-    weight 1.
+    A mean is over one backward, or over all of an accumulation. The gradient of each backward is a
+    mean over n samples, by one of three statements. `state(n)`: of the coming backward.
+    `state(n, multiplier)`: the same, in a mean over all samples of the accumulation.
+    `expect(batch)`: if none is stated; a batch holds for every backward until one follows the next
+    batch. A backward uses the oldest batch of each source, and batches that wait must not differ.
+    Without any, each rank has weight 1.
 
-    The gradient of an accumulation is the sum of its micro-batches' means over ranks, as in a loop
-    of one process. So a rank weighs in each by its part of that batch, n of a total, which is taken
-    to the total of the first one. Where the total of this mean's ranks is not known, in a group
-    that is not `whole` too, the weight must not change. With
-    `every_micro_batch` the gradient of each micro-batch is summed over ranks by itself. Without, it
-    is multiplied by `factor` as it arrives, and their sum by `scale`.
+    Without a `multiplier`, the gradient of an accumulation is the sum of its micro-batches' means
+    over ranks, as in a loop of one process. So a rank weighs in each by its part of that batch, n
+    of a total, which is taken to the total of the first one. Where the total of this mean's ranks
+    is not known, in a group that is not `whole` too, the weight must not change.
 
-    Multipliers are divided by `unit`, the power of two nearest below the weight that `ranks` ranks
-    had together in the previous mean. With `ranks` the size of the group and equal weights that are
-    powers of two, the sum is the mean, and no pass over memory is left to divide it. fp16 has a
-    small range, so there `ranks` is 1, and addends have the size of means. A power of two changes
-    no bits, so `unit` is not part of the state of a run. One rank alone never multiplies: its unit
-    is its weight.
+    Weights multiply gradients, never losses. With `every_micro_batch` the gradient of each
+    micro-batch is summed over ranks by itself, times `scale`. Without, it is multiplied by `factor`
+    as it arrives, and their sum by `scale`.
+
+    Multipliers are divided by `unit`, the power of two nearest above the largest weight that the
+    ranks of a group had together in a mean: so the sum over ranks is no larger than the mean, which
+    matters in fp16. With equal weights that are powers of two, as the number of ranks, the sum is
+    the mean, and no pass over memory is left to divide it. A power of two changes no bits, so
+    `unit` is not part of the state of a run. One rank alone never multiplies: its unit is its
+    weight. For the small range of fp16, ranks `agree_on` the unit of their first mean, and with
+    `in_fp16` micro-batches of a mean over all samples are taken to the weight of the one before.
     """
 
     def __init__(
@@ -73,17 +75,21 @@ class BatchWeight:
         alone: bool = False,
         whole: bool = True,
     ) -> None:
-        self._ranks, self._alone, self._whole = ranks, alone, whole
+        self._alone = alone
         self._every_micro_batch = every_micro_batch
-        self._unit = _power_of_two(ranks)
-        self._added: float | None = None
+        self._unit: float
+        self.begin_group(ranks, whole=whole)
+        self.in_fp16 = False  # whether gradients accumulate in fp16
         self._stated: float | None = None  # for the backward to come
+        self._multiplier: float | None = None  # of its gradient, in a mean over all samples
         self._current: DrawnBatch | None = None  # what the latest statement or batch says
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
         self._begun = False  # a backward of this mean has begun
-        self._weighted = False  # the loss of the coming backward was multiplied by its weight
+        self.averages = False  # whether this mean is over all samples of the accumulation
+        # The weight of the mean over all samples that is held; 0 for a sum of means, or None.
+        self.held: float | None = None
         self.digest = 0  # of this mean's batches
         self.has_digest = False
         self._first: DrawnBatch | None = None  # part of a batch in this mean
@@ -94,37 +100,33 @@ class BatchWeight:
     @property
     def unit(self) -> float:
         """The divisor of multipliers."""
-        return self.multiplied or 1.0 if self._alone and self._added is None else self._unit
+        return self.multiplied or 1.0 if self._alone else self._unit
 
     @property
     def weight(self) -> float:
         """This rank's weight so far, in samples."""
-        if self._added is not None:
-            return self._added
         return self._samples if self._count else 1.0
 
     @property
     def multiplied(self) -> float:
         """Factor of this rank's sum of gradients, before it is divided by `unit`."""
-        if self._added is not None:
-            return self._added
-        return self._base * (1 if self._every_micro_batch else max(self._count, 1))
+        return self._base * self._means
 
     @property
     def divisor(self) -> float:
-        """This rank's addend of what the sum over ranks is divided by.
+        """This rank's addend of what the sum over ranks is divided by."""
+        if self.averages:
+            return self._samples
+        return self.multiplied if self._first is None else self._first.own * self._means
 
-        Losses of accumulated micro-batches were divided by their number already.
-        """
-        if self._added is not None or self._first is None:
-            return self.multiplied
-        return self._first.own * (1 if self._every_micro_batch else self._count)
+    @property
+    def _means(self) -> int:
+        """Number of micro-batches by which losses that were accumulated were divided already."""
+        return 1 if self._every_micro_batch or self.averages else max(self._count, 1)
 
     @property
     def scale(self) -> float:
         """The multiplier of this rank's gradient before the sum over ranks."""
-        if self._added is not None:
-            return 1.0
         return (self._latest if self._every_micro_batch else self.multiplied) / self.unit
 
     @property
@@ -134,26 +136,30 @@ class BatchWeight:
 
     @property
     def may_change(self) -> bool:
-        """True if `factor` may not be 1 in the coming backward, by the batches that were drawn."""
-        if self._every_micro_batch or self._alone or not self._drawn:
+        """True if `factor` may not be 1 in the coming backward, by what is known of it."""
+        if self._every_micro_batch:
+            return False
+        if self._multiplier is not None:
+            return self._multiplier != self._base_of(self._multiplier)
+        if self._alone or not self._drawn:
             return False
         batch, first = self._drawn[-1], self._first
         return not batch.own or (first is not None and batch[:2] != first[:2])
 
     @property
     def latest(self) -> float:
-        """The multiplier of the loss of the running backward, beside those of other ranks."""
-        return 1.0 if self._added is not None else self._latest
+        """The multiplier of the gradient of the running backward, beside those of other ranks."""
+        return self._latest
 
     @property
     def coming(self) -> float:
         """That of the coming backward, as far as it is stated: 0 for a stand-in."""
+        if self._multiplier is not None:
+            return self._multiplier
         drawn = self._next
         batch = drawn or self._batch
         if batch is not None and not batch.own:
             return 0.0
-        if self._added is not None:
-            return 1.0
         if self._stated is not None:
             return self._stated
         part = drawn or self._current
@@ -169,48 +175,51 @@ class BatchWeight:
     def _next(self) -> DrawnBatch | None:
         return next((b for b in self._drawn if b.number >= b.source.used), None)
 
-    def state(self, count: float | None) -> None:
+    def state(self, count: float | None, multiplier: float | None = None) -> None:
         """State the weight of the coming backward; None takes back what no backward has followed.
 
-        Weights of accumulated micro-batches add up. Raises RuntimeError after `add`, and ValueError
-        for a negative or infinite count.
+        Weights of accumulated micro-batches add up. With a `multiplier`, the step is a mean over
+        all samples, and the gradient that comes is multiplied by it. Raises RuntimeError if the
+        step has other gradients, and ValueError for a negative or infinite count.
         """
-        count = None if count is None else _checked(count)
-        if self._added is not None:
-            raise RuntimeError(
-                "share() follows backward(loss, weight=...) in one accumulation: give the weight "
-                "of every micro-batch to backward, and call share() only before loss.backward()"
-            )
-        self._stated = count
+        if multiplier is not None:
+            self._check_alike(averages=True)
+        self._stated = None if count is None else _checked(count)
+        self._multiplier = multiplier
 
-    def add(self, weight: float) -> float:
-        """Add the weight of a loss, and return its multiplier: 0 for a stand-in.
+    def counted(self, weight: float) -> float:
+        """Return the weight of a loss whose samples are those of the coming backward.
 
-        Raises RuntimeError after `state`, or after a backward of this mean without a weight.
+        0 for a stand-in. Raises RuntimeError if it is not certain that they are one.
         """
         weight = _checked(weight)
-        if self._stated is not None or (self._begun and self._added is None):
-            before = "share()" if self._stated is not None else "loss.backward()"
-            raise RuntimeError(
-                f"optimizer.backward(loss, weight=...) follows {before} in one accumulation: call "
-                "optimizer.backward(loss, weight=n) for all of its micro-batches, or share(n) and "
-                "loss.backward()"
-            )
         self._drop_outdated()
-        batch = self._drawn[0] if self._drawn else self._batch
         if len({drawn.own > 0 for drawn in self._drawn}) > 1:
             raise _ambiguous(self._drawn)
-        weight = 0.0 if batch is not None and not batch.own else weight
-        self._added, self._weighted = (self._added or 0.0) + weight, True
-        return weight / self.unit
+        batch = self._drawn[0] if self._drawn else self._batch
+        return 0.0 if batch is not None and not batch.own else weight
+
+    def _check_alike(self, *, averages: bool) -> None:
+        """Raise RuntimeError for a mean over all samples beside a sum of means."""
+        held = None if self.held is None else self.held > 0
+        if (before := self.averages if self._begun else held) not in (None, averages):
+            names = "loss.backward()", "optimizer.backward(loss, weight=...)"
+            now, earlier = names if before else reversed(names)
+            raise RuntimeError(
+                f"{now} follows {earlier} before a step or zero_grad(): call "
+                "optimizer.backward(loss, weight=n) for all micro-batches, or loss.backward(), "
+                "after optimizer.share(n) if ranks weigh unequally, for all"
+            )
 
     def expect(self, batch: DrawnBatch) -> None:
         """Note the latest batch of a source, which was drawn for a coming backward.
 
-        Batches of other sources that another optimizer has used are not for this backward.
+        Batches that another optimizer has used are not for this backward, unless this source has
+        more that wait: then it draws ahead, and the other optimizer came first.
         """
         self._over, source = False, batch.source
-        self._drawn = [b for b in self._drawn if b.source is source or b.number > b.source.used]
+        ahead = source if source.used < batch.number - 1 else None
+        self._drawn = [b for b in self._drawn if b.source is ahead or b.number > b.source.used]
         self._drawn.append(batch)
 
     def assume(self, batch: DrawnBatch) -> None:
@@ -233,51 +242,60 @@ class BatchWeight:
 
     def begin_backward(self) -> None:
         """Give the backward that begins its weight. RuntimeError if that is not certain."""
-        if self._added is not None and not self._weighted:
-            raise RuntimeError(
-                "loss.backward() follows optimizer.backward(loss, weight=...) in one accumulation: "
-                "use one of them for all of its micro-batches"
-            )
+        stated, multiplier = self._stated, self._multiplier
+        self._check_alike(averages=multiplier is not None)
         self._drop_outdated()
         fresh = bool(self._drawn)
-        if self._over and not (self._alone or fresh or self._states_weight):
+        if self._over and not (self._alone or fresh or self._count or stated is not None):
             raise RuntimeError(
                 "this backward follows no batch, since the pass over world.shard has ended: batches"
                 " that were kept from it (by itertools.cycle, or a cache) have lost their weights. "
                 "Iterate over the shard anew, or state the weight by optimizer.share(n); before a "
                 "loss of other data, call optimizer.forget_batches()"
             )
-        self._begun, self._weighted = True, False
+        self._begun, self.averages = True, multiplier is not None
+        self._stated = self._multiplier = None
         if fresh:
-            if self._stated is None and self._added is None:
+            if stated is None:
                 _expect_like(self._drawn)
             self._batch = self._current = self._drawn[0]
             self._use_oldest()
-        stated, self._stated = self._stated, None
+        part = self._current
         if stated is not None:  # a stand-in counts nothing
-            own = 0.0 if self._batch is not None and not self._batch.own else stated
-            self._current = DrawnBatch(own)
+            part = DrawnBatch(0.0 if self._batch is not None and not self._batch.own else stated)
+            self._current = part if multiplier is None else self._current
         begins = fresh or stated is not None or self._first is None  # another micro-batch
-        if begins and self._current is not None and self._added is None:
-            self._take_part(self._current)
+        if begins and part is not None:
+            self._take_part(part, multiplier)
 
-    def _take_part(self, part: DrawnBatch) -> None:
+    def _take_part(self, part: DrawnBatch, multiplier: float | None) -> None:
         """Weigh another micro-batch. Raises RuntimeError if its weight changes without a total."""
         first = self._first = self._first or part
-        self._latest = self._relative(part)
+        self._latest = self._relative(part) if multiplier is None else multiplier
         known = first.total is not None and part.total is not None
-        if not known and self._alone and part.own and first.own:
+        if multiplier is None and not known and self._alone and part.own and first.own:
             self._latest = first.own  # this rank has all of both
-        if self._latest != first.own and not (known and self._whole):
+        uncertain = multiplier is None and not (known and self._whole)
+        if uncertain and self._latest != first.own:
             raise RuntimeError(
                 f"this rank weighs {first.own:g} in one micro-batch of an accumulation, and "
                 f"{part.own:g} in another, and what the ranks of this step weigh together in each "
                 "is not known (share(n), world.shard(weight=) and sync= do not say it): call "
                 "optimizer.backward(loss, weight=n) for every micro-batch"
             )
-        self._base = self._base if self._count and self._base else self._latest
+        self._base = self._base_of(self._latest)
         self._count += 1
         self._samples += part.own
+
+    def _base_of(self, latest: float) -> float:
+        """Return the weight to which that of another micro-batch is taken."""
+        if self._count and self._base:
+            return self._base
+        return max(latest, self._usual) if latest and self.in_fp16 else latest
+
+    def agree_on(self, divisor: float) -> None:
+        """Let the sum of the ranks' divisors count for the unit. The same on all ranks."""
+        self._unit, self.agreed = max(self._unit, _power_of_two(divisor or 1.0)), True
 
     def _relative(self, part: DrawnBatch) -> float:
         """Return this rank's weight in a micro-batch, taken to the total of the first one."""
@@ -298,47 +316,48 @@ class BatchWeight:
                 self.digest = (self.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
                 self.has_digest = True
 
-    @property
-    def _states_weight(self) -> bool:
-        return bool(self._count) or self._stated is not None or self._added is not None
-
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
         if not self._begun:
-            self._weighted, self._over = True, False
+            held, self.held, self._over = self.held, None, False
             self.begin_backward()
-        self._stated = None  # of a backward that did not follow
+            self.held = held
+        self._stated = self._multiplier = None  # of a backward that did not follow
 
     def begin_group(self, ranks: int, *, whole: bool) -> None:
-        """Begin to count the weights of a group of `ranks`; 1 for the small range of fp16.
+        """Begin to count the weights of a group of `ranks`.
 
         It is `whole` if a batch is divided between its ranks only.
         """
         self._ranks, self._unit, self._whole = ranks, _power_of_two(ranks), whole
+        self.agreed = False  # whether the unit is that of the ranks' weights
+        self._usual = 0.0  # mean weight of a rank in the last mean over all samples, or 0
 
     def discard(self) -> None:
         """Forget what was stated for gradients that have arrived."""
         self._begin_mean()
         self.end_step()
 
-    def reset(self, usual: float) -> None:
-        """Begin another mean; `usual` is the mean weight of a rank in the last one."""
+    def reset(self, usual: float, held: float | None) -> None:
+        """Begin another mean; `usual` is the mean weight of a rank in the last one, `held` is."""
         if usual:
-            self._unit = _power_of_two(usual * self._ranks)
+            self.agree_on(usual * self._ranks)
+            self._usual = _power_of_two(usual) if self.averages else self._usual
         self._begin_mean()
+        self.held = held
 
     def end_step(self) -> None:
         """Begin another step: statements hold for one step, a batch until the next one."""
-        self._current = self._batch
+        self._current, self.held = self._batch, None
 
     def _begin_mean(self) -> None:
-        self._added, self._begun, self._first = None, False, None
+        self._begun, self.averages, self._first = False, False, None
         self._count, self._samples, self._latest, self._base = 0, 0.0, 1.0, 1.0
         self.digest, self.has_digest = 0, False
 
 
 def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
-    """Raise RuntimeError unless batches have one weight: of balanced loaders, on all ranks."""
+    """Raise RuntimeError unless a rank has one part of batches: of balanced loaders, on all."""
     sources = {id(batch.source) for batch in drawn}
     if len(sources) > 1 and any(batch.source.balanced for batch in drawn):
         raise RuntimeError(
@@ -347,7 +366,7 @@ def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
             "its weight is not certain: state the weight by optimizer.share(n), draw from one "
             "loader at a time, or leave the option out"
         )
-    if len({(batch.own, batch.total, batch.plan) for batch in drawn}) > 1:
+    if len({(b.own / (b.total or 1.0), b.total is None, b.plan) for b in drawn}) > 1:
         raise _ambiguous(drawn)
 
 
@@ -366,7 +385,7 @@ def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
 
 
 def _power_of_two(count: float) -> float:
-    return 2.0 ** math.floor(math.log2(count))
+    return 2.0 ** math.ceil(math.log2(count))
 
 
 def _checked(count: SupportsFloat) -> float:

@@ -59,6 +59,90 @@ def raises(rank):
     dist.all_reduce(torch.ones(100_000), async_op=True).get_future().wait()
 
 
+def model():
+    """DDP with a small model. Its reducer waits in C++, at the end of backward."""
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), bucket_cap_mb=1e-6)
+
+
+def train(model, steps=2):
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def ddp_raises(rank):
+    train(ddp := model())
+    if rank:
+        raise KeyError("a bug of rank one")
+    train(ddp)
+
+
+def ddp_differs(rank):
+    train(ddp := model())
+    if rank:
+        dist.all_reduce(torch.ones(1))
+    train(ddp)
+
+
+def ddp_differs_by_group(rank):
+    train(ddp := model())
+    if rank:
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+    else:
+        dist.new_group([0, 1])
+    train(ddp)
+
+
+def ddp_late(rank):
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(4, 4), process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    )
+    train(ddp)
+    if rank:
+        time.sleep(60)
+    train(ddp)
+
+
+def ddp_first_step_late(rank):
+    """A static graph's first step starts all of its communication at the end of backward."""
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(4, 4),
+        process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3)),
+        static_graph=True,
+    )
+    if rank:
+        time.sleep(60)
+    train(ddp)
+
+
+def ddp_uneven(rank):
+    train(model(), 2 + rank)
+    sys.exit()
+
+
+def chain_differs(rank):
+    """C++ waits for what follows a call, outside of any backward pass."""
+    work = dist.all_reduce(torch.ones(4 + rank), async_op=True)
+    work.get_future().then(lambda ended: ended.value()[0] + 1).wait()
+
+
+def last_roots(rank):
+    """Nobody waits: each is a root, and makes no other call."""
+    dist.broadcast(torch.ones(3), src=rank)
+    sys.exit()
+
+
+def last_roots_of_a_group(rank):
+    dist.broadcast(torch.ones(3), src=rank, group=dist.new_group([0, 1]))
+    sys.exit()
+
+
+def last_calls(rank):
+    for _ in range(3 * (1 - rank)):  # one rank alone, as the root
+        dist.broadcast(torch.ones(3), src=0)
+    dist.destroy_process_group()
+    sys.exit()
+
+
 def send_rows(rank, sent, received):
     """Rank 0 sends rank 1 so many rows, and that receives so many."""
     rows = {0: ([1, sent], [1, 1]), 1: ([1, 1], [received, 1])}

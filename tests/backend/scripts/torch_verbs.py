@@ -11,6 +11,7 @@ import itertools
 import operator
 import os
 import sys
+import time
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
@@ -464,6 +465,33 @@ def test_works(group, ranks, own):
             dist.all_reduce(tensor, group=group)
     for tensor in coalesced:
         equal(tensor, combined(torch.add, ranks, tensor.shape, tensor.dtype))
+
+
+def test_profiles(group, ranks, own):
+    """The profiler sees a call once, by the verb that was called, until its end."""
+    place, over = ranks.index(own), group or dist.group.WORLD
+    before = over._get_sequence_number_for_group()
+    with torch.profiler.profile() as profile:
+        work = dist.all_reduce(values(own, 5), group=group, async_op=True)
+        dist.barrier(group=group)
+        if own == ranks[0]:
+            time.sleep(0.2)
+        dist.all_reduce(values(own, 5), dist.ReduceOp.MAX, group=group)
+        dist.reduce_scatter_single(values(own, 3), values(own, 3 * len(ranks)), group=group)
+        dist.send(values(own, 3), ranks[place ^ 1], group=group) if place == 0 < len(
+            ranks
+        ) - 1 else ()
+        dist.recv(values(own, 3), ranks[0], group=group) if place == 1 else ()
+        work.wait()
+    found = {it.key: it for it in profile.key_averages() if it.key.startswith("mntrain:")}
+    message = [["mntrain:send"] * (len(ranks) > 1), ["mntrain:recv"]][place] if place < 2 else []
+    verbs = ["mntrain:all_reduce", "mntrain:barrier", "mntrain:reduce_scatter_single"]
+    assert sorted(found) == sorted(verbs + message), sorted(found)
+    assert found["mntrain:all_reduce"].count == 2
+    if place:
+        assert found["mntrain:all_reduce"].cpu_time_total > 0.1e6  # microseconds: it has waited
+    assert over._get_sequence_number_for_group() == before + 4
+    over.get_group_store().set("a key", b"")
 
 
 def test_functional_collectives(group, ranks, own):

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from waiting import until
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
-from mntrain.comm.world_collectives import CollectiveWork, when_done
+from mntrain.comm.world_collectives import CollectiveWork, expect, when_done
 from zero.collectives import CompletedWork
 
 WINDOW = 5
@@ -506,3 +507,42 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
     assert called.wait(20)
     when_done(works, again.set)  # they have finished
     assert again.is_set()
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "stopped"])
+def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
+    """Nobody calls `wait`, as where C++ waits for a future."""
+    gate = threading.Event()
+
+    def steps():
+        yield gate.is_set
+        if end == "failed":
+            raise OSError("no way")
+        return CompletedWork()
+
+    stream = engine.add_stream("another")
+    engine.submit(Steps([], "before", enter=gate.is_set).work)
+    work = CollectiveWork(engine, [engine.submit(steps(), stream=stream, wake=False)])
+    assert engine.awaited() is None
+    before = time.monotonic()
+    expect([CompletedWork(), work])
+    awaited = engine.awaited()
+    assert awaited is not None
+    assert awaited[0] is stream
+    assert before <= awaited[1] <= time.monotonic()
+    waiter = threading.Thread(target=suppressed(engine.submit(steps()).wait))
+    waiter.start()
+    until(lambda: engine.awaited()[0] is engine.main)  # a caller that waits counts first
+    if end == "stopped":
+        engine.stop(OSError("no way"))
+    gate.set()
+    until(lambda: engine.awaited() is None)
+    waiter.join()
+
+
+def suppressed(function):
+    def call():
+        with suppress(OSError):
+            function()
+
+    return call

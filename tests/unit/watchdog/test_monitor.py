@@ -413,7 +413,7 @@ def test_ranks_that_cannot_reach_rank_0_are_one_warning(make, rank):
 def come(world, *ranks, kind="at exit"):
     """Let ranks come to the exit."""
     for rank in ranks:
-        world.hear(rank, kind)
+        world.hear(rank, kind, idle=True)
     world.pass_time(EXIT_S + 0.1)
 
 
@@ -427,14 +427,23 @@ def test_ranks_at_the_exit_go_on_when_all_have_come(make, kind):
     assert world.channel.taken("all at exit") == [1, 2]
     # One that has closed its watch before may train on in another world.
     assert world.monitor.all_at_exit["none_unknown"] == (kind == "at exit")
+    assert world.monitor.all_at_exit["all_idle"] == (kind == "at exit")
     world.monitor.on_disconnected(2, None)
     assert (world.ends, world.warnings) == ([], [])
+
+
+def test_ranks_compare_no_calls_at_the_exit_if_one_of_them_has_some_pending(make):
+    world = make(0)
+    world.hear(1, "at exit", idle=False)
+    come(world, 0, 2)
+    assert world.monitor.all_at_exit["none_unknown"]
+    assert not world.monitor.all_at_exit["all_idle"]
 
 
 def test_a_rank_without_a_connection_is_not_waited_for_long_at_the_exit(make):
     world = make(0)
     world.channel.peers, world.monitor._connected = [1], {1}
-    world.hear(0, "at exit")
+    world.hear(0, "at exit", idle=True)
     come(world, 1)
     assert world.monitor.all_at_exit is None
     world.pass_time(EXIT_S + 0.1)
@@ -445,7 +454,7 @@ def test_a_rank_without_a_connection_is_not_waited_for_long_at_the_exit(make):
 @pytest.mark.parametrize("came", [False, True])
 def test_a_process_that_ends_after_the_world_is_lost_once_all_others_are_at_the_exit(make, came):
     world = make(0)
-    world.hear(2, "at exit" if came else "left")
+    world.hear(2, "at exit" if came else "left", idle=True)
     world.monitor.on_disconnected(2, None)
     come(world, 1)
     assert world.ends == []  # rank 0 has work left

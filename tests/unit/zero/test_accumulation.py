@@ -65,10 +65,6 @@ def play(model, optimizer, steps):
 
 # The calls of a step, the norm of its gradient, and its weight.
 STEPS = {
-    "plain and weighted backward passes": (
-        [("share", 4), ("backward", 3), ("weighted", 7, 5), ("weighted", 3, 5)],
-        (13, 14),
-    ),
     "shares of micro-batches": (
         [("share", 2), ("half kept", 1, 3), ("share", 2), ("half", 5, 7)],
         (4, 4),
@@ -92,7 +88,33 @@ STEPS = {
         (3, 1),
     ),
     "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
-    "a weighted one behind a weighted one": ([("weighted", 4, 3), ("weighted kept", 4, 5)], (8, 8)),
+    "weights of micro-batches": ([("weighted kept", 6, 3), ("weighted", 2, 7)], (4, 8)),
+    "every micro-batch synchronized": ([("weighted", 6, 3), ("weighted", 2, 7)], (4, 8)),
+    "means that are read between": (
+        [
+            ("weighted kept", 6, 2),
+            ("synchronize",),
+            ("weighted kept", 4, 5),
+            ("clip_grad_norm_", 1e9),
+            ("share", 0),
+            ("synchronize",),
+            ("weighted kept", 6, 6),
+        ],
+        (4.25, 16),
+    ),
+    "a first micro-batch of no samples, read": (
+        [("weighted kept", 0), ("weighted", 6, 3), ("weighted kept", 0), ("weighted", 2, 7)],
+        (4, 8),
+    ),
+    "a weighted step whose gradients the model has dropped": (
+        [("weighted", 6, 100), ("model.zero_grad",), ("weighted", 2, 7)],
+        (7, 2),
+    ),
+    "a sum of means behind a dropped mean": (
+        [("weighted", 6, 100), ("model.zero_grad",), ("backward", 3), ("backward", 3)],
+        (6, 2),
+    ),
+    "the latest statement": ([("share", 7), ("weighted", 2, 3)], (3, 2)),
     "zeroed": ([("kept", 100), ("zero_grad", False), ("backward", 3)], (3, 1)),
     "dropped by weight": (
         [("weighted kept", 4, 100), ("zero_grad",), ("weighted kept", 4, 3)],
@@ -188,22 +210,21 @@ def test_a_batch_that_was_kept_after_its_pass_is_refused_unless_there_is_one_ran
 
 
 # What is refused: the calls before, the one that raises, and its words.
+MIXED = r" follows optimizer\.backward\(loss, weight=\.\.\.\) before a step or zero_grad\(\): call "
 REFUSED = {
-    "a weight after a share": (
-        [("share", 2)],
-        ("weighted", 2, 1),
-        r"backward\(loss, weight=...\) follows share\(\) in one accumulation: call",
-    ),
     "a share after a weight": (
-        [("weighted kept", 2, 1)],
-        ("share", 2),
-        r"share\(\) follows backward\(loss, weight=...\) in one accumulation: give",
-    ),
-    "no weight after one": (
-        [("weighted kept", 4, 3)],
+        [("weighted kept", 2, 1), ("share", 2)],
         ("backward", 3),
-        r"loss\.backward\(\) follows optimizer\.backward",
+        r"^loss\.backward\(\)" + MIXED,
     ),
+    "no weight after one": ([("weighted kept", 4, 3)], ("backward", 3), MIXED),
+    "no weight after one, read between": ([("weighted", 4, 3)], ("kept", 3), MIXED),
+    "a weight after none": (
+        [("kept", 3)],
+        ("weighted", 4, 3),
+        r"^optimizer\.backward\(loss, weight=\.\.\.\) follows loss\.backward\(\) before",
+    ),
+    "a weight after a mean": ([("share", 2), ("backward", 3)], ("weighted", 4, 3), "before a step"),
     "no samples, by a share": ([("share", 0)], ("backward",), "weights sum to 0"),
     "no samples, by a weight": ([], ("weighted", 0), "weights sum to 0"),
     **{
@@ -266,7 +287,7 @@ def test_a_weight_that_changes_without_a_total_is_refused(stage, world, how):
 @STAGES
 def test_a_loss_that_cannot_run_backward_leaves_no_half_of_a_step(stage, world):
     model, optimizer = one_weight(stage, world)
-    mean(model, 3).backward()
+    optimizer.backward(mean(model, 3), weight=1)
     with pytest.raises(RuntimeError, match="does not require grad"):
         optimizer.backward(torch.ones(()), weight=1)
     with pytest.raises(RuntimeError, match="did not end"):
@@ -283,6 +304,131 @@ def test_clipping_hides_no_overflow(stage):
     assert optimizer.clip_grad_norm_(1.0).isinf()
     with pytest.raises(ArithmeticError):
         optimizer.step()
+
+
+# Weights act on gradients as they are taken, and on nothing before.
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@WORLDS
+@STAGES
+def test_hooks_inputs_and_losses_of_few_bits_know_no_weight(stage, world, kind):
+    """A clamp sees what plain torch has, and a mean over an odd number of samples stays one."""
+    model, optimizer = one_weight(stage, world)
+    seen = []
+    model.weight.register_hook(lambda g: seen.append(g.item()) or g.clamp(-2, 2))
+    for weight in (1027, 300001):
+        inputs = torch.full((1, 1), 3.0, requires_grad=True)
+        optimizer.backward(model(inputs).mean().to(kind), weight=weight)
+        assert inputs.grad.item() == 1.0 - 2.0 * (weight > 1027)
+        assert optimizer.step().grad_norm == pytest.approx(2.0, rel=1e-6)
+        optimizer.zero_grad()
+    assert seen == [3.0, 3.0]
+
+
+@WORLDS
+@STAGES
+def test_a_weight_is_of_one_optimizer_of_a_loss(stage, world):
+    model, optimizer = one_weight(stage, world)
+    other, second = one_weight(stage, world)
+    for weight in (500, 7, 300):
+        optimizer.backward(mean(model, 3) + mean(other, 5), weight=weight)
+        norms = optimizer.step().grad_norm, second.step().grad_norm
+        assert norms == pytest.approx((3.0, 5.0), rel=1e-6)
+        optimizer.zero_grad()
+        second.zero_grad()
+
+
+@WORLDS
+@STAGES
+def test_the_loss_scale_of_another_optimizer_is_refused_where_the_gradient_is_used(stage, world):
+    model, optimizer = one_weight(stage, world, loss_scale=1024.0)
+    other, second = one_weight(stage, world)
+    alike = one_weight(stage, world, loss_scale=1024.0)
+    total = mean(model, 3) + mean(other, 5) + mean(alike[0], 7)
+    with optimizer.no_sync(), second.no_sync(), alike[1].no_sync():
+        optimizer.scale(total).backward()
+    second.zero_grad()  # a gradient that nobody uses, as in adversarial training
+    mean(other, 1).backward()
+    scaled = optimizer.scale(mean(model, 3) + mean(alike[0], 7))
+    scaled.backward()
+    for one in (optimizer, alike[1], second):
+        assert one.step().grad_norm > 0
+        one.zero_grad()
+    optimizer.backward(mean(model, 3) + mean(other, 5), weight=2)
+    for use in (second.step, lambda: second.full_gradient(other.weight)):
+        with pytest.raises(RuntimeError, match=r"another optimizer, .* this one \(1\): give all"):
+            use()
+    second.zero_grad()
+    mean(other, 4).backward()
+    assert second.step().grad_norm == 4.0
+
+
+# Batches that several optimizers, or several loaders, have a part in.
+
+
+def draw(source, own, total, *optimizers):
+    source.drawn += 1
+    for optimizer in optimizers:
+        optimizer.accumulation.expect(source.latest(own, total))
+
+
+@STAGES
+@pytest.mark.parametrize("turns", [(0, 1), (0, 0, 1), (1, 0)])
+def test_models_may_take_the_batches_of_a_loader_in_turn(stage, turns):
+    pairs, source = [one_weight(stage, FirstOfTwo) for _ in range(2)], BatchSource()
+    for number, (own, total) in enumerate([(4, 8)] * 4 + [(1, 3), (4, 8)]):
+        draw(source, own, total, *(optimizer for _, optimizer in pairs))
+        model, optimizer = pairs[turns[number % len(turns)]]
+        mean(model, 3).backward()
+        assert optimizer.step().weight == own
+        optimizer.zero_grad()
+
+
+@STAGES
+def test_models_may_share_a_batch_and_leave_others_out(stage):
+    """As a discriminator and a generator, which trains rarely; batches may be drawn ahead."""
+    (first, often), (second, rarely) = pairs = [one_weight(stage, FirstOfTwo) for _ in range(2)]
+    source, both = BatchSource(), [optimizer for _, optimizer in pairs]
+    for number, own in enumerate((5, 5, 2, 7)):
+        draw(source, own, 2 * own, *both)
+        mean(first, 3).backward()
+        assert often.step().weight == own
+        if number % 2:
+            mean(second, 3).backward()
+            assert rarely.step().weight == own
+        for optimizer in both:
+            optimizer.zero_grad()
+    for own in (6, 6, 6):  # drawn ahead: the first waits for both
+        draw(source, own, 12, *both)
+    mean(first, 3).backward()
+    draw(source, 3, 6, *both)
+    mean(second, 3).backward()
+    assert (often.step().weight, rarely.step().weight) == (6, 6)
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("parts", "refused"),
+    [
+        ([(4, 8), (12, 24)], False),
+        ([(4, 8), (12, 24), (1, 2)], False),
+        ([(4, 8), (12, 25)], True),
+        ([(0, 1), (1, 2)], True),
+        ([(4, None), (12, None)], True),
+        ([(4, None), (4, 8)], True),
+    ],
+)
+def test_loaders_of_unequal_batches_count_where_a_rank_has_one_part_of_each(stage, parts, refused):
+    model, optimizer = one_weight(stage, FirstOfTwo)
+    for own, total in parts:
+        draw(BatchSource(), own, total, optimizer)
+    if refused:
+        with pytest.raises(RuntimeError, match="so its weight is not certain"):
+            mean(model, 3).backward()
+        return
+    mean(model, 3).backward()
+    assert optimizer.step().weight == parts[0][0]
 
 
 # Gradients between steps.

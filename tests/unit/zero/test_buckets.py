@@ -1,5 +1,6 @@
 """Launches of buckets: their time, order, units and wire dtypes; and backward passes that fail."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -191,22 +192,38 @@ def test_a_backward_that_raises_after_a_nested_one_has_ended_is_not_continued(st
     assert optimizer.step().grad_norm == 2.0  # of the weight, which is this rank's
 
 
-def test_in_fp16_addends_are_of_the_size_of_means():
-    addends = []
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("weights", [(), (500,), (300, 500, 200), (1, 1, 1)])
+def test_in_fp16_neither_addends_nor_their_sums_are_larger_than_the_mean(size, stage, weights):
+    """On `size` ranks of equal gradients, which add up before they are rounded."""
+    largest, sums = 49152.0, []
 
-    class Four(SingleProcessCollectives):
-        size, slot = 4, lambda self, rank: rank
-
+    class Alike(SingleProcessCollectives):
         def all_reduce(self, tensor, wire=None):
-            addends.append(tensor.double().clone())
+            total = tensor.double() * self.size
+            sums.extend([total] if tensor.dtype == torch.float16 else [])
+            tensor.copy_(total)
             return super().all_reduce(tensor, wire)
 
-    for dtype, unit in ((torch.float16, 1.0), (torch.bfloat16, 4.0), (torch.float32, 4.0)):
-        model = nn.Linear(1, 1, bias=False).to(dtype)
-        zero(model, world=Four)
-        addends.clear()
-        model(torch.ones(1, 1, dtype=dtype)).mean().backward()
-        assert addends[0].item() == 1.0 / unit
+        def reduce_scatter(self, tensor, bounds=None, wire=None):
+            return self.all_reduce(tensor, wire)
+
+    Alike.size = size
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = zero(model, world=Alike, stage=stage, partition="parameter")
+    for first in (True, False):  # the weight of an accumulation is known from the one before
+        value = largest / max(len(weights), 1) if first else largest
+        inputs = torch.full((1, 1), value, dtype=torch.float16)
+        if not weights:
+            model(inputs).mean().backward()
+        for number, weight in enumerate(weights):
+            with nullcontext() if number == len(weights) - 1 else optimizer.no_sync():
+                optimizer.backward(model(inputs).mean(), weight=weight)
+        total = optimizer.full_gradient(model.weight).item()
+        optimizer.zero_grad()
+        assert total == pytest.approx(value, rel=2e-3)
+    assert max(map(float, sums)) <= largest * 1.01
 
 
 # The wire.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -170,3 +171,40 @@ def test_compiled_autograd_is_refused_by_its_name(world, stage):
             compiled(torch.ones(2, 3))
     optimizer.close()
     torch.compiler.reset()
+
+
+USES = {
+    "read": lambda p: p.grad.norm(),
+    "changed": lambda p: p.grad.clamp_(-1, 1),
+    "added to": lambda p: p.grad.add_(1.0),
+    "replaced": lambda p: setattr(p, "grad", 2 * p.grad),
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@STAGES
+def test_a_hook_behind_accumulation_has_the_gradient_at_stage_0_and_in_no_micro_batch_else(
+    stage, use, early
+):
+    model, outcomes = nn.Linear(2, 1), []
+
+    def hook(parameter):
+        try:
+            use(parameter)
+            outcomes.append("")
+        except RuntimeError as error:
+            outcomes.append(str(error))
+
+    if early:
+        model.weight.register_post_accumulate_grad_hook(hook)
+    optimizer = zero(model, world=FirstOfTwo, stage=stage, partition="parameter", lr=0.1)
+    if not early:
+        model.weight.register_post_accumulate_grad_hook(hook)
+    for turn in range(4):  # the last one behind means that are held
+        with nullcontext() if turn > 1 else optimizer.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+    assert len(outcomes) == 4
+    assert all(("is sharded over ranks" in words) == (stage > 0) for words in outcomes)
+    if stage:
+        assert optimizer.full_gradient(model.weight).tolist() == [[4.0, 4.0]]
