@@ -24,10 +24,7 @@ class Digits(Task):
         try:
             from sklearn.datasets import load_digits  # noqa: PLC0415 - optional dependency
         except ImportError as error:
-            raise ImportError(
-                "the digits need scikit-learn: pip install 'mntrain[examples]', "
-                "or pip install scikit-learn"
-            ) from error
+            raise ImportError("the digits need scikit-learn: pip install scikit-learn") from error
         digits: Any = load_digits()
         # The images are ordered by writer; both splits should contain all writers.
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))

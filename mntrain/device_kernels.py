@@ -205,9 +205,7 @@ class DeviceKernels:
         try:
             self._cupy: Any = importlib.import_module("cupy")
         except ImportError as error:
-            raise ImportError(
-                f"{error}; pip install 'mntrain[cuda12]', or 'mntrain[cuda13]'"
-            ) from error
+            raise ImportError(f"{error}; pip install cupy-cuda12x, or cupy-cuda13x") from error
         if self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self._device)

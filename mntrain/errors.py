@@ -217,10 +217,6 @@ class ExceptionWatch:
         of_all = isinstance(error, OF_ALL_RANKS)
         if self._process != os.getpid():
             self._previous[sys](kind, error, trace)
-            if self._process:  # in a forked child
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)  # at the end of the interpreter, MPI would wait for other ranks
             return
         if self.size > 1 and not of_all:
             self.end_job(error)

@@ -46,7 +46,7 @@ def transformers_library() -> Iterator[Any]:
     """
     if find_spec("transformers") is None:
         raise ValueError(
-            "models of Hugging Face need the transformers library: pip install 'mntrain[hf]'"
+            "models of Hugging Face need the transformers library: pip install transformers"
         )
     import transformers  # noqa: PLC0415 - optional
 

@@ -19,9 +19,7 @@ from mntrain.ranks import start_mpi
 try:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "mntrain.lightning needs Lightning: pip install 'mntrain[lightning]'"
-    ) from error
+    raise ModuleNotFoundError("mntrain.lightning needs Lightning: pip install lightning") from error
 
 
 class MpiEnvironment(TorchElasticEnvironment):

@@ -38,7 +38,14 @@ from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
 from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.peer_memory import PeerTensor
-from mntrain.comm.resources import BufferView, CommContext, Take, TensorAccess, as_bytes
+from mntrain.comm.resources import (
+    BufferView,
+    CommContext,
+    Take,
+    TensorAccess,
+    as_bytes,
+    host_bytes,
+)
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
 from zero.kernels import sum_dtype
@@ -495,7 +502,8 @@ def small_collective(
     with context.buffers.lease() as take:
         rows = take(tensor.numel(), tensor.dtype, comm.size)
         if rows.arrays:
-            rows.arrays[comm.rank][:] = tensor.numpy()
+            row = rows.arrays[comm.rank]
+            row[:] = host_bytes(tensor).view(row.dtype)
         else:
             rows.tensors[comm.rank].copy_(tensor)
         yield from small_messages.all_gather(comm, rows.bytes, tag, plain=ticket.plain)
@@ -517,7 +525,8 @@ def _add_rows(
         with np.errstate(over="ignore", invalid="ignore"):  # as torch does
             for group in _groups(plan):
                 _add_arrays([arrays[rank] for rank in group], arrays[group[0]])
-        total.numpy()[:] = arrays[plan.nodes.nodes[0][0]]
+        summed = arrays[plan.nodes.nodes[0][0]]
+        host_bytes(total).view(summed.dtype)[:] = summed
         return
     nodes = len(plan.nodes.nodes)
     for number, group in enumerate(_groups(plan)):

@@ -6,6 +6,7 @@ deferred to `start`.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import re
@@ -16,12 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from mntrain.checks import launcher
 from mntrain.checks.host import check_before_mpi, expect, library_missing
+from mntrain.comm.forked import leave_end_to_parent
 from mntrain.comm.waits import Backoff, pause
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ MESSAGE_BYTES = 1 << 30
 FORWARD_S, MAX_FORWARD_S = 0.5, 3.0  # for launchers to read and forward output before an abort
 CHUNK_TAGS = 1 << 10  # consecutive chunks of a communicator whose tags differ
 _started = threading.Event()  # MPI, by this package
+_of_parent = threading.Event()  # MPI is that of this process's parent
 
 
 @dataclass
@@ -363,8 +367,13 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, MpiLibrary]:
     Collective over `comm`, which stays the caller's. Raises StartError before MPI starts where MPI
     would end the process, and after it if the launcher started more ranks than MPI sees; ValueError
     for the null communicator; RuntimeError if MPI was started without support for communication
-    from several threads.
+    from several threads, and in a forked child.
     """
+    if _of_parent.is_set():
+        raise RuntimeError(
+            "this process is a forked child of a rank and cannot be a rank itself: call "
+            "`mntrain.init` before the fork, and leave communication to the rank"
+        )
     MPI = _import_started()  # noqa: N806 - a module
     expect(launcher.world_size(os.environ, MPI.COMM_WORLD.Get_size()))
     level = THREADS.get(MPI.Query_thread(), "unknown")
@@ -396,7 +405,21 @@ def _import_started() -> ModuleType:
         levels = {name: number for number, name in THREADS.items()}
         level = levels.get(rc.thread_level, MPI.THREAD_MULTIPLE)
         _wait_until_all_ranks_have_started_mpi(MPI, level)
+    _leave_end_to_parent(MPI)
     return MPI
+
+
+@cache
+def _leave_end_to_parent(MPI: ModuleType) -> None:  # noqa: N803 - a module
+    """Let forked children end without ending MPI, which is the rank's: by mpi4py or by a call."""
+    leave_end_to_parent(str(MPI.__file__))
+
+    def forget() -> None:
+        _of_parent.set()
+        atexit.unregister(MPI.Finalize)
+        vars(MPI)["Finalize"] = lambda: None
+
+    os.register_at_fork(after_in_child=forget)
 
 
 def _wait_until_all_ranks_have_started_mpi(MPI: ModuleType, level: int) -> None:  # noqa: N803

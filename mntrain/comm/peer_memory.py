@@ -123,12 +123,18 @@ class PeerMemory:
 
 
 def _reaches(pid: int, address: int, token: bytes) -> bool:
-    """Return whether a process can be read: whether it has these bytes at this address."""
-    if _read is None:
+    """Return whether a process has these bytes at this address, and can be read and written.
+
+    They are written again as they are. A sandbox may refuse one of both alone.
+    """
+    if _read is None or _write is None:
         return False
+    there = PeerTensor(pid, address, _TOKEN_BYTES, torch.uint8)
     found = torch.zeros(_TOKEN_BYTES, dtype=torch.uint8, device="cpu")
     try:
-        PeerTensor(pid, address, _TOKEN_BYTES, torch.uint8).read(found)
+        if bytes(there.read(found).numpy()) != token:
+            return False
+        there.copy_(found)
     except OSError:
         return False
-    return bytes(found.numpy()) == token
+    return True

@@ -28,14 +28,31 @@ MIN_BYTES = 4 << 10
 MAX_VIEWS = 64  # kept for one buffer: the lengths of a program's chunks are few
 
 
+class _Memory:
+    """The memory of a tensor for NumPy. Tensor.numpy() would forbid its storage to be resized."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # alive while an array of NumPy is
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
 def as_bytes(tensor: Tensor) -> "Bytes":
     """Return a view of a flat contiguous tensor, in the form that MPI takes."""
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
-    data = tensor.view(torch.uint8)
-    if data.is_cuda:
-        return data
-    return data.numpy() if len(data) else np.empty(0, np.uint8)  # torch's has no address
+    return tensor.view(torch.uint8) if tensor.is_cuda else host_bytes(tensor)
+
+
+def host_bytes(tensor: Tensor) -> "NDArray[np.uint8]":
+    """Return a view of a flat contiguous tensor in host memory, which may still be resized."""
+    return np.asarray(_Memory(tensor)) if len(tensor) else np.empty(0, np.uint8)  # has no address
 
 
 class TensorAccess:

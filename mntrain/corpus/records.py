@@ -61,7 +61,7 @@ def _column_fields(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, lis
     try:
         import pyarrow  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ValueError(f"{path} needs pyarrow: pip install 'mntrain[data]'") from error
+        raise ValueError(f"{path} needs pyarrow: pip install pyarrow") from error
     read = _parquet_batches if path.name.lower().endswith(_PARQUET) else _arrow_batches
     row = 0
     try:

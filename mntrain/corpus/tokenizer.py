@@ -198,7 +198,7 @@ def _import_library() -> Any:
         import tokenizers  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ValueError(
-            "a tokenizer.json needs the tokenizers library: pip install 'mntrain[data]'"
+            "a tokenizer.json needs the tokenizers library: pip install tokenizers"
         ) from error
     return tokenizers
 

@@ -52,7 +52,7 @@ def _import_mlflow() -> Any:
     return import_module("mlflow")
 
 
-# By option: what imports its package, the package, and the extra that installs it.
+# By option: what imports its package, the package, and what pip installs.
 _NEEDED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "tensorboard": (
         partial(import_module, "torch.utils.tensorboard"),
@@ -60,9 +60,13 @@ _NEEDED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "tensorboard",
     ),
     "wandb": (partial(import_module, "wandb"), "wandb", "wandb"),
-    "mlflow": (_import_mlflow, "mlflow-skinny", "mlflow"),
-    "prometheus": (partial(import_module, "prometheus_client"), "prometheus_client", "prometheus"),
-    "report": (partial(import_module, "matplotlib"), "matplotlib", "plot"),
+    "mlflow": (_import_mlflow, "mlflow-skinny", "alembic mlflow-skinny sqlalchemy"),
+    "prometheus": (
+        partial(import_module, "prometheus_client"),
+        "prometheus_client",
+        "prometheus-client",
+    ),
+    "report": (partial(import_module, "matplotlib"), "matplotlib", "jinja2 matplotlib"),
 }
 
 
@@ -71,7 +75,7 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
 
     `option` is how errors write an option of this name.
     """
-    for name, (load, package, extra) in _NEEDED.items():
+    for name, (load, package, wheels) in _NEEDED.items():
         if getattr(log, name):
             try:
                 load()
@@ -79,7 +83,7 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
                 why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
                 raise ValueError(
                     f"{option.format(name)} needs the package {package}, which cannot be imported"
-                    f"{why}: pip install 'mntrain[{extra}]', or leave the option out"
+                    f"{why}: pip install {wheels}, or leave the option out"
                 ) from error
 
 

@@ -168,7 +168,7 @@ def expect_drawable(command: str, output: Path) -> None:
     """Raise ValueError if a command cannot draw, or its output has no folder."""
     if find_spec("matplotlib") is None:
         raise ValueError(
-            f"{command} needs matplotlib, which is not installed: pip install 'mntrain[plot]'"
+            f"{command} needs matplotlib, which is not installed: pip install jinja2 matplotlib"
         )
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")

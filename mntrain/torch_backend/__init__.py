@@ -7,14 +7,15 @@
 
     dist.init_process_group("mntrain")
 
-The import starts MPI, and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (the
-node), MASTER_ADDR and MASTER_PORT where they are not set, for torch and for scripts that read
-them. Collective over all ranks of the job. Raises AgreedError if MPI cannot start, and for ranks of
-torchrun without MPI.
+The import starts MPI, and sets the variables of torchrun, for torch and for scripts that read them:
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (the node) and others to MPI's numbers,
+MASTER_ADDR and MASTER_PORT unless all ranks have the same. Collective over all ranks of the job.
+Raises AgreedError if MPI cannot start, and for ranks of torchrun without MPI.
 """
 
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -40,6 +41,8 @@ from mntrain.world import World, init
 
 _OLDEST_TORCH = (2, 9)
 _RANKS = "start the script with mpirun -n or srun, and call its function without mp.spawn"
+# Torch's sharded tensors communicate from a GPU if the backend takes any.
+_DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 _TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for its processes
 
 
@@ -78,6 +81,8 @@ def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> Mpi
     if _Default.world is not None:  # of a group that was destroyed
         _Default.world.close()
     world = init(timeout=timeout.total_seconds())
+    if world.size == 1 and not _launched():
+        _warn("the group has one rank, since neither mpirun -n nor srun has started the script")
     with world.agreement():
         if size > world.size == 1:
             raise ValueError(f"init_process_group is for {size} ranks, and MPI has one: {_RANKS}")
@@ -101,9 +106,13 @@ def _is_child() -> bool:
     return parent_process() is not None or getattr(current_process(), "_inheriting", False)
 
 
+def _launched() -> bool:
+    """Return whether a launcher of MPI has started this process."""
+    return launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
+
+
 def _start() -> None:
-    """Start MPI, and set what torch and scripts read of a job, where the user has not."""
-    launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
+    """Start MPI, and set what torch and scripts read of a job."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         # Its C++ code waits forever for works of Python that Python has let go.
         raise AgreedError(
@@ -111,7 +120,7 @@ def _start() -> None:
             "or take world.optimizer, which has no use for torch.distributed",
             int(os.environ.get("RANK", "0")),
         )
-    if _TORCHRUN in os.environ and not launched:
+    if _TORCHRUN in os.environ and not _launched():
         raise AgreedError(
             f"torchrun has started this process, and backend {NAME} needs ranks of MPI: start the "
             "script with mpirun or srun in place of torchrun, or take backend gloo or nccl",
@@ -121,17 +130,35 @@ def _start() -> None:
     hosts, interfaces = comm.node_keys(), comm.gather_objects(own_addresses())
     mates = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     others = [found for found, host in zip(interfaces, hosts, strict=True) if host]
-    values = {
-        "RANK": comm.rank,
-        "WORLD_SIZE": comm.size,
-        "LOCAL_RANK": mates.index(comm.rank),
-        "LOCAL_WORLD_SIZE": len(mates),
-        "GROUP_RANK": sorted(set(hosts)).index(hosts[comm.rank]),  # torchrun's word for a node
+    nodes = sorted(set(hosts))  # a node is torchrun's group
+    numbers = {
+        ("RANK", "ROLE_RANK"): comm.rank,
+        ("WORLD_SIZE", "ROLE_WORLD_SIZE"): comm.size,
+        ("LOCAL_RANK",): mates.index(comm.rank),
+        ("LOCAL_WORLD_SIZE",): len(mates),
+        ("GROUP_RANK",): nodes.index(hosts[comm.rank]),
+        ("GROUP_WORLD_SIZE",): len(nodes),
     }
-    for name, value in values.items():
-        os.environ.setdefault(name, str(value))
+    values = {name: str(number) for names, number in numbers.items() for name in names}
+    left = [name for name, value in values.items() if os.environ.get(name, value) != value]
+    os.environ.update(values)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # there is no agent of torchrun
+    given = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    found = comm.gather_objects((given, left))
+    same = [name for name in given if all(of[name] == given[name] for of, _ in found)]
+    differ = given.keys() - same
+    for name in differ:
+        os.environ.pop(name, None)
+    if comm.rank == 0 and (names := sorted(differ.union(*(left for _, left in found)))):
+        _warn(f"{', '.join(names)} of the environment were not this job's, and are replaced")
+    address = comm.gather_objects(address_towards(others))[0]
+    os.environ.setdefault("MASTER_ADDR", address)
     if "MASTER_PORT" not in os.environ:
-        _Stores(comm, comm.gather_objects(address_towards(others))[0]).install()
+        _Stores(comm, address).install()
+
+
+def _warn(text: str) -> None:
+    print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
 
 
 class _Stores:
@@ -147,7 +174,6 @@ class _Stores:
 
     def install(self) -> None:
         """Let `init_process_group` without a method make its store here. Collective."""
-        os.environ.setdefault("MASTER_ADDR", self._address)
         port = 0
         if self._comm.rank == 0:  # also for scripts that read it before the group starts
             with socket.create_server((self._address, 0)) as probe:
@@ -177,7 +203,7 @@ class _Stores:
         yield store, int(given.get("rank", rank)), int(given.get("world_size", size))
 
 
-dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+dist.Backend.register_backend(NAME, create, extended_api=True, devices=_DEVICES)
 keep_works_of_join()
 if not _is_child():
     _start()

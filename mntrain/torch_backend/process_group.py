@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.autograd.profiler import record_function
@@ -155,6 +156,10 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def size(self) -> int:
         """Return the number of ranks of the group."""
         return self._size
+
+    def _get_backend_name(self) -> str:
+        """Return gloo's name without a GPU: by it torch's sharded tensors stay on the CPU."""
+        return NAME if torch.cuda.is_available() else dist.Backend.GLOO
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         """Return the name that torch has given the group."""
@@ -619,7 +624,7 @@ def _summed(operation: ReduceOp.RedOpType) -> str:
 
 def _in_place(tensor: Tensor) -> bool:
     """Return whether the engine can write to a tensor itself."""
-    return tensor.is_contiguous() and not tensor.is_inference()
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_inference()
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
@@ -638,7 +643,11 @@ def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).cpu()
+    """Return flat contiguous host memory with a tensor's values: its own if that is possible.
+
+    Of a column `reshape` alone makes a view with a stride, of an expanded number one of stride 0.
+    """
+    return tensor.detach().resolve_neg().reshape(-1).cpu().contiguous()
 
 
 def _apart(sent: Tensor, received: Sequence[Tensor]) -> Tensor:

@@ -191,8 +191,10 @@ class Call(TorchWork):
             try:
                 with torch.inference_mode():  # tensors of the caller's inference mode, too
                     for target, source in self._copies if error is None else ():
-                        whole = source if source.is_sparse else source.view(target.shape)
-                        target.copy_(whole)
+                        if source.is_sparse:
+                            target.copy_(source)
+                        else:
+                            _fill(target, source.view(target.shape))
                         for tensor in (target, source):
                             if tensor.is_cuda and not tensor.is_sparse:
                                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -228,6 +230,23 @@ def _in_inner_backward() -> bool:
     while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    """Copy to a tensor whose elements may share memory, such as an expanded one.
+
+    Raises ValueError if they would have to differ.
+    """
+    own, values = target, source
+    for dimension, (length, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if length > 1 and stride == 0:
+            own, values = own.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
+    own.copy_(values)
+    if own is not target and not ((target == source) | (source != source)).all():  # noqa: PLR0124 - NaN
+        raise ValueError(
+            "elements of an expanded tensor share memory, and the result has different values for "
+            "them: give a contiguous tensor"
+        )
 
 
 def keep_works_of_join() -> None:

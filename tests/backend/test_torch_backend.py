@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from job import completed
 from launch import mpirun
 
@@ -21,8 +22,11 @@ def run(ranks, name, *words, **options):
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=MORE)])  # four run on emulated nodes
 def test_every_verb_has_its_result_over_the_world_and_parts_of_it(ranks):
-    result = completed(run(ranks, "torch_verbs.py"))
-    assert result.stdout.count("15 tests passed") == ranks
+    left_over = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "5", "LEFT_OVER": "yes"}
+    result = completed(run(ranks, "torch_verbs.py", env=left_over))
+    assert result.stdout.count("18 tests passed") == ranks
+    named = "LOCAL_RANK, RANK, WORLD_SIZE" if ranks > 1 else "LOCAL_RANK"
+    assert result.stderr.count(f"mntrain: warning: {named} of the environment were not") == 1
 
 
 @pytest.mark.thorough
@@ -66,6 +70,20 @@ def test_a_process_without_a_launcher_is_told_how_to_start(monkeypatch):
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
     assert "start the script with mpirun or srun" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_a_script_without_a_launcher_says_that_it_is_one_rank(monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    script = (
+        "import torch.distributed as dist, mntrain.torch_backend\n"
+        "dist.init_process_group('mntrain')\n"
+        "print(dist.get_backend_config())"
+    )
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr.count("the group has one rank, since neither mpirun -n nor srun has") == 1
+    assert ("cuda" in done.stdout) == torch.cuda.is_available()
 
 
 @pytest.mark.thorough

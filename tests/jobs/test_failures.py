@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -459,17 +460,14 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
 
 
 @pytest.mark.thorough
-def test_threads_and_forked_children_and_caught_errors_end_without_the_job(tmp_path):
+def test_threads_and_caught_errors_end_without_the_job(tmp_path):
     text = (
-        "import os, sys, threading\nimport mntrain\n"
+        "import sys, threading\nimport mntrain\n"
         "def bug():\n    raise KeyError('in a thread')\n"
         "with mntrain.init() as world:\n"
         "    for function in (sys.exit, bug) if world.rank == 1 else ():\n"
         "        thread = threading.Thread(target=function, name='logger')\n"
         "        thread.start()\n        thread.join()\n"
-        "    child = os.fork() if world.rank == 1 else None\n"
-        "    if child == 0:\n        raise KeyError('in a child')\n"
-        "    if child:\n        os.waitpid(child, 0)\n"
         "    try:\n"
         "        with world.agreement():\n"
         "            if world.rank == 1:\n"
@@ -482,7 +480,21 @@ def test_threads_and_forked_children_and_caught_errors_end_without_the_job(tmp_p
     assert result.stdout.count("[2.0] ['rank 1: not here', 'rank 1: not here']") == 2
     assert result.stderr.count("mntrain: rank 1 of 2 on") == 1
     assert result.stderr.count("KeyError: 'in a thread'") == 1
-    assert result.stderr.count("KeyError: 'in a child'") == 1
+
+
+@pytest.mark.parametrize(
+    "started_by",
+    ["mntrain", *(pytest.param(it, marks=pytest.mark.thorough) for it in ("mpi4py", "script"))],
+)
+def test_children_end_in_every_way_without_ending_mpi_for_their_rank(started_by):
+    script = Path(__file__).parents[1] / "helpers" / "ends_of_children.py"
+    result = completed(mpirun(2, [sys.executable, script, started_by], timeout=110))
+    said = re.search(r"(\d+) last words; the job goes on", result.stdout)
+    assert said, result.report()
+    assert result.stdout.count("last words\n") == int(said[1])
+    assert result.stderr.count("KeyError: 'in a child'") == 2
+    assert result.stderr.count("a reason") == 2
+    assert result.stderr.count("a forked child of a rank and cannot be a rank itself") == 2
 
 
 @pytest.mark.thorough

@@ -272,7 +272,7 @@ def test_without_a_cupy_that_works_kernels_are_torchs_and_the_reason_is_one_line
     kernels = DeviceKernels(cuda)
     assert kernels.name == "torch"
     assert "ImportError" in kernels.why
-    assert "pip install 'mntrain[cuda12]'" in kernels.why
+    assert "pip install cupy-cuda12x" in kernels.why
 
     def fail(self):
         raise OSError("the driver is too old\nand much more")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import (
@@ -82,6 +82,29 @@ def fsdp_of_old():
     model, optimizer = train(FullyShardedDataParallel(make_model(), device_id=torch.device("cpu")))
     state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     return digest(model) + len(state["param_groups"])
+
+
+def sharded_checkpoint_of_old():
+    """With parameters of which some ranks have no part, and whose parts rank 0 gathers."""
+    kind, cpu = FullyShardedDataParallel, torch.device("cpu")
+    model = kind(make_model(), device_id=cpu)
+    train(model)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    with kind.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+        dcp.save(state, checkpoint_id=folder[0])
+        before = digest(model)
+        train(model)
+        dcp.load(state, checkpoint_id=folder[0])
+        model.load_state_dict(state["model"])
+    assert digest(model) == before
+    total = 0.0
+    for part in state["model"].values():
+        whole = torch.empty(part.shape) if dist.get_rank() == 0 else None
+        part.gather(0, whole)
+        total += 0.0 if whole is None else whole.double().abs().sum().item()
+    return total
 
 
 def asynchronous_checkpoint():
@@ -155,7 +178,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group(sys.argv[1])
     for function in (
-        *(zero_redundancy, compiled, uneven_inputs, fsdp_of_old),
+        *(zero_redundancy, compiled, uneven_inputs, fsdp_of_old, sharded_checkpoint_of_old),
         *(asynchronous_checkpoint, batch_norm_of_all_ranks, tensor_parallel, pipeline),
     ):
         result = function()

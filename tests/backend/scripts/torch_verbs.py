@@ -9,11 +9,14 @@ Every rank makes the inputs of all ranks. What a result must be is computed in f
 import functools
 import itertools
 import operator
+import os
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -108,6 +111,147 @@ def test_layouts(group, ranks, own):
     transposed = torch.zeros(5, 2 * len(ranks)).t()
     dist.all_gather_single(transposed, values(own, (2, 5)), group=group)
     equal(transposed, torch.cat([values(rank, (2, 5)) for rank in ranks]))
+
+
+def column(tensor):
+    """The same values with a stride of 3, also when they are flattened."""
+    return torch.stack([tensor, tensor * 0, tensor * 0], -1)[..., 0]
+
+
+def negated(tensor):
+    """The same values, as a view that negates what is in memory, such as `z.conj().imag`."""
+    return torch._neg_view(-tensor)
+
+
+def test_strided_tensors(group, ranks, own):
+    """Every verb with inputs and outputs that are views, as with contiguous copies of them."""
+    place, size, root = ranks.index(own), len(ranks), ranks[0]
+    for view in (column, negated):
+
+        def inputs(rank, *shape, view=view):
+            return view(values(rank, shape))
+
+        def outputs(*shape, view=view):
+            return view(torch.zeros(shape))
+
+        rows, mine = [outputs(6) for _ in ranks], inputs(own, 6)
+        dist.all_gather(rows, mine, group=group)
+        equal_all(rows, [inputs(rank, 6) for rank in ranks])
+        whole = outputs(6 * size)
+        dist.all_gather_single(whole, mine, group=group)
+        equal_all(whole.chunk(size), rows)
+        total = sum(inputs(rank, 2 * size) for rank in ranks)
+        dist.all_reduce(reduced := inputs(own, 2 * size), group=group)
+        equal_all([reduced], [total])
+        dist.reduce(reduced := inputs(own, 2 * size), root, group=group)
+        equal_all([reduced], [total if own == root else inputs(own, 2 * size)])
+        parts = total.reshape(size, 2)
+        output = outputs(2)
+        dist.reduce_scatter_single(output, inputs(own, 2 * size), group=group)
+        equal_all([output], [parts[place]])
+        dist.reduce_scatter(output, list(inputs(own, 2 * size).chunk(size)), group=group)
+        equal_all([output], [parts[place]])
+        tensor = inputs(own, 3, 2)
+        dist.broadcast(tensor, root, group=group)
+        equal_all([tensor], [inputs(root, 3, 2)])
+        received = outputs(2 * size)
+        dist.all_to_all_single(received, inputs(own, 2 * size), group=group)
+        expected = [inputs(rank, 2 * size).chunk(size)[place] for rank in ranks]
+        equal_all(received.chunk(size), expected)
+        rows = [outputs(2) for _ in ranks]
+        dist.all_to_all(rows, list(inputs(own, 2 * size).chunk(size)), group=group)
+        equal_all(rows, expected)
+        rows = [outputs(5) for _ in ranks]
+        dist.gather(inputs(own, 5), rows if own == root else None, dst=root, group=group)
+        equal_all(rows if own == root else [], [inputs(rank, 5) for rank in ranks])
+        given = [inputs(100 + number, 5) for number in range(size)]
+        dist.scatter(received := outputs(5), given if own == root else None, src=root, group=group)
+        equal_all([received], [given[place]])
+        if size > 1:
+            after, before = ranks[(place + 1) % size], ranks[place - 1]
+            works = [
+                dist.irecv(received := outputs(4), before, group=group),
+                dist.isend(inputs(own, 4), after, group=group),
+            ]
+            for work in works:
+                work.wait()
+            equal_all([received], [inputs(before, 4)])
+
+
+def equal_all(found, expected):
+    for one, other in zip(found, expected, strict=False):
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=1e-6), (one, other)
+
+
+def test_expanded_tensors(group, ranks, own):
+    """An element that stands for several: as an input as if copied; as an output one for all."""
+    place, size, number = ranks.index(own), len(ranks), own + 1.0
+    expanded = torch.full((1, 2), number).expand(size, 2)
+    dist.all_reduce(expanded, group=group)
+    assert expanded.unique().tolist() == [sum(rank + 1.0 for rank in ranks)]
+    dist.broadcast(expanded := torch.full((), number).expand(3), ranks[-1], group=group)
+    assert expanded.unique().tolist() == [ranks[-1] + 1.0]
+    received = torch.zeros(size, 2)
+    dist.all_to_all_single(received, torch.full((1, 2), number).expand(size, 2), group=group)
+    assert received[:, 1].tolist() == [rank + 1.0 for rank in ranks]
+    rows = [torch.zeros(4) for _ in ranks] if own == ranks[0] else None
+    dist.gather(torch.full((), number).expand(4), rows, dst=ranks[0], group=group)
+    assert [row[3].item() for row in rows or []] == [rank + 1.0 for rank in ranks if rows]
+    if size > 1:
+        after, before = ranks[(place + 1) % size], ranks[place - 1]
+        for sent, alike in ((torch.tensor(number).expand(3), True), (torch.arange(3.0), False)):
+            work = dist.irecv(received := torch.zeros(1).expand(3), before, group=group)
+            dist.send(sent, after, group=group)
+            refused = pytest.raises(ValueError, match="share memory")
+            with nullcontext() if alike else refused:
+                work.wait()
+            assert not alike or received.tolist() == [before + 1.0] * 3
+
+
+def test_tensors_are_resized_after_calls(group, ranks, own):
+    """As torch's FSDP frees and enlarges the memory of what it has communicated."""
+    place, size, root = ranks.index(own), len(ranks), ranks[0]
+    after, before = ranks[(place + 1) % size], ranks[place - 1]
+
+    def message(tensor):
+        if size > 1:
+            work = dist.isend(tensor, after, group=group)
+            dist.recv(torch.zeros_like(tensor), before, group=group)
+            work.wait()
+
+    for numel in (2 * size, 30_000 * size):
+        rows = [torch.zeros(numel) for _ in ranks]
+        calls = {
+            "all_reduce": lambda it: dist.all_reduce(it, group=group),
+            "maximum": lambda it: dist.all_reduce(it, dist.ReduceOp.MAX, group=group),
+            "reduce": lambda it: dist.reduce(it, root, group=group),
+            "broadcast": lambda it: dist.broadcast(it, root, group=group),
+            "all_gather": lambda it, rows=rows: dist.all_gather(rows, it, group=group),
+            "all_gather_single": lambda it: dist.all_gather_single(
+                it, it[: len(it) // size].clone(), group=group
+            ),
+            "reduce_scatter": lambda it: dist.reduce_scatter_single(
+                torch.zeros(len(it) // size), it, group=group
+            ),
+            "all_to_all": lambda it: dist.all_to_all_single(it, it.clone(), group=group),
+            "gather": lambda it, rows=rows: dist.gather(
+                it, rows if own == root else None, dst=root, group=group
+            ),
+            "scatter": lambda it, rows=rows: dist.scatter(
+                it, rows if own == root else None, src=root, group=group
+            ),
+            "message": message,
+        }
+        for name, call in calls.items():
+            call(tensor := torch.ones(numel))
+            for each in (tensor, *(rows if name in ("all_gather", "gather", "scatter") else ())):
+                try:
+                    each.resize_(2 * numel)
+                except RuntimeError as error:
+                    raise AssertionError(f"{name} of {numel}: {error}") from None
+                each.resize_(numel)
+            tensor.untyped_storage().resize_(0)
 
 
 def sparse(rank, shape, dense_dimensions, dtype):
@@ -398,6 +542,9 @@ def test_inference(group, ranks, own):
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("mntrain")
+    if os.environ.get("LEFT_OVER"):  # variables of another job were in the environment
+        numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+        assert numbers == [dist.get_rank(), dist.get_world_size(), dist.get_rank()], numbers
     torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     own, size = dist.get_rank(), dist.get_world_size()
     everything = list(range(size))

@@ -1,5 +1,6 @@
 """Copies from and to the memory of another process."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -44,6 +45,11 @@ def test_memory_of_another_process_is_read_and_written_while_it_lives(monkeypatc
             there = bytes(torch.arange(4, dtype=torch.int32).numpy())
             assert peer_memory._reaches(process.pid, peer._address, there)
             assert not peer_memory._reaches(process.pid, peer._address + 4, there)
+            for refused in ("_read", "_write"):  # by a sandbox, which may let the other pass
+                for way in (None, refuse):
+                    with monkeypatch.context() as patch:
+                        patch.setattr(peer_memory, refused, way)
+                        assert not peer_memory._reaches(process.pid, peer._address, there)
         finally:
             process.kill()
         process.wait()
@@ -51,6 +57,11 @@ def test_memory_of_another_process_is_read_and_written_while_it_lives(monkeypatc
         with pytest.raises(OSError, match=f"process {process.pid} of this node, which runs a rank"):
             peer.read(numbers)
         assert not peer_memory._reaches(process.pid, peer._address, there)
+
+
+def refuse(*_):
+    peer_memory.ctypes.set_errno(errno.EPERM)
+    return -1
 
 
 def check_parts(peer, numbers):

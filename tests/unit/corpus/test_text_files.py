@@ -170,5 +170,5 @@ def test_a_column_of_parquet_is_read_row_by_row(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a.parquet cannot be read"):
         texts_of(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs pyarrow: pip install 'mntrain\[data\]'"):
+    with pytest.raises(ValueError, match=r"needs pyarrow: pip install pyarrow"):
         texts_of(path)

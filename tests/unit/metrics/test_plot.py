@@ -178,7 +178,7 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"metrics.jsonl"}
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     assert draw("a") == 2
-    needs = "which is not installed: pip install 'mntrain[plot]'"
+    needs = "which is not installed: pip install jinja2 matplotlib"
     assert capsys.readouterr().err == f"mntrain: plot needs matplotlib, {needs}\n"
 
 

@@ -255,5 +255,5 @@ def test_token_ids_outside_the_vocabulary_of_the_model_are_refused(tmp_path):
 
 def test_the_library_that_is_not_installed_is_named(tmp_path, monkeypatch, text):
     monkeypatch.setattr("mntrain.huggingface.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'mntrain\[hf\]'"):
+    with pytest.raises(ValueError, match=r"pip install transformers"):
         task(write_gpt2(tmp_path / "gpt2"), text)
