@@ -201,7 +201,7 @@ def first_after_accumulation(parameter: Parameter, hook: Callable[..., None]) ->
     Those of later calls follow too.
     """
     others = parameter._post_accumulate_grad_hooks
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     if others:
         hooks = parameter._post_accumulate_grad_hooks
         before = {key: hooks.pop(key) for key in [*hooks] if key != handle.id}

@@ -92,4 +92,4 @@ def check_restorable(model: nn.Module, trained: Iterable[Tensor]) -> None:
 
 def _memory(tensor: Tensor) -> int:
     """Return a number of the storage, for as long as it lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -378,7 +378,7 @@ class ShardedLoader:
     def _is_over(self, state: dict[str, Any]) -> bool:
         """Return True for a position behind the last batch of an epoch, if its length is known."""
         with suppress(TypeError, NotImplementedError):
-            return 0 < len(self) <= state["batches"]
+            return 0 < len(self) <= int(state["batches"])
         return False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def _verb(method: Callable[..., Call]) -> Callable[..., Call]:
 
     @wraps(method)
     def verb(self: "MpiProcessGroup", *arguments: Any, **options: Any) -> Call:
-        if not torch.autograd._profiler_enabled() or getattr(_thread, "in_verb", False):
+        if not torch._C._autograd._profiler_enabled() or getattr(_thread, "in_verb", False):
             return normal(self, *map(_ready, arguments), **options)
         _thread.in_verb = True
         try:
