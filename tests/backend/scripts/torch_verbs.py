@@ -490,7 +490,8 @@ def test_profiles(group, ranks, own):
     assert found["mntrain:all_reduce"].count == 2
     if place:
         assert found["mntrain:all_reduce"].cpu_time_total > 0.1e6  # microseconds: it has waited
-    assert over._get_sequence_number_for_group() == before + 4
+    if len(ranks) > 1:  # a rank alone calls nobody
+        assert over._get_sequence_number_for_group() == before + 4
     over.get_group_store().set("a key", b"")
 
 

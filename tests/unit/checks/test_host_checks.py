@@ -78,10 +78,16 @@ def examine(folder, hosts=("n1",), seen=None):
     return storage.examine(gather, 0, folder, hosts)
 
 
-def test_a_folder_is_written_seen_and_left_as_it_was(tmp_path):
+def test_a_folder_is_written_seen_and_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "write_together", lambda *_: None)
     found = examine(tmp_path, ("n1", "n1", "n2"))
     assert {one.status for one in found.values()} == {"pass"}
-    assert found["shared files"].text == f"{tmp_path} is the same on 2 hosts"
+    same = f"{tmp_path} is the same on 2 hosts, which can write one file together"
+    assert found["shared files"].text == same
+    monkeypatch.setattr(storage, "write_together", lambda *_: ("n2", "n1"))
+    found = examine(tmp_path, ("n1", "n1", "n2"))["shared files"]
+    assert found.status == "fail"
+    assert "what n2 writes into a file while others write" in found.text
     found = examine(tmp_path, ("n1", "n2", "n2"), [True, False, False])["shared files"]
     assert found.status == "fail"
     assert found.text.startswith("n2 does not see the files that rank 0 writes")
