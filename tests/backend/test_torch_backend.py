@@ -207,7 +207,7 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         ("ddp_differs", "rank 1: all_reduce of 1 float32, called at "),
         pytest.param("ddp_differs_by_group", "ranks wait for each other, each in a", marks=MORE),
         pytest.param("ddp_late", "all_reduce of 20 float32 (collective ", marks=MORE),
-        pytest.param("ddp_first_step_late", "all_reduce of 20 float32 (collecti", marks=MORE),
+        pytest.param("ddp_first_step_late", " in ddp_first_step_late", marks=MORE),
         pytest.param("ddp_uneven", ": has left the world, or ended its script", marks=MORE),
         pytest.param("chain_differs", "rank 1: all_reduce of 5 float32, called at ", marks=MORE),
         pytest.param("last_roots", "rank 1: broadcast of 3 float32 [root 1], called", marks=MORE),
