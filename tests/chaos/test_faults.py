@@ -26,7 +26,7 @@ def run(kind, rank, *, ranks=2, stage=0, sync=""):
     return outcome
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "rank", "stage"),
     [

@@ -234,7 +234,7 @@ class SlurmCluster(nodes.Cluster):
         """The job's state, e.g. PENDING, RUNNING, COMPLETED, FAILED, NODE_FAIL."""
         return self.facts(job)["JobState"]
 
-    def wait(self, job: str, states: Collection[str] = ("COMPLETED",), timeout: float = 60) -> str:
+    def wait(self, job: str, states: Collection[str] = ("COMPLETED",), timeout: float = 250) -> str:
         """Wait until the job is in one of the states, and return it.
 
         RuntimeError with what Slurm says of it when it has ended in another, or is late.

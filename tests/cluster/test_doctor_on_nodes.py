@@ -13,7 +13,7 @@ from job import SMALL
 
 pytestmark = pytest.mark.cluster
 
-SECONDS = 100
+SECONDS = 250
 DOCTOR = [sys.executable, "-m", "mntrain", "doctor", "--json"]
 
 

@@ -15,7 +15,7 @@ from waiting import until
 
 pytestmark = pytest.mark.cluster
 
-SECONDS = 60  # for a job that takes one or two
+SECONDS = 200  # for a job that takes one or two
 MIB = 1 << 20
 
 # Prints where every rank is, and for how many seconds 8 MiB travel from one rank to another, which

@@ -27,7 +27,7 @@ with mntrain.init(device="cpu", warn_after=2.0, lost_after=lost_after) as world:
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("lost_after", "down_s"),
     [

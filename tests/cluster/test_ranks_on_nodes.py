@@ -59,6 +59,6 @@ def test_every_verb_of_the_torch_backend_has_its_result_between_nodes(make_clust
     script = MPI_TESTS.parent / "backend" / "scripts" / "torch_verbs.py"
     with make_cluster(ranks=ranks, link="1gbit") as cluster:
         result = completed(
-            mpirun(sum(ranks), [sys.executable, script], timeout=100, cluster=cluster)
+            mpirun(sum(ranks), [sys.executable, script], timeout=250, cluster=cluster)
         )
     assert result.stdout.count("14 tests passed") == sum(ranks)

@@ -16,7 +16,7 @@ from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 pytestmark = pytest.mark.cluster
 
 SOURCE = Path(__file__).with_name("whole_pages.c")
-SECONDS = 150
+SECONDS = 250
 SAVES = 3
 # Of odd sizes: no shard and no tensor begins at a page by itself.
 JOB = """

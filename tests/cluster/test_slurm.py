@@ -21,7 +21,7 @@ from launch import is_open_mpi
 
 from slurm import SlurmCluster, available
 
-pytestmark = [pytest.mark.cluster, pytest.mark.thorough, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 STEPS = 40
@@ -147,7 +147,7 @@ class SlurmJob:
         path = self.folder / "log"
         return path.read_text() if path.exists() else ""
 
-    def until(self, happened: Callable[[], bool], what: str, timeout: float = 120) -> None:
+    def until(self, happened: Callable[[], bool], what: str, timeout: float = 250) -> None:
         deadline = time.monotonic() + timeout
         while not happened():
             facts = self.cluster.facts(self.id)
@@ -178,7 +178,7 @@ class SlurmJob:
         """Let the job be quick from now on."""
         (self.folder / "go").touch()
 
-    def end(self, state: str = "COMPLETED", timeout: float = 120) -> "SlurmJob":
+    def end(self, state: str = "COMPLETED", timeout: float = 250) -> "SlurmJob":
         """Wait for the job's end, which must be this one; with its log, if it is another."""
         try:
             self.cluster.wait(self.id, [state], timeout)
@@ -256,7 +256,7 @@ def launched(cluster, folder):
         *arguments, slurm=["--array=1-3", "--ntasks-per-node=1", "--output=log-%a"], **settings
     )
     for task in (1, 2):
-        cluster.wait(f"{array.id}_{task}", timeout=120)
+        cluster.wait(f"{array.id}_{task}", timeout=250)
     cluster.wait(f"{array.id}_3", ["FAILED"])
     again = SlurmJob.submit(*arguments, slurm=["--array=2", "--output=log"], **settings)
     return mpirun.end(), alone.end("FAILED"), wrong.end("FAILED"), folder, again.end()

@@ -10,7 +10,7 @@ from job import completed, losses, metrics, summary, train, write_corpus
 from gpu.place import CUDA, ON, gpu
 from mntrain.train.compiling import check_compiler
 
-pytestmark = [*gpu, pytest.mark.timeout(240)]
+pytestmark = [*gpu, pytest.mark.timeout(600)]
 
 TESTS = Path(__file__).parents[1]
 STEPS = 30

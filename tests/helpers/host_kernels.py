@@ -97,7 +97,7 @@ class HostModule:
         self._library = folder / "kernels.so"
         options = ["-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-shared", "-fPIC"]
         command = [COMPILER, *options, "-o", self._library, folder / "kernels.cpp"]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr
         self._library = ctypes.CDLL(str(self._library))
 

@@ -69,7 +69,7 @@ def train(
     ranks: int,
     folder: Path,
     *options: str,
-    timeout: float = 100,
+    timeout: float = 250,
     env=None,
     cluster=None,
     outlived=False,
@@ -110,7 +110,7 @@ def ckpt(*words: object) -> tuple[int, str, str]:
 def autopsy(*paths: Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m mntrain autopsy`."""
     words = [sys.executable, "-m", "mntrain", "autopsy", *map(str, paths)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

@@ -330,7 +330,7 @@ def run_suite(
     arguments: Sequence[str | Path],
     *,
     timeout: float,
-    test_timeout: float = 60,
+    test_timeout: float = 250,
     cluster: Launcher | None = None,
     everything: bool = True,
 ) -> Result:

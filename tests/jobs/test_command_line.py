@@ -31,7 +31,7 @@ def code_of(argv):
 
 def test_help_is_printed_without_importing_torch_or_mpi():
     command = [sys.executable, "-X", "importtime", "-m", "mntrain", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     assert result.stdout.startswith("usage: python -m mntrain")
     assert "--train.batch-size INT" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
@@ -50,7 +50,7 @@ def test_package_gives_each_name_it_lists_once_asked_for():
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True
     )
     assert result.stdout.split() == ["True", *mntrain.__all__]
     with pytest.raises(AttributeError, match="module 'mntrain' has no attribute 'Wrold'"):
@@ -98,6 +98,6 @@ def test_rank_of_mpirun_goes_before_that_of_the_slurm_task_it_runs_in(capsys, mo
 
 
 def test_bad_option_under_mpirun_is_told_by_one_rank():
-    result = mpirun(2, [*COMMAND, *BAD], timeout=60, per_rank=True)
+    result = mpirun(2, [*COMMAND, *BAD], timeout=250, per_rank=True)
     assert result.returncode != 0, result.report()
     assert result.outputs == [MESSAGE, ""], result.report()

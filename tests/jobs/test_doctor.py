@@ -32,7 +32,7 @@ def alone(command, **environment):
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 
@@ -107,7 +107,7 @@ def test_too_many_threads_are_one_warning(tmp_path):
     ended = mpirun(
         2,
         [sys.executable, "-c", OWN_LOOP],
-        timeout=100,
+        timeout=250,
         env={"OMP_NUM_THREADS": str(4 * cores)},
     )
     assert ended.returncode == 0, ended.report()

@@ -302,7 +302,7 @@ def run(folder, text, ranks, *words, **options):
     """Run a script of one's own."""
     script = folder / "own.py"
     script.write_text(text)
-    return mpirun(ranks, [sys.executable, script, *words], cwd=folder, timeout=60, **options)
+    return mpirun(ranks, [sys.executable, script, *words], cwd=folder, timeout=250, **options)
 
 
 @pytest.mark.thorough
@@ -488,7 +488,7 @@ def test_threads_and_caught_errors_end_without_the_job(tmp_path):
 )
 def test_children_end_in_every_way_without_ending_mpi_for_their_rank(started_by):
     script = Path(__file__).parents[1] / "helpers" / "ends_of_children.py"
-    result = completed(mpirun(2, [sys.executable, script, started_by], timeout=110))
+    result = completed(mpirun(2, [sys.executable, script, started_by], timeout=250))
     said = re.search(r"(\d+) last words; the job goes on", result.stdout)
     assert said, result.report()
     assert result.stdout.count("last words\n") == int(said[1])
@@ -542,7 +542,7 @@ def test_idle_ranks_are_told_and_unread_output_does_not_end_a_job_but_a_hang_doe
         until(lambda: "no rank has taken a step" in said.read_text())
         time.sleep(12)  # 3 s would end a hang
         assert process.poll() is None
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=250)
     assert output.count("went on") == 2
     text = said.read_text()
     assert "  ranks 0, 1 on " in text

@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1] / "gpu" / "ranks"
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_what_the_gpu_tests_ask_of_a_gpu_holds_on_the_cpu(monkeypatch):
     monkeypatch.setenv("GPU_TESTS_ON", "cpu")
     result = run_suite(2, [TESTS], timeout=280)

@@ -74,6 +74,6 @@ def test_an_interrupt_that_the_shell_ignores_stays_ignored(tmp_path):
         env=os.environ | path(tmp_path),
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=250,
     )
     assert (done.returncode, done.stderr) == (3, b"")

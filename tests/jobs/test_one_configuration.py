@@ -16,7 +16,7 @@ FIX = "give all ranks the same options, and all nodes the same files"
 def start(folder: Path, *options: str, odd: str = 'exec "$@"', ranks: int = 2) -> Result:
     """Run a small job in folder, in which rank 1 runs `odd`, where "$@" is the common command."""
     command = ["sh", "-c", ODD % odd, "sh", *job_words(folder, *options)]
-    return mpirun(ranks, command, timeout=100, cwd=folder)
+    return mpirun(ranks, command, timeout=250, cwd=folder)
 
 
 def refused(result: Result, folder: Path) -> str:
@@ -101,5 +101,5 @@ def test_bench_names_options_that_differ(tmp_path):
     words = 'exec "$@" --sizes %s'
     command = ["sh", "-c", ODD.replace('exec "$@"', words % "64k") % (words % "4k"), "sh"]
     command += [sys.executable, "-m", "mntrain", "bench", "--device", "cpu"]
-    said = refused(mpirun(2, command, timeout=60, cwd=tmp_path), tmp_path)
+    said = refused(mpirun(2, command, timeout=250, cwd=tmp_path), tmp_path)
     assert said.startswith("mntrain: --sizes differs between ranks: rank 0 has ")

@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop_resume.py
 
 def run(ranks: int, folder: Path, *options: object) -> Result:
     command = [sys.executable, EXAMPLE, folder / "run", *map(str, options)]
-    return mpirun(ranks, command, timeout=100)
+    return mpirun(ranks, command, timeout=250)
 
 
 def column(folder: Path, name: str) -> list[float]:
@@ -40,7 +40,7 @@ def signal_master(folder: Path, number: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = ["--steps", 24]

@@ -24,7 +24,7 @@ def test_the_scripts_of_the_page_run(tmp_path):
         path.write_text(text)
     again = paths[-1]  # the one with checkpoints, which has nothing left to do
     command = [sys.executable, "-W", "error", "-c", RUN_EACH, *paths, again]
-    result = mpirun(2, command, timeout=100, cwd=tmp_path)
+    result = mpirun(2, command, timeout=250, cwd=tmp_path)
     assert result.returncode == 0, result.report()
     losses = re.findall(r"epoch \d: validation loss (\S+)\n", result.stdout)
     assert len(losses) == 3

@@ -90,7 +90,7 @@ OPTIONS = [
 def train(ranks, folder, *options):
     (folder / "own.py").write_text(TASK)
     command = [sys.executable, "-m", "mntrain", *OPTIONS, *options]
-    return mpirun(ranks, command, cwd=folder, timeout=100)
+    return mpirun(ranks, command, cwd=folder, timeout=250)
 
 
 def load_task():

@@ -38,7 +38,7 @@ def parts(tmp_path) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, parts):
     options = [*ONE_EACH, "--train.steps", "120", "--log.csv"]
     completed(train(2, whole, "--train.steps", "120"))

@@ -29,7 +29,7 @@ def test_ranks_of_one_host_meet_on_loopback_and_files_are_as_private_as_the_umas
     words = ["--data.path", str(write_corpus(tmp_path)), "--run.dir", "run", *SMALL]
     words += ["--checkpoint.every", "2", "--train.steps", "2"]
     command = ["sh", "-c", 'umask 077; exec "$@"', "sh", sys.executable, "rank.py", *words]
-    completed(mpirun(2, command, cwd=tmp_path, timeout=100))
+    completed(mpirun(2, command, cwd=tmp_path, timeout=250))
     assert summary(tmp_path)["status"] == "completed"
     assert set((tmp_path / "connected").read_text().split()) == {"127.0.0.1"}
     made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]

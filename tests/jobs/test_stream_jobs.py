@@ -60,7 +60,7 @@ def train(ranks, folder, *options):
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(TASK)
     command = [sys.executable, "-m", "mntrain", *OPTIONS, *options]
-    return mpirun(ranks, command, cwd=folder, timeout=100)
+    return mpirun(ranks, command, cwd=folder, timeout=250)
 
 
 def steps(folder):

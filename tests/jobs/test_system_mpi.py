@@ -19,7 +19,7 @@ from job import SMALL, summary, write_corpus
 ROOT = Path(__file__).parents[2]
 HERE = Path(sys.executable).parent
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 def version(mpirun: str) -> str:

@@ -40,7 +40,7 @@ def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, opt
     completed(train(2, whole, *options, *STEPS))
     assert losses(whole) == found
     command = [sys.executable, "-m", "mntrain", "sample", "run", "--prompt", "12 and 13"]
-    result = mpirun(1, [*command, "--tokens", "20"], cwd=tmp_path, timeout=60)
+    result = mpirun(1, [*command, "--tokens", "20"], cwd=tmp_path, timeout=250)
     assert result.returncode == 0, result.report()
     assert result.stdout.startswith("12 and 13")
 
@@ -63,7 +63,7 @@ def test_another_tokenizer_is_refused_by_ranks_and_by_resumed_runs(tmp_path, opt
     ranks = [
         *("env", f"FILE={other}", *own, *words, ":", "-n", "1", "env", f"FILE={path}", *own, *words)
     ]
-    result = mpirun(1, ranks, cwd=tmp_path, timeout=60)
+    result = mpirun(1, ranks, cwd=tmp_path, timeout=250)
     assert result.returncode == 2, result.report()
     assert load_tokenizer(f"bpe:{other}").sha256 in result.stderr
     assert load_tokenizer(f"bpe:{path}").sha256 in result.stderr

@@ -38,7 +38,7 @@ def start(folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_jobs_never_train_in_one_directory(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     run = tmp_path / "run"
@@ -46,7 +46,7 @@ def test_two_jobs_never_train_in_one_directory(tmp_path):
     try:
         until(lambda: list_checkpoints(run), first)
         second = start(tmp_path)
-        errors = second.communicate(timeout=100)[1]
+        errors = second.communicate(timeout=250)[1]
         assert second.returncode == 1, errors
         assert f"run is in use by a job (on {os.uname().nodename}, process {first.pid}," in errors
     finally:
@@ -61,7 +61,7 @@ def test_two_jobs_never_train_in_one_directory(tmp_path):
         holder = json.loads((run / ".lock").read_text())
         other = {**holder, "token": "another", "holder": "on far, process 7"}
         (run / ".lock").write_text(json.dumps(other))  # as one that had found no sign of it
-        errors = third.communicate(timeout=60)[1]
+        errors = third.communicate(timeout=250)[1]
     finally:
         third.kill()
     assert third.returncode != 0

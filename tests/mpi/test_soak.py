@@ -112,7 +112,7 @@ def play(common, own, worlds, calls):
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(60 + CALLS / 10)
+@pytest.mark.timeout(250 + CALLS / 10)
 def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", LIGHT_BYTES)
     worlds = [make_world("lanes", layout) for layout in {None, VIRTUAL[-1], max(1, RANKS // 2)}]

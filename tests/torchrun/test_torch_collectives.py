@@ -24,7 +24,7 @@ def torchrun(ranks, *words):
         [*torch_run, "--nproc-per-node", str(ranks), *words],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
         env={**os.environ, **ENVIRONMENT},
     )
@@ -53,7 +53,7 @@ def test_training_equals_one_process_and_ddp(ranks):
 @pytest.mark.parametrize("name", ["collectives", "zero_training"])
 def test_both_hold_over_our_own_backend(name):
     done = completed(
-        mpirun(2, [sys.executable, SCRIPTS / f"{name}.py"], timeout=110, env=ENVIRONMENT)
+        mpirun(2, [sys.executable, SCRIPTS / f"{name}.py"], timeout=250, env=ENVIRONMENT)
     )
     passed(done, 2)
 

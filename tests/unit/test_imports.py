@@ -131,7 +131,7 @@ def run(program):
     """Run a program in a fresh interpreter, with warnings as errors, and return what it prints."""
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=100
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -264,7 +264,7 @@ def test_of_the_processes_of_a_node_one_tokenizes(tmp_path, records, cache):
     children = [spawn.Process(target=at_once, args=words) for _ in range(3)]
     for child in children:
         child.start()
-    found = [results.get(timeout=60) for _ in children]
+    found = [results.get(timeout=250) for _ in children]
     for child in children:
         child.join()
     (path,) = {path for path, _ in found}

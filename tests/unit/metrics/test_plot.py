@@ -191,7 +191,7 @@ assert main(["plot", {str(run)!r}]) == 0
 print([name for name in sys.modules if name in ("torch", "mpi4py")])
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.stdout.splitlines()[1:], done.stderr) == (["[]"], "")
 
 

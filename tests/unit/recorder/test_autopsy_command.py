@@ -178,7 +178,7 @@ def small_cgroup():
 
 def test_an_out_of_memory_kill_is_told(tmp_path, small_cgroup, capsys):
     command = [sys.executable, "-c", TOO_LARGE, tmp_path / "recorder", small_cgroup]
-    done = subprocess.run(command, timeout=100, check=False)
+    done = subprocess.run(command, timeout=250, check=False)
     assert done.returncode == -signal.SIGKILL
     assert autopsy.run([str(tmp_path)]) == 1
     said = capsys.readouterr().out

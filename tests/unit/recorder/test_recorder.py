@@ -230,7 +230,7 @@ def test_a_full_disk_does_not_end_the_process_and_leaves_no_file_of_an_earlier_j
     """On a real file system with room for one file."""
     mount = f'mount -t tmpfs -o size=400k x {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
     command = ["unshare", "--mount", "sh", "-c", mount, FULL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip("needs root")
     assert done.returncode == 0, done.stderr

@@ -240,7 +240,7 @@ def test_a_browser_draws_all_charts_at_the_width_of_a_phone_and_complains_of_not
         [*command, "--dump-dom", frames.as_uri()],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=True,
         env={**os.environ, "HOME": str(tmp_path)},
     )

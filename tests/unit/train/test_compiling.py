@@ -80,7 +80,7 @@ def _fresh():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, in its compiler
-@pytest.mark.timeout(300)  # to compile takes a while on a busy machine
+@pytest.mark.timeout(600)  # to compile takes a while on a busy machine
 def test_buckets_of_a_layer_leave_before_the_gradients_of_the_one_below():
     backend = "aot_eager"  # which splits graphs as inductor does; a job compiles with that
     log, gradients = recorded(parts, backend)
@@ -97,7 +97,7 @@ def test_buckets_of_a_layer_leave_before_the_gradients_of_the_one_below():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_layers_of_one_kind_are_compiled_once():
     graphs = []
 

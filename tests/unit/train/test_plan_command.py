@@ -202,7 +202,7 @@ def test_the_command_prints_tables_and_starts_no_mpi(tmp_path):
     )
     command = [sys.executable, "-W", "error", "-c", program, "plan", *words]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd="tests/unit/train", timeout=100
+        command, check=False, capture_output=True, text=True, cwd="tests/unit/train", timeout=250
     )
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split() for line in done.stdout.splitlines()]
