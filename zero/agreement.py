@@ -144,8 +144,10 @@ class StepComparison:
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
-        # Counts of changes of untrained parameters that had a gradient before the last step.
+        # Untrained parameters with a gradient, and counts of their changes before the last step.
+        self._left: dict[str, Parameter] = {}
         self._versions: dict[str, int] = {}
+        self._changed = False  # whether one of them was since
         self._warned = False  # of such
         self.constant = False  # whether ranks had equal buffers beside those of the state dict
 
@@ -159,6 +161,8 @@ class StepComparison:
         """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
         words.append(repr(self.gradient_factor))
+        if self._changed and not self._unlike:
+            words += map(str, self._bits_of_left().values())
         updated = zlib.crc32(",".join(words).encode())
         updated += _digest_of_samples(self._parameters(step))
         if self._every and step % self._every == 0:
@@ -175,28 +179,33 @@ class StepComparison:
         self.constant = agree(torch.cat([sums[:1], sums[-4:]]))
         return agree(sums[:-4])
 
-    def expect_trained(self) -> None:
-        """Raise RuntimeError if a parameter of the model is trained on this rank alone. Local.
+    def look_at_untrained(self) -> None:
+        """Look for parameters of the model that ranks may train each for itself. Local.
 
-        Before a step: it has a gradient, no optimizer of all ranks trains it, and it was changed
-        since the step before. Warns once, on rank 0, of such a gradient, unless an optimizer of all
-        ranks had trained the parameter until this one was made.
+        Before a step: one has a gradient, and no optimizer of all ranks trains it. If it was
+        changed since the step before, ranks compare it in this step. Warns once, on rank 0, of such
+        a gradient, unless an optimizer of all ranks had trained the parameter until this one was
+        made.
         """
         watch = self._owned.watch
         found = {n: p for n, p in watch.others.items() if p.requires_grad and p.grad is not None}
         found = {name: p for name, p in found.items() if not is_trained(p)}
         before, self._versions = self._versions, {n: p._version for n, p in found.items()}
-        if changed := [n for n, now in self._versions.items() if before.get(n, now) != now]:
-            raise RuntimeError(
-                f"{_first(changed)} of the model was changed after the last step, and "
-                f"{TRAIN_OR_FREEZE}"
-            )
+        self._changed = any(before.get(n, now) != now for n, now in self._versions.items())
+        self._left = found
         new = [name for name in found if name not in watch.left]
         if new and not self._warned and self._rank == 0:
             self._warned = True
             warnings.warn(
                 f"{_first(new)} of the model has a gradient, and {TRAIN_OR_FREEZE}", stacklevel=9
             )
+
+    def _bits_of_left(self) -> dict[str, int]:
+        """Return digests of all bits of untrained parameters with a gradient, by name."""
+        return {
+            name: int(checksum([part for _, part in plain_parts(name, parameter)]))
+            for name, parameter in self._left.items()
+        }
 
     def figures_of_replica(
         self, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
@@ -226,9 +235,10 @@ class StepComparison:
         Raises DifferentWeightsError on all of them for weights if they are `all_ranks`, and
         RuntimeError for what else must not differ.
         """
-        facts, weights = self._facts(groups, without, step), dict[str, int]()
+        facts = self._facts(groups, without, step)
+        weights = self._bits_of_left()
         if self._summed is not None and self._summed[0] == step:
-            weights = {name: int(checksum([tensor])) for name, tensor in self._weights()}
+            weights |= {name: int(checksum([tensor])) for name, tensor in self._weights()}
         devices = {parameter.device for parameter in self._named.values()}
         rounds = " ".join(processor(device) for device in devices)
         own = Report(self._rank, self._replica, facts, weights, rounds)
@@ -242,6 +252,8 @@ class StepComparison:
         found = _differing_weights(reports, in_sync=in_sync)
         if found:
             difference = _tell_weights(found)
+            if found.keys() & self._left.keys():
+                difference = f"{difference}; {TRAIN_OR_FREEZE}"
             kinds = {report.processor for report in reports}
             # Shards are those of their owners, whatever processors the ranks have.
             if len(kinds) == 1 or (self._owned.sharded and found.keys() & self._named.keys()):
@@ -458,7 +470,8 @@ def _differing_weights(reports: Sequence[Report], *, in_sync: bool) -> dict[str,
         return found
     for replica in {0} if in_sync else {report.replica for report in reports}:
         alike = [report for report in reports if in_sync or report.replica == replica]
-        for name in alike[0].weights:
+        common = set.intersection(*(set(report.weights) for report in alike))
+        for name in filter(common.__contains__, alike[0].weights):
             sides: dict[int, list[int]] = {}
             for report in alike:
                 sides.setdefault(report.weights[name], []).append(report.rank)

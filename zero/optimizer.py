@@ -746,7 +746,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
         if self._collectives.size > 1:
-            self._agreement.expect_trained()
+            self._agreement.look_at_untrained()
         norm = self._agreed_norm(self._norm_type, unused)
         finite = math.isfinite(norm)
         return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0

@@ -111,6 +111,25 @@ def test_what_no_optimizer_trains_becomes_rank_0s_and_is_compared(make, stage, n
     assert f"first in {name}" in refusal(optimizer, model, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*no optimizer of all ranks trains it:UserWarning")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_each_rank_trains_for_itself_are_found_and_equal_loads_are_not(make, stage):
+    model = net()
+    optimizer = make(model, SGD, stage=stage, check_every=0, groups=[*model[0].parameters()])
+    best = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(3):
+        update(optimizer, loss(model, step))
+        model.load_state_dict(best)
+    plain = SGD(model[3].parameters(), lr=0.1)
+    update(optimizer, loss(model, 3))
+    plain.step()
+    if RANKS == 1:
+        return
+    said = refusal(optimizer, model, 4)
+    assert "first in 3." in said
+    assert "no optimizer of all ranks trains it" in said
+
+
 def test_at_stage_1_a_bit_of_a_trained_parameter_lasts_until_the_next_step(make):
     model = net()
     optimizer = make(model, SGD, stage=1, check_every=2)
