@@ -380,7 +380,8 @@ def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
         f"several batches were drawn before this backward, of which this rank has {parts} samples"
         f"{why}, so its weight is not certain: draw one batch at a time, leave out the last "
         "incomplete one (drop_last=True), call optimizer.forget_batches() where a batch is not "
-        "trained (world.shard(train=False) where none of a loader is), or state the weight by optimizer.share(n)"
+        "trained (world.shard(train=False) where none of a loader is), or state the weight by "
+        "optimizer.share(n)"
     )
 
 
