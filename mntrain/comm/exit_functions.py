@@ -1,4 +1,4 @@
-"""What extension modules do at the end of the interpreter, left out in forked children. CPython."""
+"""Exit functions of extension modules, which forked children leave out. CPython."""
 
 import ctypes
 import os
