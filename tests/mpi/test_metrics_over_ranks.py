@@ -229,7 +229,8 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
         some = iter(world.shard(loader))
         outputs = [next(some)[0] for _ in range(1 + (RANK == 0))]
         assert "predictions of other batches" in refusal(world.gather_in_order, outputs)
-        padded = [x for (x,) in world.shard(DataLoader(TensorDataset(torch.arange(1.0))))]
+        one = TensorDataset(torch.arange(1.0))
+        padded = [x for (x,) in world.shard(DataLoader(one), train=True)]
         assert "1 of them stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
 
 
