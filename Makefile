@@ -1,5 +1,6 @@
 # make train     install, and train a small language model on real text over MPI
 # make test      install, and run the quick tests
+# make test-more run the other tests, as continuous integration does
 # make test-all  run every test in every combination
 # make lint      check formatting, lint, types and shell scripts
 # make gpu       run the tests and benchmarks that need a CUDA device: under 8 minutes on one GPU
@@ -44,7 +45,7 @@ RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 
-.PHONY: train test test-all lint gpu bench clean system-mpi
+.PHONY: train test test-more test-all lint gpu bench clean system-mpi
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.ready $(SYSTEM)
@@ -53,8 +54,12 @@ train: $(VENV)/.ready $(SYSTEM)
 test: $(VENV)/.ready-dev $(SYSTEM)
 	$(PYTEST) $(ARGS)
 
+test-more: $(VENV)/.ready-dev $(SYSTEM)
+	$(PYTEST) --thorough -m thorough tests/unit $(ARGS)
+	$(PYTEST) --thorough tests --ignore=tests/unit --deselect tests/jobs/test_mpi_suite.py::test_quick_mpi_suite_passes $(ARGS)
+
 test-all: $(VENV)/.ready-dev $(SYSTEM)
-	$(PYTEST) --all $(ARGS)
+	$(PYTEST) --all tests $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
@@ -66,7 +71,7 @@ lint: $(VENV)/.ready-dev
 gpu: $(VENV)/.ready-dev $(SYSTEM)
 	@$(BIN)/python -W ignore -c "import torch; torch.cuda.is_available() or exit(f'torch {torch.__version__} sees no GPU: ' + (f'it was built for CUDA {torch.version.cuda}, which needs a driver as new as that (see nvidia-smi)' if torch.version.cuda else 'it is a build for the CPU') + '; install the build for your driver into $(VENV), from the index of pytorch.org')"
 	$(INSTALL) --editable "$(call package,cuda$(shell $(BIN)/python -c "import torch; print((torch.version.cuda or '12').partition('.')[0])" 2>/dev/null) $(WHEEL))"
-	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
+	$(BIN)/python -m pytest -m gpu -rs tests $(ARGS)
 	$(BIN)/python benchmarks/gpu.py --quick
 
 bench: $(VENV)/.ready-dev $(SYSTEM)

@@ -1,9 +1,9 @@
-"""The selection of tests: a quick set, all with --all; those of tests/mpi on ranks only.
+"""The selection of tests by their marks and parameters; those of tests/mpi run on ranks only.
 
-The quick set leaves out tests marked `thorough` or `exhaustive`. Of a parametrized test it keeps as
-few cases as show every value of every parameter at least once; --all runs every combination. --rest
-runs what the quick set has left out but for `exhaustive` tests, whole jobs that take long, and
-tests of hypothesis again, with more examples.
+Of a parametrized test, as few cases as show every value of every parameter at least once. Tests
+marked `thorough` run with --thorough, and those marked `exhaustive` with --all, which runs every
+combination of parameters, and gives tests of hypothesis more examples. Without paths on the command
+line, pytest runs those of pyproject.toml: unit tests, and those of tests/mpi on three ranks.
 """
 
 import os
@@ -26,7 +26,7 @@ CLUSTER_TESTS = Path(__file__).parent / "cluster"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test in every combination")
-    parser.addoption("--rest", action="store_true", help="of --all, run what the quick set lacks")
+    parser.addoption("--thorough", action="store_true", help="also run tests marked thorough")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,31 +38,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the quick set or the rest, but every case of a test named on the command line."""
+    """Keep few cases of each selected test, but every case of one named on the command line."""
     for item in items:
         if item.path.is_relative_to(CLUSTER_TESTS):  # one set of emulated nodes at a time
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+            group = "slurm" if item.path.name == "test_slurm.py" else "cluster"
+            item.add_marker(pytest.mark.xdist_group(group))
     named = any("::" in argument for argument in config.args)
-    rest = config.getoption("--rest")
-    if named or (config.getoption("--all") and not rest):
+    if named or config.getoption("--all"):
         return
+    left_out = {"exhaustive"} if config.getoption("--thorough") else {"thorough", "exhaustive"}
     by_function: dict[object, list[pytest.Item]] = {}
     for item in items:
         marks = {marker.name for marker in item.iter_markers()}
-        if not {"thorough", "exhaustive"} & marks:
+        if not left_out & marks:
             # Cases that need a GPU stand for no others: they may be skipped.
             key = item.nodeid.partition("[")[0], "gpu" in marks
             by_function.setdefault(key, []).append(item)
     kept = {item for cases in by_function.values() for item in covering(cases)}
-    if rest:
-        left = [item for item in items if item.get_closest_marker("exhaustive") is None]
-        kept = {item for item in left if item not in kept or is_hypothesis(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def is_hypothesis(item: pytest.Item) -> bool:
-    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:

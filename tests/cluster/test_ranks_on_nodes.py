@@ -24,13 +24,13 @@ MORE = pytest.mark.exhaustive
 def test_mpi_suite_passes_on_nodes(make_cluster, ranks, name):
     with make_cluster(ranks=ranks, link=None) as cluster:
         files = [MPI_TESTS / f"test_{name}.py"]
-        result = run_suite(sum(ranks), files, timeout=300, cluster=cluster, everything=False)
+        result = run_suite(sum(ranks), files, timeout=300, cluster=cluster)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("ranks", "algorithm"), [((2, 2), "lanes"), ((2, 1), "leader")])
+@pytest.mark.parametrize(("ranks", "algorithm"), [((2, 2), "lanes"), pytest.param((2, 1), "leader", marks=MORE)])
 def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, ranks, algorithm):
     options = ["--comm.algorithm", algorithm, "--zero.stage", "2", "--train.check-every", "1"]
     with make_cluster(ranks=ranks, link="1gbit") as cluster:

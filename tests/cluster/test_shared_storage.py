@@ -99,7 +99,7 @@ CASES = [(4096, (1, 1), 1), (64 << 10, (2, 1), 2), (64 << 10, (1, 1, 1), 0)]
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.thorough) for case in CASES[1:])]
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES[1:])]
 )
 def test_checkpoints_are_sound_where_clients_write_whole_pages_back(
     make_cluster, client, tmp_path, case

@@ -25,10 +25,9 @@ MARKS = {"quick": [], "unequal": [pytest.mark.thorough]}
     [pytest.param(name, marks=MARKS.get(name, [pytest.mark.exhaustive])) for name in SUITES],
 )
 def test_scripts_train_as_under_ddp(request, name):
-    everything, rest = (request.config.getoption(option) for option in ("--all", "--rest"))
-    if everything and (name == "quick" or (name == "rest" and not rest)):
+    if request.config.getoption("--all") and name in ("quick", "rest"):
         pytest.skip("all scripts run on three ranks instead")
     ranks, options = SUITES[name]
-    result = run_suite(ranks, [RANKS, *options], timeout=600, test_timeout=240, everything=False)
+    result = run_suite(ranks, [RANKS, *options], timeout=600, test_timeout=240)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)

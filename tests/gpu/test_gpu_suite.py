@@ -15,6 +15,6 @@ RANKS = Path(__file__).parent / "ranks"
 @pytest.mark.timeout(630)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gpu_suite_passes(ranks):
-    result = run_suite(ranks, [RANKS], timeout=600, test_timeout=250)
+    result = run_suite(ranks, [RANKS], timeout=600, test_timeout=250, selection="--all")
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)

@@ -332,17 +332,17 @@ def run_suite(
     timeout: float,
     test_timeout: float = 250,
     cluster: Launcher | None = None,
-    everything: bool = True,
+    selection: str = "",
 ) -> Result:
     """Run pytest with `arguments` on `ranks` ranks, for `timeout` seconds and a limit per test.
 
-    `everything`: run every combination of parameters, not only the quick set.
+    `selection` is empty, --thorough or --all.
     """
     options = ["--with-mpi", "-x", "-v", "--color=no", f"--timeout={test_timeout:g}"]
     # The ranks share one cache folder. Failures are printed when they happen, not in a summary.
     options += ["-p", "no:cacheprovider", "--no-header", "--no-summary"]
     options += ["-c", str(TESTS.parent / "pyproject.toml")]
-    options += ["--all"] if everything else []
+    options += [selection] if selection else []
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     place = {"cwd": TESTS.parent, "cluster": cluster}
     return mpirun(ranks, command, timeout=timeout, per_rank=True, **place)

@@ -51,7 +51,7 @@ def test_a_slow_rank_gets_fewer_samples_and_the_losses_stay(tmp_path, ranks, opt
     expect_losses(tmp_path, losses_alone(*STEPS))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
     result = train_slow(2, tmp_path, *STEPS)
     found = summary(tmp_path)["stragglers"]
@@ -77,7 +77,7 @@ PLAIN = ["--optim.name", "SGD", "--optim.max-grad-norm", "none", "--optim.weight
 NODES = ["--comm.ranks-per-node", "1"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path):
     options = ["--balance.mode", "throughput", "--sync.mode", "local-sgd", "--sync.every", "1"]
     train_slow(2, tmp_path, *STEPS, *PLAIN, *NODES, *options)

@@ -55,7 +55,7 @@ def test_ctrl_c_while_a_library_is_imported_prints_one_line(tmp_path, library, r
         assert (done.returncode, said) == (130, ["mntrain: interrupted"])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_bench_with_one_line(tmp_path):
     command = [sys.executable, "-m", "mntrain", "bench", "--device", "cpu", "--repeats", "1000000"]
     done = ctrl_c(command, tmp_path, lambda: "measured" in (tmp_path / "stderr").read_text())

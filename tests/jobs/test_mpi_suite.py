@@ -6,19 +6,10 @@ import pytest
 from launch import MPI_TESTS, run_suite
 
 # On one rank, the tests whose subject differs there. On one to three ranks together, every test in
-# every combination, but with --rest on two ranks each parameter value once. On four, the tests that
-# depend on which rank is on which node, each parameter value once; parity and wire dtypes also run
-# on emulated nodes of two ranks each. Some of them do not run on three as well.
+# every combination with --all. On four, the tests that depend on which rank is on which node; parity
+# and wire dtypes also run on emulated nodes of two ranks each. Some of them do not run on three.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "trainer", "world")
-OF_NODES = (
-    "collectives",
-    "exchanges",
-    "levels",
-    "staleness",
-    "state_over_ranks",
-    "transports",
-    "weighted_exchanges",
-)
+OF_NODES = ("exchanges", "levels", "staleness", "state_over_ranks", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state_over_ranks")
 AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
 AT_THREE += ("balance", "cadence", "rare_jobs", "shard_by", "staleness", "exchanges")
@@ -53,34 +44,37 @@ def test_the_suites_name_files_that_exist():
     assert [path for path in [*words, *map(str, ABOVE)] if not Path(path).exists()] == []
 
 
-def check(ranks, files, *, everything):
+def check(ranks, files, selection=""):
     """Run the files of a suite, and fail with the report of all ranks."""
-    result = run_suite(ranks, files, timeout=900, everything=everything)
+    result = run_suite(ranks, files, timeout=900, selection=selection)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)
 
 
 @pytest.mark.timeout(960)
 def test_quick_mpi_suite_passes(request):
-    """Tests of collectives, worlds and jobs on three ranks, each parameter value once."""
+    """Tests of collectives, worlds and jobs on three ranks."""
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
-    check(3, [MPI_TESTS, *(f"--ignore={file}" for file in ABOVE)], everything=False)
+    check(3, [MPI_TESTS, *(f"--ignore={file}" for file in ABOVE)])
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(960)
 def test_mpi_suite_above_the_collectives_passes(request):
-    """The other tests on three ranks, each parameter value once."""
-    if request.config.getoption("--all") and not request.config.getoption("--rest"):
+    """The other tests on three ranks."""
+    if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
     alone = [MPI_TESTS / f"test_{name}.py" for name in AT_FOUR_ALONE]
-    check(3, [file for file in ABOVE if file not in alone], everything=False)
+    check(3, [file for file in ABOVE if file not in alone], "--thorough")
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("ranks", SUITES)
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n in (2, 3, 8) else n for n in SUITES],
+)
 def test_mpi_suite_passes(ranks, request):
-    each_value_once = ranks == 4 or (ranks == 2 and request.config.getoption("--rest"))
-    check(ranks, SUITES[ranks], everything=not each_value_once)
+    every_combination = request.config.getoption("--all") and ranks != 4
+    check(ranks, SUITES[ranks], "--all" if every_combination else "")

@@ -48,7 +48,7 @@ def test_a_run_leaves_its_records(tmp_path):
     assert result.stdout.strip().endswith(str(tmp_path / "run"))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_compiled_model_follows_the_plain_one(tmp_path):
     options = ["--model.layers", "1", "--train.eval-samples", "12"]  # few shapes to compile for
     completed(train(1, tmp_path, *options, "--train.compile", timeout=250))

@@ -38,13 +38,13 @@ def passed(done, ranks):
     )
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_every_collective_has_its_result(ranks):
     passed(torchrun(ranks, SCRIPTS / "collectives.py"), ranks)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_training_equals_one_process_and_ddp(ranks):
     passed(torchrun(ranks, SCRIPTS / "zero_training.py"), ranks)
 
@@ -76,7 +76,7 @@ def test_without_a_process_group_there_are_none():
         zero.TorchCollectives()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_example_learns():
     done = torchrun(2, ROOT / "examples" / "torchrun.py")
     assert done.returncode == 0, done.stderr

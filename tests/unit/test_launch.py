@@ -42,7 +42,7 @@ def suite(tmp_path):
         (tmp_path / "conftest.py").write_text(reports)
         header = "import pytest\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
         (tmp_path / "test_sample.py").write_text(header + textwrap.dedent(source))
-        return run_suite(ranks, [tmp_path], **{"timeout": 60, "everything": False, **limits})
+        return run_suite(ranks, [tmp_path], **{"timeout": 60, **limits})
 
     return run
 
