@@ -30,7 +30,9 @@ def test_mpi_suite_passes_on_nodes(make_cluster, ranks, name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("ranks", "algorithm"), [((2, 2), "lanes"), pytest.param((2, 1), "leader", marks=MORE)])
+@pytest.mark.parametrize(
+    ("ranks", "algorithm"), [((2, 2), "lanes"), pytest.param((2, 1), "leader", marks=MORE)]
+)
 def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, ranks, algorithm):
     options = ["--comm.algorithm", algorithm, "--zero.stage", "2", "--train.check-every", "1"]
     with make_cluster(ranks=ranks, link="1gbit") as cluster:

@@ -6,8 +6,8 @@ import pytest
 from launch import MPI_TESTS, run_suite
 
 # On one rank, the tests whose subject differs there. On one to three ranks together, every test in
-# every combination with --all. On four, the tests that depend on which rank is on which node; parity
-# and wire dtypes also run on emulated nodes of two ranks each. Some of them do not run on three.
+# every combination with --all. On four, tests that depend on which rank is on which node; parity
+# and wire dtypes also run on emulated nodes of two ranks. Some of them do not run on three.
 OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "trainer", "world")
 OF_NODES = ("exchanges", "levels", "staleness", "state_over_ranks", "transports")
 AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state_over_ranks")
