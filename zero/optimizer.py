@@ -916,8 +916,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._shard.add(added, named)
         self._named.update(named)
-        tensors = {owned.piece.spec.name: owned.tensor for owned in self._shard.pieces}
-        self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)
         self._agreement.add(named)
         self.accumulation.add(added, named)
 

@@ -136,7 +136,7 @@ def check_sync(world: Ranks, sync: object) -> None:
     if not isinstance(sync, LocalSGD):
         raise ValueError(
             f"sync is of type {type(sync).__name__}: give mntrain.sync.LocalSGD(every=...), "
-            "DiLoCo, StreamingDiLoCo or SparseLoCo, or None"
+            "DiLoCo or SparseLoCo, or None"
         )
     sizes = [len(node) for node in world.topology.nodes]
     if len(set(sizes)) > 1:

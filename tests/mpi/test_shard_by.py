@@ -32,7 +32,7 @@ from mntrain import checkpoint
 from mntrain.checkpoint import Manifest, Saver
 from mntrain.compression.int8 import Int8Hook
 from mntrain.run import shard_sizes
-from mntrain.sync import DiLoCo, SparseLoCo, StreamingDiLoCo
+from mntrain.sync import DiLoCo, SparseLoCo
 from zero.comm_hooks import CommHook
 from zero.layout import split_by_weight
 
@@ -155,7 +155,6 @@ def test_compressed_gradients_follow_exact_ones(worlds):
 
 SYNCS = [
     DiLoCo(every=2, warmup=1),
-    StreamingDiLoCo(every=3, warmup=1, fragments=2, overlap=1, bits=32),
     SparseLoCo(every=2, warmup=1, density=1),
 ]
 
