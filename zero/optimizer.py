@@ -35,7 +35,6 @@ from zero.param_groups import (
     as_groups,
     by_name,
     check_plain,
-    check_shard_weights,
     check_sharding,
     check_trainable,
     hyperparameters,
@@ -87,9 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
     ranks. "auto" is "element" for the optimizers of torch that work element by element
     (`zero.trials.BY_ELEMENT`), and "parameter" for all others, and for functions that make one:
-    "element" is the caller's word that another one works so. `shard_weights` make shards unequal,
-    in proportion to them: whole numbers by slot of the ranks that share the state, the same on all
-    ranks.
+    "element" is the caller's word that another one works so.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -154,7 +151,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         *,
         stage: int = 0,
         partition: Literal["auto", "element", "parameter"] = "auto",
-        shard_weights: Sequence[int] | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
@@ -181,7 +177,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._model, self._hook = model, make_hook(comm_hook)
         self.schedule = schedule or every_step(collectives)
         sharding = self.schedule.sharding
-        check_shard_weights(shard_weights, sharding.size)
         if collectives.size > 1:
             self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
         waits, alone = overlap_forward, collectives.size == 1
@@ -198,7 +193,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition = choose_partition(optimizer_class, partition)
         self.known = works_by_element(optimizer_class)  # so is its state
         self._bucket_bytes = bucket_bytes
-        self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._names = GroupNames()
         groups = self._check(pairs)
         named = by_name(groups)
@@ -911,9 +905,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         size, plan = self._shard.sharding.size, self._shard.plan
         whole = self.partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
-        added = plan_buckets(
-            specs, self._bucket_bytes, size, loads if whole else None, self._shard_weights
-        )
+        added = plan_buckets(specs, self._bucket_bytes, size, loads if whole else None)
         self._shard.add(added, named)
         self._named.update(named)
         self._agreement.add(named)

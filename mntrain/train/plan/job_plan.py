@@ -68,8 +68,6 @@ class JobPlan:
             self._note(
                 f"--sync.mode {options.sync.mode}: what its exchanges keep and send is not planned"
             )
-        if options.zero.shard_by != "equal":
-            self._note("--zero.shard-by memory: planned with equal shards")
         self._model = cache(self._make_model)
         self._memory = cache(self._predict)
         self._activations = cache(self._measure_activations)
