@@ -234,7 +234,7 @@ class TrainConfig:
         default=100,
         ge=0,
         description="steps between comparisons of all bits of the weights over ranks, in a message "
-        "that a step sends anyway. 0: never.",
+        "that a step sends anyway; also after 1, 2, 4, 8 and so on. 0: never.",
     )
 
     @model_validator(mode="after")

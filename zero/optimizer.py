@@ -127,9 +127,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
       operation on a kept parameter. While the script keeps other tensors over their memory, such as
       `p.detach()` or a state dict, `step` waits.
     - `check_every`: steps between comparisons of all bits of the weights, which ride in a message
-      that a step sends anyway; 0: none. Of trained parameters, of those of `model` that no
-      optimizer trains, and at stage 0 of master weights, over the ranks that share the state, and
-      after an exchange over all.
+      that a step sends anyway, and come also after 1, 2, 4, 8 and so on; 0: none. Of trained
+      parameters, of those of `model` that no optimizer trains, and at stage 0 of master weights,
+      over the ranks that share the state, and after an exchange over all.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -238,10 +238,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
         DifferentWeightsError, a RuntimeError, on all ranks if weights differ that are compared in
         this step (`check_every`), RuntimeError on all ranks if they differ in hyperparameters, in
-        parameters (of which some elements are compared), in loaded states, or in what was done to
-        `p.grad`, or if something else trains a parameter of the model on each rank alone,
-        ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`
-        or if the optimizer was closed.
+        loaded states, or in what was done to `p.grad`, or if something else trains a parameter of
+        the model on each rank alone, ValueError if the weights of all ranks sum to 0, and
+        RuntimeError in a block of `averaged` or if the optimizer was closed.
         In a step in which replicas do not wait for each other, one of them alone raises
         NonFiniteReplicaError, and weights are not compared.
         """
