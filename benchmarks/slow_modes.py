@@ -40,10 +40,6 @@ MODES = {
     "int8": Mode("--comm.compress int8", _timed("int8")),
     "local SGD, every 20": _rare("local-sgd", 20, timed="local SGD"),
     "DiLoCo, every 20": _rare("diloco", 20, timed="DiLoCo"),
-    "streaming, every 20": _rare("streaming", 20, timed="streaming"),
-    "streaming, every 20, mix 0": _rare(
-        "streaming", 20, "--sync.mix 0 --sync.outer-momentum 0.7", timed="streaming"
-    ),
     "SparseLoCo, every 10": _rare("sparseloco", 10),
     "SparseLoCo, every 30": _rare("sparseloco", 30),
     "SparseLoCo, every 5, 1/16": _rare("sparseloco", 5, "--sync.density 0.0625", timed=DENSE),

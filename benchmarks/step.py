@@ -41,7 +41,7 @@ WIRED = tuple(f"{stage}, bf16 wire" for stage in STAGES)  # with a network only
 # For slow links, only on request: their losses differ. EVERY of ranks/variants.py is in the names.
 SLOW = (
     "mntrain stage 0, int8",
-    *(f"mntrain stage 0, {sync} every 20" for sync in ("local SGD", "DiLoCo", "streaming")),
+    *(f"mntrain stage 0, {sync} every 20" for sync in ("local SGD", "DiLoCo")),
     "mntrain stage 0, SparseLoCo every 20",
     "mntrain stage 0, SparseLoCo (1/16) every 5",
 )

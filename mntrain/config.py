@@ -234,7 +234,7 @@ class TrainConfig:
         default=100,
         ge=0,
         description="steps between comparisons of all bits of the weights over ranks, in a message "
-        "that a step sends anyway. 0: never.",
+        "that a step sends anyway; also after 1, 2, 4, 8 and so on. 0: never.",
     )
 
     @model_validator(mode="after")
@@ -343,20 +343,6 @@ class ZeroConfig:
         "element. parameter: whole parameters. auto: by element for those of torch.optim that are "
         "known to work so, else whole parameters.",
     )
-    shard_by: Literal["equal", "memory"] = Field(
-        default="equal",
-        description="size of shards. equal: the same on all ranks. memory: in proportion to the "
-        "memory that is free at the start on each rank's GPU, or on its host, which ranks share.",
-    )
-
-    @model_validator(mode="after")
-    def _check_shard_by(self) -> "ZeroConfig":
-        if self.shard_by != "equal" and self.stage == 0:
-            raise ValueError(
-                f"--zero.shard-by {self.shard_by}: has no effect at --zero.stage 0; give "
-                "--zero.stage 1 or 2, or leave it out"
-            )
-        return self
 
 
 @dataclass(frozen=True, config=STRICT)

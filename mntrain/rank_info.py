@@ -82,16 +82,6 @@ def _processor() -> str:
     return " ".join(name.split()) or platform.machine()
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that are free on a GPU, or else on this node; None if unknown. Local.
-
-    What torch's caching allocator holds of a GPU counts as taken.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
-
-
 def memory_room(device: torch.device, ranks: int) -> float:
     """Return the factor by which the peak of this rank's memory on a GPU may grow; inf on a CPU.
 

@@ -52,9 +52,8 @@ class LocalSGD:
     max_staleness: Whole = Field(
         default=0,
         kw_only=True,
-        description="rounds (of --sync.every steps) by which a node of local-sgd, diloco and "
-        "sparseloco may be ahead of what the others have sent, before it waits for them. 0: every "
-        "node waits in each exchange",
+        description="rounds (of --sync.every steps) by which a node may be ahead of what the "
+        "others have sent, before it waits for them. 0: every node waits in each exchange",
     )
     weighted: bool = field(default=False, kw_only=True)
 
@@ -88,11 +87,11 @@ class DiLoCo(LocalSGD):
 
     outer_lr: Rate = Field(
         default=0.7,
-        description="learning rate of the outer optimizer of diloco and streaming (none: 0.7)",
+        description="learning rate of the outer optimizer of diloco (none: 0.7)",
     )
     outer_momentum: Part = Field(
         default=0.9,
-        description="Nesterov momentum of the outer optimizer of diloco and streaming. none: 0.9",
+        description="Nesterov momentum of the outer optimizer of diloco. none: 0.9",
     )
 
     mode: ClassVar[str] = "diloco"
@@ -102,55 +101,6 @@ class DiLoCo(LocalSGD):
         from zero.exchange.exchange import OuterSGD
 
         return {"outer": OuterSGD(self.outer_lr, self.outer_momentum)}
-
-
-@dataclass(frozen=True, config=STRICT)
-class StreamingDiLoCo(DiLoCo):
-    """DiLoCo in `fragments` parts, each exchanged every `every` steps while others compute.
-
-    What is sent after a step is applied `overlap` steps later; the node's parameters then become
-    `mix` times their own and 1 - mix times the outer optimizer's. Fewer fragments are used than
-    given if there are fewer steps. There is no `max_staleness`: exchanges are hidden behind the
-    next `overlap` steps instead.
-
-    Source: Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512).
-    """
-
-    max_staleness: Literal[0] = field(default=0, kw_only=True)
-    fragments: Positive = Field(
-        default=4, description="parts of the parameters that streaming exchanges in turn. none: 4"
-    )
-    overlap: Whole = Field(
-        default=1,
-        description="steps during which an exchange of streaming travels, below --sync.every. "
-        "none: 1",
-    )
-    mix: Part = Field(
-        default=0.5,
-        description="part of a node's own parameters that streaming keeps in an exchange. "
-        "none: 0.5",
-    )
-    bits: Literal[4, 32] = Field(
-        default=4, description="bits of each element that streaming sends, 4 or 32. none: 4"
-    )
-
-    mode: ClassVar[str] = "streaming"
-    summary: ClassVar[str] = "by diloco in 4 bits, in parts and while later steps compute"
-
-    @model_validator(mode="after")
-    def _check_overlap(self) -> "StreamingDiLoCo":
-        if self.overlap >= self.every:
-            raise ValueError(
-                f"overlap {self.overlap} has to be below the {self.every} steps of every"
-            )
-        return self
-
-    def _parts(self) -> dict[str, Any]:
-        from zero.comm_hooks.codes import BlockCode
-
-        streamed = {name: getattr(self, name) for name in ("fragments", "overlap", "mix")}
-        code = {"code": BlockCode(self.bits)} if self.bits < 32 else {}
-        return super()._parts() | streamed | code
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -175,13 +125,15 @@ class SparseLoCo(LocalSGD):
     def _parts(self) -> dict[str, Any]:
         from zero.comm_hooks.codes import ChunkCode
         from zero.exchange.exchange import OuterSGD
-        from zero.state import UNSENT
 
-        feedback = {"residual": UNSENT, "decay": 0.95}
-        return {"outer": OuterSGD(self.outer_lr), "code": ChunkCode(self.density), **feedback}
+        return {
+            "outer": OuterSGD(self.outer_lr),
+            "code": ChunkCode(self.density),
+            "decay": 0.95,
+        }
 
 
-_DESCRIPTIONS = {kind.mode: kind for kind in (LocalSGD, DiLoCo, StreamingDiLoCo, SparseLoCo)}
+_DESCRIPTIONS = {kind.mode: kind for kind in (LocalSGD, DiLoCo, SparseLoCo)}
 
 
 def _options(mode: str) -> dict[str, FieldInfo]:
@@ -236,10 +188,8 @@ class SyncConfig:
             self.description  # noqa: B018 - it raises
         except ValidationError as error:
             details = error.errors()[0]
-            name = "".join(map(str, details["loc"][:1])).replace("_", "-")
-            words = details["msg"].removeprefix("Value error, ")
-            wrong = f"{name}: {words}, not {details['input']!r}" if name else words
-            raise ValueError(f"--sync.{wrong}") from None
+            name = str(details["loc"][0]).replace("_", "-")
+            raise ValueError(f"--sync.{name}: {details['msg']}, not {details['input']!r}") from None
         return self
 
     @property

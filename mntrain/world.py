@@ -98,7 +98,6 @@ class World(Ranks):
         *,
         stage: int = 0,
         partition: Literal["auto", "element", "parameter"] = "auto",
-        shard_by: Literal["equal", "memory"] = "equal",
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
@@ -119,13 +118,11 @@ class World(Ranks):
 
         Any torch optimizer class will do; it gets `kwargs` as its arguments. `groups` are what
         torch's optimizers take: parameters or parameter groups, with or without names; by default
-        all parameters form one group. With `shard_by` "memory", shards at stages 1 and 2 are in
-        proportion to the memory that is free now on the GPU, or else on the host, of each rank.
-        With `sync` nodes exchange parameters every few steps instead of gradients in each: by a
-        description in `mntrain.sync`, such as `DiLoCo`. Every `check_every` steps, ranks compare
-        all bits of their weights in a message that they send anyway; 0: never.
-        `zero.ZeroOptimizer` documents the other options and `step`. It closes an optimizer that has
-        trained any of the parameters so far: each has one optimizer at a time.
+        all parameters form one group. With `sync` nodes exchange parameters every few steps instead
+        of gradients in each: by a description in `mntrain.sync`, such as `DiLoCo`. Every
+        `check_every` steps, ranks compare all bits of their weights in a message that they send
+        anyway; 0: never. `zero.ZeroOptimizer` documents the other options and `step`. It closes an
+        optimizer that has trained any of the parameters so far: each has one optimizer at a time.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale` or `check_every`, in
@@ -135,7 +132,6 @@ class World(Ranks):
         options: dict[str, Any] = {
             "stage": stage,
             "partition": partition,
-            "shard_by": shard_by,
             "max_grad_norm": max_grad_norm,
             "norm_type": norm_type,
             "non_finite": non_finite,

@@ -3,10 +3,10 @@
 Each rank adds digests of them to a message that a step sends anyway. Only if these differ, ranks
 gather what is behind them, and all raise one error that names the rank and both values.
 
-Every few steps, the digest is also of all bits of the weights: of trained parameters, of parameters
-of the model that no optimizer trains, and at stage 0 of master weights. Buffers are not compared:
-each step overwrites them with those of the first rank; those that are not in the model's state
-dict, which are constants in most models, only if a digest of them differs.
+After some steps, the digest is also of all bits of the weights: of trained parameters, of
+parameters of the model that no optimizer trains, and at stage 0 of master weights. Buffers are not
+compared: each step overwrites them with those of the first rank; those that are not in the model's
+state dict, which are constants in most models, only if a digest of them differs.
 """
 
 import math
@@ -32,13 +32,10 @@ from zero.param_groups import Place, plain_numbers
 from zero.parameter_watch import is_trained, plain_parts
 from zero.shard import OptimizerShard, ParamGroup
 
-SAMPLED = 16  # elements of a parameter, in each step others
-COMPARED = 4  # parameters whose values are compared, in each step others
+SAMPLED = 16  # elements of a gradient, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
-CYCLE = 16  # steps after which the same elements of parameters are sampled again
+CYCLE = 16  # steps after which the same elements are sampled again
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
-DRIFT = 1e-2  # the same of parameters at stage 0, in which rounding adds up over steps
-RARELY = 64  # steps between comparisons of parameters that were rounded differently
 
 ABSENT = "no value"
 # What to do where ranks differ in the steps, the groups, the parameters or the gradients.
@@ -62,7 +59,7 @@ class DifferentWeightsError(RuntimeError):
     """Ranks that must hold the same weights do not. Raised by every rank alike."""
 
 
-Samples = tuple[dict[str, int], Tensor]  # how many are of each parameter, by name; one by one
+Samples = tuple[dict[str, int], Tensor]  # how many are of each gradient, by name; one by one
 
 
 class Fact(NamedTuple):
@@ -97,15 +94,6 @@ def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> 
         raise ValueError(difference)
 
 
-def _samples_of(name: str, parameter: Parameter, step: int) -> Iterator[Samples]:
-    """Yield a few elements of a parameter, in each step others."""
-    for part_name, part in plain_parts(name, parameter):
-        flat = part.reshape(-1)
-        stride = max(flat.numel() // SAMPLED, 1)
-        found = flat[step * STRIDE % stride :: stride][:SAMPLED]
-        yield {part_name: len(found)}, found
-
-
 def _digest_of_samples(samples: Iterable[Samples]) -> int:
     """Return a digest of the leading bits of all samples. Waits for the device."""
     rounded = [_real(found).bfloat16() for _, found in samples]
@@ -132,14 +120,13 @@ class StepComparison:
 
     def __init__(self, owned: OptimizerShard, rank: int, replica: int, every: int) -> None:
         self._owned, self._rank, self._replica = owned, rank, replica
-        self._every = every  # steps between comparisons of all bits of the weights; 0: none
+        self._every = every  # steps between comparisons of all bits of the weights: see `_due`
         self._summed: tuple[int, int] | None = None  # the latest step of one, and its digest
         self._over_replicas: int | None = None  # the latest step of one over all replicas
         self._unlike = False  # whether ranks round differently, so that bits say nothing
         self.checks, self.checks_s = 0, 0.0  # such comparisons, and the seconds that they took
         self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
         self._whole: list[tuple[str, Parameter]] = []  # parameters that are not flat
-        self._rounding = False  # whether processors have rounded parameters differently
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
@@ -164,15 +151,22 @@ class StepComparison:
         if self._changed and not self._unlike:
             words += map(str, self._bits_of_left().values())
         updated = zlib.crc32(",".join(words).encode())
-        updated += _digest_of_samples(self._parameters(step))
-        if self._every and step % self._every == 0:
+        if self._due(step):
             updated += self._digest_of_weights(step)
         if not self._owned.sharded:
-            updated += _digest_of_samples(self._flat_samples(step))
+            updated += _digest_of_samples(self._gradients(step))
         buffers = self._owned.watch.buffers(persistent=False)
         constants = int(checksum([*map(without_repeats, buffers)]))
         halves = constants & 0xFFFFFFFF, constants >> 32 & 0xFFFFFFFF
         return _addends((_digest(groups), updated, *halves), step)
+
+    def _due(self, step: int) -> bool:
+        """Return whether ranks compare all bits of the weights after so many steps.
+
+        After none, 1, 2, 4, 8, and so on, and from `every` on after each multiple of it.
+        """
+        first = step < self._every and step & (step - 1) == 0
+        return bool(self._every) and (first or step % self._every == 0)
 
     def alike(self, sums: Tensor) -> bool:
         """Return whether sums over ranks, of `figures`, are of equal digests; note `constant`."""
@@ -264,15 +258,12 @@ class StepComparison:
                 warnings.warn(
                     f"after step {step}, {difference}. Their processors or threads are not alike "
                     f"({', '.join(sorted(kinds))}), which may round differently: from here on, "
-                    "some elements are compared, by a tolerance",
+                    "weights are not compared",
                     stacklevel=2,
                 )
         self._own |= {f.place for r in reports for f in r.facts.values() if f.own and f.place}
         if difference := _difference(reports, self._own):
             raise RuntimeError(difference)
-        alike = [report.facts for report in reports if report.replica == self._replica]
-        values = [[f.value for f in facts.values() if f.fix == PARAMETERS_ALIKE] for facts in alike]
-        self._rounding = self._rounding or any(each != values[0] for each in values)
 
     def _digest_of_weights(self, step: int) -> int:
         """Return a digest of all bits of the weights. Waits for the device."""
@@ -324,16 +315,13 @@ class StepComparison:
         sharded, names = self._owned.sharded, self._named
         for name, parameter in names.items():
             facts[f"requires_grad of {name}"] = Fact(parameter.requires_grad, PARAMETERS_ALIKE)
-        drift = TOLERANCE if sharded else DRIFT
-        for name, found in _by_name(self._parameters(step)).items():
-            facts[f"parameter {name}"] = Fact(found, PARAMETERS_ALIKE, drift)
         for name in names:
             facts[f"p.grad of {name}"] = Fact("none" if name in without else "one", GRADIENTS_ALIKE)
         if not sharded:
             eps = {
                 e.spec.name: torch.finfo(b.dtype).eps for b in self._owned.plan for e in b.entries
             }
-            for name, found in _by_name(self._flat_samples(step)).items():
+            for name, found in _by_name(self._gradients(step)).items():
                 limit = max(TOLERANCE, 1.5 * eps[name])
                 facts[f"the gradient of {name}"] = Fact(found, GRADIENTS_ALIKE, limit, 1e-3)
         return facts
@@ -343,27 +331,11 @@ class StepComparison:
         after = plain_numbers(groups)
         self._own |= {p for p, v in after if not _same(v, before.get(p, ABSENT))}
 
-    def _parameters(self, step: int) -> Iterator[Samples]:
-        """Yield the samples of parameters that a step compares."""
-        if not self._rounding or step % RARELY == 0:
-            yield from self._flat_samples(step) if self._owned.sharded else ()
-            others = self._owned.watch.others
-            compared = [*self._whole, *others.items()]
-            for place in range(min(COMPARED, len(compared))):
-                name, parameter = compared[(step * COMPARED + place) % len(compared)]
-                if others.get(name) is not parameter or not is_trained(parameter):
-                    yield from _samples_of(name, parameter, step)
-
-    def _flat_samples(self, step: int) -> Iterator[Samples]:
-        """Yield a few elements of every parameter, or at stage 0 of every gradient.
-
-        A step takes others than the one before. Parameters may be written on one rank alone by code
-        of the user's, which a step at stages 1 and 2 hides.
-        """
+    def _gradients(self, step: int) -> Iterator[Samples]:
+        """Yield a few elements of every gradient at stage 0; a step takes others than the last."""
         owned = self._owned
-        memory = owned.parameters.flat if owned.sharded else owned.gradients.kept
         for index, bucket in enumerate(owned.plan):
-            flat, key = memory(index), (step % CYCLE, index)
+            flat, key = owned.gradients.kept(index), (step % CYCLE, index)
             if key not in self._places:
                 start, offset, size = _places(bucket, flat.device)
                 for turn in range(CYCLE):

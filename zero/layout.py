@@ -11,7 +11,6 @@ A parameter lies in one bucket, so its gradient is one view; one that is larger 
 has a bucket of its own. Each rank owns one shard of every bucket:
 
     by element, 3 ranks (bounds 0, 2, 5, 8):     | b b | b a a | a a a |      cut anywhere
-    of weights 1, 0, 3 (bounds 0, 2, 2, 8):      | b b | | b a a a a a |      in proportion to them
     by parameter (bounds 0, 5, 5, 8):            | a a a a a | | b b b |      whole parameters
 
 A slice of a parameter that lies in a shard is a piece: in the first of these cuts, the second rank
@@ -38,15 +37,6 @@ ALIGNED_NUMEL = 64  # elements that keep the next parameter aligned for a GPU, w
 def split(numel: int, parts: int) -> tuple[int, ...]:
     """Return the parts + 1 bounds that cut numel elements into parts, equal to within one."""
     return tuple(i * numel // parts for i in range(parts + 1))
-
-
-def split_by_weight(numel: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Return the bounds that cut numel elements in proportion to weights, each to within one.
-
-    Equal weights give the bounds of `split`, and a weight of 0 an empty part.
-    """
-    ends = list(accumulate(weights))
-    return (0, *(numel * end // ends[-1] for end in ends))
 
 
 @dataclass(frozen=True)
@@ -125,18 +115,15 @@ def plan_buckets(
     bucket_bytes: int,
     shards: int = 1,
     loads: Sequence[int] | None = None,
-    weights: Sequence[int] | None = None,
 ) -> tuple[Bucket, ...]:
     """Plan buckets of at most bucket_bytes for parameters in the order of forward.
 
     A model that would fill fewer than eight buckets gets smaller ones, but none below a MiB; the
     first and the last one are smaller if parameters allow. Buckets are in the order in which
-    backward should fill them. Shards are in proportion to `weights`, by slot, to within an element;
-    by default they are equal. With `loads`, the elements that each slot owns elsewhere, parameters
-    stay whole and are dealt so that totals are balanced, also in proportion to the weights.
+    backward should fill them. Shards are equal, to within an element. With `loads`, the elements
+    that each slot owns elsewhere, parameters stay whole and are dealt so that totals are balanced.
     """
-    weights = (1,) * shards if weights is None else weights
-    owner = None if loads is None else _deal(specs, loads, weights)
+    owner = None if loads is None else _deal(specs, loads)
     bucket_bytes = min(bucket_bytes, max(MIB, _nbytes(specs) // LEAST_BUCKETS))
     open_runs: dict[torch.dtype, list[ParameterSpec]] = {}
     runs: list[list[ParameterSpec]] = []
@@ -152,7 +139,7 @@ def plan_buckets(
     arrival = {spec.name: place for place, spec in enumerate(reversed(specs))}
     runs.sort(key=lambda run: max(arrival[spec.name] for spec in run))
     runs[-1:] = _split_off_end(runs[-1]) if runs else []
-    return tuple(_bucket(run, weights, owner) for run in runs)
+    return tuple(_bucket(run, shards, owner) for run in runs)
 
 
 def _nbytes(run: Sequence[ParameterSpec]) -> int:
@@ -165,30 +152,21 @@ def _split_off_end(run: list[ParameterSpec]) -> list[list[ParameterSpec]]:
     return [run[:start], run[start:]] if start else [run]
 
 
-def _deal(
-    specs: Sequence[ParameterSpec], loads: Sequence[int], weights: Sequence[int]
-) -> dict[str, int]:
-    """Return the slot that owns each parameter: the largest first, to the slot it fills least.
+def _deal(specs: Sequence[ParameterSpec], loads: Sequence[int]) -> dict[str, int]:
+    """Return the slot that owns each parameter: the largest first, to the slot with the least.
 
-    A slot is filled by its elements divided by its weight; one of weight 0 owns nothing.
-
-    Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; of unequal weights,
-    Gonzalez, Ibarra and Sahni, "Bounds for LPT Schedules on Uniform Processors", 1977.
+    Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
     """
     total = list(loads)
-    slots = [slot for slot, weight in enumerate(weights) if weight]
     owner = {}
     for spec in sorted(specs, key=lambda spec: -spec.numel):
-        filled = [(total[slot] + spec.numel) / weights[slot] for slot in slots]
-        slot = slots[filled.index(min(filled))]
+        slot = total.index(min(total))
         owner[spec.name] = slot
         total[slot] += spec.numel
     return owner
 
 
-def _bucket(
-    run: Iterable[ParameterSpec], weights: Sequence[int], owner: dict[str, int] | None
-) -> Bucket:
+def _bucket(run: Iterable[ParameterSpec], shards: int, owner: dict[str, int] | None) -> Bucket:
     # Parameters of unaligned length go last, since a GPU reads unaligned ones behind them slowly.
     specs = sorted(run, key=lambda spec: spec.numel % ALIGNED_NUMEL != 0)
     if owner is not None:
@@ -198,9 +176,9 @@ def _bucket(
         ParameterSlice(spec, start, 0, spec.numel)
         for spec, start in zip(specs, starts[:-1], strict=True)
     )
-    bounds = split_by_weight(starts[-1], weights)
+    bounds = split(starts[-1], shards)
     if owner is not None:
-        owned = [0] * len(weights)
+        owned = [0] * shards
         for spec in specs:
             owned[owner[spec.name]] += spec.numel
         bounds = (0, *accumulate(owned))

@@ -35,7 +35,6 @@ from zero.param_groups import (
     as_groups,
     by_name,
     check_plain,
-    check_shard_weights,
     check_sharding,
     check_trainable,
     hyperparameters,
@@ -87,9 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
     ranks. "auto" is "element" for the optimizers of torch that work element by element
     (`zero.trials.BY_ELEMENT`), and "parameter" for all others, and for functions that make one:
-    "element" is the caller's word that another one works so. `shard_weights` make shards unequal,
-    in proportion to them: whole numbers by slot of the ranks that share the state, the same on all
-    ranks.
+    "element" is the caller's word that another one works so.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -130,9 +127,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
       operation on a kept parameter. While the script keeps other tensors over their memory, such as
       `p.detach()` or a state dict, `step` waits.
     - `check_every`: steps between comparisons of all bits of the weights, which ride in a message
-      that a step sends anyway; 0: none. Of trained parameters, of those of `model` that no
-      optimizer trains, and at stage 0 of master weights, over the ranks that share the state, and
-      after an exchange over all.
+      that a step sends anyway, and come also after 1, 2, 4, 8 and so on; 0: none. Of trained
+      parameters, of those of `model` that no optimizer trains, and at stage 0 of master weights,
+      over the ranks that share the state, and after an exchange over all.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -154,7 +151,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         *,
         stage: int = 0,
         partition: Literal["auto", "element", "parameter"] = "auto",
-        shard_weights: Sequence[int] | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         non_finite: Literal["stop", "skip"] = "stop",
@@ -181,7 +177,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._model, self._hook = model, make_hook(comm_hook)
         self.schedule = schedule or every_step(collectives)
         sharding = self.schedule.sharding
-        check_shard_weights(shard_weights, sharding.size)
         if collectives.size > 1:
             self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
         waits, alone = overlap_forward, collectives.size == 1
@@ -198,7 +193,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition = choose_partition(optimizer_class, partition)
         self.known = works_by_element(optimizer_class)  # so is its state
         self._bucket_bytes = bucket_bytes
-        self._shard_weights = None if shard_weights is None else tuple(shard_weights)
         self._names = GroupNames()
         groups = self._check(pairs)
         named = by_name(groups)
@@ -244,10 +238,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         times on every rank. Raises NonFiniteGradientError on all ranks, before anything is updated,
         DifferentWeightsError, a RuntimeError, on all ranks if weights differ that are compared in
         this step (`check_every`), RuntimeError on all ranks if they differ in hyperparameters, in
-        parameters (of which some elements are compared), in loaded states, or in what was done to
-        `p.grad`, or if something else trains a parameter of the model on each rank alone,
-        ValueError if the weights of all ranks sum to 0, and RuntimeError in a block of `averaged`
-        or if the optimizer was closed.
+        loaded states, or in what was done to `p.grad`, or if something else trains a parameter of
+        the model on each rank alone, ValueError if the weights of all ranks sum to 0, and
+        RuntimeError in a block of `averaged` or if the optimizer was closed.
         In a step in which replicas do not wait for each other, one of them alone raises
         NonFiniteReplicaError, and weights are not compared.
         """
@@ -911,13 +904,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         size, plan = self._shard.sharding.size, self._shard.plan
         whole = self.partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
-        added = plan_buckets(
-            specs, self._bucket_bytes, size, loads if whole else None, self._shard_weights
-        )
+        added = plan_buckets(specs, self._bucket_bytes, size, loads if whole else None)
         self._shard.add(added, named)
         self._named.update(named)
-        tensors = {owned.piece.spec.name: owned.tensor for owned in self._shard.pieces}
-        self.schedule.add({name: p.numel() for name, p in named.items()}, tensors)
         self._agreement.add(named)
         self.accumulation.add(added, named)
 

@@ -1,7 +1,7 @@
 """Parameter groups with names, and the checks on what a user passes."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from numbers import Real
@@ -117,18 +117,6 @@ def check_sharding(stage: int, partition: str) -> None:
     if partition not in PARTITIONS:
         known = ", ".join(PARTITIONS)
         raise ValueError(f"partition {partition!r} is unknown: choose one of {known}")
-
-
-def check_shard_weights(weights: Sequence[int] | None, shards: int) -> None:
-    """Raise ValueError for weights that are not one for each of so many shards."""
-    if weights is None:
-        return
-    whole = all(type(weight) is int and weight >= 0 for weight in weights)
-    if not whole or len(weights) != shards or not any(weights):
-        raise ValueError(
-            f"shard_weights are {list(weights)!r}: give whole numbers from 0, not all 0, one for "
-            f"each of the {shards} ranks that share the state"
-        )
 
 
 def check_plain(model: nn.Module, size: int) -> None:

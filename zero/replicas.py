@@ -126,7 +126,7 @@ class Replicas:
         """Wait for exchanges in flight. Collective, if there are any."""
         if self._schedule.unsettled:
             self._complete()
-        if self._schedule.settle():
+            self._schedule.settle()
             self._shard.publish()
 
     def _buffers(self, *, constant: bool = False) -> list[Tensor]:

@@ -27,10 +27,10 @@ from zero.shard import OptimizerShard, OwnedSlice, ParamGroup
 MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule
 LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
-ERROR = f"{SYNC}error"  # of what a replica has not sent yet, since it was rounded
-UNSENT = f"{SYNC}unsent"  # since it was not among the largest
-RESIDUALS = frozenset({ERROR, UNSENT})
-PER_REPLICA = RESIDUALS | {LOCAL}  # the keys of the sync schedule whose tensors replicas differ in
+UNSENT = f"{SYNC}unsent"  # of what a replica has not sent yet
+PER_REPLICA = frozenset(
+    {UNSENT, LOCAL}
+)  # the keys of the sync schedule whose tensors replicas differ in
 
 
 class StateSlice(NamedTuple):

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from common import AbsentError, mpi_library, report, start_gloo, start_horovod, stop_gloo, versions
 from mpi4py import MPI
-from peer_candidates import WireDtypeCollectives, gloo_candidate, horovod_candidate
+from peer_candidates import (
+    NATIVE,
+    WireDtypeCollectives,
+    gloo_candidate,
+    horovod_candidate,
+    mpi_candidate,
+)
 
 import mntrain
 from mntrain.bench.candidates import (
-    NATIVE,
     Candidate,
     Pattern,
     library_candidate,
-    mpi_candidate,
     rendezvous,
     take_turns,
 )

@@ -240,7 +240,6 @@ EVERY = 20  # steps between exchanges, where nothing else is said
 RARE = {
     "local SGD": (mntrain.sync.LocalSGD, EVERY),
     "DiLoCo": (mntrain.sync.DiLoCo, EVERY),
-    "streaming": (mntrain.sync.StreamingDiLoCo, EVERY),
     "SparseLoCo": (mntrain.sync.SparseLoCo, EVERY),
     "SparseLoCo (1/16)": (partial(mntrain.sync.SparseLoCo, density=1 / 16), 5),
 }

@@ -13,8 +13,8 @@ from mntrain.config import Device
 from mntrain.config_types import STRICT, OptionalPath, OrNone, unique
 
 _PROGRAM = "python -m mntrain bench"
-_DESCRIPTION = f"""Measure the collectives of this cluster and those of its MPI library, and the
-share of the link's bandwidth (on one node: of the memory's) that they reach. For example:
+_DESCRIPTION = f"""Measure the collectives of this cluster, and the share of the link's bandwidth
+(on one node: of the memory's) that they reach; say which options suit the links. For example:
   mpirun -n 4 {_PROGRAM}
       all collectives, by all algorithms, at five sizes: about a minute
   mpirun -n 4 {_PROGRAM} --comm.ranks-per-node 2
@@ -71,7 +71,7 @@ class BenchOptions:
     )
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32",
-        description="dtype of the tensor. The MPI library's own verbs use fp32 of the same size.",
+        description="dtype of the tensor.",
     )
     repeats: int = Field(
         default=5, ge=1, description="repetitions of each case. Below 1 MiB: four times as many."

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +17,6 @@ from mntrain.comm.waits import pause
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.layout import split
 
-NATIVE = {
-    "all_reduce": "MPI_Allreduce",
-    "reduce_scatter": "MPI_Reduce_scatter",
-    "all_gather": "MPI_Allgather",
-    "broadcast": "MPI_Bcast",
-}
 _POISON = -9.0  # in no pattern: reveals elements that a collective has not written
 # The pattern repeats after 5 * 11 elements. No power of two is a multiple of that, so a chunk, lane
 # or shard in the wrong place differs from the right one.
@@ -124,31 +117,6 @@ def library_candidate(
     is_root = collectives.rank == 0
     parts = source_and_target(verb, (tensor, 0), shard, is_root=is_root)
     return Candidate(name, verb, pattern, run, *parts)
-
-
-def mpi_candidate(
-    verb: str, comm: Any, nbytes: int, pattern: Pattern, name: str | None = None
-) -> Candidate:
-    """Return a blocking collective of the MPI library, on fp32 in host memory. Local.
-
-    `comm` is an mpi4py communicator over the world that carries nothing else. `pattern` is fp32 on
-    the CPU. Every collective except broadcast is out of place.
-    """
-    bounds = split(nbytes // 4, comm.size)
-    counts = [high - low for low, high in pairwise(bounds)]
-    whole = torch.empty(bounds[-1]), 0
-    shard = torch.empty(counts[comm.rank]), bounds[comm.rank]
-    source, target = source_and_target(verb, whole, shard, is_root=comm.rank == 0)
-    if verb == "all_reduce":
-        source = torch.empty(bounds[-1]), 0
-    sent, received = source[0].numpy(), target[0].numpy()
-    run: Callable[[], Any] = {
-        "all_reduce": lambda: comm.Allreduce(sent, received),
-        "reduce_scatter": lambda: comm.Reduce_scatter(sent, received, counts),
-        "all_gather": lambda: comm.Allgatherv(sent, (received, counts)),
-        "broadcast": lambda: comm.Bcast(received),
-    }[verb]
-    return Candidate(name or NATIVE[verb], verb, pattern, run, source, target)
 
 
 def take_turns(

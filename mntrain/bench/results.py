@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.bench.bench_options import ALGORITHMS, size_label
+from mntrain.bench.bench_options import size_label
 from mntrain.config import CommConfig
 from mntrain.metrics.registry import short_time
 from zero.layout import MIB
@@ -29,7 +29,7 @@ _ABOVE_LIMIT = (
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One collective by one algorithm, or by the MPI library, at one size."""
+    """One collective by one algorithm at one size."""
 
     verb: str
     algorithm: str
@@ -128,7 +128,7 @@ def advice(facts: Mapping[str, Any], cases: Sequence[BenchCase]) -> str:
     The evidence is the all-reduce of the largest size, at least 1 MiB: that is how large buckets of
     gradients are. Smaller ones measure latency.
     """
-    timed = [c for c in cases if c.timed and c.verb == "all_reduce" and c.algorithm in ALGORITHMS]
+    timed = [case for case in cases if case.timed and case.verb == "all_reduce"]
     largest = max((case.size_bytes for case in timed), default=0)
     if largest < MIB:
         return ""

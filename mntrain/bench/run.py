@@ -96,15 +96,14 @@ def measure(
     part of what is left. A size, other than the smallest, of which one round does not fit is left
     out: its cases have no times.
     """
-    dtype, cpu = DTYPES[options.dtype], torch.device("cpu")
+    dtype = DTYPES[options.dtype]
     pattern = candidates.Pattern(world.rank, world.size, dtype, world.device)
-    mpi_pattern = candidates.Pattern(world.rank, world.size, torch.float32, cpu)
     by_algorithm = {
         name: world.collectives.replace(choice=AlgorithmChoice(name)) for name in options.algorithms
     }
     for number, nbytes in enumerate(options.sizes):
         limits_s = {verb: limits.seconds(verb, nbytes) for verb in options.verbs}
-        round_s = sum(limits_s.values()) * (len(by_algorithm) + 1)
+        round_s = sum(limits_s.values()) * len(by_algorithm)
         left_s = comm.bcast(options.seconds - (time.perf_counter() - start))
         fits = number == 0 or round_s <= left_s
         tensor = world.collectives.allocate(
@@ -112,15 +111,12 @@ def measure(
         )
         budget_s = left_s / (len(options.sizes) - number) / len(options.verbs)
         for verb, limit_s in limits_s.items():
-            native = candidates.NATIVE[verb]
             cases = [BenchCase(verb, it, nbytes, options.dtype, limit_s) for it in by_algorithm]
-            cases.append(BenchCase(verb, native, nbytes, "fp32", limit_s))
             if fits:
                 rivals = [
                     candidates.library_candidate(name, verb, collectives, tensor, pattern)
                     for name, collectives in by_algorithm.items()
                 ]
-                rivals.append(candidates.mpi_candidate(verb, comm, nbytes, mpi_pattern))
                 rounds = options.repeats * (4 if nbytes < MIB else 1)
                 samples = candidates.take_turns(comm, rivals, rounds, budget_s)
                 cases = [_timed(*each) for each in zip(cases, samples, strict=True)]

@@ -43,7 +43,7 @@ from mntrain.checkpoint.state_values import decode_unnamed, decode_values
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
-from zero.state import LOCAL, MASTER, PER_REPLICA, RESIDUALS, SYNC
+from zero.state import LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
 
 T = TypeVar("T")
 
@@ -371,7 +371,7 @@ def _read_slices(
             names.pop(LOCAL, None)
         if replicas != optimizer.schedule.replicas:  # each gets the mean of what was not sent
             everyone = [replica_name(piece.name, r) for r in range(replicas)]
-            names |= dict.fromkeys(names.keys() & RESIDUALS, everyone)
+            names |= dict.fromkeys(names.keys() & {UNSENT}, everyone)
         low, high = piece.low, piece.high
         if saved.order != piece.order:  # this rank's elements may lie anywhere
             low, high = 0, math.prod(piece.shape)

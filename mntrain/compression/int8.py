@@ -10,7 +10,7 @@ class Int8Hook(BetweenNodesHook):
     A block with a NaN or an infinity is decoded to NaN. So are fp64 sums beyond the range of fp32.
     """
 
-    code = BlockCode(8)
+    code = BlockCode()
 
 
 make = Int8Hook

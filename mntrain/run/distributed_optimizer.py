@@ -14,7 +14,6 @@ from mntrain import compression, equal_values
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
-from mntrain.run.shard_sizes import check_shard_by, measure_weights
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import make_hook
 from zero.exchange.exchange import Exchange
@@ -43,9 +42,9 @@ def make_optimizer(
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`, with the options of `ZeroOptimizer`. Collective.
 
-    The world counts its optimizers by `number`. `sync` describes the `schedule`; `shard_by` says
-    what `shard_weights` are. Raises AgreedError on all ranks, before anything is allocated, if they
-    differ in what they give or if any of them cannot accept it.
+    The world counts its optimizers by `number`. `sync` describes the `schedule`. Raises
+    AgreedError on all ranks, before anything is allocated, if they differ in what they give or if
+    any of them cannot accept it.
     """
     with world.agreement():
         check_model(model, world.size)
@@ -70,19 +69,15 @@ def make_optimizer(
         given = compression.select_hook(world.settings.compress, options["comm_hook"])
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
-        trainable = _check_parameters(world, named, make, options)
+        trainable = _check_parameters(named, make, options)
     described = {"the optimizer": describe_optimizer(make, trainable)}
     equal_values.expect_same(world.gather(described), world.rank)
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
-    resolved = ("sync", "shard_by", "comm_hook")
+    resolved = ("sync", "comm_hook")
     own = {key: value for key, value in options.items() if key not in resolved}
     schedule = _make_schedule(world, options["sync"], stream, stage=own["stage"], user=label)
-    sharding = schedule.sharding if schedule else stream
-    weights, division = None, ""
-    if options["shard_by"] == "memory" and sharding.size > 1:
-        weights, division = measure_weights(world, sharding)
     needs_levels = hook.between_nodes and world.size > 1
     levels = world.node_levels(label) if needs_levels else None
     with world.agreement(), _arguments_of(optimizer_class):
@@ -96,19 +91,17 @@ def make_optimizer(
             schedule=schedule,
             levels=levels,
             comm_hook=hook,
-            shard_weights=weights,
             **own,
             **kwargs,
         )
-    notes = [hook.note(len(world.topology.nodes), sharded=optimizer.sharded), division]
-    for note in filter(None, notes if world.master else []):
+    note = hook.note(len(world.topology.nodes), sharded=optimizer.sharded)
+    if note and world.master:
         print(f"mntrain: {note}", file=sys.stderr)
     optimizer.start()
     return optimizer
 
 
 def _check_parameters(
-    world: Ranks,
     named: list[dict[str, Any]],
     make: partial[torch.optim.Optimizer],
     options: Mapping[str, Any],
@@ -116,7 +109,6 @@ def _check_parameters(
     """Return the groups of parameters that train. Raises ValueError for what cannot. Local."""
     stage = options["stage"]
     check_sharding(stage, options["partition"])
-    check_shard_by(world, options["shard_by"], stage)
     trainable = check_trainable(named, sharded=stage != 0)
     check_free(by_name(trainable))
     # Optimizers of others may need more than small tensors.
@@ -136,7 +128,7 @@ def check_sync(world: Ranks, sync: object) -> None:
     if not isinstance(sync, LocalSGD):
         raise ValueError(
             f"sync is of type {type(sync).__name__}: give mntrain.sync.LocalSGD(every=...), "
-            "DiLoCo, StreamingDiLoCo or SparseLoCo, or None"
+            "DiLoCo or SparseLoCo, or None"
         )
     sizes = [len(node) for node in world.topology.nodes]
     if len(set(sizes)) > 1:

@@ -130,7 +130,6 @@ class TrainingJob:
             bound.func,
             stage=config.zero.stage,
             partition=config.zero.partition,
-            shard_by=config.zero.shard_by,
             max_grad_norm=config.optim.max_grad_norm,
             non_finite=config.optim.non_finite,
             loss_scale=self.precision.loss_scale,

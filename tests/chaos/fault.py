@@ -18,7 +18,6 @@ import mntrain
 STEP = 2  # in which it happens
 SYNC = {  # between nodes of one rank, which then communicate in exchanges only
     "diloco": mntrain.sync.DiLoCo(every=1),
-    "streaming": mntrain.sync.StreamingDiLoCo(every=1, fragments=1, overlap=0),
     "sparseloco": mntrain.sync.SparseLoCo(every=1),
 }
 NODES = {"node lost", "link cut", "link cut for 30 s", "link cut for 3 s"}

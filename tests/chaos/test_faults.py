@@ -81,12 +81,11 @@ def expect_stacks(result):
     ("kind", "sync"),
     [
         pytest.param("killed", "diloco", marks=pytest.mark.thorough),
-        pytest.param("stopped", "streaming", marks=pytest.mark.exhaustive),
         *(
             pytest.param(kind, sync, marks=pytest.mark.exhaustive)
             for kind in ("killed", "stopped", "hang", "raises", "nan", "slow")
-            for sync in ("diloco", "streaming", "sparseloco")
-            if (kind, sync) not in (("killed", "diloco"), ("stopped", "streaming"))
+            for sync in ("diloco", "sparseloco")
+            if (kind, sync) != ("killed", "diloco")
         ),
     ],
 )

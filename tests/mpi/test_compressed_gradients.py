@@ -33,7 +33,7 @@ LAYOUTS = [1, *([2] if RANKS > 2 else []), *DEALT]
 UNEQUAL = {2: 1, 3: "abb", 4: "abbb"}.get(RANKS, 2)
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 SGD = {"lr": 0.1, "momentum": 0.9}
-CODE = BlockCode(8)
+CODE = BlockCode()
 _numbers = itertools.count()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import SGD, PlainTraining, assert_parity, init, loss_of, mine, modes, net, samples
 
-from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 
 pytestmark = pytest.mark.mpi
 
@@ -51,7 +51,7 @@ def test_an_own_loop_trains_saves_and_restores(mode, folder):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("sync", [LocalSGD, DiLoCo, StreamingDiLoCo, SparseLoCo])
+@pytest.mark.parametrize("sync", [LocalSGD, DiLoCo, SparseLoCo])
 def test_an_exchange_between_nodes_has_the_bits_that_it_has_without(worlds, sync):
     world = worlds(layout=1)
 

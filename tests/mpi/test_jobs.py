@@ -75,7 +75,6 @@ def losses_alone(*options):
         (["--zero.stage", "2", "--comm.ranks-per-node", "2", "--comm.algorithm", "lanes"], []),
         (["--zero.stage", "0", "--comm.ranks-per-node", "2", "--comm.algorithm", "leader"], []),
         (["--zero.stage", "2", "--comm.bucket-mb", "0.01", "--comm.ranks-per-node", "1"], []),
-        (["--zero.stage", "2", "--zero.shard-by", "memory", "--comm.ranks-per-node", "1"], []),
         (
             ["--zero.stage", "2", "--train.recompute"],
             ["--model.kv-heads", "1", "--optim.name", "Muon"],

@@ -19,6 +19,7 @@ from lone_nodes import (
     keep_world,
     run,
     take_step,
+    take_steps,
 )
 from model_digest import differing_ranks, model_digest
 from models import net
@@ -276,6 +277,27 @@ def test_a_checkpoint_continues_on_other_nodes_and_with_other_schedules(
             take_step(world, model, optimizer, step)
         optimizer.exchange()
         assert len(set(digests(world, model))) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_state_is_loaded_while_an_exchange_is_in_flight(world, make, monkeypatch, stage):
+    withhold(monkeypatch, LAGS["at the bound"])
+    model = net()
+    optimizer = make(model, sync=SYNCS[1], stage=stage)
+    take_steps(world, model, optimizer, range(6))
+    optimizer.wait_for_parameters()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for more in (3, 4, 0):
+        for step in range(more):
+            take_step(world, model, optimizer, 20 + step)
+        optimizer.wait_for_parameters()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        take_steps(world, model, optimizer, range(6, 13))
+        optimizer.wait_for_parameters()
+        ends.append(model_digest(model))
+    assert len(set(ends)) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -72,7 +72,7 @@ def test_one_bit_on_one_rank_is_found_in_the_step_that_compares(make, stage, dty
     found = refusal(optimizer, model, 4)
     of = f"after step 4, the weights differ between ranks: {SIDES}, first in"
     assert found.startswith(f"{of} {name}")
-    assert optimizer.weight_checks[0] == 3
+    assert optimizer.weight_checks[0] == 4  # after 0, 1, 2 and 4 steps
 
 
 class Derived(nn.Parameter):
@@ -132,14 +132,26 @@ def test_parameters_that_each_rank_trains_for_itself_are_found_and_equal_loads_a
 
 def test_at_stage_1_a_bit_of_a_trained_parameter_lasts_until_the_next_step(make):
     model = net()
-    optimizer = make(model, SGD, stage=1, check_every=2)
-    update(optimizer, loss(model, 0))
+    optimizer = make(model, SGD, stage=1)
+    for step in range(3):
+        update(optimizer, loss(model, step))
     optimizer.wait_for_parameters()
     for parameter in [p for p in model.parameters() if p.requires_grad] if ODD else []:
         flip(parameter, byte=1)  # as far as others own it, the step overwrites it; else it is sent
-    update(optimizer, loss(model, 1))
-    update(optimizer, loss(model, 2))
-    assert optimizer.weight_checks[0] == 2
+    update(optimizer, loss(model, 3))
+    update(optimizer, loss(model, 4))
+    assert optimizer.weight_checks[0] == 4
+
+
+def test_weights_are_compared_after_1_2_4_and_so_on_and_then_every_few_steps(make):
+    model, counts = net(), []
+    optimizer = make(model, SGD, check_every=10)
+    for step in range(31):
+        update(optimizer, loss(model, step))
+        counts.append(optimizer.weight_checks[0])
+    before = [0, *counts]
+    compared = [step for step in range(31) if before[step + 1] > before[step]]
+    assert compared == [0, 1, 2, 4, 8, 10, 20, 30]
 
 
 def test_one_bit_is_found_later_if_the_step_compares_nothing(make):

@@ -10,19 +10,17 @@ from oracle import init
 from torch import nn
 from worlds import RANKS
 
-from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo
-from zero.comm_hooks.codes import BlockCode, ChunkCode
-from zero.state import ERROR, UNSENT
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
+from zero.comm_hooks.codes import ChunkCode
+from zero.state import UNSENT
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 LR, EVERY, WARMUP, STEPS = 0.1, 3, 1, 7
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-ONCE = {"fragments": 1, "overlap": 0, "mix": 0.0}
 SYNCS = {
     "local SGD": LocalSGD(EVERY, WARMUP, weighted=True),
     "DiLoCo": DiLoCo(EVERY, WARMUP, **PLAIN, weighted=True),
-    "streaming": StreamingDiLoCo(EVERY, WARMUP, **PLAIN, **ONCE, bits=32, weighted=True),
     "stale local SGD": LocalSGD(EVERY, WARMUP, max_staleness=1, weighted=True),
     "stale DiLoCo": DiLoCo(EVERY, WARMUP, **PLAIN, max_staleness=1, weighted=True),
 }
@@ -132,7 +130,7 @@ def test_micro_batches_of_a_step_count_together(make, stage):
     assert_equal(model.values(), expected)
 
 
-@pytest.mark.parametrize("name", ["local SGD", "DiLoCo", "streaming"])
+@pytest.mark.parametrize("name", ["local SGD", "DiLoCo"])
 def test_an_evaluation_within_a_round_is_of_the_weighted_mean(make, name):
     model = Linear()
     optimizer = make(model, sync=SYNCS[name])
@@ -152,37 +150,15 @@ def test_an_evaluation_within_a_round_is_of_the_weighted_mean(make, name):
     assert_equal(model.values(), expected)
 
 
-def test_each_fragment_counts_the_steps_since_its_own_exchange(make):
-    sync = StreamingDiLoCo(4, 0, **PLAIN, fragments=2, overlap=0, mix=0.0, bits=32, weighted=True)
-    model = Linear()
-    start = model.values()
-    optimizer = make(model, sync=sync)
-    # The fragment of the larger parameter is exchanged after steps 1 and 5, the other's after 3.
-    rounds = [slice(0, 10), range(2)], [slice(10, 15), range(4)], [slice(0, 10), range(2, 6)]
-    expected, step = start, 0
-    for part, steps in rounds:
-        while step <= steps[-1]:
-            take_step(model, optimizer, step)
-            step += 1
-        after = after_rounds(expected, steps)[part]
-        expected = expected.clone()
-        expected[part] = after
-        assert_equal(model.values()[part], after)
-
-
+CODE = ChunkCode(0.25)
 CODED = {
-    "SparseLoCo": (SparseLoCo(2, density=0.25, weighted=True), ChunkCode(0.25), UNSENT),
-    "stale SparseLoCo": (
-        SparseLoCo(2, density=0.25, max_staleness=1, weighted=True),
-        ChunkCode(0.25),
-        UNSENT,
-    ),
-    "streaming": (StreamingDiLoCo(2, **PLAIN, **ONCE, weighted=True), BlockCode(4), ERROR),
+    "SparseLoCo": SparseLoCo(2, density=0.25, weighted=True),
+    "stale SparseLoCo": SparseLoCo(2, density=0.25, max_staleness=1, weighted=True),
 }
 
 
-@pytest.mark.parametrize(("sync", "code", "key"), CODED.values(), ids=CODED)
-def test_what_a_code_lacks_is_kept_without_the_weight(make, sync, code, key):
+@pytest.mark.parametrize("sync", CODED.values(), ids=CODED)
+def test_what_a_code_lacks_is_kept_without_the_weight(make, sync):
     model = Linear()
     start = model.values()
     optimizer = make(model, sync=sync)
@@ -194,14 +170,14 @@ def test_what_a_code_lacks_is_kept_without_the_weight(make, sync, code, key):
         sent, total = [], 0.0
         for node in range(NODES):
             drift, weight = drift_of(node, range(2))
-            sent.append(coded(code, weight * drift[part]))
+            sent.append(coded(CODE, weight * drift[part]))
             total += weight
         after = start[part] - sum(sent) / total
         torch.testing.assert_close(model.values()[part], after, rtol=1e-9, atol=1e-9)
-    kept = {piece.name: piece.tensors[key] for piece in optimizer.slices()}
+    kept = {piece.name: piece.tensors[UNSENT] for piece in optimizer.slices()}
     drift, weight = drift_of(NODE, range(2))
     for name, part in (("one", slice(0, 10)), ("other", slice(10, 15))):
-        lacks = drift[part] - coded(code, weight * drift[part]) / weight
+        lacks = drift[part] - coded(CODE, weight * drift[part]) / weight
         torch.testing.assert_close(kept[name].view(-1), lacks, rtol=1e-9, atol=1e-9)
 
 

@@ -83,7 +83,7 @@ def test_a_file_in_the_package_is_a_compression(monkeypatch, tmp_path):
         ("--train.compile --train.no-compile", {}),
         ("--train.steps none", {"train": TrainConfig(steps=200)}),
         ("--train.steps 5 --train.epochs 3 --train.steps none", {"train": TrainConfig(epochs=3)}),
-        ("--zero.stage 1 --zero.shard-by memory", {"zero": ZeroConfig(stage=1, shard_by="memory")}),
+        ("--zero.stage 1", {"zero": ZeroConfig(stage=1)}),
         (
             "--optim.lr 1e-5 --optim.max-grad-norm none",
             {"optim": OptimConfig(lr=1e-5, max_grad_norm=None)},
@@ -106,11 +106,6 @@ def test_options_of_the_command_line(line, expected):
         (
             "--train.precision fp8",
             "--train.precision: Input should be 'fp32', 'bf16', 'bf16-pure' or 'fp16', not 'fp8'",
-        ),
-        (
-            "--zero.shard-by memory",
-            "--zero.shard-by memory: has no effect at --zero.stage 0; give --zero.stage 1 or 2, "
-            "or leave it out",
         ),
         ("--train.steps 1e3", "--train.steps: Input should be a valid integer, not '1e3'"),
         (

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from mntrain import sync
 from mntrain.cli import parse
 from mntrain.config import CommConfig, Config, TrainConfig
-from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, StreamingDiLoCo, SyncConfig
+from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, SyncConfig
 from mntrain.train.job import choose_sync
 
 
@@ -30,15 +30,8 @@ def description(*words):
             "diloco --sync.every 5 --sync.outer-lr 1 --sync.outer-momentum 0",
             DiLoCo(5, 0, 1.0, 0.0),
         ),
-        ("streaming --sync.every 50", StreamingDiLoCo(50, 0, 0.7, 0.9, 4, 1, 0.5, 4)),
-        (
-            "streaming --sync.every 9 --sync.fragments 2 --sync.overlap 0 --sync.mix 0 "
-            "--sync.bits 32 --sync.outer-momentum 0.5",
-            StreamingDiLoCo(9, 0, 0.7, 0.5, 2, 0, 0.0, 32),
-        ),
         ("diloco --sync.every 5 --sync.max-staleness 2", DiLoCo(5, max_staleness=2)),
         ("sparseloco --sync.every 5 --sync.max-staleness 3", SparseLoCo(5, max_staleness=3)),
-        ("streaming --sync.every 5 --sync.max-staleness 0", StreamingDiLoCo(5)),
         (
             "sparseloco --sync.every 30 --sync.warmup 7 --sync.density 0.1 --sync.outer-lr 0.8",
             SparseLoCo(30, 7, 0.8, 0.1),
@@ -56,20 +49,21 @@ def test_options_describe_the_exchange(words, expected):
     [
         ("local-sgd", "mode local-sgd: needs the steps between exchanges; give --sync.every"),
         ("sparseloco --sync.every 5 --sync.outer-lr nan", "outer-lr"),
-        ("streaming --sync.every 5 --sync.bits 8", "bits: Input should be 4 or 32, not 8"),
-        ("streaming --sync.every 5 --sync.overlap 5", "overlap 5 has to be below the 5 steps of"),
+        (
+            "sparseloco --sync.every 5 --sync.density 2",
+            "density: Input should be less than or equal",
+        ),
         *(
             (
                 f"{mode}{' --sync.every 5' * (mode != 'every-step')} --sync.{option}",
                 f"{option}: has no effect in --sync.mode {mode}; give --sync.mode {modes}",
             )
             for mode, option, modes in [
-                ("every-step", "every 5", "local-sgd, diloco, streaming or sparseloco, or leave"),
+                ("every-step", "every 5", "local-sgd, diloco or sparseloco, or leave"),
                 ("local-sgd", "outer-lr 0.5", "diloco"),
-                ("diloco", "bits 4", "streaming, or"),
-                ("streaming", "density 0.1", "sparselo"),
+                ("sparseloco", "outer-momentum 0.5", "diloco, or"),
+                ("diloco", "density 0.1", "sparselo"),
                 ("every-step", "max-staleness 2", "local-sgd, diloco or sparseloco, or leave it"),
-                ("streaming", "max-staleness 2", "local-sgd, diloco or sparseloco, or leave it"),
             ]
         ),
     ],
@@ -87,7 +81,7 @@ def test_options_without_sense_or_effect_are_refused(words, error, capsys):
         (LocalSGD, {"every": 0}, "greater than or equal to 1"),
         (LocalSGD, {"every": 2.5}, "a valid integer"),
         (DiLoCo, {"warmup": -1}, "greater than or equal to 0"),
-        (StreamingDiLoCo, {"max_staleness": 1}, "0"),
+        (DiLoCo, {"max_staleness": -1}, "greater than or equal to 0"),
         (LocalSGD, {"weighted": 1}, "a valid boolean"),
         (DiLoCo, {"outer_momentum": 1.0}, "less than 1"),
     ],

@@ -1,8 +1,7 @@
 """Codes of flat tensors that travel between nodes, and lose something.
 
     code          elements     bytes each          what they stand for
-    BlockCode(8)  all          1.016               integers from -127 to 127, times the scale of 256
-    BlockCode(4)  all          0.516               integers from -7 to 7, times the scale of 256
+    BlockCode     all          1.016               integers from -127 to 127, times the scale of 256
     ChunkCode     of 4,096,    0.0293, if 64 of    a sign and one of two magnitudes for each of the
                   the largest  4,096 are sent      largest, with its index
 
@@ -27,6 +26,7 @@ from zero.kernels import runs
 
 ALIGNED_BYTES = 8  # of a code, so that its parts can be viewed as any dtype
 BLOCK = 256
+MAX_INTEGER = 127  # of a block
 CHUNK = 4096
 INDEX_BITS = 12  # of an index in a chunk
 FP32 = torch.float32.itemsize
@@ -50,56 +50,43 @@ class Code(Protocol):
 
 
 class BlockCode:
-    """Integers of 8 or 4 bits, rounded to nearest, with a fp32 scale for each 256 of them.
+    """Integers of 8 bits, rounded to nearest, with a fp32 scale for each 256 of them.
 
-    The scale is the largest magnitude / 127 or 7. A block with a NaN or an infinity is decoded to
-    NaN.
+    The scale is the largest magnitude / 127. A block with a NaN or an infinity is decoded to NaN.
     """
-
-    def __init__(self, bits: int) -> None:
-        self._bits, self._largest = bits, 2 ** (bits - 1) - 1
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the scales and the integers."""
-        return -(-numel // BLOCK) * FP32 + -(-numel * self._bits // 8)
+        return -(-numel // BLOCK) * FP32 + numel
 
     def encode(self, values: Tensor, code: Tensor) -> None:
         """Write scales, then integers, and leave in `values` what is rounded off."""
-        for rows, scales, packed in self._blocks(values, code):
-            scale = (rows.abs().amax(1, keepdim=True) / self._largest).float()
+        for rows, scales, written in self._blocks(values, code):
+            scale = (rows.abs().amax(1, keepdim=True) / MAX_INTEGER).float()
             scales.copy_(scale.view(-1))
             scale = scale.to(rows.dtype)
             divisor = torch.where(scale == 0, 1.0, scale)  # also of a NaN, which stays
-            steps = (rows / divisor).round_().clamp_(-self._largest, self._largest)
+            steps = (rows / divisor).round_().clamp_(-MAX_INTEGER, MAX_INTEGER)
             integers = steps.nan_to_num_(0.0).to(torch.int8)  # a cast of NaN is undefined
-            packed.copy_(self._pack(integers.view(-1)))
+            written.copy_(integers)
             rows.sub_(integers.to(rows.dtype).mul_(scale))
 
     def decode(self, code: Tensor, total: Tensor) -> None:
         """Add integers times their scales."""
-        for rows, scales, packed in self._blocks(total, code):
-            integers = self._unpack(packed, rows.numel()).view(rows.shape)
-            rows.add_(integers.to(rows.dtype).mul_(scales.to(rows.dtype).view(-1, 1)))
+        for rows, scales, written in self._blocks(total, code):
+            rows.add_(written.to(rows.dtype).mul_(scales.to(rows.dtype).view(-1, 1)))
 
     def _blocks(self, flat: Tensor, code: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield rows of at most a block, with views of their scales and integers."""
         end = -(-len(flat) // BLOCK) * FP32
-        scales, packed = code[:end].view(torch.float32), code[end : self.nbytes(len(flat))]
+        scales = code[:end].view(torch.float32)
+        integers = code[end : self.nbytes(len(flat))].view(torch.int8)
         done = 0
         for run in runs(flat):
             for rows in _rows(run, BLOCK):
                 start, done = done, done + rows.numel()
-                places = slice(start * self._bits // 8, -(-done * self._bits // 8))
-                yield rows, scales[start // BLOCK : -(-done // BLOCK)], packed[places]
-
-    def _pack(self, integers: Tensor) -> Tensor:
-        if self._bits == 8:
-            return integers.view(torch.uint8)
-        return _pack((integers + 8).view(torch.uint8), self._bits)
-
-    def _unpack(self, packed: Tensor, numel: int) -> Tensor:
-        if self._bits == 8:
-            return packed.view(torch.int8)
-        return _unpack(packed, self._bits, numel).view(torch.int8).sub_(8)
+                of_rows = scales[start // BLOCK : -(-done // BLOCK)]
+                yield rows, of_rows, integers[start:done].view(rows.shape)
 
 
 class ChunkCode:

@@ -9,25 +9,17 @@ Each node is a replica: its ranks average gradients in every step, and state is 
 
     outer            none: nodes send their parameters, which become the mean. Otherwise nodes send
                      outer gradients: the parameters after the last exchange minus those now
-    code             of what is sent, and under which key what it lacks is kept
-    fragments        parts of the parameters, which are exchanged in turn
-    overlap          steps during which an exchange travels; or
+    code             of what is sent; what it lacks is kept
     max_staleness    rounds by which a node may be ahead of what others have sent
-
-    every 6, 2 fragments, overlap 2:
-    step after the warm-up     1   2   3   4   5   6   7   8   9  10  11  12
-    fragment 0                         start   finish              start   finish
-    fragment 1                                     start   finish              start
 
 Sources: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217),
 for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv
 1805.09767); Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-2023 (arXiv 2311.08105), and "Streaming DiLoCo with overlapping communication: Towards a Distributed
-Free Lunch", 2025 (arXiv 2501.18512); Sarfi et al., "Communication Efficient LLM Pre-training with
-SparseLoCo", 2025 (arXiv 2508.15706). With a staleness: Ho et al., "More Effective Distributed ML
-via a Stale Synchronous Parallel Parameter Server", NIPS 2013, for the bound; Liu et al.,
-"Asynchronous Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer steps by
-what nodes send at different times: there of each node that arrives, here of a round of all nodes.
+2023 (arXiv 2311.08105); Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo",
+2025 (arXiv 2508.15706). With a staleness: Ho et al., "More Effective Distributed ML via a Stale
+Synchronous Parallel Parameter Server", NIPS 2013, for the bound; Liu et al., "Asynchronous
+Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer steps by what nodes
+send at different times: there of each node that arrives, here of a round of all nodes.
 """
 
 import sys
@@ -43,12 +35,11 @@ from zero.collectives import Collectives, SingleProcessCollectives
 from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
 from zero.norms import NonFiniteGradientError
-from zero.state import ERROR, SYNC
+from zero.state import SYNC, UNSENT
 
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
 DRIFT = "the difference between the parameters and those after the last exchange"
-# Keys of the outer state; the last is of mean outer gradients that are to be applied.
-EXCHANGED, MOMENTUM, ARRIVING = f"{SYNC}exchanged", f"{SYNC}momentum", f"{SYNC}arriving"
+EXCHANGED, MOMENTUM = f"{SYNC}exchanged", f"{SYNC}momentum"  # keys of the outer state
 
 # The extent of the exchange after a step. After "some", parameters have changed, and may still
 # differ between replicas; after "all", replicas hold the same parameters.
@@ -89,7 +80,6 @@ class SentExchange:
         finite: bool = True,
         what: str = DRIFT,
         messages: Sequence[MeansInFlight] = (),
-        fragment: int = 0,
         own: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """Send this rank's answer; `what` is the text for what is exchanged. Collective.
@@ -97,7 +87,7 @@ class SentExchange:
         `weight` is that of this rank's node, and `node` its number. `own` are the node's outer
         gradients in messages of a round of its own pace.
         """
-        self.messages, self.fragment, self.own = messages, fragment, own or {}
+        self.messages, self.own = messages, own or {}
         self._what, self._ranks = what, world.size
         # The weight, and by rank 1 + its node if that is not finite, else 0.
         self._answers = torch.zeros(1 + world.size, dtype=torch.float64, device="cpu")
@@ -162,17 +152,11 @@ class Exchange:
 
     With an `outer` optimizer, nodes keep the parameters after the last exchange, with the same bits
     on all of them. A `code` encodes outer gradients together with `decay` times what it has lacked
-    before, which is kept under the key `residual`.
+    before, which is kept under the key `zero.state.UNSENT`.
 
-    With `fragments`, each of them has whole parameters, and the starts of their exchanges are
-    spread evenly over the steps; there are no more than steps. What is sent after one step is
-    applied after `overlap` further ones: the parameters of the node become `mix` times themselves,
-    and 1 - mix times the exchanged ones. A manual `exchange` is then the mean of the parameters,
-    without an outer step.
-
-    With a `max_staleness`, which needs an outer optimizer and no fragments, no node waits for an
-    exchange, up to a bound, and replicas are independent after the warm-up. A round is the steps
-    between two exchanges. After its round r, a node sends its outer gradient of that round alone,
+    With a `max_staleness`, which needs an outer optimizer, no node waits for an exchange, up to a
+    bound, and replicas are independent after the warm-up. A round is the steps between two
+    exchanges. After its round r, a node sends its outer gradient of that round alone,
     d(r): the parameters at the start of the round minus those at its end. It goes on at once, and
     waits only if the mean of round r - `max_staleness` has not arrived. G(k), the exchanged
     parameters, is G(k - 1) after an outer step by the mean of d(k) over nodes. So all nodes pass
@@ -199,11 +183,7 @@ class Exchange:
         weighted: bool = False,
         outer: OuterSGD | None = None,
         code: Code | None = None,
-        residual: str = ERROR,
         decay: float = 1.0,
-        fragments: int | None = None,
-        overlap: int = 0,
-        mix: float = 0.0,
         max_staleness: int = 0,
     ) -> None:
         self.sharding, self.weighted = node, weighted
@@ -211,31 +191,14 @@ class Exchange:
         self._world, self._every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
         self._agree = partial(SentExchange, world, cross.rank)
-        self._outer, self._code, self._residual, self._decay = outer, code, residual, decay
-        self._keys = (*outer.keys, *([residual] if code else [])) if outer else ()
-        self._in_turn, self._overlap, self._mix = fragments is not None, overlap, mix
+        self._outer, self._code, self._decay = outer, code, decay
+        self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
         self._max_staleness = max_staleness
-        self._fragments = min(fragments or 1, every)
-        self._loads = [0] * self._fragments  # elements
-        self._fragment: dict[Tensor, int] = {}
-        self._since = [0.0] * self._fragments  # the weight of the steps since their last exchange
+        self._since = 0.0  # the weight of the steps since the last exchange
         self._state: dict[Tensor, dict[str, Tensor]] = {}
         self._flying: list[SentExchange] = []  # in the order in which they were sent
-        self._arrived: dict[Tensor, Tensor] = {}  # means that are to be applied
         self._peak = 0  # bytes in flight
         self._between_rounds = False
-
-    def add(self, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-        """Give each parameter, by name, to the fragment that has the fewest elements so far. Local.
-
-        `sizes` are the elements of each, in the same order on all ranks, and `tensors` those that
-        this rank updates, of some or all of them.
-        """
-        for name, numel in sizes.items():
-            lightest = self._loads.index(min(self._loads))
-            self._loads[lightest] += numel
-            if name in tensors:
-                self._fragment[tensors[name]] = lightest
 
     def group(self, step: int) -> Collectives:
         """Return the ranks of step number `step`, from 0: all in the warm-up, then the node's."""
@@ -250,8 +213,9 @@ class Exchange:
         return self._max_staleness > 0 and step >= self._warmup
 
     def exchange_due(self, step: int) -> bool:
-        """Return whether the exchange of a fragment starts after a step, also a skipped one."""
-        return self._starts_after(step) is not None
+        """Return whether a step is followed by an exchange, also if it is skipped."""
+        taken = step - self._warmup + 1
+        return taken > 0 and taken % self._every == 0
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
         """Copy the parameters that the first step after the warm-up finds. Collective.
@@ -261,7 +225,7 @@ class Exchange:
         self._between_rounds = (step - self._warmup) % self._every == 0
         if step < self._warmup:  # drop the state of an earlier job, whose warm-up was shorter
             self._state.clear()
-            self._drop(list(self._arrived))
+            self._flying.clear()
             return
         new = [tensor for tensor in tensors if tensor not in self._state]
         if self._outer is None or not new:
@@ -278,45 +242,34 @@ class Exchange:
         if step < self._warmup:
             self.load_weights(())
         else:
-            self._since = [since + weight for since in self._since]
+            self._since += weight
 
     def weights(self) -> list[float]:
-        """Return the weight of the steps since the last exchange of each fragment.
+        """Return the weight of the steps since the last exchange.
 
         The same on all ranks of a replica; empty unless `weighted`. Saved with the optimizer's
         state.
         """
-        return [*self._since] if self.weighted else []
+        return [self._since] if self.weighted else []
 
     def load_weights(self, weights: Sequence[float]) -> None:
-        """Continue from the weights of as many fragments; else, all from that of the oldest."""
-        alike = [max(weights, default=0.0)] * self._fragments
-        self._since = [*weights] if len(weights) == self._fragments else alike
+        """Continue from what `weights` has returned."""
+        self._since = max(weights, default=0.0)
 
     def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
-        """Start the exchange of a fragment, and finish that of one, if they are due. Collective.
+        """Exchange parameters, if that is due. Collective.
 
-        Raises NonFiniteGradientError on all ranks, before anything is applied, for what is not
-        finite on any of them; without an overlap, before anything is sent. With a staleness,
-        collective in the node, and raises after the last step in which the round may be waited for.
+        Raises NonFiniteGradientError on all ranks, before anything is sent or applied, for what is
+        not finite on any of them. With a staleness, collective in the node, and raises after the
+        last step in which the round may be waited for.
         """
-        starting = self._starts_after(step)
-        if starting is not None and self._max_staleness:
+        if not self.exchange_due(step):
+            return "nothing"
+        if self._max_staleness:
             self._end_round(tensors)
             return "some"
-        if starting is not None:
-            self._apply(starting)  # what a step that raised has left
-            own = [tensor for tensor in tensors if self._fragment[tensor] == starting]
-            if self._overlap:
-                self._send(own, starting)
-            else:
-                self._exchange(own, self._weight(starting), parameters=self._outer is None)
-                self._since[starting] = 0.0
-        finishing = self._starts_after(step - self._overlap)
-        if finishing is None:
-            return "nothing"
-        self._apply(finishing)
-        return "all" if self._fragments == 1 and not self._overlap and not self._mix else "some"
+        self._exchange(tensors)
+        return "all"
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over nodes. Collective."""
@@ -326,72 +279,55 @@ class Exchange:
             tensor.copy_(mean)
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Finish what is in flight, and exchange all parameters. Collective.
+        """Apply what is in flight, and exchange all parameters. Collective.
 
-        With `fragments` they, and the exchanged ones, become their means; the rest of the outer
-        state stays. With a staleness, nothing is exchanged between two rounds. Raises
-        NonFiniteGradientError on all ranks, before anything is sent or kept, if what is to be sent
-        is not finite on any of them.
+        With a staleness, nothing is exchanged between two rounds. Raises NonFiniteGradientError on
+        all ranks, before anything is sent or kept, if what is to be sent is not finite on any of
+        them.
         """
-        if self._max_staleness:
-            self.settle()
-            if self._between_rounds:
-                for tensor in tensors:
-                    tensor.copy_(self._state[tensor][EXCHANGED])
-                return
-        for fragment in range(self._fragments):
-            self._apply(fragment)
-        parameters = self._in_turn or self._outer is None
-        self._exchange(tensors, self._weight(), parameters=parameters)
-        self.load_weights(())
-        for tensor in tensors if parameters and self._outer else ():
-            self._state[tensor][EXCHANGED].copy_(tensor)
+        self.settle()
+        if self._max_staleness and self._between_rounds:
+            for tensor in tensors:
+                tensor.copy_(self._state[tensor][EXCHANGED])
+            return
+        self._exchange(tensors)
 
     @property
     def unsettled(self) -> bool:
         """True if `settle` will change parameters. The same on all ranks of the replica."""
-        return bool(self._max_staleness and self._flying)
+        return bool(self._flying)
 
-    def settle(self) -> bool:
-        """Wait for exchanges in flight, so that `state` has them. Collective, if there are any.
-
-        They are applied when they are due; with a staleness, at once: then returns True.
-        """
+    def settle(self) -> None:
+        """Wait for exchanges in flight, and apply them. Collective, if there are any."""
         if not self.unsettled:
-            self._arrived.update(self._receive(self._flying))
-            self._note_peak()
-            return False
+            return
         since = {tensor: self._drift(tensor) for tensor in self._state}
         for tensor, mean in self._receive(self._flying):
             self._outer_step(tensor, mean)
         for tensor, drift in since.items():
             tensor.copy_(self._state[tensor][EXCHANGED] - drift)
-        return True
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the outer state, and the mean outer gradient that is to be applied. Local.
+        """Return the outer state. Local.
 
         After `settle`. The same on all replicas, but for the keys in `zero.state.PER_REPLICA`.
         """
-        arrived = {ARRIVING: self._arrived[tensor]} if tensor in self._arrived else {}
-        return self._state.get(tensor, {}) | arrived
+        return self._state.get(tensor, {})
 
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
         """Restore the outer state; without any, the next step copies the parameters.
 
         Of another schedule's, what this one keeps beside begins with zeros.
         """
-        self._drop([tensor])
+        self._flying.clear()
         self._state.pop(tensor, None)
         if self._outer is None or EXCHANGED not in state:
             return
         given = {
             key: torch.empty_like(tensor, requires_grad=False).copy_(state[key])
-            for key in (EXCHANGED, *self._keys, *([ARRIVING] if self._in_turn else []))
+            for key in (EXCHANGED, *self._keys)
             if key in state
         }
-        if ARRIVING in given:
-            self._arrived[tensor] = given.pop(ARRIVING)
         self._state[tensor] = self._zeros(tensor) | given
 
     def nbytes(self) -> int:
@@ -399,67 +335,52 @@ class Exchange:
         kept = chain.from_iterable(state.values() for state in self._state.values())
         return sum(tensor.nbytes for tensor in kept) + self._peak
 
-    def _starts_after(self, step: int) -> int | None:
-        taken = step - self._warmup + 1
-        for fragment in range(self._fragments if taken > 0 else 0):
-            if (taken - (fragment + 1) * self._every // self._fragments) % self._every == 0:
-                return fragment
-        return None
+    def _weight(self) -> float:
+        """Return this node's weight in a mean."""
+        return max(self._since, LEAST_WEIGHT) if self.weighted else 1.0
 
-    def _weight(self, fragment: int | None = None) -> float:
-        """Return this node's weight in the mean of a fragment, by default of all.
-
-        That of all is the weight since the oldest exchange.
-        """
-        since = max(self._since) if fragment is None else self._since[fragment]
-        return max(since, LEAST_WEIGHT) if self.weighted else 1.0
-
-    def _exchange(self, tensors: Sequence[Tensor], weight: float, *, parameters: bool) -> None:
-        value, code, what = (
-            (_same, None, "a parameter") if parameters else (self._value, self._code, DRIFT)
-        )
+    def _exchange(self, tensors: Sequence[Tensor]) -> None:
+        parameters, weight = self._outer is None, self._weight()
+        value, what = (_same, "a parameter") if parameters else (self._value, DRIFT)
         finite = all(is_finite(value(tensor)) for tensor in tensors)
         scale = self._agree(weight, finite=finite, what=what).check()
         means = self._means.of(
-            tensors, value, code=code, keep=self._keep, weight=weight, scale=scale
+            tensors, value, code=self._code, keep=self._keep, weight=weight, scale=scale
         )
         for tensor, mean in means:
             if parameters:
                 tensor.copy_(mean)
             else:
                 self._outer_step(tensor, mean)
+        self._since = 0.0
 
-    def _send(
-        self,
-        tensors: Sequence[Tensor],
-        fragment: int,
-        own: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Start the exchange of a fragment's outer gradients. Collective; does not wait."""
-        finite, weight = True, self._weight(fragment)
-        self._since[fragment] = 0.0
+    def _send(self, own: Mapping[Tensor, Tensor]) -> None:
+        """Start the exchange of this node's outer gradients of a round, by tensor. Collective.
+
+        Does not wait.
+        """
+        finite, weight = True, self._weight()
+        self._since = 0.0
 
         def value(tensor: Tensor) -> Tensor:
             nonlocal finite
-            found = self._value(tensor, own[tensor] if own else None)
+            found = self._value(tensor, own[tensor])
             finite = is_finite(found) and finite
             return found
 
-        sending = self._means.send(tensors, value, code=self._code, keep=self._keep, weight=weight)
+        sending = self._means.send([*own], value, code=self._code, keep=self._keep, weight=weight)
         messages = [*sending]
-        self._flying.append(
-            self._agree(weight, finite=finite, messages=messages, fragment=fragment, own=own)
-        )
-        self._note_peak()
+        self._flying.append(self._agree(weight, finite=finite, messages=messages, own=own))
+        self._peak = max(self._peak, sum(sent.nbytes for sent in self._flying))
 
     def _value(self, tensor: Tensor, drift: Tensor | None = None) -> Tensor:
         drift = self._drift(tensor) if drift is None else drift
         if self._code is None:
             return drift
-        return drift.add(self._state[tensor][self._residual], alpha=self._decay)
+        return drift.add(self._state[tensor][UNSENT], alpha=self._decay)
 
     def _keep(self, tensor: Tensor, left: Tensor) -> None:
-        self._state[tensor][self._residual].copy_(left)
+        self._state[tensor][UNSENT].copy_(left)
 
     def _drift(self, tensor: Tensor) -> Tensor:
         """Return a tensor at the start of the node's current round minus that now: a new one."""
@@ -477,7 +398,7 @@ class Exchange:
 
         Waits for those of the bound.
         """
-        self._send(tensors, 0, {tensor: self._drift(tensor) for tensor in tensors})
+        self._send({tensor: self._drift(tensor) for tensor in tensors})
         arrived = [float(sent.arrived()) for sent in self._flying]
         ranks = torch.tensor(arrived, dtype=torch.float64, device="cpu")
         self.sharding.all_reduce(ranks).wait()
@@ -494,43 +415,20 @@ class Exchange:
         Raises NonFiniteGradientError on all ranks before anything is applied.
         """
         rest = [sent for sent in self._flying if sent not in flying]
-        if not self._max_staleness:  # else nodes have received unequal numbers of rounds
-            self._flying = rest
         scales = [sent.check() for sent in flying]
         self._flying = rest
         for sent, scale in zip(flying, scales, strict=True):
             for message in sent.messages:
                 yield from message.means(scale)
 
-    def _apply(self, fragment: int) -> None:
-        """Take the outer step of a fragment that was started before. Collective."""
-        settled = [tensor for tensor in self._arrived if self._fragment[tensor] == fragment]
-        arrived = ((tensor, self._arrived.pop(tensor)) for tensor in settled)
-        flying = [sent for sent in self._flying if sent.fragment == fragment]
-        for tensor, mean in chain(arrived, self._receive(flying)):
-            self._outer_step(tensor, mean)
-
     def _outer_step(self, tensor: Tensor, mean: Tensor) -> None:
         assert self._outer is not None
         state = self._state[tensor]
         self._outer.step(state, mean)
-        if self._mix:
-            tensor.lerp_(state[EXCHANGED], 1 - self._mix)
-        else:
-            tensor.copy_(state[EXCHANGED])
-
-    def _note_peak(self) -> None:
-        sent = sum(sent.nbytes for sent in self._flying)
-        self._peak = max(self._peak, sent + sum(mean.nbytes for mean in self._arrived.values()))
+        tensor.copy_(state[EXCHANGED])
 
     def _zeros(self, tensor: Tensor) -> dict[str, Tensor]:
         return {key: torch.zeros_like(tensor, requires_grad=False) for key in self._keys}
-
-    def _drop(self, tensors: Sequence[Tensor]) -> None:
-        """Drop what is in flight, and what has arrived for tensors."""
-        self._flying.clear()
-        for tensor in tensors:
-            self._arrived.pop(tensor, None)
 
 
 def every_step(collectives: Collectives) -> Exchange:

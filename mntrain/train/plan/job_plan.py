@@ -18,7 +18,6 @@ from mntrain.train.compiling import PRECISIONS
 from mntrain.train.initialization import freeze
 from mntrain.train.optimization import choose_optimizer
 from mntrain.train.plan import activations, traffic
-from mntrain.train.plan.bench_file import BenchFile
 from mntrain.train.plan.plan_options import PlanOptions
 from mntrain.train.plan.traffic import SentBytes, Travel
 from zero.comm_hooks.between_nodes import BetweenNodesHook
@@ -45,7 +44,6 @@ class PlannedJob:
     untrained: int  # frozen parameters, and buffers
     activations: int | None  # estimated; None if unknown
     sent: SentBytes | None  # None with a sync schedule
-    seconds: float | None  # of this communication, if known
 
     @property
     def total(self) -> int:
@@ -64,19 +62,12 @@ class JobPlan:
         self.notes: list[str] = []
         self._options = options
         self._task = tasks.load(options.task, options)
-        self._bench = BenchFile(options.bench) if options.bench else None
         self._train: Any = self._task.dataset("train")
-        self.per_node = (
-            options.ranks_per_node
-            or options.comm.ranks_per_node
-            or (self._bench.ranks_per_node if self._bench else None)
-        )
+        self.per_node = options.ranks_per_node or options.comm.ranks_per_node
         if options.sync.mode != "every-step":
             self._note(
                 f"--sync.mode {options.sync.mode}: what its exchanges keep and send is not planned"
             )
-        if options.zero.shard_by != "equal":
-            self._note("--zero.shard-by memory: planned with equal shards")
         self._model = cache(self._make_model)
         self._memory = cache(self._predict)
         self._activations = cache(self._measure_activations)
@@ -103,9 +94,6 @@ class JobPlan:
         times = -(-share // micro)
         chained = options.comm.compress != "none" and nodes > 1
         most = self._memory(dtypes.parameters, stage, shards, times if chained else 0)
-        sent, seconds = None, None
-        if not exchanges:
-            sent, seconds = self._communication(plan, stage, topology, times)
         return PlannedJob(
             precision,
             stage,
@@ -113,8 +101,7 @@ class JobPlan:
             replace(most, hook=self._hook(plan, topology)),
             self._untrained(dtypes.parameters),
             self._activations(precision, micro),
-            sent,
-            seconds,
+            None if exchanges else self._sent(plan, stage, topology, times),
         )
 
     # The model and its optimizer.
@@ -235,19 +222,16 @@ class JobPlan:
 
     # Communication.
 
-    def _communication(
+    def _sent(
         self, plan: Sequence[Bucket], stage: int, topology: Topology, micro_batches: int
-    ) -> tuple[SentBytes, float | None]:
-        """Return what a step sends, and the seconds that this takes if they are known."""
+    ) -> SentBytes:
         comm = self._options.comm
         wire, gather = _ITEMSIZES[comm.wire_dtype], _ITEMSIZES[comm.gather_dtype]
         travel = Travel(comm.algorithm, micro_batches, wire, gather)
         hook = compression.select_hook(comm.compress, None)
         if isinstance(hook, BetweenNodesHook) and len(topology.nodes) > 1:
-            return traffic.step(plan, stage, topology, travel, hook.code), None
-        sent = traffic.step(plan, stage, topology, travel)
-        seconds = self._bench.step_s(plan, stage, topology, travel) if self._bench else None
-        return sent, seconds
+            return traffic.step(plan, stage, topology, travel, hook.code)
+        return traffic.step(plan, stage, topology, travel)
 
     def _note_on_cpu(self, what: str, subject: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -12,7 +12,6 @@ from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
-from mntrain.metrics.registry import short_time
 from mntrain.metrics.terminal import stdout
 from mntrain.train.plan import plan_options
 
@@ -62,11 +61,10 @@ def _table(precision: str, jobs: Sequence["PlannedJob"]) -> Table:
     """Return the table of a precision: a line for each number of ranks and stage."""
     roles = [role for role in _ROLES if any(getattr(job.most, role) for job in jobs)]
     untrained = ["untrained"] * any(job.untrained for job in jobs)
-    timed = any(job.seconds is not None for job in jobs)
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
     heads = ["stage", *roles, *untrained, "activations ~", "total ~", "in nodes", "between"]
     table.add_column(precision, no_wrap=True)
-    for head in [*heads, *(["seconds ~"] if timed else [])]:
+    for head in heads:
         table.add_column(head, justify="right")
     counts = Counter(job.topology.size for job in jobs)
     for job in jobs:
@@ -80,7 +78,6 @@ def _table(precision: str, jobs: Sequence["PlannedJob"]) -> Table:
             f"{ranks}, {nodes} nodes" if nodes > 1 else ranks,
             str(job.stage) if counts[job.topology.size] > 1 else "any",
             *(_size(cell) for cell in cells),
-            *(["-" if job.seconds is None else short_time(job.seconds)] if timed else []),
             end_section=job.stage == counts[job.topology.size] - 1,
         )
     return table

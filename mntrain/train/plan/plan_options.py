@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from mntrain.cli import parse_options
 from mntrain.config import Config
-from mntrain.config_types import STRICT, OptionalPath, OrNone, unique
+from mntrain.config_types import STRICT, OrNone, unique
 
 _PROGRAM = "python -m mntrain plan"
 _DESCRIPTION = f"""Say what a job will take, before it runs: the memory of a rank by role, and the
@@ -18,9 +18,7 @@ replace --zero.stage and --train.precision. One process, without MPI and GPU. Fo
   {_PROGRAM} --config run.toml
       a table for each precision
   {_PROGRAM} --config run.toml --ranks 8 16 32 --ranks-per-node 8 --memory 40G
-      the smallest of these jobs whose ranks have 40 GiB
-  {_PROGRAM} --config run.toml --bench bench.json
-      the seconds of its communication too, by what `bench --json bench.json` has measured"""
+      the smallest of these jobs whose ranks have 40 GiB"""
 
 _UNITS = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -63,17 +61,12 @@ class PlanOptions(Config):
     ranks_per_node: OrNone[int] = Field(
         default=None,
         ge=1,
-        description="ranks of a node. none: --comm.ranks-per-node, or those of the nodes of "
-        "--bench, or else all on one node.",
+        description="ranks of a node. none: --comm.ranks-per-node, or else all on one node.",
     )
     memory: Annotated[int | None, BeforeValidator(_parse_memory)] = Field(
         default=None,
         description="memory of a rank, such as 40G, for which to find the smallest job. none: do "
         "not.",
-    )
-    bench: OptionalPath = Field(
-        default=None,
-        description="file that `bench --json` has written on the cluster. none: no seconds.",
     )
 
 

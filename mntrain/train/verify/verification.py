@@ -3,7 +3,7 @@
     one process          the steps, alone on rank 0
     other orders         the same three times, with the samples of a batch in another order and each
                          gradient off by up to one rounding: what fp32 sums in another order give
-    all ranks            the same at each stage, and more by request
+    all ranks            the same at each stage
 
 A loss, gradient or weight of all ranks is right if its distance from one process is at most
 `MARGIN` times the largest that other orders made of it by that step, or one rounding makes. Nothing
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mntrain.checks.finding import first_names, naming
-from mntrain.comm import algorithms, mpi
-from mntrain.config import CommConfig
+from mntrain.comm import mpi
 from mntrain.errors import OF_ALL_RANKS, AgreedError, RemoteRankError, combined_refusals
 from mntrain.train.verify.recorded_steps import Distance, RankSteps, RecordedRun, Run
 from mntrain.train.verify.recorded_world import RecordedWorld
@@ -32,16 +31,9 @@ if TYPE_CHECKING:
 
 MARGIN = 16  # four bits beyond what three other orders happen to show
 ORDERS = 3
-# One rounding to the wire dtype of a variant, beside that of the parameters' dtype.
+STAGES = (0, 1, 2)
+# One rounding to the wire dtype, beside that of the parameters' dtype.
 _JITTER = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
-
-
-class Variant(NamedTuple):
-    """One way to run the steps on all ranks."""
-
-    name: str
-    options: dict[str, Any]  # of the steps, such as the stage
-    comm: dict[str, Any] = {}  # noqa: RUF012 - of the world; never changed
 
 
 class Verdict(NamedTuple):
@@ -55,7 +47,7 @@ class Verdict(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """The result of a variant, as rank 0 knows it: why it is wrong, or was refused."""
+    """The result of a stage, as rank 0 knows it: why it is wrong, or was refused."""
 
     row: tuple[str, ...]
     wrong: str = ""
@@ -67,7 +59,6 @@ def verify(
     train: Callable[..., Iterable[float] | None],
     *,
     comm: "MPI.Intracomm | None" = None,
-    all: bool = False,
     **options: Any,
 ) -> Verdict:
     """Compare the first steps of a loop on all ranks with those of one process. Collective.
@@ -75,48 +66,30 @@ def verify(
     `train(world, stage=...)` makes the model, the optimizer by `world.optimizer(..., stage=stage)`
     and the loader, and runs some steps, three to ten; it is called several times, in worlds of one
     rank and of all. It may return or yield the loss of each step, the mean over all ranks. Stages
-    0, 1 and 2 are compared; with `all` the other algorithms and wire dtypes, too. `options` are
-    those of `mntrain.init`. Layers of dropout do nothing meanwhile, random generators begin with
-    the same seeds each time, and the second batch of a DataLoader is as short as its last.
+    0, 1 and 2 are compared. `options` are those of `mntrain.init`. Layers of dropout do nothing
+    meanwhile, random generators begin with the same seeds each time, and the second batch of a
+    DataLoader is as short as its last.
 
     Prints a table, what was compared and left out, and the verdict on rank 0, and returns it on all
     ranks. An error of the loop at a stage is part of the verdict. Raises AgreedError on all ranks
     for a loop that fails on one process, and on fewer than two ranks.
     """
 
-    def run(world: World, given: dict[str, Any], order: int) -> Iterable[float] | None:
+    def run(world: World, stage: int, order: int) -> Iterable[float] | None:
         if not callable(train):
             raise ValueError(f"train is {train!r}: give a function, train(world, stage=...)")
-        return train(world, **given)
+        return train(world, stage=stage)
 
-    return examine(run, variants(all=all), comm, options)
-
-
-def variants(*, all: bool) -> list[Variant]:
-    """Return what is compared with one process: the stages, or `all`."""
-    found = [Variant(f"stage {stage}", {"stage": stage}) for stage in (0, 1, 2)]
-    if all:
-        found += [
-            Variant(f"stage 0, {name}", {"stage": 0}, {"algorithm": name})
-            for name in algorithms.names()
-            if name != CommConfig().algorithm
-        ]
-        found += [
-            Variant(f"stage {s}, {dtype} between nodes", {"stage": s}, {"wire_dtype": dtype})
-            for dtype in ("bf16", "fp16")
-            for s in (0, 2)
-        ]
-    return found
+    return examine(run, comm, options)
 
 
 def examine(
     run: Run,
-    chosen: Sequence[Variant],
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
     also: Callable[[RecordedWorld, RecordedRun], tuple[str, str]] | None = None,
 ) -> Verdict:
-    """Run and compare all variants, and return the verdict. Collective.
+    """Run and compare all stages, and return the verdict. Collective.
 
     `also` is called on rank 0 in the world of one process with the first run, and returns what is
     wrong there, and what it could not compare. Without it, parts of batches are to be unequal.
@@ -132,21 +105,19 @@ def examine(
                 "under mpirun or srun, with two ranks or more",
                 world.rank,
             )
-        if len(world.topology.nodes) == 1:
-            chosen = [variant for variant in chosen if "wire_dtype" not in variant.comm]
         with world.agreement():
             if world.master:
-                alone, wrong = _run_alone(run, options, chosen)
+                alone, wrong = _run_alone(run, options)
                 if also is not None and not wrong:
                     with _one_process(options) as single:
                         wrong, unseen = also(single, alone.first)
                         left_out += [unseen] if unseen else []
         wrong = world.gather(wrong)[0]
-    orders = alone.others[0.0] if alone else ()
+    orders = alone.orders if alone else ()
     outcomes = [_Outcome(_row("one process, other orders", *orders))]
-    for variant in () if wrong else chosen:
-        outcomes.append(_compare(run, variant, comm, options, alone))
-        if variant is chosen[0] and outcomes[-1].refused:
+    for stage in () if wrong else STAGES:
+        outcomes.append(_compare(run, stage, comm, options, alone))
+        if stage == 0 and outcomes[-1].refused:
             outcomes[-1] = outcomes[-1]._replace(wrong=outcomes[-1].refused)
     if also is None and not any(outcome.uneven for outcome in outcomes):
         left_out.append("batches that do not divide among the ranks: world.shard gave none")
@@ -164,41 +135,40 @@ class _Alone(NamedTuple):
     """The runs of one process, on rank 0."""
 
     first: RecordedRun
-    divided: dict[int, RecordedRun]  # the same with other micro-batches, by size
-    others: dict[float, list[RecordedRun]]  # in other orders, by further jitter
-
-
-def _jitter(options: dict[str, Any], variant: Variant) -> float:
-    """Return one rounding to the dtype in which gradients travel."""
-    return _JITTER[{**options, **variant.comm}.get("wire_dtype", "fp32")]
+    orders: list[RecordedRun]  # in other orders
+    rounded: list[RecordedRun]  # the same, with gradients off by a rounding to the wire dtype
 
 
 def _one_process(options: dict[str, Any]) -> RecordedWorld:
     return RecordedWorld(mpi.comm_of_one(), **{**options, "ranks_per_node": None})
 
 
-def _run_alone(run: Run, options: dict[str, Any], chosen: Sequence[Variant]) -> tuple[_Alone, str]:
+def _run_alone(run: Run, options: dict[str, Any]) -> tuple[_Alone, str]:
     """Run the steps once, and then in other orders; return the runs, and what is wrong. Local."""
-    alone = _Alone(RecordedRun(keeps=True), {}, {0.0: []})
+    first = RecordedRun(keeps=True)
+    none = _Alone(first, [], [])
     with _one_process(options) as world:
+
+        def in_other_orders(jitter: float) -> list[RecordedRun]:
+            runs = []
+            for order in range(1, ORDERS + 1):
+                world.order = order
+                runs.append(RecordedRun(first, jitter=jitter))
+                runs[-1].record(run, world, 0, order)
+            return runs
+
         try:
-            alone.first.record(run, world, {"stage": 0})
-            if wrong := _nothing(alone.first):
-                return alone, wrong
-            for size in {v.options["micro"] for v in chosen if "micro" in v.options}:
-                alone.divided[size] = RecordedRun(keeps=True)
-                alone.divided[size].record(run, world, {"stage": 0, "micro": size})
-            eps = max(torch.finfo(p.dtype).eps for p in alone.first.start.values())
-            for jitter in {0.0, *(_jitter(options, variant) for variant in chosen)}:
-                alone.others[jitter] = []
-                for order in range(1, ORDERS + 1):
-                    world.order = order
-                    other = RecordedRun(alone.first, jitter=max(jitter, eps))
-                    other.record(run, world, {"stage": 0}, order)
-                    alone.others[jitter].append(other)
+            first.record(run, world, 0)
+            if wrong := _nothing(first):
+                return none, wrong
+            eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
+            jitter = _JITTER[options.get("wire_dtype", "fp32")]
+            orders = in_other_orders(eps)
+            rounded = in_other_orders(jitter) if jitter > eps else orders
         except NonFiniteGradientError as error:
-            return alone, f"one process alone: {error}"
-        for other in alone.others[0.0]:
+            return none, f"one process alone: {error}"
+        alone = _Alone(first, orders, rounded)
+        for other in orders:
             distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
             if not distance.relative <= eps**0.5:  # more than half of the digits
                 return alone, (
@@ -227,11 +197,11 @@ def _nothing(first: RecordedRun) -> str:
     return ""
 
 
-def _limits(alone: _Alone, jitter: float) -> Iterator[dict[str, float]]:
+def _limits(alone: _Alone) -> Iterator[dict[str, float]]:
     """Yield, for each step, the largest distance by name that is right."""
     largest: dict[str, float] = {}
     for number in range(len(alone.first.steps)):
-        steps = [run.steps[number] for run in alone.others[jitter] if number < len(run.steps)]
+        steps = [run.steps[number] for run in alone.rounded if number < len(run.steps)]
         for name, distance in (item for step in steps for item in step.distances.items()):
             largest[name] = max(largest.get(name, 0.0), *distance)
         yield {name: MARGIN * value for name, value in largest.items()}
@@ -239,18 +209,17 @@ def _limits(alone: _Alone, jitter: float) -> Iterator[dict[str, float]]:
 
 def _compare(
     run: Run,
-    variant: Variant,
+    stage: int,
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
     alone: _Alone | None,
 ) -> _Outcome:
-    """Run a variant on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
-    micro = variant.options.get("micro", 0)
-    recorded = RecordedRun(alone.divided.get(micro, alone.first) if alone else None)
+    """Run a stage on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
+    name, recorded = f"stage {stage}", RecordedRun(alone.first if alone else None)
     try:
-        with RecordedWorld(comm, **{**options, **variant.comm}) as world:
+        with RecordedWorld(comm, **options) as world:
             try:
-                recorded.record(run, world, variant.options)
+                recorded.record(run, world, stage)
                 by_rank = world.gather(recorded.to_ranks())
             except OF_ALL_RANKS:
                 raise
@@ -260,12 +229,12 @@ def _compare(
                 found = None
                 if alone:
                     wrong = (
-                        _another_stage(recorded, variant.options["stage"])
+                        _another_stage(recorded, stage)
                         or _unequal_ranks(by_rank)
-                        or _wrong(recorded, _limits(alone, _jitter(options, variant)))
+                        or _wrong(recorded, _limits(alone))
                     )
                     uneven = len({rank.samples for rank in by_rank}) > 1
-                    found = _Outcome(_row(variant.name, recorded), wrong, uneven=uneven)
+                    found = _Outcome(_row(name, recorded), wrong, uneven=uneven)
                 outcome = world.gather(found)[0]
                 assert outcome is not None, "rank 0 has made it"
                 return outcome
@@ -275,7 +244,7 @@ def _compare(
         begun = any(steps for _, steps in failures)
     except OF_ALL_RANKS as error:
         why, begun = str(error), bool(recorded.steps)
-    row = (variant.name, "", "", "")
+    row = (name, "", "", "")
     return _Outcome(row, wrong=why) if begun else _Outcome(row, refused=why)
 
 

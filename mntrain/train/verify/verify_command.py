@@ -10,24 +10,20 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mntrain.balance_config import BalanceConfig
 from mntrain.cli import parse_options
 from mntrain.config import CheckpointConfig, Config, LogConfig
-from mntrain.config_types import STRICT
 from mntrain.errors import AgreedError
 from mntrain.train.trainer import Trainer
 from mntrain.train.verify.recorded_steps import Distance, RecordedRun
 from mntrain.train.verify.recorded_world import RecordedWorld
-from mntrain.train.verify.verification import Variant, Verdict, examine, variants
+from mntrain.train.verify.verification import Verdict, examine
 from mntrain.world import World
 
 STEPS = 4
@@ -38,24 +34,14 @@ losses, gradients and weights, at stages 0, 1 and 2. All options of a job. For e
 Exits with 1 if a result is wrong."""
 
 
-@dataclass(frozen=True, config=STRICT)
-class VerifyConfig(Config):
-    """The options of a job that is verified."""
-
-    all: bool = Field(
-        default=False,
-        description="compare also the other algorithms, wire dtypes and smaller micro-batches.",
-    )
-
-
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> VerifyConfig:
+def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
     """Return the options of the command; arguments and errors as in `cli.parse_options`."""
     return parse_options(
-        VerifyConfig, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
+        Config, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
     )
 
 
-def run(config: VerifyConfig) -> int:
+def run(config: Config) -> int:
     """Verify a job, print the verdict on rank 0, and return the exit code. Collective."""
     try:
         return 0 if verify_task(config) else 1
@@ -64,22 +50,16 @@ def run(config: VerifyConfig) -> int:
         return 2
 
 
-def verify_task(config: VerifyConfig) -> Verdict:
+def verify_task(config: Config) -> Verdict:
     """Verify a job, and return the verdict. Collective. Raises AgreedError for bad input."""
-    job = Config(**{field.name: getattr(config, field.name) for field in fields(Config)})
-    comm = asdict(job.comm)
+    comm = asdict(config.comm)
     with ExitStack() as cleanup:
-        with World(device=job.device, **comm) as world, world.agreement():
-            _check(job)
+        with World(device=config.device, **comm) as world, world.agreement():
+            _check(config)
             size = world.size
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mntrain-verify-")))
-        chosen = variants(all=config.all)
-        if config.all and job.train.micro_batch_size > 1:
-            small = job.train.micro_batch_size // 2
-            name = f"stage 2, micro-batches of {small}"
-            chosen.append(Variant(name, {"stage": 2, "micro": small}))
-        runs = _Runs(job, size, folder)
-        return examine(runs, chosen, None, {"device": job.device, **comm}, runs.divide)
+        runs = _Runs(config, size, folder)
+        return examine(runs, None, {"device": config.device, **comm}, runs.divide)
 
 
 def _check(config: Config) -> None:
@@ -104,12 +84,10 @@ class _Runs:
         self._number = 0
         self._batch_size, self._batch_norm, self._stream = 1, False, False  # of the last run
 
-    def __call__(
-        self, world: RecordedWorld, options: dict[str, Any], order: int
-    ) -> Iterable[float]:
+    def __call__(self, world: RecordedWorld, stage: int, order: int) -> Iterable[float]:
         """Take the steps, and return their losses. Collective in the world."""
-        micro = options.get("micro", self._config.train.micro_batch_size)
-        return self._steps(world, options["stage"], micro, order, parts=self._ranks)
+        micro = self._config.train.micro_batch_size
+        return self._steps(world, stage, micro, order, parts=self._ranks)
 
     def divide(self, world: RecordedWorld, first: RecordedRun) -> tuple[str, str]:
         """Return how results of one process depend on micro-batches, and if that is not known."""
@@ -126,7 +104,7 @@ class _Runs:
         if self._batch_norm:
             return "", "Loss.count: the statistics of batch norm are those of a micro-batch"
         other = RecordedRun(first)
-        other.record(lambda *_: self._steps(world, 0, size, 0, parts=1, divide=True), world, {})
+        other.record(lambda *_: self._steps(world, 0, size, 0, parts=1, divide=True), world, 0)
         distance = other.steps[0].distances.get("whole gradient", Distance(0.0, 0.0))
         if distance.relative <= max(distance.rounding, 0.0) ** 0.5:  # less than half of the digits
             return "", unseen
@@ -151,12 +129,11 @@ class _Runs:
         divide: bool = False,
     ) -> list[float]:
         given, self._number = self._config, self._number + 1
-        zero = replace(given.zero, stage=stage, shard_by=given.zero.shard_by if stage else "equal")
         config = replace(
             given,
             data=replace(given.data, workers=0),
             train=replace(given.train, micro_batch_size=micro, compile=False, check_every=0),
-            zero=zero,
+            zero=replace(given.zero, stage=stage),
             balance=BalanceConfig(),
             run=replace(
                 given.run,

@@ -1,6 +1,5 @@
-"""`python -m mntrain plan`: its options, activations, tables, and the times of bench.json."""
+"""`python -m mntrain plan`: its options, activations, and tables."""
 
-import json
 import subprocess
 import sys
 
@@ -11,16 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mntrain.__main__ import main
-from mntrain.comm.topology import Topology
 from mntrain.config import Config
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.tasks.transformer import Transformer
 from mntrain.train.compiling import PRECISIONS, recompute_regions
 from mntrain.train.plan import activations, plan_options
-from mntrain.train.plan.bench_file import BenchFile
 from mntrain.train.plan.job_plan import JobPlan, smallest
-from mntrain.train.plan.traffic import Travel
-from zero.layout import ParameterSpec, plan_buckets
 
 
 class Tokens(Task):
@@ -161,41 +156,9 @@ def test_frozen_parameters_and_buffers_are_in_the_total(precision):
     assert smallest(frozen, frozen[0].untrained) is None
 
 
-def bench_file(folder, nodes, cases):
-    names = ("verb", "algorithm", "size_bytes", "median_s")
-    results = [dict(zip(names, case, strict=True)) for case in cases]
-    path = folder / "bench.json"
-    path.write_text(json.dumps({"nodes": nodes, "results": results}))
-    return path
-
-
-def test_seconds_are_those_between_measured_sizes_times_the_bytes_of_a_node(tmp_path):
-    cases = [("all_reduce", "lanes", 1000, 1.0), ("all_reduce", "lanes", 3000, 2.0)]
-    cases += [("reduce_scatter", "lanes", 4000, 5.0), ("all_gather", "lanes", 4000, 7.0)]
-    bench = BenchFile(bench_file(tmp_path, [[0, 1], [2, 3]], cases))
-    assert bench.ranks_per_node == 2
-    two, four = (Topology.from_hosts([0] * n, 2) for n in (4, 8))
-
-    def seconds(numel, stage, topology=two, **travel):
-        plan = plan_buckets([ParameterSpec("a", (numel,), torch.float32)], 1 << 20, topology.size)
-        options = {"algorithm": "lanes", "micro_batches": 3, **travel}
-        return bench.step_s(plan, stage, topology, Travel(**options))
-
-    assert seconds(500, 0) == 1.5
-    assert seconds(1500, 0) == 4.0
-    assert seconds(1000, 0, wire=2) == 1.5
-    assert seconds(1000, 1) == 5 + 7
-    assert seconds(1000, 2) == 3 * 5 + 7
-    assert seconds(500, 0, four) == 1.5 * (3 / 4) / (1 / 2)
-    assert seconds(500, 0, algorithm="flat") is None
-    assert seconds(500, 0, Topology.from_hosts([0] * 2)) is None
-    assert seconds(500, 0, Topology.from_hosts([0])) == 0
-
-
-def test_the_command_prints_tables_and_starts_no_mpi(tmp_path):
-    bench = bench_file(tmp_path, [[0], [1]], [("all_reduce", "lanes", 1 << 20, 0.5)])
+def test_the_command_prints_tables_and_starts_no_mpi():
     words = ["--task", "test_plan_command:Tokens", "--precisions", "bf16-pure", "--ranks", "1", "2"]
-    words += ["--memory", "40G", "--bench", str(bench)]
+    words += ["--memory", "40G", "--ranks-per-node", "1"]
     program = (
         "import sys; from mntrain.__main__ import main; code = main(sys.argv[1:]); "
         "assert 'mpi4py' not in sys.modules; sys.exit(code)"
@@ -219,7 +182,6 @@ def test_the_command_prints_tables_and_starts_no_mpi(tmp_path):
     [
         (["--memory", "lots"], "--memory: must be a size such as 40G or 512M"),
         (["--ranks", "0"], "--ranks: Input should be greater than or equal to 1, not 0"),
-        (["--bench", "missing.json"], "--bench missing.json: cannot be read"),
         (["--task", "no:Task"], "--task no:Task: module 'no' does not import"),
         (["--optim.name", "Nothing"], "--optim.name Nothing: is no torch.optim.Optimizer"),
     ],

@@ -10,8 +10,8 @@ from zero.comm_hooks.codes import BLOCK, CHUNK, BlockCode, ChunkCode
 from zero.kernels import RUN
 
 SIZES = [0, 1, 2, 3, 255, 256, 257, 1003, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77, RUN + 301]
-CODES = [BlockCode(8), BlockCode(4), ChunkCode(64 / CHUNK), ChunkCode(0.3), ChunkCode(1.0)]
-NAMES = ["8 bits", "4 bits", "64 of 4096", "30 %", "all"]
+CODES = [BlockCode(), ChunkCode(64 / CHUNK), ChunkCode(0.3), ChunkCode(1.0)]
+NAMES = ["8 bits", "64 of 4096", "30 %", "all"]
 codes = pytest.mark.parametrize("code", CODES, ids=NAMES)
 
 
@@ -61,8 +61,7 @@ def of_chunks(values, density):
 def test_codes_stand_for_what_numpy_rounds_or_selects(numel, dtype):
     values = values_of(numel, dtype)
     for code, expected in [
-        (BlockCode(8), in_blocks(values.numpy(), 127)),
-        (BlockCode(4), in_blocks(values.numpy(), 7)),
+        (BlockCode(), in_blocks(values.numpy(), 127)),
     ]:
         total, _ = sent(code, values)
         assert np.array_equal(total.numpy(), expected)
@@ -104,9 +103,8 @@ def test_what_is_not_finite_arrives_and_is_left_so(code, value, place):
 
 
 def test_codes_have_the_bytes_that_are_documented():
-    assert BlockCode(8).nbytes(2560) == 2560 + 40
-    assert BlockCode(4).nbytes(2560) == 1280 + 40
-    assert BlockCode(4).nbytes(3) == 2 + 4
+    assert BlockCode().nbytes(2560) == 2560 + 40
+    assert BlockCode().nbytes(3) == 3 + 4
     assert ChunkCode(64 / CHUNK).nbytes(10 * CHUNK) == 10 * (96 + 16 + 8)
     # 65 of them: 780 bits of indices, 130 bits, and two magnitudes of each of two chunks.
     assert ChunkCode(64 / CHUNK).nbytes(CHUNK + 5) == 98 + 17 + 16

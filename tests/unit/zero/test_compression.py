@@ -108,18 +108,17 @@ class RenamedHook(CountingHook):
     """The same under another name."""
 
 
-def optimizer_of(hook, nodes=((0, 1), (2, 3)), weights=(1, 1), *, turned=False):
+def optimizer_of(hook, nodes=((0, 1), (2, 3)), size=2, *, turned=False):
     weight = nn.Parameter(torch.ones(3, 2).T if turned else torch.ones(2, 3))
-    world = type("Several", (FirstOfTwo,), {"size": len(weights)})
+    world = type("Several", (FirstOfTwo,), {"size": size})
     levels = NodeLevels(None, None, nodes, (0, 2, 4))
-    options = {"stage": 1, "comm_hook": hook, "levels": levels, "shard_weights": weights}
+    options = {"stage": 1, "comm_hook": hook, "levels": levels}
     return zero([("p", weight)], world=world, **options)
 
 
 OTHERS = [
     {"nodes": ((0, 2), (1, 3))},
-    {"weights": (1, 1, 0)},
-    {"weights": (1, 2)},
+    {"size": 3},
     {"turned": True},
     {"hook": RenamedHook(5)},
 ]

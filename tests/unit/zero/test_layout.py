@@ -1,5 +1,4 @@
 import math
-from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,6 @@ from zero.layout import (
     ParameterSpec,
     plan_buckets,
     split,
-    split_by_weight,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -32,12 +30,9 @@ def models(least):
 MODELS = models(least=0)
 NO_EMPTY_PARAMETERS = models(least=1)
 LOADS = st.lists(st.integers(0, 300), min_size=1, max_size=9)
-WEIGHTS = st.lists(st.integers(0, 100), min_size=1, max_size=9).filter(any)
-CUTS = st.one_of(  # shards, loads and weights: by element, by parameter, and in unequal parts
+CUTS = st.one_of(  # shards and loads: by element, and by parameter
     SHARDS.map(lambda shards: (shards, None)),
     LOADS.map(lambda loads: (len(loads), loads)),
-    WEIGHTS.map(lambda weights: (len(weights), None, weights)),
-    WEIGHTS.map(lambda weights: (len(weights), [0] * len(weights), weights)),
 )
 
 
@@ -52,17 +47,6 @@ def owned(plan, slot):
 
 def elements(plan, slot):
     return sum(stop - start for start, stop in (bucket.shard(slot) for bucket in plan))
-
-
-@given(st.integers(0, 10**12), WEIGHTS, st.integers(1, 100))
-def test_split_by_weight_is_in_proportion_to_within_one(numel, weights, weight):
-    bounds = split_by_weight(numel, weights)
-    sizes = [stop - start for start, stop in pairwise(bounds)]
-    assert (bounds[0], bounds[-1], len(sizes)) == (0, numel, len(weights))
-    for size, part in zip(sizes, weights, strict=True):
-        assert abs(size - Fraction(numel * part, sum(weights))) < 1
-        assert part or not size
-    assert split_by_weight(numel, [weight] * len(weights)) == split(numel, len(weights))
 
 
 @given(MODELS, BUCKET_BYTES)
@@ -134,8 +118,7 @@ def test_pieces_of_all_slots_cover_every_element_once_where_its_parameter_lies(
         assert (bucket.bounds[0], bucket.bounds[-1]) == (0, bucket.numel)
         assert list(bucket.bounds) == sorted(bucket.bounds)
         if cut[1] is None:
-            weights = cut[2] if len(cut) == 3 else [1] * cut[0]
-            assert bucket.bounds == split_by_weight(bucket.numel, weights)
+            assert bucket.bounds == split(bucket.numel, cut[0])
         entries = {entry.spec.name: entry for entry in bucket.entries}
         for slot in range(cut[0]):
             place, high = bucket.shard(slot)
@@ -167,27 +150,12 @@ def test_by_parameter_no_slot_gets_what_another_could_bear(specs, bucket_bytes, 
             assert total - min(piece.numel for piece in pieces) <= min(totals)
 
 
-@FEWER
-@given(MODELS, BUCKET_BYTES, WEIGHTS)
-def test_by_parameter_no_slot_could_leave_its_last_one_to_another(specs, bucket_bytes, weights):
-    plan = plan_buckets(specs, bucket_bytes, len(weights), [0] * len(weights), weights)
-    totals = [elements(plan, slot) for slot in range(len(weights))]
-    for slot, (total, weight) in enumerate(zip(totals, weights, strict=True)):
-        pieces = [piece.numel for found in owned(plan, slot) for piece in found]
-        assert weight or not pieces
-        for other, other_weight in zip(totals, weights, strict=True):
-            if pieces and other_weight:  # the last one dealt is the smallest
-                assert Fraction(total, weight) <= Fraction(other + min(pieces), other_weight)
-
-
 def test_the_cuts_of_the_picture():
     specs = specs_of(5, 3)
     [by_element] = plan_buckets(specs, 32, 3)
     assert by_element.bounds == (0, 2, 5, 8)
     pieces = by_element.pieces(*by_element.shard(1))
     assert [(p.spec.name, p.low, p.high) for p in pieces] == [("p1", 2, 3), ("p0", 0, 2)]
-    [by_weight] = plan_buckets(specs, 32, 3, weights=[1, 0, 3])
-    assert by_weight.bounds == (0, 2, 2, 8)
     [by_parameter] = plan_buckets(specs, 32, 3, [0, 0, 0])
     lengths = [stop - start for start, stop in pairwise(by_parameter.bounds)]
     assert sorted(lengths) == [0, 3, 5]

@@ -180,7 +180,7 @@ def test_rows_and_columns_of_adafactor_and_parameters_that_are_added_count():
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_another_stage_is_predicted_as_it_is_then_measured(stage, dtypes):
-    options = {"partition": "parameter", "gather_dtype": torch.bfloat16, "shard_weights": [2, 0, 3]}
+    options = {"partition": "parameter", "gather_dtype": torch.bfloat16}
     world = one_of(3, 2)
     at_0 = measured(LayersOfDtypes(*dtypes), ADAM, world, partition="parameter")
     optimizer = zero(
