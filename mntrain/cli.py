@@ -45,8 +45,6 @@ other commands, each with its own --help:
       check that this cluster is fit to train
   {_PROGRAM} tokenize INPUT OUTPUT --bpe-vocab 8192
       train a byte-pair encoding on text and apply it, or apply another tokenizer
-  {_PROGRAM} sample RUN_DIR --prompt TEXT
-      generate text with the model of a run
   {_PROGRAM} ckpt list|show|verify|diff|export
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR

@@ -161,20 +161,18 @@ class TextTask(Task):
         *,
         tokens: int = 300,
         temperature: float = 0.8,
-        seed: int | None = None,
     ) -> str | None:
         """Return the prompt with the text that the model continues it with; None for token ids.
 
         The text begins behind an end-of-text token, or behind a line break if the model was trained
         on joined text, and stops after `tokens` tokens or at an end-of-text token. Temperature 0
-        takes the likeliest tokens. Sampling uses a CPU generator of its own, with the run's seed or
-        another, so that training's random state does not change. The modes of the modules are
-        restored.
+        takes the likeliest tokens. A CPU generator of its own, with the run's seed, draws the
+        tokens: training's random state does not change. The modes of the modules are restored.
         """
         if self.text is None or self.text.tokenizer is None:
             return None
         tokenizer, end_of_text = self.text.tokenizer, self.text.end_of_text
-        generator = torch.Generator().manual_seed(self.config.run.seed if seed is None else seed)
+        generator = torch.Generator().manual_seed(self.config.run.seed)
         device = next(model.parameters()).device
         start = ord("\n") if end_of_text is None else end_of_text
         ids = [start, *tokenizer.encode([prompt])[0].tolist()]

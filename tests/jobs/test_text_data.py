@@ -11,6 +11,7 @@ from launch import mpirun
 
 from mntrain.corpus.tokenizer import load_tokenizer
 
+PAGE = Path(__file__).parents[2] / "docs" / "job.md"
 STEPS = ["--train.steps", "30", "--optim.lr", "1e-2", "--checkpoint.every", "10"]
 
 
@@ -39,9 +40,11 @@ def test_a_job_on_json_lines_learns_resumes_and_its_sample_decodes(tmp_path, opt
     whole.mkdir()
     completed(train(2, whole, *options, *STEPS))
     assert losses(whole) == found
-    command = [sys.executable, "-m", "mntrain", "sample", "run", "--prompt", "12 and 13"]
-    result = mpirun(1, [*command, "--tokens", "20"], cwd=tmp_path, timeout=250)
-    assert result.returncode == 0, result.report()
+    lines = PAGE.read_text().partition('python -c "')[2].partition('"\n```')[0]  # of job.md
+    for of_page, here in {"runs/text": "run", "00001000": "00000030", "Once": "12 and 13"}.items():
+        assert of_page in lines
+        lines = lines.replace(of_page, here)
+    result = completed(mpirun(1, [sys.executable, "-c", lines], cwd=tmp_path, timeout=250))
     assert result.stdout.startswith("12 and 13")
 
 

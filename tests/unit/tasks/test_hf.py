@@ -74,7 +74,6 @@ def test_a_sample_takes_the_likeliest_tokens_and_changes_no_random_state(tmp_pat
     made_ids = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 1:]
     expected = tokenizer.decode([one for one in made_ids.tolist() if one < tokenizer.size])
     assert made.sample(model, "12 and", tokens=8, temperature=0) == expected
-    assert made.sample(model, tokens=8, seed=1) != made.sample(model, tokens=8, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
 
 

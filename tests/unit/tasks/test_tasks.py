@@ -1,6 +1,7 @@
 import math
 import sys
 import sysconfig
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mntrain.config import Config
+from mntrain.config import Config, RunConfig
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import Corpus
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load, make_model
@@ -341,8 +342,12 @@ def test_a_sample_changes_no_state_and_depends_on_its_seed_and_temperature(text)
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training is training
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert default == sample("", temperature=0.8, seed=0) != sample(seed=1)
-    assert len({sample("a", temperature=0, seed=seed) for seed in range(3)}) == 1
+        assert default == sample("", temperature=0.8)
+    greedy, seeds = [], [replace(task.config, run=RunConfig(seed=seed)) for seed in range(3)]
+    for task.config in seeds:
+        assert (sample() == default) == (task.config.run.seed == 0)
+        greedy.append(sample("a", temperature=0))
+    assert len(set(greedy)) == 1
 
 
 class Successor(nn.Module):
