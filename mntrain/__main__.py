@@ -22,7 +22,6 @@ READERS = {
     "tokenize": "mntrain.corpus.tokenize_command",
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.recorder.autopsy",
-    "plot": "mntrain.metrics.plot",
     "plan": "mntrain.train.plan.plan_command",
     "report": "mntrain.report.report_command",
 }

@@ -49,8 +49,6 @@ other commands, each with its own --help:
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR
       say which rank of a job stopped first, who waited for it, and why
-  {_PROGRAM} plot RUN_DIR [RUN_DIR ...]
-      draw the loss, or other metrics, of one or several runs
   {_PROGRAM} report RUN_DIR [RUN_DIR ...]
       write a page about one or several runs; --scaling: about their scaling"""
 

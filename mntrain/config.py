@@ -443,12 +443,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LogConfig:
-    """Copies of metrics.jsonl for other tools, and the plot and the page at the end of a job."""
+    """Copies of metrics.jsonl for other tools, and the page at the end of a job."""
 
     tensorboard: bool = Field(
         default=False, description="write TensorBoard's event files, in tensorboard/ of the run."
     )
-    csv: bool = Field(default=False, description="write metrics.csv, a row for each step.")
     wandb: OrNone[str] = Field(
         default=None, description="project of Weights & Biases to send metrics to. none: do not."
     )
@@ -471,9 +470,6 @@ class LogConfig:
         default=False,
         description="add to metrics.jsonl, and thus to its copies, the seconds of the phases of "
         "each rank and its memory.",
-    )
-    plot: bool = Field(
-        default=True, description="draw loss.svg at the end of a job, if matplotlib is installed."
     )
     report: bool = Field(
         default=False, description="write report.html, a page about the run, at the end of a job."
