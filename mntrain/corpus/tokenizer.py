@@ -21,16 +21,11 @@ BESIDE_TOKENIZER = (
 )
 GENERIC_CLASS = "PreTrainedTokenizerFast"  # of Hugging Face: does what the file says
 DEFAULT_END_OF_TEXT = "<|endoftext|>"
-# Usual names of special tokens, the likeliest first, by their names in tokenizer_config.json.
-_SPECIAL = {
-    "eos_token": (
-        *(DEFAULT_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
-        "[SEP]",  # of BERT, which has no other
-    ),
-    "mask_token": ("[MASK]", "<mask>"),
-    "cls_token": ("[CLS]", "<s>"),
-    "sep_token": ("[SEP]", "</s>"),
-}
+# Usual names of the end-of-text token, the likeliest first.
+_ENDS_OF_TEXT = (
+    *(DEFAULT_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
+    "[SEP]",  # of BERT, which has no other
+)
 MIN_BPE_VOCABULARY = BYTE_VALUES + 1  # all bytes, and the end-of-text token
 
 
@@ -87,15 +82,15 @@ class FileTokenizer:
         settings = path.with_name(SETTINGS_FILE)
         self._settings = _read_settings(settings) if path.name == TOKENIZER_FILE else {}
         named = _content_of(self._settings.get("eos_token"))
-        end = self.special_token("eos_token")
-        if end is None or (named is not None and named not in self._ids):
+        known = (one for one in (named, *_ENDS_OF_TEXT) if one in self._ids)
+        end = next(known, None) if named is None or named in self._ids else None
+        if end is None:
             raise ValueError(
                 f"{path} has no end-of-text token{f' {named!r}' if named else ''}, which separates "
                 f"documents: name one of its tokens as eos_token in {settings}, or add one of "
-                f"{', '.join(_SPECIAL['eos_token'])}"
+                f"{', '.join(_ENDS_OF_TEXT)}"
             )
-        self.end_of_text = end
-        self.end_of_text_token = str(self._library.id_to_token(end))
+        self.end_of_text_token, self.end_of_text = end, self._ids[end]
         self.identity = f"sha256 {self.sha256}, end of text {self.end_of_text_token!r}"
 
     def exported_files(self) -> dict[str, bytes]:
@@ -131,19 +126,6 @@ class FileTokenizer:
         finally:
             self._library.no_truncation()
         return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
-
-    def special_token(self, kind: str) -> int | None:
-        """Return the id of a special token, or None: eos_, mask_, cls_ or sep_token.
-
-        It is named so in tokenizer_config.json, or has a usual name.
-        """
-        named = _content_of(self._settings.get(kind))
-        return next((self._ids[one] for one in (named, *_SPECIAL[kind]) if one in self._ids), None)
-
-    def special_ids(self) -> set[int]:
-        """Return the ids of all special tokens."""
-        added = self._library.get_added_tokens_decoder()
-        return {self.end_of_text, *(index for index, token in added.items() if token.special)}
 
     def splits(self, before: str, after: str) -> bool:
         """Return whether two neighbouring parts of a text have the tokens that the whole has."""

@@ -21,9 +21,9 @@ _SCANNED = 1 << 31  # token ids that are checked before training begins
 
 
 class Windows(Dataset[Tensor]):
-    """All windows of a corpus; an item is 1-D int64 of context + overlap tokens.
+    """All windows of a corpus; an item is 1-D int64 of context + 1 tokens.
 
-    Window i begins at token i * context. With an overlap of one token, every token but the first
+    Window i begins at token i * context: they overlap by one token, and every token but the first
     is a target of next-token prediction once. Indexing raises ValueError for a token outside the
     vocabulary; `fix` says what to do then.
     """
@@ -33,18 +33,17 @@ class Windows(Dataset[Tensor]):
         tokens: Corpus,
         context: int,
         vocab: int,
-        overlap: int = 1,
         fix: str = "give a --model.vocab above all ids, or 0 to take it from the data",
     ) -> None:
         self._tokens, self.context, self.vocab = tokens, context, vocab
-        self.overlap, self._fix = overlap, fix
+        self._fix = fix
 
     def __len__(self) -> int:
-        return max(0, len(self._tokens) - self.overlap) // self.context
+        return max(0, len(self._tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
         start = index * self.context
-        window = self._tokens.read(start, start + self.context + self.overlap)
+        window = self._tokens.read(start, start + self.context + 1)
         self._check(int(window.min()), int(window.max()))
         return torch.from_numpy(window)
 
@@ -90,7 +89,7 @@ class TokenSplits:
                 found = open_validation_tokens(
                     path, config.data.glob, config.data.text_field, data, label
                 )
-                made = Windows(found.tokens, windows.context, windows.vocab, windows.overlap, fix)
+                made = Windows(found.tokens, windows.context, windows.vocab, fix)
                 self._check(found, made, "validation needs a window", 1)
             self._valid[name] = made
             self.files |= named_files(found.files, label)
@@ -106,7 +105,7 @@ class TokenSplits:
             length = windows.context
             raise ValueError(
                 f"the data has {len(data.tokens)} tokens, but {who}, "
-                f"{count * length + windows.overlap} tokens with {self._option} {length}: give "
+                f"{count * length + 1} tokens with {self._option} {length}: give "
                 "more data, or a shorter context"
             )
         if not data.checked:

@@ -26,8 +26,10 @@ def hf_task(
     return load("hf", replace(config, data=changed, hf=replace(config.hf, model=model, **hf)))
 
 
-def write_reviews(path: Path, labels: Sequence[object]) -> Path:
+def write_reviews(path: Path, labels: Sequence[object], times: int = 1) -> Path:
     """JSON lines of short texts with labels."""
-    lines = [{"text": f"{i % 5} and " * (i % 5), "label": one} for i, one in enumerate(labels)]
+    lines = [
+        {"text": f"{i % 5} and " * (i % 5) * times, "label": one} for i, one in enumerate(labels)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
@@ -89,21 +88,6 @@ def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text
     result = train(2, tmp_path, *options)
     assert result.returncode == 2
     assert "is of another run: the model's config.json was " in result.stderr
-
-
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_bert_has_the_same_masks_on_any_number_of_ranks(tmp_path, text):
-    options = [*HF, *text, "--hf.head", "masked-lm"]
-    options += ["--hf.model", str(write_bert(tmp_path / "bert", weights=True))]
-    completed(train(2, tmp_path, *options))
-    completed(train(3, alone(tmp_path), *options))
-    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-    export(tmp_path)
-    saved = weights(tmp_path)
-    state = opened(AutoModelForMaskedLM, tmp_path / "exported").state_dict()
-    assert saved.keys() == state.keys()
-    assert all(torch.equal(saved[name], state[name]) for name in saved)
 
 
 @pytest.mark.exhaustive

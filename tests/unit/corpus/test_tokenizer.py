@@ -118,23 +118,15 @@ def test_without_the_library_the_package_to_install_is_named(tmp_path, monkeypat
             refused()
 
 
-def test_special_tokens_have_usual_names_or_those_of_the_settings(tmp_path):
+def test_the_end_of_text_has_a_usual_name_or_that_of_the_settings(tmp_path):
     path = tmp_path / "tokenizer.json"
-    names = ["[SEP]", "[CLS]", "<mask>", "a", "<m>"]
-    path.write_bytes(word_level({name: i for i, name in enumerate(names)}, "[SEP]", "[CLS]"))
-    made = FileTokenizer(path)
-    assert made.end_of_text == 0  # BERT has no other
-    kinds = ("mask_token", "cls_token", "sep_token")
-    assert [made.special_token(kind) for kind in kinds] == [2, 1, 0]
-    assert made.special_ids() == {0, 1}
-    settings = {"mask_token": {"content": "<m>"}, "cls_token": None, "eos_token": "a"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    made = FileTokenizer(path)
-    assert [made.special_token(kind) for kind in kinds] == [4, 1, 0]
-    assert made.special_ids() == {0, 1, 3}
-    path.write_bytes(word_level({"a": 0, "</s>": 1}))
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert FileTokenizer(path).special_token("mask_token") is None
+    names = ["[CLS]", "[SEP]", "a", "</s>"]
+    path.write_bytes(word_level({name: i for i, name in enumerate(names[:3])}))
+    assert FileTokenizer(path).end_of_text == 1  # BERT has no other
+    path.write_bytes(word_level({name: i for i, name in enumerate(names)}))
+    assert FileTokenizer(path).end_of_text == 3
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    assert FileTokenizer(path).end_of_text == 2
 
 
 def test_exported_settings_name_a_class_and_the_end_of_text_unless_the_folder_does(tmp_path):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from corpora import stories, write_records
 from hf_models import write_bert, write_gpt2
 from text_tasks import hf_task, language_model, write_reviews
@@ -118,19 +117,6 @@ def test_a_causal_model_validates_on_text_by_its_own_tokenizer(tmp_path, text):
     np.zeros(99, "<u2").tofile(tmp_path / "t.bin")
     with pytest.raises(ValueError, match=r"valid-path: .* 304, outside the vocabulary of 304"):
         hf(folder, tmp_path / "t.bin", tmp_path / "v.bin")
-
-
-def test_masked_validation_data_are_masked_always_alike(tmp_path, text):
-    other = write_records(tmp_path / "b.jsonl", stories(90)[50:])
-    folder = write_bert(tmp_path / "bert")
-    only = hf(folder, text, other, head="masked-lm").dataset("valid")
-    sets = hf(folder, text, {"b": other, "c": other}, head="masked-lm").dataset("valid")
-    draws = []
-    for seed, windows in enumerate((only, sets["b"], sets["c"], only)):
-        torch.manual_seed(seed)
-        assert len(windows) == len(only) > 9
-        draws.append([windows[i][0].tolist() for i in range(3)])
-    assert draws[0] == draws[1] == draws[2] == draws[3]
 
 
 def test_records_to_validate_on_have_the_labels_of_the_training_data(tmp_path):
