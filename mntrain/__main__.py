@@ -19,7 +19,6 @@ from mntrain.checks.host import StartError
 
 # Commands of one process, on rank 0 alone, and their modules.
 READERS = {
-    "tokenize": "mntrain.corpus.tokenize_command",
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.recorder.autopsy",
     "plan": "mntrain.train.plan.plan_command",

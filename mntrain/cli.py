@@ -43,8 +43,6 @@ other commands, each with its own --help:
       say what a job will take, at every stage, before it runs
   {_PROGRAM} doctor
       check that this cluster is fit to train
-  {_PROGRAM} tokenize INPUT OUTPUT --bpe-vocab 8192
-      train a byte-pair encoding on text and apply it, or apply another tokenizer
   {_PROGRAM} ckpt list|show|verify|diff|export
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR

@@ -57,9 +57,8 @@ class DataConfig:
 
     path: OptionalPath = Field(
         default=None,
-        description="text file, .jsonl or .parquet, folder of these, folder of the datasets "
-        "library's save_to_disk, .npy or .bin of uint16 tokens, or the output of `tokenize`. none: "
-        "Python's own library.",
+        description="text file, folder of text files, folder of the datasets library's "
+        "save_to_disk, or .npy or .bin of uint16 token ids. none: Python's own library.",
     )
     valid_path: NamedPaths = Field(
         default=None,
@@ -74,7 +73,7 @@ class DataConfig:
         "Face), or auto: that of --hf.model for --task hf, else bytes.",
     )
     text_field: str = Field(
-        default="text", description="field of records: of .jsonl, .parquet and .arrow files."
+        default="text", description="field of the text in a dataset that was saved."
     )
     valid_fraction: float = Field(
         default=_VALID_FRACTION,

@@ -25,7 +25,7 @@ class HuggingFaceConfig:
     )
     head: Literal["causal-lm", "classification"] = Field(
         default="causal-lm",
-        description="objective. classification: of records, as of .jsonl and .parquet files.",
+        description="objective. classification: of the records of a saved dataset.",
     )
     label_field: str = Field(
         default="label", description="field of the label, an integer or a text, for classification."

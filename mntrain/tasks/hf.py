@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
-from mntrain.corpus.records import holds_records, read_fields
-from mntrain.corpus.text_files import CorpusFiles, checked_text, find_files, is_token_ids
-from mntrain.corpus.token_folder import is_token_folder
+from mntrain.corpus.text_files import CorpusFiles, find_files
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import (
     named_files,
@@ -65,11 +63,8 @@ class Classification:
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         data, fields = config.data, (config.data.text_field, config.hf.label_field)
         tokenizer = _fitting(load_tokenizer(_tokenizer_option(config, folder)), folder)
-        if data.path is None or not isinstance(tokenizer, FileTokenizer):
-            raise ValueError(
-                "--hf.head classification: give --data.path of .jsonl, .parquet or .arrow "
-                "files, and --data.tokenizer hf:PATH or bpe:FILE"
-            )
+        if not isinstance(tokenizer, FileTokenizer):
+            raise ValueError("--hf.head classification: give --data.tokenizer hf:PATH or bpe:FILE")
         self.tokenizer: Tokenizer | None = tokenizer
         with named_in_errors("--data.path") as label:
             sources = find_files(data.path, data.glob)
@@ -144,8 +139,6 @@ class LabelledTokens(Dataset[Any]):
         tokenizer: FileTokenizer,
         length: int,
     ) -> None:
-        if not labels:
-            raise ValueError("there are no records: give at least one")
         if unknown := sorted({str(label) for label in labels} - ids.keys()):
             raise ValueError(f"no record of --data.path has the label {unknown[0]!r}")
         end = torch.tensor([tokenizer.end_of_text])
@@ -183,22 +176,23 @@ def read_labelled(
 
     Raises ValueError.
     """
-    texts: list[str] = []
-    labels: list[Any] = []
-    for file in sources.files:
-        if not holds_records(file) or text_field == label_field:
+    if sources.dataset is None or text_field == label_field:
+        raise ValueError(
+            f"{sources.root} has no labels: give a folder that the datasets library has saved, "
+            "whose --data.text-field and --hf.label-field are two fields"
+        )
+    sources.expect_fields(text_field, label_field)
+    texts, labels = ([*sources.dataset[field]] for field in (text_field, label_field))
+    for field, values, kinds in (
+        (text_field, texts, [{str}]),
+        (label_field, labels, [{str}, {int}]),
+    ):
+        if values and (found := set(map(type, values))) not in kinds:
+            names = ", ".join(sorted(kind.__name__ for kind in found))
             raise ValueError(
-                f"{file} has no labels: give .jsonl, .parquet or .arrow files to classify, whose "
-                "--data.text-field and --hf.label-field are two fields"
+                f"{sources.root}: the values of {field!r} are of type {names}: texts must be str, "
+                "and labels all str or all int"
             )
-        for place, (text, label) in read_fields(file, [text_field, label_field]):
-            texts.append(checked_text(text, place, text_field))
-            if type(label) not in (int, str) or type(label) is not type((labels or [label])[0]):
-                raise ValueError(
-                    f"{place}: {label_field!r} is a {type(label).__name__}: labels must all be "
-                    "integers, or all be text"
-                )
-            labels.append(label)
     return texts, labels
 
 
@@ -220,9 +214,7 @@ def _tokenizer_option(config: Config, folder: ModelFolder) -> str:
         return given
     if own.is_file():
         return f"hf:{own}"
-    if path is not None and (
-        is_token_folder(path) or any(map(is_token_ids, find_files(path, config.data.glob).files))
-    ):
+    if path is not None and find_files(path, config.data.glob).holds_ids:
         return "bytes"  # which is not applied
     raise ValueError(
         f"--hf.model {folder.path} has no {TOKENIZER_FILE}: give --data.tokenizer hf:PATH, "

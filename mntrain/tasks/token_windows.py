@@ -108,7 +108,7 @@ class TokenSplits:
                 f"{count * length + 1} tokens with {self._option} {length}: give "
                 "more data, or a shorter context"
             )
-        if not data.checked:
+        if data.sources.holds_ids:
             windows.check_ids()
 
     def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:

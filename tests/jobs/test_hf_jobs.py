@@ -1,6 +1,5 @@
 """Jobs that train Hugging Face models, and the folders that are exported from them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ HF = ["--task", "hf", "--train.eval-samples", "0", "--checkpoint.every", "100"]
 def text(tmp_path, monkeypatch) -> list[str]:
     """The options of the data, which has a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return ["--data.path", str(write_records(tmp_path / "a.jsonl", stories(200)))]
+    return ["--data.path", str(write_records(tmp_path / "a", stories(200)))]
 
 
 def export(folder):
@@ -99,8 +98,8 @@ def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_fo
         for label in ("pos", "neg")
         for i in range(60)
     ]
-    path = tmp_path / "reviews.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    bodies, kinds = ([record[name] for record in records] for name in ("body", "kind"))
+    path = write_records(tmp_path / "reviews", bodies, field="body", kind=kinds)
     options = [*HF, "--data.path", str(path), "--data.text-field", "body"]
     options += ["--hf.head", "classification", "--hf.label-field", "kind"]
     options += ["--hf.model", str(write_bert(tmp_path / "bert")), "--data.valid-fraction", "0.3"]

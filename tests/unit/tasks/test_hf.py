@@ -24,7 +24,7 @@ classifier = partial(task, head="classification")
 
 @pytest.fixture
 def text(tmp_path):
-    return write_records(tmp_path / "a.jsonl", stories(200))
+    return write_records(tmp_path / "a", stories(200))
 
 
 def first_batch(made, split="train", size=4):
@@ -49,14 +49,14 @@ def test_weights_of_the_folder_are_taken_unless_its_config_is_named(tmp_path, te
 
 def test_weights_without_the_head_are_named_and_those_of_another_model_refused(tmp_path):
     folder = write_bert(tmp_path / "bert", weights=True)
-    made = classifier(folder, write_reviews(tmp_path / "r.jsonl", [0, 1] * 5))
+    made = classifier(folder, write_reviews(tmp_path / "r", [0, 1] * 5))
     made.model()
     assert "random: bert.pooler.dense.bias" in made.describe_data()
     assert "classifier.bias" in made.describe_data()
     write_gpt2(tmp_path / "gpt2", weights=True)
     (tmp_path / "gpt2" / "model.safetensors").replace(folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot make a model of it .*no tensor of it has a name"):
-        classifier(folder, write_reviews(tmp_path / "r.jsonl", [0, 1] * 5)).model()
+        classifier(folder, write_reviews(tmp_path / "r", [0, 1] * 5)).model()
 
 
 def test_the_flops_of_a_token_are_six_per_parameter_that_computes(tmp_path, text):
@@ -87,9 +87,8 @@ def test_a_sample_takes_the_likeliest_tokens_and_changes_no_random_state(tmp_pat
 def test_the_example_predicts_masks_that_the_seed_decides_with_the_loss_of_the_library(
     tmp_path, monkeypatch
 ):
-    datasets = pytest.importorskip("datasets")
     monkeypatch.syspath_prepend(EXAMPLES)
-    datasets.Dataset.from_dict({"text": stories(40)}).save_to_disk(tmp_path / "texts")
+    write_records(tmp_path / "texts", stories(40))
     config = Config(
         task="masked_lm:MaskedLM",
         data=DataConfig(path=tmp_path / "texts"),
@@ -119,7 +118,7 @@ def test_positions_behind_the_padding_token_count(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 26}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
     RobertaConfig(**sizes, **layers).save_pretrained(folder)
-    path = write_reviews(tmp_path / "r.jsonl", [0, 1] * 5, times=10)
+    path = write_reviews(tmp_path / "r", [0, 1] * 5, times=10)
     made = classifier(folder, path)
     batch = first_batch(made)
     assert batch[0].shape == (4, 24)
@@ -130,7 +129,7 @@ def test_positions_behind_the_padding_token_count(tmp_path):
 
 @pytest.mark.parametrize("write", [write_bert, write_gpt2])  # GPT-2 has no padding token
 def test_labels_are_sorted_and_a_padded_record_has_the_loss_that_it_has_alone(tmp_path, write):
-    path = write_reviews(tmp_path / "r.jsonl", [10, 9, 10, 2] * 5)  # some texts are empty
+    path = write_reviews(tmp_path / "r", [10, 9, 10, 2] * 5)  # some texts are empty
     made = classifier(write(tmp_path / "model", weights=write is write_bert), path)
     model = made.model().eval()
     assert model.config.id2label == {0: "2", 1: "9", 2: "10"}
@@ -147,14 +146,14 @@ def test_labels_are_sorted_and_a_padded_record_has_the_loss_that_it_has_alone(tm
 
 def test_label_names_of_the_model_keep_their_order(tmp_path):
     folder = write_bert(tmp_path / "bert", id2label={0: "pos", 1: "neg"})
-    made = classifier(folder, write_reviews(tmp_path / "r.jsonl", ["neg", "pos"] * 9))
+    made = classifier(folder, write_reviews(tmp_path / "r", ["neg", "pos"] * 9))
     assert made.model().config.label2id == {"pos": 0, "neg": 1}
     labels = [label for split in ("train", "valid") for _, label in made.dataset(split)]
     assert sorted(labels) == [0] * 9 + [1] * 9
 
 
 def test_texts_are_cut_to_the_length_of_the_model_and_padded_with_its_token(tmp_path):
-    path = write_reviews(tmp_path / "r.jsonl", [0, 1] * 5)
+    path = write_reviews(tmp_path / "r", [0, 1] * 5)
     made = classifier(write_bert(tmp_path / "bert"), path, max_length=5)
     ids, attention, labels = made.collate([made.dataset("train")[i] for i in range(9)])
     assert ids.shape == (9, 5)
@@ -208,14 +207,14 @@ def test_a_model_that_does_not_fit_is_refused(text, name, options, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1, 1.5], "line 2: 'label' is a float: labels must all be integers, or all be text"),
-        ([1, True], "line 2: 'label' is a bool"),
-        ([1, "1"], "line 2: 'label' is a str: labels must all be"),
+        ([1.0, 1.5], "'label' are of type float: texts must be str, and labels all str or all int"),
+        ([False, True], "'label' are of type bool"),
+        ([1, None], "'label' are of type NoneType, int"),
         ([1, 1], "has 1 labels: give more records"),
     ],
 )
 def test_labels_that_are_none_are_refused(tmp_path, labels, message):
-    path = write_reviews(tmp_path / "r.jsonl", labels)
+    path = write_reviews(tmp_path / "r", labels)
     with pytest.raises(ValueError, match=message):
         classifier(write_bert(tmp_path / "bert"), path)
 
