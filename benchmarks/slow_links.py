@@ -38,7 +38,7 @@ from slow_modes import MODES
 
 EVALUATIONS = 10
 EVAL_SAMPLES = 256
-MNTRAIN = "mpirun -n 2 python -m mntrain --log.no-plot"
+MNTRAIN = "mpirun -n 2 python -m mntrain"
 LIMIT_S = 3600  # for one run
 LAYOUT, MODEL = "1,1", "0.9M"  # of the timings
 BASELINES = ("compute only, barriers",)

@@ -40,7 +40,7 @@ EQUAL = "equal parts"
 BATCH = 32
 SHARED = (
     "python -m mntrain --task unequal_task:UnequalTask --train.micro-batch-size 4 "
-    "--train.eval-every 0 --log.no-plot"
+    "--train.eval-every 0"
 )
 BATCHES = f"--train.steps 60 --train.batch-size {BATCH}"
 CADENCE = "--train.steps 24 --balance.mode cadence --balance.max-anchor 0"

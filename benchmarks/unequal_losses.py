@@ -52,7 +52,7 @@ WAYS = {
 }
 SHARED = (
     "mpirun -n 2 python -m mntrain --task unequal_task:UnequalTask --train.micro-batch-size 4 "
-    "--train.eval-samples 64 --optim.schedule constant --optim.warmup-steps 5 --log.no-plot"
+    "--train.eval-samples 64 --optim.schedule constant --optim.warmup-steps 5"
 )
 
 

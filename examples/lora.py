@@ -2,7 +2,7 @@
 
     pip install '.[mpich,hf]' peft
     mpirun -np 4 python -m mntrain --task examples.lora:LoRA --hf.model llama/ --hf.max-length 512 \
-        --data.path stories.jsonl --optim.lr 2e-4 --zero.stage 1 --checkpoint.every 500
+        --data.path stories/ --optim.lr 2e-4 --zero.stage 1 --checkpoint.every 500
 
 The weights of the folder --hf.model stay as they are; only the adapters train. `python -m mntrain
 ckpt export RUN lora.safetensors` writes both.

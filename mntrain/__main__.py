@@ -19,11 +19,8 @@ from mntrain.checks.host import StartError
 
 # Commands of one process, on rank 0 alone, and their modules.
 READERS = {
-    "tokenize": "mntrain.corpus.tokenize_command",
-    "sample": "mntrain.train.sample_command",
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.recorder.autopsy",
-    "plot": "mntrain.metrics.plot",
     "plan": "mntrain.train.plan.plan_command",
     "report": "mntrain.report.report_command",
 }

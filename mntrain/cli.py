@@ -43,16 +43,10 @@ other commands, each with its own --help:
       say what a job will take, at every stage, before it runs
   {_PROGRAM} doctor
       check that this cluster is fit to train
-  {_PROGRAM} tokenize INPUT OUTPUT --bpe-vocab 8192
-      train a byte-pair encoding on text and apply it, or apply another tokenizer
-  {_PROGRAM} sample RUN_DIR --prompt TEXT
-      generate text with the model of a run
   {_PROGRAM} ckpt list|show|verify|diff|export
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR
       say which rank of a job stopped first, who waited for it, and why
-  {_PROGRAM} plot RUN_DIR [RUN_DIR ...]
-      draw the loss, or other metrics, of one or several runs
   {_PROGRAM} report RUN_DIR [RUN_DIR ...]
       write a page about one or several runs; --scaling: about their scaling"""
 

@@ -57,9 +57,8 @@ class DataConfig:
 
     path: OptionalPath = Field(
         default=None,
-        description="text file, .jsonl or .parquet, folder of these, folder of the datasets "
-        "library's save_to_disk, .npy or .bin of uint16 tokens, or the output of `tokenize`. none: "
-        "Python's own library.",
+        description="text file, folder of text files, folder of the datasets library's "
+        "save_to_disk, or .npy or .bin of uint16 token ids. none: Python's own library.",
     )
     valid_path: NamedPaths = Field(
         default=None,
@@ -74,7 +73,7 @@ class DataConfig:
         "Face), or auto: that of --hf.model for --task hf, else bytes.",
     )
     text_field: str = Field(
-        default="text", description="field of records: of .jsonl, .parquet and .arrow files."
+        default="text", description="field of the text in a dataset that was saved."
     )
     valid_fraction: float = Field(
         default=_VALID_FRACTION,
@@ -429,12 +428,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LogConfig:
-    """Copies of metrics.jsonl for other tools, and the plot and the page at the end of a job."""
+    """Copies of metrics.jsonl for other tools, and the page at the end of a job."""
 
     tensorboard: bool = Field(
         default=False, description="write TensorBoard's event files, in tensorboard/ of the run."
     )
-    csv: bool = Field(default=False, description="write metrics.csv, a row for each step.")
     wandb: OrNone[str] = Field(
         default=None, description="project of Weights & Biases to send metrics to. none: do not."
     )
@@ -457,9 +455,6 @@ class LogConfig:
         default=False,
         description="add to metrics.jsonl, and thus to its copies, the seconds of the phases of "
         "each rank and its memory.",
-    )
-    plot: bool = Field(
-        default=True, description="draw loss.svg at the end of a job, if matplotlib is installed."
     )
     report: bool = Field(
         default=False, description="write report.html, a page about the run, at the end of a job."

@@ -23,15 +23,12 @@ class HuggingFaceConfig:
         description="local folder with config.json and, unless weights are to be random, weights; "
         "or a config.json alone, for random weights. Nothing is downloaded.",
     )
-    head: Literal["causal-lm", "masked-lm", "classification"] = Field(
+    head: Literal["causal-lm", "classification"] = Field(
         default="causal-lm",
-        description="objective. classification: of records, as of .jsonl and .parquet files.",
+        description="objective. classification: of the records of a saved dataset.",
     )
     label_field: str = Field(
         default="label", description="field of the label, an integer or a text, for classification."
-    )
-    mask_fraction: float = Field(
-        default=0.15, gt=0, lt=1, description="fraction of the tokens that masked-lm predicts."
     )
     max_length: int = Field(
         default=0, ge=0, description="most tokens of a sample. 0: as many as the model takes."

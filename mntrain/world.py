@@ -270,7 +270,6 @@ class World(Ranks):
         run_dir: str | Path,
         config: Mapping[str, Any] | None = None,
         *,
-        csv: bool = False,
         tensorboard: bool = False,
         wandb: str | None = None,
         mlflow: str | None = None,
@@ -280,17 +279,16 @@ class World(Ranks):
     ) -> MetricsLog:
         """Return a log that writes metrics.jsonl and summary.json into a run. Collective.
 
-        On request, the same values go to metrics.csv, TensorBoard (tensorboard/ in the run), W&B
-        (`wandb` is the project), MLflow (`mlflow` is the experiment) and, for Prometheus, to
-        metrics.prom; an error of one of the tools ends its copy with a warning. With `per_rank`,
-        lines also have the times and the memory of each rank. With `report`, the log's end writes
-        report.html, a page about the run.
+        On request, the same values go to TensorBoard (tensorboard/ in the run), W&B (`wandb` is the
+        project), MLflow (`mlflow` is the experiment) and, for Prometheus, to metrics.prom; an error
+        of one of the tools ends its copy with a warning. With `per_rank`, lines also have the times
+        and the memory of each rank. With `report`, the log's end writes report.html, a page about
+        the run.
         Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
         ranks give it other values, the directory cannot be written, or another job uses it. Options
         that are named device, rank, local_rank or alike may differ (`mntrain.config.RANK_OPTIONS`).
         """
         copies = {
-            "csv": csv,
             "tensorboard": tensorboard,
             "wandb": wandb,
             "mlflow": mlflow,

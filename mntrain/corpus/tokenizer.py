@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,7 +12,6 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 
-BYTE_VALUES = 256
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"  # of Hugging Face; names the end-of-text token
 # Other files beside the tokenizer.json of a Hugging Face tokenizer.
@@ -20,57 +20,41 @@ BESIDE_TOKENIZER = (
     *("vocab.txt", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 GENERIC_CLASS = "PreTrainedTokenizerFast"  # of Hugging Face: does what the file says
-DEFAULT_END_OF_TEXT = "<|endoftext|>"
-# Usual names of special tokens, the likeliest first, by their names in tokenizer_config.json.
-_SPECIAL = {
-    "eos_token": (
-        *(DEFAULT_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
-        "[SEP]",  # of BERT, which has no other
-    ),
-    "mask_token": ("[MASK]", "<mask>"),
-    "cls_token": ("[CLS]", "<s>"),
-    "sep_token": ("[SEP]", "</s>"),
-}
-MIN_BPE_VOCABULARY = BYTE_VALUES + 1  # all bytes, and the end-of-text token
+# Usual names of the end-of-text token, the likeliest first.
+_ENDS_OF_TEXT = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
+    "[SEP]",  # of BERT, which has no other
+)
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 text. A NUL byte follows each record; text files are joined."""
+    """The bytes of UTF-8 text."""
 
-    size = BYTE_VALUES
-    end_of_text = 0
-    separates_files = False
+    size = 256
     identity = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""
-        data = [text.encode("utf-8", "surrogateescape") for text in texts]
-        return [np.frombuffer(one, dtype=np.uint8).astype(np.int64) for one in data]
+        return [np.frombuffer(one.encode(), dtype=np.uint8).astype(np.int64) for one in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of bytes; those that are not UTF-8 are replaced."""
         return bytes(ids).decode("utf-8", errors="replace")
 
-    def splits(self, before: str, after: str) -> bool:
-        """Return True: characters have bytes of their own."""
-        return True
-
 
 class FileTokenizer:
-    """A tokenizer.json, or what one will contain.
+    """A tokenizer.json of the tokenizers library.
 
     Special tokens in the text of a document are ordinary text. Truncation, padding, dropout and
     tokens that a template adds are turned off. Raises ValueError for a file that is no tokenizer,
     that has no end-of-text token, or if the library is not installed.
     """
 
-    separates_files = True
-
-    def __init__(self, path: Path, content: bytes | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.content = path.read_bytes() if content is None else content
+        self.content = path.read_bytes()
         self.sha256 = hashlib.sha256(self.content).hexdigest()
-        library = _import_library()
+        library = import_library("tokenizers", f"{path} needs the tokenizers library")
         try:
             self._library = library.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the library raises Exception itself
@@ -87,15 +71,15 @@ class FileTokenizer:
         settings = path.with_name(SETTINGS_FILE)
         self._settings = _read_settings(settings) if path.name == TOKENIZER_FILE else {}
         named = _content_of(self._settings.get("eos_token"))
-        end = self.special_token("eos_token")
-        if end is None or (named is not None and named not in self._ids):
+        known = (one for one in (named, *_ENDS_OF_TEXT) if one in self._ids)
+        end = next(known, None) if named is None or named in self._ids else None
+        if end is None:
             raise ValueError(
                 f"{path} has no end-of-text token{f' {named!r}' if named else ''}, which separates "
                 f"documents: name one of its tokens as eos_token in {settings}, or add one of "
-                f"{', '.join(_SPECIAL['eos_token'])}"
+                f"{', '.join(_ENDS_OF_TEXT)}"
             )
-        self.end_of_text = end
-        self.end_of_text_token = str(self._library.id_to_token(end))
+        self.end_of_text_token, self.end_of_text = end, self._ids[end]
         self.identity = f"sha256 {self.sha256}, end of text {self.end_of_text_token!r}"
 
     def exported_files(self) -> dict[str, bytes]:
@@ -132,24 +116,6 @@ class FileTokenizer:
             self._library.no_truncation()
         return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
 
-    def special_token(self, kind: str) -> int | None:
-        """Return the id of a special token, or None: eos_, mask_, cls_ or sep_token.
-
-        It is named so in tokenizer_config.json, or has a usual name.
-        """
-        named = _content_of(self._settings.get(kind))
-        return next((self._ids[one] for one in (named, *_SPECIAL[kind]) if one in self._ids), None)
-
-    def special_ids(self) -> set[int]:
-        """Return the ids of all special tokens."""
-        added = self._library.get_added_tokens_decoder()
-        return {self.end_of_text, *(index for index, token in added.items() if token.special)}
-
-    def splits(self, before: str, after: str) -> bool:
-        """Return whether two neighbouring parts of a text have the tokens that the whole has."""
-        whole, left, right = self.encode([before + after, before, after])
-        return np.array_equal(whole, np.concatenate((left, right)))
-
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
@@ -172,35 +138,12 @@ def load_tokenizer(given: str) -> Tokenizer:
     return FileTokenizer(path)
 
 
-def train_bpe(batches: Iterable[Sequence[str]], vocabulary: int) -> bytes:
-    """Return the tokenizer.json of a byte-level byte-pair encoding, trained on batches of text.
-
-    Words are separated as for GPT-2. The vocabulary is smaller than asked for if the text has too
-    few different words. Raises ValueError without the library.
-    """
-    library = _import_library()
-    byte_level = library.pre_tokenizers.ByteLevel
-    made = library.Tokenizer(library.models.BPE())
-    made.pre_tokenizer = byte_level(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[DEFAULT_END_OF_TEXT],
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(batches, trainer)
-    return str(made.to_str(pretty=True)).encode()
-
-
-def _import_library() -> Any:
+def import_library(name: str, need: str) -> Any:
+    """Return an optional library. Raises ValueError, which begins with `need`, without it."""
     try:
-        import tokenizers  # noqa: PLC0415 - optional
+        return import_module(name)
     except ImportError as error:
-        raise ValueError(
-            "a tokenizer.json needs the tokenizers library: pip install tokenizers"
-        ) from error
-    return tokenizers
+        raise ValueError(f"{need}: pip install {name}") from error
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

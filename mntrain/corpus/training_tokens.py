@@ -1,124 +1,99 @@
-"""Memory-mapped tokens to train and validate on: of text, token ids, or a folder of tokens."""
+"""Memory-mapped tokens to train and validate on: of text, of token ids, or of a saved dataset."""
 
 import bisect
 import functools
+import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mntrain.corpus.records import holds_records
-from mntrain.corpus.text_files import ID_SUFFIXES, CorpusFiles, find_files, is_token_ids
-from mntrain.corpus.token_folder import (
-    MANIFEST_FILE,
-    TOKENS_FILE,
-    cached_tokens,
-    is_token_folder,
-    open_token_folder,
-)
+from mntrain.corpus.text_files import CorpusFiles, find_files
 from mntrain.corpus.tokenizer import (
-    TOKENIZER_FILE,
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
+    import_library,
     load_tokenizer,
 )
 
-_BLOCK = 1 << 22  # tokens that are scanned at once
 _MOST_MAPS = 64  # at a time: each holds a file descriptor
+_COLUMN = "ids"  # of tokenized text
 
 
 class Corpus:
-    """The concatenated tokens of some files, in the files' order. Picklable.
+    """Concatenated tokens of files, in their order, or of a tokenized dataset. Picklable.
 
-    A .npy file holds token ids as a 1-D array of integers, a .bin file as little-endian uint16, or
-    as `bin_dtype` says. Any other file is text, whose bytes are the tokens. Raises ValueError for a
-    malformed file, and for text mixed with token ids.
+    A .npy file holds token ids as a 1-D array of integers, a .bin file as little-endian uint16. Any
+    other file is text, whose bytes are the tokens. Raises ValueError for a malformed file.
     """
 
-    def __init__(self, files: Sequence[Path], bin_dtype: str = "<u2") -> None:
-        texts = [path for path in files if not is_token_ids(path)]
-        self.is_text = len(texts) == len(files)
-        if texts and not self.is_text:
-            raise ValueError(
-                f"{texts[0]} is text, other files hold token ids ({', '.join(ID_SUFFIXES)}): "
-                "let --data.glob match only one kind"
-            )
+    def __init__(self, files: Sequence[Path] = (), tokenized: Any = None) -> None:
         _map_tokens.cache_clear()  # files may have changed since an earlier corpus of this process
-        self._bin_dtype = bin_dtype
-        lengths = {path: n for path in files if (n := _count_tokens(path, bin_dtype))}
-        self._files = tuple(lengths)
-        self._ends = tuple(itertools.accumulate(lengths.values()))
+        self._files, self._tokenized = files, tokenized
+        count = len(files) if tokenized is None else len(self._chunks)
+        self._ends = tuple(itertools.accumulate(len(self._part(i)) for i in range(count)))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_chunks"}
+
+    @functools.cached_property
+    def _chunks(self) -> list[npt.NDArray[Any]]:
+        """The tokens of the dataset, as they lie in its file."""
+        chunks = self._tokenized.data.column(_COLUMN).chunks
+        return [chunk.flatten().to_numpy() for chunk in chunks]
+
+    def _part(self, index: int) -> npt.NDArray[Any]:
+        """Return the tokens of a file, or of a part of the dataset."""
+        return _map_tokens(self._files[index]) if self._tokenized is None else self._chunks[index]
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return a copy of the tokens [start, stop), which must not be empty; 1-D int64."""
         assert 0 <= start < stop <= len(self), (start, stop, len(self))
         parts = []
-        file = bisect.bisect_right(self._ends, start)
+        index = bisect.bisect_right(self._ends, start)
         while start < stop:
-            end = min(stop, self._ends[file])
-            begin = self._ends[file - 1] if file else 0
-            tokens = _map_tokens(self._files[file], self._bin_dtype)
-            parts.append(tokens[start - begin : end - begin].astype(np.int64))
-            start, file = end, file + 1
+            end = min(stop, self._ends[index])
+            begin = self._ends[index - 1] if index else 0
+            parts.append(self._part(index)[start - begin : end - begin].astype(np.int64))
+            start, index = end, index + 1
         return np.concatenate(parts)
 
-    def id_range(self, most: float = float("inf")) -> tuple[int, int]:
-        """Return the lowest and the highest token id, at most and at least 0.
-
-        Of more than `most` tokens, only evenly spaced blocks are scanned; of text, none.
-        """
-        if self.is_text:
-            return 0, 255
-        starts = range(0, len(self), _BLOCK)
-        stride = max(1, int(-(-len(self) // most)))
-        low, high = 0, 0
-        for start in {*starts[::stride], *starts[-1:]}:
-            ids = self.read(start, min(start + _BLOCK, len(self)))
-            low, high = min(low, int(ids.min())), max(high, int(ids.max()))
-        return low, high
+    def id_range(self, most: int | None = None) -> tuple[int, int]:
+        """Return the lowest and the highest id of a file's first ones, at most and at least 0."""
+        ids = self._part(0)[:most]
+        return int(ids.min(initial=0)), int(ids.max(initial=0))
 
 
 @functools.lru_cache(maxsize=_MOST_MAPS)
-def _map_tokens(path: Path, bin_dtype: str) -> npt.NDArray[Any]:
-    """Map the tokens of a file, 1-D. Raises ValueError for a malformed .npy file."""
-    if path.suffix != ".npy":
-        dtype = bin_dtype if path.suffix == ".bin" else "u1"
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+def _map_tokens(path: Path) -> npt.NDArray[Any]:
+    """Map the tokens of a file, 1-D. Raises ValueError for a malformed file of ids."""
+    if not path.stat().st_size:
+        return np.empty(0, np.uint8)
     try:
+        if path.suffix != ".npy":
+            dtype = "<u2" if path.suffix == ".bin" else "u1"
+            return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a .npy file of token ids: {error}") from error
+        raise ValueError(f"{path} is not a {path.suffix} file of token ids: {error}") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{path} holds {ids.dtype} of shape {ids.shape}: "
             "save the token ids as a 1-D array of integers"
         )
     return np.asarray(ids)
-
-
-def _count_tokens(path: Path, bin_dtype: str) -> int:
-    """Return the number of tokens in a file, from its size or its header."""
-    if path.suffix == ".npy":
-        return len(_map_tokens(path, bin_dtype))
-    count, rest = divmod(
-        path.stat().st_size, np.dtype(bin_dtype).itemsize if path.suffix == ".bin" else 1
-    )
-    if rest:
-        raise ValueError(
-            f"{path} has {path.stat().st_size} bytes, an odd number: "
-            "a .bin file holds token ids as little-endian uint16, two bytes each"
-        )
-    return count
 
 
 @dataclass(frozen=True)
@@ -128,10 +103,8 @@ class TrainingTokens:
     tokens: Corpus
     sources: CorpusFiles
     tokenizer: Tokenizer | None  # None: of token ids that come without one
-    end_of_text: int | None  # the id after each document; None: not known, or text that is joined
-    checked: bool  # True if no token can be outside the tokenizer's vocabulary
+    end_of_text: int | None  # the id after each document; None: not known, or bytes, joined
     files: dict[str, Path]  # to compare over nodes and with a checkpoint, by name
-    documents: int | None = None
 
     def describe(self) -> str:
         """Return the amount of data and its tokenizer in one line."""
@@ -142,9 +115,7 @@ class TrainingTokens:
             of = f"tokens of {self.tokenizer.path} (vocabulary {self.tokenizer.size:,})"
         else:
             of = "tokens, which are bytes"
-        documents = f" in {self.documents:,} documents" if self.documents else ""
-        files = f"{number:,} file{'s' if number != 1 else ''}"
-        return f"{files}, {len(self.tokens):,} {of}{documents}"
+        return f"{number:,} file{'s' if number != 1 else ''}, {len(self.tokens):,} {of}"
 
 
 def open_training_tokens(
@@ -152,22 +123,11 @@ def open_training_tokens(
 ) -> TrainingTokens:
     """Return the tokens of the options --data.path, .glob, .tokenizer and .text-field. Local.
 
-    Text is tokenized into a cache, unless its tokens are its bytes as they are. Raises ValueError
-    for data that is missing or malformed, and OSError.
+    Raises ValueError for data that is missing or malformed, and OSError.
     """
     given = load_tokenizer(tokenizer)
-    if path is not None and is_token_folder(path):
-        found = _of_folder(path)
-        own = found.tokenizer
-        if isinstance(given, FileTokenizer) and own and given.identity != own.identity:
-            raise ValueError(
-                f"{given.path} is not the tokenizer of {path}: tokenize the text with this one, or "
-                "leave out --data.tokenizer"
-            )
-        return found
     with named_in_errors("--data.path") as label:
-        sources = find_files(path, glob)
-    return _of_files(sources, given, text_field, label)
+        return _opened(find_files(path, glob), given, text_field, label)
 
 
 def open_validation_tokens(
@@ -175,26 +135,18 @@ def open_validation_tokens(
 ) -> TrainingTokens:
     """Return tokens to validate on, by the tokenizer of those that are trained on. Local.
 
-    `label` names the option and the set. Raises ValueError as `open_training_tokens`, and for data
-    whose tokenizer is another one or is not known, and for data that is trained on.
+    `label` names the option and the set. Raises ValueError as `open_training_tokens`, for data that
+    is trained on, and for token ids where text is trained on, or text where its tokenizer is not
+    known.
     """
-    tokenizer = training.tokenizer
-    found = _of_folder(path) if is_token_folder(path) else None
-    sources = found.sources if found else find_files(path, glob)
+    sources, tokenizer = find_files(path, glob), training.tokenizer
     refuse_shared(training.sources, sources)
-    if found and found.tokenizer:
-        fits = tokenizer is not None and found.tokenizer.identity == tokenizer.identity
-    elif any(map(is_token_ids, sources.files)):
-        fits = not training.checked
-    else:
-        fits = tokenizer is not None
-    if not fits:
+    if sources.holds_ids > training.sources.holds_ids or not (sources.holds_ids or tokenizer):
         raise ValueError(
             f"the tokens of {path} are of another tokenizer than those of --data.path, or of one "
-            "that is not known: give for both text or the output of `tokenize`, with one "
-            "--data.tokenizer, or give token ids for both"
+            "that is not known: give for both text, with one --data.tokenizer, or token ids"
         )
-    return found or _of_files(sources, tokenizer or ByteTokenizer(), text_field, label)
+    return _opened(sources, tokenizer, text_field, label)
 
 
 @contextmanager
@@ -222,37 +174,69 @@ def named_files(files: Mapping[str, Path], label: str) -> dict[str, Path]:
     return {name if name == label else f"{label}: {name}": file for name, file in files.items()}
 
 
-def _of_files(
-    sources: CorpusFiles, given: Tokenizer, text_field: str, label: str
+def _opened(
+    sources: CorpusFiles, given: Tokenizer | None, text_field: str, label: str
 ) -> TrainingTokens:
-    """Return the tokens of files of text or of token ids; `label` names a file that is alone."""
-    for folder in {file.parent for file in sources.files if is_token_ids(file)}:
-        if is_token_folder(folder):  # whose manifest has the dtype
-            raise ValueError(f"{folder} is a folder of tokens with a manifest: give the folder")
+    """Return the tokens of a corpus; `label` names a file that is alone."""
     files = sources.by_name(label)
-    from_file = isinstance(given, FileTokenizer)
-    if any(map(is_token_ids, sources.files)):
-        tokenizer = given if from_file else None
-        return TrainingTokens(Corpus(sources.files), sources, tokenizer, None, False, files)
-    if from_file or any(map(holds_records, sources.files)):
-        made = _of_folder(cached_tokens(sources, text_field, given))
-        files = {**files, "the tokens": made.sources.files[0]}
-        return replace(made, sources=sources, tokenizer=given, files=files)
-    return TrainingTokens(Corpus(sources.files), sources, given, None, True, files)
+    if isinstance(given, FileTokenizer) and not sources.holds_ids:
+        tokenized = _tokenize(sources, given, text_field)
+        files["the tokens"] = Path(tokenized.cache_files[0]["filename"])
+        corpus = Corpus(tokenized=tokenized)
+        return TrainingTokens(corpus, sources, given, given.end_of_text, files)
+    if sources.dataset is not None:
+        raise ValueError(f"{sources.root} is a saved dataset: name a --data.tokenizer for its text")
+    tokenizer = None if sources.holds_ids and isinstance(given, ByteTokenizer) else given
+    return TrainingTokens(Corpus(sources.files), sources, tokenizer, None, files)
 
 
-def _of_folder(path: Path) -> TrainingTokens:
-    """Return the tokens of a folder."""
-    manifest, tokenizer = open_token_folder(path)
-    names = [MANIFEST_FILE, TOKENS_FILE]
-    if isinstance(tokenizer, FileTokenizer):
-        names.append(TOKENIZER_FILE)
-    return TrainingTokens(
-        Corpus([path / TOKENS_FILE], np.dtype(manifest.dtype).newbyteorder("<").str),
-        CorpusFiles(path, (path / TOKENS_FILE,)),
-        tokenizer,
-        manifest.end_of_text,
-        True,
-        {name: path / name for name in names},
-        manifest.documents,
-    )
+def _tokenize(sources: CorpusFiles, tokenizer: FileTokenizer, field: str) -> Any:
+    """Return a dataset of the tokens of each text, and an end-of-text token, from the user's cache.
+
+    One of the processes that share the cache makes it, and the others wait. Raises ValueError.
+    """
+    library = import_library("datasets", "text that is tokenized needs the datasets library")
+    from filelock import FileLock  # noqa: PLC0415 - of the datasets library
+
+    library.disable_progress_bars()
+    if (dataset := sources.dataset) is None:
+        dataset = library.Dataset.from_dict({field: list(map(_read_text, sources.files))})
+    else:
+        sources.expect_fields(field)
+    if getattr(dataset.features[field], "dtype", "") not in ("string", "large_string"):
+        raise ValueError(f"{sources.root}: field {field!r} must be text")
+
+    def encode(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
+        encoded, end = tokenizer.encode([one or "" for one in batch[field]]), tokenizer.end_of_text
+        return {_COLUMN: [[*ids.tolist(), end] if len(ids) else [] for ids in encoded]}
+
+    facts = [dataset._fingerprint, tokenizer.identity, version("tokenizers"), field]
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "mntrain/tokens"
+        folder.mkdir(parents=True, exist_ok=True)
+        cached = folder / f"{name}.arrow"
+        with FileLock(cached.with_suffix(".lock")):
+            if not cached.exists():
+                print(f"mntrain: tokenizing {sources.root} into {cached}, once", file=sys.stderr)
+            return dataset.map(
+                encode,
+                batched=True,
+                remove_columns=dataset.column_names,
+                features=library.Features({_COLUMN: library.List(library.Value("int32"))}),
+                cache_file_name=str(cached),
+                new_fingerprint=name,
+            )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"the tokens of {sources.root} cannot be cached: {error}; set XDG_CACHE_HOME to a "
+            "folder with space"
+        ) from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: convert it, or leave it out") from error

@@ -5,13 +5,16 @@ import json
 import math
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summary.json"
-PLOT_FILE, REPORT_FILE = "loss.svg", "report.html"
+REPORT_FILE = "report.html"
+PAGE_LIMIT_S = 30.0  # that a page may take at the end of a job, while all its ranks wait
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 
@@ -124,3 +127,28 @@ def json_text(value: Any, indent: int | None = None) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(finite(value), allow_nan=False, default=str, indent=indent)
+
+
+def write_page(run_dir: Path) -> str:
+    """Let `report` write the page of a run, and return why it did not; empty if it did. Local.
+
+    In a process of its own, which is ended after `PAGE_LIMIT_S`.
+    """
+    words = ["-m", "mntrain", "report", str(run_dir)]
+    again = f"python {' '.join(words)} writes it"
+    try:
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True,
+            check=False,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=PAGE_LIMIT_S,
+        )
+    except OSError as error:
+        return f"{error}; {again}"
+    except subprocess.TimeoutExpired:
+        return f"it took more than {PAGE_LIMIT_S:g} s; {again}"
+    lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1].removeprefix("mntrain: ") if done.returncode else ""

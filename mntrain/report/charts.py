@@ -10,15 +10,18 @@ from xml.etree import ElementTree
 import numpy as np
 from markupsafe import Markup
 
-from mntrain.metrics.plot import Curve, colours_of, draw_panel
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 # ruff: noqa: PLC0415 - matplotlib is an extra
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
+# Steps, and the values of one metric of one run; NaN where one was not finite.
+Curve = tuple[Array, Array]
+
 _WIDTH, _HEIGHT = 4.4, 2.7  # inches: as wide as a phone
-_SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _STYLE: Any = {
     "font.size": 9.0,
     "svg.fonttype": "none",  # text stays text
@@ -29,6 +32,14 @@ _STYLE: Any = {
 }
 _LABEL = 24  # characters
 _SLOW = "tab:red"
+_SMOOTHED = 40  # the running mean spans a 40th of a curve
+_SHORT = 20  # a curve of fewer points shows each of them
+_POINTS = {"marker": "o", "markersize": 3.5}
+_STYLES: dict[str, dict[str, Any]] = {
+    "each step": {"linewidth": 0.8, "alpha": 0.4, "zorder": 2},
+    "running mean": {"linewidth": 1.6, "zorder": 3},
+    "evaluation": {"linewidth": 1.0, "linestyle": "--", "zorder": 4, **_POINTS},
+}
 
 
 def curves(panel: Mapping[str, Sequence[Curve | None]]) -> Markup:
@@ -36,13 +47,64 @@ def curves(panel: Mapping[str, Sequence[Curve | None]]) -> Markup:
     runs = len(next(iter(panel.values())))
 
     def draw(axes: "Axes") -> None:
-        handles = draw_panel(axes, panel, colours_of(runs))
-        axes.set(xlabel="step", ylabel="")
+        handles = _draw_panel(axes, panel, colours_of(runs))
+        axes.set(xlabel="step")
         axes.locator_params(axis="x", integer=True)
         if runs == 1 and len(handles) > 1:
             axes.legend(handles.values(), handles, frameon=False, fontsize="small")
 
     return _draw(draw)
+
+
+def running_mean(values: Array) -> Array | None:
+    """Return the exponential running mean, None if there are few values.
+
+    Without the bias to the first value, as in TensorBoard.
+    """
+    span = len(values) / _SMOOTHED
+    if span <= 1:
+        return None
+    keep = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        if np.isfinite(value):
+            total = keep * total + (1 - keep) * value
+            weight = keep * weight + (1 - keep)
+        means.append(total / weight if np.isfinite(value) else np.nan)
+    return np.array(means)
+
+
+def colours_of(runs: int) -> list[Any]:
+    """Return a colour for each of several runs; those of a run and of its evaluations for one."""
+    import matplotlib as mpl
+
+    if runs == 1:
+        return ["C0", "C1"]
+    return [mpl.colormaps["turbo"](shade) for shade in np.linspace(0, 1, runs)]
+
+
+def _draw_panel(
+    axes: "Axes", panel: Mapping[str, Sequence[Curve | None]], colours: Sequence[Any]
+) -> dict[str, "Line2D"]:
+    """Draw the curves of all runs, and return a line for each kind. `colours` are `colours_of`."""
+    handles = {}
+    single = len(next(iter(panel.values()))) == 1
+    for name, by_run in panel.items():
+        evaluation = name.startswith("eval_")
+        for run, curve in enumerate(by_run):
+            if curve is None:
+                continue
+            lines = {"evaluation" if evaluation else "each step": curve}
+            if not evaluation and (means := running_mean(curve[1])) is not None:
+                lines["running mean"] = curve[0], means
+            points = _POINTS if len(curve[0]) < _SHORT else {}
+            colour = colours[int(evaluation) if single else run]
+            for style, line in lines.items():
+                [handles[style]] = axes.plot(*line, color=colour, **{**_STYLES[style], **points})
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return handles
 
 
 def by_rank_and_step(curves: Mapping[str, Curve], unit: str) -> Markup:
@@ -160,7 +222,7 @@ def _embedded(svg: bytes) -> Markup:
     root = ElementTree.fromstring(svg)
     used = set(re.findall(rb'(?:url\(#|href="#)([^)"]+)', svg))
     for element in root.iter():
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
+        element.tag = element.tag.removeprefix(f"{{{SVG}}}")
         for name, value in list(element.attrib.items()):
             if name == "id" and value.encode() not in used:
                 del element.attrib[name]

@@ -4,8 +4,10 @@ One process, without MPI.
 """
 
 import argparse
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,11 +18,11 @@ from markupsafe import Markup
 from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
-from mntrain.metrics.plot import Curve, colours_of, expect_drawable, panel_of
 from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
 from mntrain.report import charts, scaling
+from mntrain.report.charts import Curve, colours_of
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
-from mntrain.report.run_files import RunFiles, differing, read_runs
+from mntrain.report.run_files import RunFiles, differing, panel_of, read_runs
 
 _TIMES = {"tokens_per_s": "items a second", "step_s": "seconds of a step"}  # with their titles
 _PHASE_NAMES = {
@@ -61,13 +63,24 @@ def run(words: Sequence[str]) -> int:
         help=f"file to write (default: {REPORT_FILE} in the folder of the run, or in this folder "
         "for several runs; scaling.html in this folder)",
     )
+    add("--svg", metavar="FOLDER", type=Path, help="also write each chart, as 01.svg and so on")
     options = parser.parse_args(words)
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     output = options.output or (Path("scaling.html") if options.scaling else folder / REPORT_FILE)
     runs = read_runs(options.runs)
-    expect_drawable("report", output)
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            "report needs matplotlib, which is not installed: pip install jinja2 matplotlib"
+        )
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
     page = scaling.page_of(runs) if options.scaling else page_of(runs)
     write_whole(output, page.encode())
+    if options.svg:
+        options.svg.mkdir(parents=True, exist_ok=True)
+        for number, chart in enumerate(re.findall("<svg.*?</svg>", page, re.DOTALL), 1):
+            content = chart.replace("<svg", f'<svg xmlns="{charts.SVG}"', 1)
+            write_whole(options.svg / f"{number:02}.svg", content.encode())
     print(output)
     return 0
 

@@ -8,26 +8,51 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.checks.finding import naming
-from mntrain.metrics.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, flat_options
-from mntrain.metrics.plot import LoggedRun, label_runs, read_lines
+from mntrain.metrics.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    flat_options,
+    flatten,
+    read_metrics,
+)
 from mntrain.recorder.autopsy import describe, examine, find_recordings
 from mntrain.recorder.recording import Kind, Recording
+from mntrain.report.charts import Curve
 
 _GOOD_ENDS = ("completed", "stopped", "preempted", "interrupted")
 _ERRORS = (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH)
 
 
 @dataclass(frozen=True)
-class RunFiles(LoggedRun):
+class RunFiles:
     """A run of a job or of a user's own loop; what it lacks is empty."""
 
+    label: str
+    path: Path
+    lines: list[dict[str, Any]]  # of metrics.jsonl, flattened
     summary: dict[str, Any]
     options: dict[str, str]  # of config.toml, by name: train.steps
     recordings: Sequence[Recording]  # of the newest job
     end: Sequence[str]  # lines of `autopsy`, unless the newest job ended well
     missing: Sequence[str]  # sentences
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that can be drawn."""
+        numbers = {n: None for line in self.lines for n, v in line.items() if _is_number(v)}
+        return [name for name in numbers if name != "step"]
+
+    def curve(self, name: str) -> Curve | None:
+        """Return a metric over the steps, None if no line has a finite value of it."""
+        known = [(line["step"], line[name]) for line in self.lines if name in line]
+        steps = np.array([step for step, _ in known], dtype=np.float64)
+        values = np.array([v if _is_number(v) else np.nan for _, v in known], dtype=np.float64)
+        return (steps, values) if np.isfinite(values).any() else None
 
     @property
     def status(self) -> str:
@@ -86,7 +111,15 @@ class RunFiles(LoggedRun):
 
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     """Return all that is known of runs. Raises ValueError for a folder that is none of a run."""
-    return [_read(path, label) for path, label in zip(paths, label_runs(paths), strict=True)]
+    names = [path.resolve().name for path in paths]
+    labels = names if len(set(names)) == len(names) else list(map(str, paths))
+    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def panel_of(runs: Sequence[RunFiles], name: str) -> dict[str, list[Curve | None]]:
+    """Return the curves of a name in metrics.jsonl and of its evaluations, without empty ones."""
+    curves = {name: [run.curve(name) for run in runs] for name in (name, f"eval_{name}")}
+    return {name: by_run for name, by_run in curves.items() if any(by_run)}
 
 
 def differing(runs: Sequence[RunFiles]) -> list[dict[str, str | None]]:
@@ -101,7 +134,7 @@ def _read(path: Path, label: str) -> RunFiles:
     if not any((path / name).exists() for name in names):
         raise ValueError(f"{path} has no {', '.join(names)}: give the folder of a run")
     missing = []
-    lines = read_lines(path)
+    lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
     if not lines:
         missing.append("No step is in metrics.jsonl.")
     summary: dict[str, Any] = {}
@@ -132,6 +165,10 @@ def _read(path: Path, label: str) -> RunFiles:
         end = describe(examine(path, recordings))
     missing += notes
     return RunFiles(label, path, lines, summary, options, recordings, end, missing)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _text_of(event: Any) -> str:

@@ -3,14 +3,12 @@
 RUN/.lock            held by the job that uses the directory: mntrain.run.lock
 RUN/config.toml      options
 RUN/metrics.jsonl    a line for each step
-RUN/metrics.csv      the same as a table, with --log.csv
 RUN/tensorboard/     the same as event files, with --log.tensorboard
 RUN/.wandb-id        the run's id at W&B, with --log.wandb; wandb/ has its files
 RUN/.mlflow-id       the run's id at MLflow, with --log.mlflow
 RUN/metrics.prom     the last values for Prometheus, with --log.prometheus
 RUN/checkpoints/     step-00000500, ...
 RUN/timeline.json.gz a trace of some steps, with --log.timeline
-RUN/loss.svg         the curves of the loss, drawn at the end of a job
 RUN/summary.json     written last
 RUN/report.html      a page about the run, made from the other files, with --log.report
 RUN/hf/              the tokenizer and more, for `ckpt export --hf`
@@ -37,7 +35,6 @@ from mntrain.metrics.copies import MLFLOW_ID_FILE, WANDB_ID_FILE
 from mntrain.metrics.files import (
     CONFIG_FILE,
     METRICS_FILE,
-    PLOT_FILE,
     REPORT_FILE,
     SUMMARY_FILE,
     json_text,
@@ -45,7 +42,6 @@ from mntrain.metrics.files import (
     write_summary,
     write_whole,
 )
-from mntrain.metrics.writers import rewind_csv
 from mntrain.ranks import Ranks
 from mntrain.recorder.recording import recordings
 from mntrain.run.lock import RunLock
@@ -184,9 +180,8 @@ def _expect_folder(path: Path) -> None:
 
 def rewind(run_dir: Path, step: int) -> None:
     """Remove what earlier jobs have left of the steps after `step`, which are taken again."""
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    for drawn in (PLOT_FILE, REPORT_FILE):
-        (run_dir / drawn).unlink(missing_ok=True)
+    for made_last in (SUMMARY_FILE, REPORT_FILE):
+        (run_dir / made_last).unlink(missing_ok=True)
     if not step:
         for name in (WANDB_ID_FILE, MLFLOW_ID_FILE):
             (run_dir / name).unlink(missing_ok=True)
@@ -195,7 +190,6 @@ def rewind(run_dir: Path, step: int) -> None:
         kept = [line for line in read_metrics(run_dir) if line["step"] <= step]
         text = "".join(json_text(line) + "\n" for line in kept)
         write_whole(run_dir / METRICS_FILE, text.encode())
-        rewind_csv(run_dir, kept)
 
 
 def warn(text: str) -> None:

@@ -11,8 +11,14 @@ from torch import Tensor
 
 from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import METRICS_FILE, REPORT_FILE, append_whole, loss_text, try_summary
-from mntrain.metrics.plot import draw_at_end
+from mntrain.metrics.files import (
+    METRICS_FILE,
+    REPORT_FILE,
+    append_whole,
+    loss_text,
+    try_summary,
+    write_page,
+)
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.rank_info import memory_now
@@ -164,7 +170,7 @@ class MetricsLog:
             if self._world.master:
                 missing += try_summary(self._directory.path, summary, missing)
                 draws = self._log.report and summary["status"] != "preempted"
-                if draws and (why := draw_at_end("report", self._directory.path)):
+                if draws and (why := write_page(self._directory.path)):
                     warn(f"no {REPORT_FILE}: {why}")
             self._world.watchdog.at_end.remove(self._early_end)
             if missing := self._world.gather(missing)[0]:

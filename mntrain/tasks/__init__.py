@@ -219,11 +219,7 @@ class Task(ABC):
         return [item for item in regions if item not in nested] or [model]
 
     def sample(self, model: nn.Module, prompt: str = "") -> str | None:
-        """Return a text to print when training has ended, or None. Called on one rank only.
-
-        `python -m mntrain sample` calls it with a prompt. It passes --tokens, --temperature and
-        --seed to keyword arguments of these names, if there are such.
-        """
+        """Return a text to print when training has ended, or None. Called on one rank only."""
         return None
 
 

@@ -1,10 +1,10 @@
 """Training of Hugging Face models: language models and classifiers, with data and loss of each."""
 
 import inspect
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from mntrain.config import Config
-from mntrain.corpus.records import holds_records, read_fields
-from mntrain.corpus.text_files import CorpusFiles, checked_text, find_files, is_token_ids
-from mntrain.corpus.token_folder import is_token_folder
+from mntrain.corpus.text_files import CorpusFiles, find_files
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import (
     named_files,
@@ -22,13 +20,9 @@ from mntrain.corpus.training_tokens import (
     open_training_tokens,
     refuse_shared,
 )
-from mntrain.data.randomness import mixed_seed
 from mntrain.tasks import Loss, Split
 from mntrain.tasks.hf_model import ModelFolder
 from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
-
-IGNORED = -100  # label of a token that is no target
-_RANDOM, _KEPT = 0.1, 0.1  # of the tokens to predict; the others become mask tokens
 
 
 class CausalLM(TokenSplits):
@@ -39,25 +33,15 @@ class CausalLM(TokenSplits):
 
     collate: Callable[[list[Any]], Any] | None = None
     items = "tokens"  # that the loss counts
-    overlap = 1  # tokens that a window shares with the next one
 
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         data = config.data
         self.length, given = folder.length(), _tokenizer_option(config, folder)
         self.data = open_training_tokens(data.path, data.glob, given, data.text_field)
         self.tokenizer = _fitting(self.data.tokenizer, folder)
-        self.around = self.find_around(self.tokenizer)
-        self.content = self.length - len(self.around)
-        if self.content < 1:
-            raise ValueError(f"--hf.max-length {self.length}: leaves no room for a token of text")
         fix = f"the model of {folder.path} has no such token; give tokens of its tokenizer"
-        windows = Windows(self.data.tokens, self.content, folder.vocabulary, self.overlap, fix)
+        windows = Windows(self.data.tokens, self.length, folder.vocabulary, fix)
         super().__init__(config, self.data, windows, "--hf.max-length")
-        self.tokens_per_item: float | None = 1.0  # computed for each item that the loss counts
-
-    def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
-        """Return the tokens that are added to a window: none, or the first and the last."""
-        return []
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the mean cross-entropy in nats of windows (b, length + 1), counted in tokens."""
@@ -68,107 +52,6 @@ class CausalLM(TokenSplits):
         )
 
 
-class MaskedLM(CausalLM):
-    """Prediction of masked tokens (Devlin et al., 2018).
-
-    A sample is a window between a cls and a sep token, if the tokenizer has both. Its loss counts
-    masked tokens.
-    """
-
-    overlap = 0
-
-    def __init__(self, config: Config, folder: ModelFolder) -> None:
-        super().__init__(config, folder)
-        self._fraction = config.hf.mask_fraction
-        self.tokens_per_item = self.length / max(1, round(self._fraction * self.content))
-
-    def find_around(self, tokenizer: Tokenizer | None) -> list[int]:
-        """Return the cls and the sep token. Raises ValueError if there is no mask token."""
-        known = tokenizer if isinstance(tokenizer, FileTokenizer) else None
-        if known is None or known.special_token("mask_token") is None:
-            raise ValueError(
-                "--hf.head masked-lm: the tokenizer has no mask token: give --data.tokenizer "
-                "hf:PATH of one that has"
-            )
-        first, last = (known.special_token(kind) for kind in ("cls_token", "sep_token"))
-        return [] if first is None or last is None else [first, last]
-
-    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
-        """Return pairs of token ids and labels; those of validation are masked always alike."""
-        windows = super().dataset(split)
-        masked = partial(
-            MaskedWindows,
-            tokenizer=cast(FileTokenizer, self.tokenizer),
-            around=self.around,
-            fraction=self._fraction,
-            fixed=split == "valid",
-        )
-        if isinstance(windows, dict):
-            return {name: masked(one) for name, one in windows.items()}
-        return masked(windows)
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the mean cross-entropy in nats of masked tokens, which it counts."""
-        ids, labels, masked = batch
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        total = F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        count = int(masked.sum())
-        return Loss(total / max(count, 1), count)
-
-
-class MaskedWindows(Dataset[Any]):
-    """Windows with some tokens masked; an item is ids, labels, and the number of masked tokens.
-
-    As in BERT's own code, so many tokens are chosen as the fraction gives, at least one: 80 %
-    become the mask token and 10 % another token. Special tokens are neither chosen nor drawn.
-    `around`: tokens that are put before and behind a window. `fixed`: an item is always the same.
-    Otherwise it is drawn by torch's default generator.
-    """
-
-    def __init__(
-        self,
-        windows: Dataset[Tensor],
-        *,
-        tokenizer: FileTokenizer,
-        around: Sequence[int],
-        fraction: float,
-        fixed: bool,
-    ) -> None:
-        self._windows, self._fraction, self._fixed = windows, fraction, fixed
-        self._mask = cast(int, tokenizer.special_token("mask_token"))
-        special = tokenizer.special_ids() | {self._mask, *around}
-        self._special = torch.tensor(sorted(special))
-        everything = torch.arange(tokenizer.size)
-        self._others = everything[~torch.isin(everything, self._special)]
-        self._around = [torch.tensor([one]) for one in around]
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self._windows))
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        window = self._windows[index]
-        generator = torch.Generator().manual_seed(mixed_seed(index)) if self._fixed else None
-        candidates = (~torch.isin(window, self._special)).nonzero()[:, 0]
-        wanted = min(max(1, round(len(window) * self._fraction)), len(candidates))
-        order = torch.randperm(len(candidates), generator=generator)[:wanted]
-        chosen = candidates[order]
-        labels = torch.full_like(window, IGNORED)
-        labels[chosen] = window[chosen]
-        draw = torch.rand(wanted, generator=generator)
-        others = torch.randint(len(self._others), (wanted,), generator=generator)
-        ids = window.clone()
-        ids[chosen[draw >= _RANDOM + _KEPT]] = self._mask
-        random = draw < _RANDOM
-        ids[chosen[random]] = self._others[others[random]]
-        if self._around:
-            first, last = self._around
-            none = torch.tensor([IGNORED])
-            ids, labels = torch.cat((first, ids, last)), torch.cat((none, labels, none))
-        return ids, labels, wanted
-
-
 class Classification:
     """Classification of labelled records; a sample is token ids and the index of the label.
 
@@ -176,16 +59,12 @@ class Classification:
     """
 
     items = "samples"
-    tokens_per_item: float | None = None
 
     def __init__(self, config: Config, folder: ModelFolder) -> None:
         data, fields = config.data, (config.data.text_field, config.hf.label_field)
         tokenizer = _fitting(load_tokenizer(_tokenizer_option(config, folder)), folder)
-        if data.path is None or not isinstance(tokenizer, FileTokenizer):
-            raise ValueError(
-                "--hf.head classification: give --data.path of .jsonl, .parquet or .arrow "
-                "files, and --data.tokenizer hf:PATH or bpe:FILE"
-            )
+        if not isinstance(tokenizer, FileTokenizer):
+            raise ValueError("--hf.head classification: give --data.tokenizer hf:PATH or bpe:FILE")
         self.tokenizer: Tokenizer | None = tokenizer
         with named_in_errors("--data.path") as label:
             sources = find_files(data.path, data.glob)
@@ -260,8 +139,6 @@ class LabelledTokens(Dataset[Any]):
         tokenizer: FileTokenizer,
         length: int,
     ) -> None:
-        if not labels:
-            raise ValueError("there are no records: give at least one")
         if unknown := sorted({str(label) for label in labels} - ids.keys()):
             raise ValueError(f"no record of --data.path has the label {unknown[0]!r}")
         end = torch.tensor([tokenizer.end_of_text])
@@ -299,22 +176,23 @@ def read_labelled(
 
     Raises ValueError.
     """
-    texts: list[str] = []
-    labels: list[Any] = []
-    for file in sources.files:
-        if not holds_records(file) or text_field == label_field:
+    if sources.dataset is None or text_field == label_field:
+        raise ValueError(
+            f"{sources.root} has no labels: give a folder that the datasets library has saved, "
+            "whose --data.text-field and --hf.label-field are two fields"
+        )
+    sources.expect_fields(text_field, label_field)
+    texts, labels = ([*sources.dataset[field]] for field in (text_field, label_field))
+    for field, values, kinds in (
+        (text_field, texts, [{str}]),
+        (label_field, labels, [{str}, {int}]),
+    ):
+        if values and (found := set(map(type, values))) not in kinds:
+            names = ", ".join(sorted(kind.__name__ for kind in found))
             raise ValueError(
-                f"{file} has no labels: give .jsonl, .parquet or .arrow files to classify, whose "
-                "--data.text-field and --hf.label-field are two fields"
+                f"{sources.root}: the values of {field!r} are of type {names}: texts must be str, "
+                "and labels all str or all int"
             )
-        for place, (text, label) in read_fields(file, [text_field, label_field]):
-            texts.append(checked_text(text, place, text_field))
-            if type(label) not in (int, str) or type(label) is not type((labels or [label])[0]):
-                raise ValueError(
-                    f"{place}: {label_field!r} is a {type(label).__name__}: labels must all be "
-                    "integers, or all be text"
-                )
-            labels.append(label)
     return texts, labels
 
 
@@ -336,9 +214,7 @@ def _tokenizer_option(config: Config, folder: ModelFolder) -> str:
         return given
     if own.is_file():
         return f"hf:{own}"
-    if path is not None and (
-        is_token_folder(path) or any(map(is_token_ids, find_files(path, config.data.glob).files))
-    ):
+    if path is not None and find_files(path, config.data.glob).holds_ids:
         return "bytes"  # which is not applied
     raise ValueError(
         f"--hf.model {folder.path} has no {TOKENIZER_FILE}: give --data.tokenizer hf:PATH, "
@@ -358,7 +234,6 @@ def _fitting(tokenizer: Tokenizer | None, folder: ModelFolder) -> Tokenizer | No
 
 HEADS: dict[str, type[CausalLM] | type[Classification]] = {
     "causal-lm": CausalLM,
-    "masked-lm": MaskedLM,
     "classification": Classification,
 }
 
@@ -374,7 +249,7 @@ class HuggingFaceTask(TextTask):
         self._folder = ModelFolder(config.hf)
         head = self._head = HEADS[config.hf.head](config, self._folder)
         self.collate, self.items, self.context = head.collate, head.items, head.length
-        self.text = head.data if type(head) is CausalLM else None
+        self.text = head.data if isinstance(head, CausalLM) else None
 
     def model(self) -> nn.Module:
         """Return a new model in fp32, with the folder's weights if it has some."""
@@ -405,19 +280,19 @@ class HuggingFaceTask(TextTask):
         return f"{self._folder.describe()}\n{self._head.describe()}"
 
     def flops_per_item(self, model: nn.Module) -> float | None:
-        """Return 6 FLOPs for each parameter and token, without attention's products.
+        """Return 6 FLOPs for each parameter of a token, without attention's products.
 
         Embeddings count only if they also compute the logits. None if the number does not describe
         the model: with frozen parameters, experts, or samples of different lengths.
         """
         frozen = any(not parameter.requires_grad for parameter in model.parameters())
         experts = any("expert" in name for name, _ in model.named_modules())
-        if frozen or experts or self._head.tokens_per_item is None:
+        if frozen or experts or self.text is None:
             return None
         looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         computing = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
         count = sum(p.numel() for p in model.parameters() if p not in looked_up - computing)
-        return 6.0 * count * self._head.tokens_per_item
+        return 6.0 * count
 
     def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
         """Return the logits (vocabulary) of the token behind ids (1, n)."""

@@ -14,7 +14,6 @@ from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, HuggingFaceConfig, tran
 
 _AUTO = {
     "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
     "classification": "AutoModelForSequenceClassification",
 }
 _WEIGHTS = (  # of which transformers takes the first

@@ -21,9 +21,9 @@ _SCANNED = 1 << 31  # token ids that are checked before training begins
 
 
 class Windows(Dataset[Tensor]):
-    """All windows of a corpus; an item is 1-D int64 of context + overlap tokens.
+    """All windows of a corpus; an item is 1-D int64 of context + 1 tokens.
 
-    Window i begins at token i * context. With an overlap of one token, every token but the first
+    Window i begins at token i * context: they overlap by one token, and every token but the first
     is a target of next-token prediction once. Indexing raises ValueError for a token outside the
     vocabulary; `fix` says what to do then.
     """
@@ -33,18 +33,17 @@ class Windows(Dataset[Tensor]):
         tokens: Corpus,
         context: int,
         vocab: int,
-        overlap: int = 1,
         fix: str = "give a --model.vocab above all ids, or 0 to take it from the data",
     ) -> None:
         self._tokens, self.context, self.vocab = tokens, context, vocab
-        self.overlap, self._fix = overlap, fix
+        self._fix = fix
 
     def __len__(self) -> int:
-        return max(0, len(self._tokens) - self.overlap) // self.context
+        return max(0, len(self._tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
         start = index * self.context
-        window = self._tokens.read(start, start + self.context + self.overlap)
+        window = self._tokens.read(start, start + self.context + 1)
         self._check(int(window.min()), int(window.max()))
         return torch.from_numpy(window)
 
@@ -90,7 +89,7 @@ class TokenSplits:
                 found = open_validation_tokens(
                     path, config.data.glob, config.data.text_field, data, label
                 )
-                made = Windows(found.tokens, windows.context, windows.vocab, windows.overlap, fix)
+                made = Windows(found.tokens, windows.context, windows.vocab, fix)
                 self._check(found, made, "validation needs a window", 1)
             self._valid[name] = made
             self.files |= named_files(found.files, label)
@@ -106,10 +105,10 @@ class TokenSplits:
             length = windows.context
             raise ValueError(
                 f"the data has {len(data.tokens)} tokens, but {who}, "
-                f"{count * length + windows.overlap} tokens with {self._option} {length}: give "
+                f"{count * length + 1} tokens with {self._option} {length}: give "
                 "more data, or a shorter context"
             )
-        if not data.checked:
+        if data.sources.holds_ids:
             windows.check_ids()
 
     def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:
@@ -161,20 +160,18 @@ class TextTask(Task):
         *,
         tokens: int = 300,
         temperature: float = 0.8,
-        seed: int | None = None,
     ) -> str | None:
         """Return the prompt with the text that the model continues it with; None for token ids.
 
         The text begins behind an end-of-text token, or behind a line break if the model was trained
         on joined text, and stops after `tokens` tokens or at an end-of-text token. Temperature 0
-        takes the likeliest tokens. Sampling uses a CPU generator of its own, with the run's seed or
-        another, so that training's random state does not change. The modes of the modules are
-        restored.
+        takes the likeliest tokens. A CPU generator of its own, with the run's seed, draws the
+        tokens: training's random state does not change. The modes of the modules are restored.
         """
         if self.text is None or self.text.tokenizer is None:
             return None
         tokenizer, end_of_text = self.text.tokenizer, self.text.end_of_text
-        generator = torch.Generator().manual_seed(self.config.run.seed if seed is None else seed)
+        generator = torch.Generator().manual_seed(self.config.run.seed)
         device = next(model.parameters()).device
         start = ord("\n") if end_of_text is None else end_of_text
         ids = [start, *tokenizer.encode([prompt])[0].tolist()]

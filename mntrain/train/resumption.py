@@ -20,7 +20,6 @@ FIXED = (
     "model.",
     "hf.head",
     "hf.label_field",
-    "hf.mask_fraction",
     "hf.max_length",
     "init.freeze",
     "optim.name",

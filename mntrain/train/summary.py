@@ -11,8 +11,7 @@ from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
 from mntrain.checks.finding import alike, first_names, naming
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import PLOT_FILE, REPORT_FILE, json_text
-from mntrain.metrics.plot import draw_at_end
+from mntrain.metrics.files import REPORT_FILE, json_text, write_page
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
 from mntrain.run.comparison import changed_data
@@ -184,23 +183,21 @@ def _describe_resumption(job: TrainingJob) -> None:
 
 
 def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
-    """Draw the loss, print the final report, write summary.json and then report.html. Collective.
+    """Print the final report, write summary.json and then report.html. Collective.
 
-    A preempted job draws nothing: its time may be short, and the next job does. Returns the content
-    of summary.json, with what the master could not write to the run's directory as "not_written", a
-    text for each file.
+    A preempted job writes no page: its time may be short, and the next job does. Returns the
+    content of summary.json, with what the master could not write to the run's directory as
+    "not_written", a text for each file.
     """
     config, reporter = job.config, job.reporter
     by_option = result.status == "stopped" and not result.reason
     if by_option:
         result.reason = f"--run.stop-after {config.run.stop_after}"
     summary = summarize(world, job, result)
-    draws = world.master and result.status != "preempted"
-    if draws and config.log.plot and result.last and (why := draw_at_end("plot", job.run_dir)):
-        reporter.note(f"no {PLOT_FILE}: {why}")
     lines = final_lines(summary, job.steps, job.task.items)
     missing = reporter.finish(summary, lines)
-    if draws and config.log.report and (why := draw_at_end("report", job.run_dir)):
+    draws = world.master and config.log.report and result.status != "preempted"
+    if draws and (why := write_page(job.run_dir)):
         reporter.note(f"no {REPORT_FILE}: {why}")
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpointing.has(result.last.step):

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from corpora import stories
+from corpora import stories, write_bpe
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-from mntrain.corpus.tokenizer import train_bpe
 
 VOCABULARY = 300
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -17,9 +15,9 @@ BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def write_gpt2(folder: Path, *, weights: bool = False, **options: object) -> Path:
     """A GPT-2 of two layers that takes 32 tokens, without dropout."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_bytes(train_bpe([stories(50)], VOCABULARY))
+    write_bpe(folder, vocabulary=VOCABULARY).rename(folder / "tokenizer.json")
     given = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 304}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}  # <|endoftext|> of train_bpe
+    ends = {"bos_token_id": 0, "eos_token_id": 0}  # <|endoftext|>
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return _write(folder, GPT2Config(**given | ends | dropouts | options), GPT2LMHeadModel, weights)
 

@@ -18,7 +18,6 @@ SMALL = [
     *("--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
     *("--train.batch-size", "8", "--train.micro-batch-size", "2", "--train.eval-samples", "13"),
     *("--train.steps", "6", "--optim.warmup-steps", "2", "--device", "cpu"),
-    "--log.no-plot",
 ]
 
 # The beginning of a module of tasks.

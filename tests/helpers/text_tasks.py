@@ -1,9 +1,10 @@
 """The built-in tasks on small data."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from corpora import write_records
 
 from mntrain.config import Config
 from mntrain.tasks import Task, load
@@ -26,8 +27,7 @@ def hf_task(
     return load("hf", replace(config, data=changed, hf=replace(config.hf, model=model, **hf)))
 
 
-def write_reviews(path: Path, labels: Sequence[object]) -> Path:
-    """JSON lines of short texts with labels."""
-    lines = [{"text": f"{i % 5} and " * (i % 5), "label": one} for i, one in enumerate(labels)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+def write_reviews(path: Path, labels: Sequence[object], times: int = 1) -> Path:
+    """A saved dataset of short texts with labels."""
+    texts = [f"{i % 5} and " * (i % 5) * times for i in range(len(labels))]
+    return write_records(path, texts, label=list(labels))

@@ -52,7 +52,7 @@ class OwnStream(Stream):
 OPTIONS = [
     *("--task", "own:Stream", "--train.steps", "9", "--train.batch-size", "7"),
     *("--train.micro-batch-size", "2", "--optim.lr", "1e-3", "--device", "cpu"),
-    *("--run.dir", "run", "--log.no-plot"),
+    *("--run.dir", "run"),
 ]
 
 

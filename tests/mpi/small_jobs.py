@@ -11,7 +11,6 @@ from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.config import (
     Config,
     DataConfig,
-    LogConfig,
     ModelConfig,
     RunConfig,
     TrainConfig,
@@ -54,7 +53,6 @@ def small(folder: Path, task: str = f"{__name__}:Silent", **train) -> Config:
         train=TrainConfig(**(steps | train)),
         zero=ZeroConfig(stage=2),
         run=RunConfig(dir=folder / "run"),
-        log=LogConfig(plot=False),
     )
 
 

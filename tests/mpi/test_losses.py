@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS, make_world
 
-from mntrain.config import Config, LogConfig, OptimConfig, RunConfig, TrainConfig, ZeroConfig
+from mntrain.config import Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.data.sampling import SamplingPlan
 from mntrain.tasks import Losses, Mean, Sum, Task
 from mntrain.train.step_agreement import StepAgreement
@@ -110,7 +110,6 @@ def configure(folder: Path, stage: int, task: str) -> Config:
         ),
         optim=OptimConfig(max_grad_norm=None, schedule="constant", warmup_steps=0),
         zero=ZeroConfig(stage=stage),
-        log=LogConfig(plot=False),
         run=RunConfig(dir=folder / "run"),
     )
 

@@ -1,6 +1,5 @@
 """Checkpoints, metrics and requests to stop of a user's own loop."""
 
-import csv
 import errno
 import json
 import os
@@ -287,7 +286,7 @@ def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):
             given = bare(world)
             model, optimizer = given.values()
             saves = world.checkpoints(folder, **given, every=4)
-            with world.metrics(folder, csv=True, tensorboard=True) as log:
+            with world.metrics(folder, tensorboard=True) as log:
                 for step in range(saves.restore() + 1, last + 1):
                     model(torch.ones(1, 2)).sum().backward()
                     optimizer.step()
@@ -300,26 +299,22 @@ def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):
     loop(7, -1.0)
     losses = [1.0, 2.0, 3.0, 4.0, -5.0, -6.0, -7.0]
     assert [line["loss"] for line in lines_of(folder)] == losses
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows] == losses
-    assert [row["top5"] for row in rows] == ["", "", "", "", "0.5", "", ""]
     shown = board.EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("loss")
     assert [(event.step, event.value) for event in shown] == list(enumerate(losses, 1))
 
 
 def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypatch):
     with world_of() as world:
-        assert "csv: Input should be a valid boolean, not 'yes'" in refusal(
-            partial(world.metrics, folder, csv="yes")
+        assert "report: Input should be a valid boolean, not 'yes'" in refusal(
+            partial(world.metrics, folder, report="yes")
         )
         if RANK == 0:  # the only one that writes
             monkeypatch.setitem(sys.modules, "wandb", None)
         said = refusal(partial(world.metrics, folder, wandb="digits"))
         assert "world.metrics(wandb=) needs the package wandb, which cannot be imported" in said
         if RANKS > 1:
-            said = refusal(partial(world.metrics, folder, csv=RANK == 1))
-            assert "csv" in said
+            said = refusal(partial(world.metrics, folder, per_rank=RANK == 1))
+            assert "per_rank" in said
             assert "give the same on all ranks" in said
 
 

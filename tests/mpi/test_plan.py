@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import RANKS, meet
 
-from mntrain.config import CommConfig, Config, LogConfig, OptimConfig, ZeroConfig
+from mntrain.config import CommConfig, Config, OptimConfig, ZeroConfig
 from mntrain.tasks import Loss, Task
 from mntrain.train.plan.job_plan import JobPlan
 from mntrain.train.plan.plan_options import PlanOptions
@@ -53,7 +53,7 @@ def options(task, folder, *, steps=STEPS[0], optim=(), zero=(), comm=(), **train
         "eval_samples": 2,
         **train,
     }
-    config = Config(task=task, device="cpu", log=LogConfig(plot=False))
+    config = Config(task=task, device="cpu")
     return replace(
         config,
         train=replace(config.train, **values),

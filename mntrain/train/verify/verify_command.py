@@ -143,7 +143,7 @@ class _Runs:
                 max_minutes=None,
             ),
             checkpoint=CheckpointConfig(best=given.checkpoint.best),
-            log=LogConfig(plot=False),
+            log=LogConfig(),
         )
         trainer = Trainer(world, config)
         job = trainer.job

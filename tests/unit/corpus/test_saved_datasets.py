@@ -1,142 +1,104 @@
-import json
+import pickle
+import sys
 
+import datasets
 import pytest
-from corpora import ids, stories, write_bpe, write_records, write_saved_dataset
+from corpora import ids, stories, write_bpe, write_records
 
-from mntrain.corpus.text_files import find_files, read_pieces
+from mntrain.corpus.text_files import find_files
+from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import open_training_tokens
 from mntrain.tasks.hf import read_labelled
 
-pytest.importorskip("pyarrow")
-
-
-def records(count=20):
-    return [{"id": i, "text": text, "label": i % 3} for i, text in enumerate(stories(count))]
-
-
-def texts(path, field="text"):
-    files = find_files(path, "**/*").files
-    return [text for file in files for text, _ in read_pieces(file, field, as_bytes=False)]
-
 
 @pytest.fixture
-def saved(tmp_path):
-    return write_saved_dataset(tmp_path / "saved", records(), files=3)
+def given(tmp_path):
+    return f"bpe:{write_bpe(tmp_path)}"
 
 
-def change_state(folder, **changes):
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, **changes}))
+def expected(given, texts):
+    tokenizer = load_tokenizer(given)
+    return [
+        i
+        for one in tokenizer.encode([text or "" for text in texts])
+        for i in ([*one, 0] if len(one) else [])
+    ]
 
 
-def test_records_are_read_from_the_listed_files_in_their_order(saved):
-    assert texts(saved) == stories(20)
-    (saved / "cache-1.arrow").write_bytes((saved / "data-00000-of-00003.arrow").read_bytes())
-    assert texts(saved) == stories(20)
-    files = json.loads((saved / "state.json").read_text())["_data_files"]
-    change_state(saved, _data_files=files[::-1])
-    assert texts(saved) == [*stories(20)[13:], *stories(20)[6:13], *stories(20)[:6]]
+def test_the_tokens_are_those_of_each_text_with_an_end_in_the_order_of_the_rows(tmp_path, given):
+    texts = [*stories(2500), None, "", "日本 <|endoftext|>"]  # of several chunks
+    saved = write_records(tmp_path / "saved", texts, field="story")
+    whole = datasets.load_from_disk(saved)
+    whole.select(range(2501, 9, -7)).save_to_disk(tmp_path / "chosen", num_shards=3)
+    for path, rows in ((saved, texts), (tmp_path / "chosen", texts[2501:9:-7])):
+        found = open_training_tokens(path, "*", given, "story")
+        assert ids(found) == expected(given, rows)
+        assert found.end_of_text == 0
+        middle = found.tokens.read(100, 30_000 if path == saved else 900).tolist()
+        assert middle == ids(found)[100 : 100 + len(middle)]
+        assert pickle.loads(pickle.dumps(found.tokens)).read(7, 9).tolist() == ids(found)[7:9]
+        assert len(pickle.dumps(found.tokens)) < 10_000
+        assert found.describe().endswith("tok.json (vocabulary 300)")
+    names = [f"data-0000{i}-of-00003.arrow" for i in range(3)]
+    assert [*found.files] == [*names, "the tokens"]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_the_tokens_are_those_of_the_same_records_as_json_lines(tmp_path, saved, kind):
-    given = "bytes" if kind == "bytes" else f"bpe:{write_bpe(tmp_path)}"
-    lines = write_records(tmp_path / "a.jsonl", stories(20))
-    first, second = (open_training_tokens(path, "**/*", given, "text") for path in (saved, lines))
-    assert ids(first) == ids(second)
-    assert list(first.files)[:3] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
+def test_tokens_are_made_once_and_anew_for_other_texts_tokenizers_and_fields(
+    tmp_path, given, capfd
+):
+    saved = write_records(tmp_path / "saved", stories(9), other=stories(20)[11:])
+    other = write_records(tmp_path / "other", stories(8))
+    second = f"bpe:{write_bpe(tmp_path, vocabulary=290).rename(tmp_path / 'second.json')}"
+    write_bpe(tmp_path)
+    made = []
+    for path, tokenizer, field in (
+        (saved, given, "text"),
+        (saved, given, "text"),
+        (saved, given, "other"),
+        (saved, second, "text"),
+        (other, given, "text"),
+    ):
+        made.append(open_training_tokens(path, "*", tokenizer, field).files["the tokens"])
+    assert made[0] == made[1]
+    assert len(set(made)) == 4
+    assert capfd.readouterr().err.count("mntrain: tokenizing ") == 4
 
 
-def test_labelled_records_are_those_of_json_lines_and_parquet(tmp_path, saved):
-    import pyarrow
-    from pyarrow import parquet
-
-    lines = "".join(json.dumps(record) + "\n" for record in records())
-    (tmp_path / "a.jsonl").write_text(lines)
-    parquet.write_table(pyarrow.Table.from_pylist(records()), tmp_path / "a.parquet")
-    first, second, third = (
-        read_labelled(find_files(path, "**/*"), "text", "label")
-        for path in (saved, tmp_path / "a.jsonl", tmp_path / "a.parquet")
-    )
-    assert first == second == third
-    assert first == (stories(20), [i % 3 for i in range(20)])
+def test_text_files_are_a_document_each(tmp_path, given):
+    (tmp_path / "t").mkdir()
+    for name, content in {"b": "\ufeffcafé\r\n", "a": "12", "c": ""}.items():
+        (tmp_path / "t" / name).write_bytes(content.encode())
+    found = open_training_tokens(tmp_path / "t", "*", given, "text")
+    assert ids(found) == expected(given, ["12", "café\r\n"])
+    (tmp_path / "t" / "d").write_bytes(b"x" * 9000 + b"\xff")
+    with pytest.raises(ValueError, match=r"^--data.path: .*/t/d is not UTF-8: convert it"):
+        open_training_tokens(tmp_path / "t", "*", given, "text")
 
 
-def test_an_arrow_stream_alone_is_a_file_of_records(tmp_path, saved):
-    path = tmp_path / "alone.arrow"
-    path.write_bytes((saved / "data-00001-of-00003.arrow").read_bytes())
-    assert texts(path) == stories(20)[6:13]
-    with pytest.raises(ValueError, match=r"alone.arrow has no field 'story': its fields are id"):
-        texts(path, "story")
+def test_labelled_records_have_their_texts_and_labels(tmp_path):
+    saved = write_records(tmp_path / "saved", stories(20), label=[i % 3 for i in range(20)])
+    found = read_labelled(find_files(saved, "*"), "text", "label")
+    assert found == (stories(20), [i % 3 for i in range(20)])
 
 
-def cut(folder, count):
-    """Cut bytes from the end of the last file."""
-    path = folder / "data-00002-of-00003.arrow"
-    path.write_bytes(path.read_bytes()[:-count])
-
-
-def cut_at_a_batch(folder):
-    """Leave the schema and the first two of three record batches of the last file."""
-    import pyarrow
-
-    path = folder / "data-00002-of-00003.arrow"
-    content = path.read_bytes()
-    with pyarrow.BufferReader(content) as file, pyarrow.ipc.open_stream(file) as stream:
-        for _ in range(2):
-            stream.read_next_batch()
-        path.write_bytes(content[: file.tell()])
-    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-        assert stream.read_all().num_rows == 6  # of 7: the library does not notice
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda f: change_state(f, _indices_data_files=[{"filename": "indices.arrow"}]),
-        lambda f: change_state(f, _data_files=[{"filename": "gone.arrow"}]),
-        lambda f: change_state(f, _data_files=[{"filename": "a", "skip": 3}]),
-        lambda f: change_state(f, _data_files=[]),
-        lambda f: (f / "state.json").write_text("[]"),
-        lambda f: (f / "state.json").write_text("{"),
-    ],
-)
-def test_a_state_that_would_give_other_records_is_refused(saved, damage):
-    damage(saved)
-    with pytest.raises(ValueError, match=r"state.json does not name .* dataset.flatten_indices"):
-        texts(saved)
-
-
-END = b"\xff\xff\xff\xff\0\0\0\0"
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: cut(f, 8), "00002-of-00003.arrow has no end: it was cut short"),
-        (lambda f: cut(f, 100), "00002-of-00003.arrow has no end: it was cut short"),
-        (cut_at_a_batch, "00002-of-00003.arrow has no end: it was cut short"),
-        (lambda f: (f / "data-00000-of-00003.arrow").write_bytes(END), "arrow cannot be read"),
-        (lambda f: (f / "data-00000-of-00003.arrow").write_bytes(b""), "00003.arrow has no end"),
-    ],
-)
-def test_an_arrow_stream_that_was_cut_is_refused(saved, damage, message):
-    damage(saved)
-    with pytest.raises(ValueError, match=message):
-        texts(saved)
-
-
-def test_a_part_of_a_dataset_one_among_other_files_and_splits_are_refused(tmp_path, saved):
-    for path in (saved / "data-00000-of-00003.arrow", tmp_path):
-        with pytest.raises(ValueError, match=r"saved is a dataset .* give .*/saved$"):
-            find_files(path, "**/*")
-    folder = tmp_path / "D"
-    for name in ("train", "validation"):
-        write_saved_dataset(folder / name, records(4))
-    (folder / "dataset_dict.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"D is a DatasetDict: .*D/train, .*D/validation$"):
-        find_files(folder, "**/*")
-    assert texts(folder / "train") == stories(4)
-    (tmp_path / "E").mkdir()
-    (tmp_path / "E" / "state.json").write_text('{"phase": 3}')  # of something else
-    assert [file.name for file in find_files(tmp_path / "E", "**/*").files] == ["state.json"]
+def test_what_has_no_such_text_and_damaged_folders_are_refused(tmp_path, given, monkeypatch):
+    saved = write_records(tmp_path / "saved", stories(3))
+    for field, tokenizer, message in (
+        ("story", given, "has no field 'story': its fields are id, text; name another"),
+        ("id", given, "field 'id' must be text"),
+        ("text", "bytes", "is a saved dataset: name a --data.tokenizer for its text"),
+    ):
+        with pytest.raises(ValueError, match=f"^--data.path: .*{message}"):
+            open_training_tokens(saved, "*", tokenizer, field)
+    datasets.DatasetDict({"train": datasets.load_from_disk(saved)}).save_to_disk(tmp_path / "D")
+    with pytest.raises(ValueError, match=r"D is a DatasetDict: give the folder of one of its spl"):
+        find_files(tmp_path / "D", "*")
+    (tmp_path / "cache").touch()
+    with pytest.raises(ValueError, match=r"cannot be cached: .*; set XDG_CACHE_HOME"):
+        open_training_tokens(saved, "*", given, "text")
+    (saved / "data-00000-of-00001.arrow").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match=r"saved cannot be loaded by the datasets library"):
+        find_files(saved, "*")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"saved needs the datasets library: pip install datasets"):
+        find_files(saved, "*")

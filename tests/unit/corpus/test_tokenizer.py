@@ -4,10 +4,10 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from corpora import stories, write_bpe
+from corpora import write_bpe
 from tokenizers.processors import TemplateProcessing
 
-from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, train_bpe
+from mntrain.corpus.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 
 TEXTS = ["", " ", "1 and 2 make 3\r\n\tcafé 日本 😀\0", "<|endoftext|> in a text"]
 
@@ -27,16 +27,7 @@ def test_text_is_what_its_tokens_decode_to(tmp_path, kind):
 def test_bytes_are_those_of_utf8():
     made = ByteTokenizer()
     assert [ids.tolist() for ids in made.encode(TEXTS)] == [list(t.encode()) for t in TEXTS]
-    assert made.encode(["\udcff"])[0].tolist() == [0xFF]  # as a file was read
     assert made.decode([0xFF, 97]) == "\N{REPLACEMENT CHARACTER}a"
-
-
-def test_training_gives_the_asked_vocabulary_and_the_same_tokenizer_again():
-    content = train_bpe([stories(50)], 300)
-    assert content == train_bpe([stories(20), stories(50)[20:]], 300)
-    vocabulary = json.loads(content)["model"]["vocab"]
-    assert sorted(vocabulary.values()) == list(range(300))
-    assert len(json.loads(train_bpe([["aa aa"]], 300))["model"]["vocab"]) < 300
 
 
 def test_what_a_tokenizer_file_adds_or_cuts_off_is_turned_off(tmp_path):
@@ -113,28 +104,19 @@ def test_an_unknown_kind_of_tokenizer_and_an_absent_file_are_refused(tmp_path):
 def test_without_the_library_the_package_to_install_is_named(tmp_path, monkeypatch):
     path = write_bpe(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    for refused in (lambda: load_tokenizer(f"bpe:{path}"), lambda: train_bpe([], 300)):
-        with pytest.raises(ValueError, match=r"pip install tokenizers"):
-            refused()
+    with pytest.raises(ValueError, match=r"pip install tokenizers"):
+        load_tokenizer(f"bpe:{path}")
 
 
-def test_special_tokens_have_usual_names_or_those_of_the_settings(tmp_path):
+def test_the_end_of_text_has_a_usual_name_or_that_of_the_settings(tmp_path):
     path = tmp_path / "tokenizer.json"
-    names = ["[SEP]", "[CLS]", "<mask>", "a", "<m>"]
-    path.write_bytes(word_level({name: i for i, name in enumerate(names)}, "[SEP]", "[CLS]"))
-    made = FileTokenizer(path)
-    assert made.end_of_text == 0  # BERT has no other
-    kinds = ("mask_token", "cls_token", "sep_token")
-    assert [made.special_token(kind) for kind in kinds] == [2, 1, 0]
-    assert made.special_ids() == {0, 1}
-    settings = {"mask_token": {"content": "<m>"}, "cls_token": None, "eos_token": "a"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    made = FileTokenizer(path)
-    assert [made.special_token(kind) for kind in kinds] == [4, 1, 0]
-    assert made.special_ids() == {0, 1, 3}
-    path.write_bytes(word_level({"a": 0, "</s>": 1}))
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert FileTokenizer(path).special_token("mask_token") is None
+    names = ["[CLS]", "[SEP]", "a", "</s>"]
+    path.write_bytes(word_level({name: i for i, name in enumerate(names[:3])}))
+    assert FileTokenizer(path).end_of_text == 1  # BERT has no other
+    path.write_bytes(word_level({name: i for i, name in enumerate(names)}))
+    assert FileTokenizer(path).end_of_text == 3
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    assert FileTokenizer(path).end_of_text == 2
 
 
 def test_exported_settings_name_a_class_and_the_end_of_text_unless_the_folder_does(tmp_path):

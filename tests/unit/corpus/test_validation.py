@@ -1,9 +1,7 @@
 import numpy as np
 import pytest
-from corpora import bpe, ids, stories, write_bpe, write_records
+from corpora import ids, stories, write_bpe, write_records
 
-from mntrain.corpus.text_files import find_files
-from mntrain.corpus.token_folder import write_token_folder
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import (
     named_in_errors,
@@ -20,23 +18,15 @@ def opened(train, valid, tokenizer="bytes", glob="**/*", name="news"):
 
 @pytest.fixture
 def kinds(tmp_path):
-    """Paths of data of each kind, twice."""
-    other, made = tmp_path / "other", {}
-    other.mkdir()
-    given = f"bpe:{write_bpe(tmp_path)}"
-    tokenizers = {"bytes": load_tokenizer("bytes"), "tokens": load_tokenizer(given)}
-    tokenizers["others"] = bpe(other, vocabulary=290)
+    """Paths of data of each kind, twice, and a tokenizer."""
+    made = {}
     for i in (1, 2):
         texts = stories(20 * i)
-        made["lines", i] = write_records(tmp_path / f"{i}.jsonl", texts)
+        made["records", i] = write_records(tmp_path / f"records{i}", texts)
         made["text", i], made["ids", i] = tmp_path / f"{i}.txt", tmp_path / f"{i}.bin"
         made["text", i].write_text("".join(texts))
         np.array(range(50 * i), "<u2").tofile(made["ids", i])
-        for kind, tokenizer in tokenizers.items():
-            folder, lines = tmp_path / f"{kind}{i}", find_files(made["lines", i], "*")
-            write_token_folder(folder, lines, "text", tokenizer)
-            made[kind, i] = folder
-    return made, given
+    return made, f"bpe:{write_bpe(tmp_path)}"
 
 
 def test_the_tokenizer_of_the_training_data_makes_the_tokens(kinds):
@@ -45,20 +35,24 @@ def test_the_tokenizer_of_the_training_data_makes_the_tokens(kinds):
     end, encoded = tokenizer.end_of_text, tokenizer.encode(stories(40))
     records = [token for one in encoded for token in (*one.tolist(), end)]
     whole = [*tokenizer.encode(["".join(stories(40))])[0].tolist(), end]
-    for train in ("text", "lines", "tokens", "ids"):
-        for valid, expected in (("text", whole), ("lines", records), ("tokens", records)):
+    for train in ("text", "records", "ids"):
+        for valid, expected in (("text", whole), ("records", records)):
             found = opened(paths[train, 1], paths[valid, 2], given)
             assert ids(found) == expected
             assert found.tokenizer.identity == tokenizer.identity
 
 
 def test_data_of_another_or_an_unknown_tokenizer_are_refused(kinds):
-    paths, _ = kinds
+    paths, given = kinds
     message = "^--data.valid-path news: .* are of another tokenizer than .*, or of one that is not"
-    refused = ["text ids", "tokens ids", "ids text", "ids tokens", "text tokens", "tokens others"]
-    for train, valid in map(str.split, [*refused, "tokens bytes"]):
+    for train, valid, tokenizer in (
+        ("text", "ids", "bytes"),
+        ("records", "ids", given),
+        ("ids", "text", "bytes"),
+        ("ids", "records", "bytes"),
+    ):
         with pytest.raises(ValueError, match=message):
-            opened(paths[train, 1], paths[valid, 2])
+            opened(paths[train, 1], paths[valid, 2], tokenizer)
 
 
 def test_data_that_are_trained_on_are_refused_by_any_path(tmp_path, monkeypatch):

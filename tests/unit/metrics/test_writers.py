@@ -1,6 +1,5 @@
-"""metrics.jsonl and its copies: metrics.csv, TensorBoard and W&B."""
+"""metrics.jsonl and its copies: TensorBoard and W&B."""
 
-import csv
 import errno
 import json
 import math
@@ -29,12 +28,7 @@ from mntrain.metrics.files import (
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.run.directory import rewind
 
-CSV, BOARD = LogConfig(csv=True), LogConfig(tensorboard=True)
-
-
-def rows(folder: Path) -> list[dict]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+NONE, BOARD = LogConfig(), LogConfig(tensorboard=True)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -43,39 +37,13 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_numbers_that_are_not_finite_are_empty_cells_and_errors_are_text(tmp_path):
-    write(tmp_path, CSV, line(1, loss=math.nan, grad_norm=math.inf), {"step": 2, "error": 'a, "b"'})
-    first, second = rows(tmp_path)
-    assert list(first) == [*flatten(line(1)), "error"]
-    assert (first["loss"], first["grad_norm"], first["lr"]) == ("", "", "0.0029")
-    assert (second["step"], second["error"], second["loss"]) == ("2", 'a, "b"', "")
-
-
-def test_a_resumed_run_has_the_table_of_an_uninterrupted_one(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    lines = [line(step, metrics={f"m{step}": step / 7}) for step in range(1, 7)]
-    write(whole, CSV, *lines)
-    write(parts, LogConfig(), lines[0])  # a job that does not write a table
-    assert not (parts / "metrics.csv").exists()
-    write(parts, CSV, *lines[1:4], line(5, loss=9.9), line(6, metrics={"gone": 1.0}))
-    rewind(parts, 4)
-    assert [row["step"] for row in rows(parts)] == ["1", "2", "3", "4"]  # before the next job
-    write(parts, CSV, *lines[4:])
-    for name in ("metrics.jsonl", "metrics.csv"):
-        assert (parts / name).read_bytes() == (whole / name).read_bytes()
-    rewind(parts, 1)
-    write(parts, LogConfig(), line(2))
-    assert [row["step"] for row in rows(parts)] == ["1"]
-
-
 class Disk:
     """A disk that is full while `full` is, below the files of metrics."""
 
     full = False
 
     def __init__(self, monkeypatch):
-        for name in ("append_whole", "write_whole"):
-            monkeypatch.setattr(writers, name, self.guarded(getattr(writers, name)))
+        monkeypatch.setattr(writers, "append_whole", self.guarded(append_whole))
 
     def guarded(self, write):
         def unless_full(*arguments):
@@ -91,11 +59,11 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_path, disk, clock):
+def test_lines_wait_in_memory_and_reach_the_record_in_order(tmp_path, disk, clock):
     warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, warnings.append)
+    files = MetricsFiles(tmp_path, NONE, warnings.append)
     lines = [line(step, metrics={f"m{step // 100}": float(step)}) for step in range(1, 200)]
-    for step, written in enumerate(lines, 1):  # a step a second; a new column on the full disk
+    for step, written in enumerate(lines, 1):  # a step a second
         disk.full = 20 <= step < 190
         clock[0] += 1
         files.write(written)
@@ -104,29 +72,27 @@ def test_lines_wait_in_memory_and_reach_the_record_and_the_table_in_order(tmp_pa
     assert warnings == [full] * 3 + ["all lines of metrics that waited are written"]
     files.close()
     assert files.missing == []
-    write(tmp_path / "whole", CSV, *lines)
-    for name in ("metrics.jsonl", "metrics.csv"):
-        assert (tmp_path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    write(tmp_path / "whole", NONE, *lines)
+    record = (tmp_path / "metrics.jsonl").read_bytes()
+    assert record == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
 def test_what_is_lost_is_told(tmp_path, disk, clock, monkeypatch):
     monkeypatch.setattr(writers, "WAITING", 5)
     warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, warnings.append)
+    files = MetricsFiles(tmp_path, NONE, warnings.append)
     for step in range(1, 21):
         disk.full = 3 <= step < 15
         clock[0] += 10
         files.write(line(step))
     assert warnings[-1] == "all lines of metrics that waited are written; 7 older ones are lost"
     steps = [1, 2, *range(10, 21)]  # the newest are kept
-    assert [row["step"] for row in rows(tmp_path)] == list(map(str, steps))
+    assert [row["step"] for row in read_metrics(tmp_path)] == steps
     disk.full = True
     files.write(line(21))
     files.close()
     files.close()
-    reason = "(No space left on device)"
-    lacking = [f"8 lines of metrics.jsonl {reason}", f"the last rows of metrics.csv {reason}"]
-    assert files.missing == lacking
+    assert files.missing == ["8 lines of metrics.jsonl (No space left on device)"]
     jsonl = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(text)["step"] for text in jsonl] == steps
 
@@ -142,26 +108,6 @@ def test_what_the_disk_has_no_room_for_is_not_there_in_part(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"whole\n"
-
-
-def test_a_table_that_cannot_be_written_is_written_anew(tmp_path, clock):
-    warnings: list[str] = []
-    files = MetricsFiles(tmp_path, CSV, warnings.append)
-    table = tmp_path / "metrics.csv"
-    for step in (1, 2, 3):
-        if step == 2:
-            table.unlink()
-            table.mkdir()
-        clock[0] += 10
-        files.write({"step": step})
-    table.rmdir()
-    files.close()
-    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
-    assert files.missing == []
-    assert [text.partition(": ")[0] for text in warnings] == [
-        "metrics.csv cannot be written",
-        "all lines of metrics that waited are written",
-    ]
 
 
 def test_tensorboard_has_numbers_that_are_not_finite_and_the_options(tmp_path):
@@ -238,7 +184,7 @@ def test_an_error_of_one_copy_is_one_warning_and_ends_that_copy_alone(
         (tmp_path / "tensorboard").write_text("in the way")
         wandb.down = True
     warnings: list[str] = []
-    log = LogConfig(csv=True, tensorboard=True, wandb="digits")
+    log = LogConfig(tensorboard=True, wandb="digits")
     files = MetricsFiles(tmp_path, log, warnings.append)
     for step in (1, 2, 3, 4):
         if step == 2:
@@ -247,8 +193,7 @@ def test_an_error_of_one_copy_is_one_warning_and_ends_that_copy_alone(
             wandb.down = True
         files.write(line(step))
     files.close()
-    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3", "4"]
-    assert len(read_metrics(tmp_path)) == 4
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
     board, of_wandb = warnings
     assert board.startswith("TensorBoard gets no more metrics: ")
     assert of_wandb.startswith("W&B gets no more metrics: ConnectionError")
@@ -272,7 +217,7 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypa
             expect_installed(log)
         with pytest.raises(ValueError, match=rf"pip install {wheels}, or leave the opt"):
             expect_installed(log, "{}=")
-    expect_installed(LogConfig(csv=True))
+    expect_installed(NONE)
     assert write(tmp_path, LogConfig(), line(1)) == []
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
@@ -283,7 +228,7 @@ def test_a_directory_that_is_gone_is_not_made_anew_and_what_it_lacks_is_told(
 ):
     folder, there, warnings = tmp_path / "run", tmp_path / "there", list[str]()
     folder.mkdir()
-    log = LogConfig(csv=True, tensorboard=bool(find_spec("tensorboard")))
+    log = LogConfig(tensorboard=bool(find_spec("tensorboard")))
     files = MetricsFiles(folder, log, warnings.append)
     for step in (1, 2, 3):
         if step == 2:

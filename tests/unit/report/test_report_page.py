@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from pages import Page
 from reports import rank, record, summary
@@ -16,9 +18,10 @@ from reports import rank, record, summary
 from mntrain.__main__ import main
 from mntrain.cli import to_toml
 from mntrain.config import Config, TrainConfig
-from mntrain.metrics import plot
+from mntrain.metrics import files
 from mntrain.metrics.registry import PHASES
 from mntrain.recorder.events import Recorder
+from mntrain.report import charts, report_command
 from mntrain.report.report_command import phase_means
 
 pytest.importorskip("matplotlib")
@@ -198,9 +201,41 @@ def test_what_is_no_run_is_one_line(tmp_path, monkeypatch, capsys, words, messag
     own_loop(Path("own"))
     assert report(*words.split()) == 2
     assert capsys.readouterr() == ("", f"mntrain: {message}\n")
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(report_command, "find_spec", lambda name: None)
     assert report("own") == 2
     assert "report needs matplotlib, which is not installed: pip" in capsys.readouterr().err
+
+
+def test_the_running_mean_weights_recent_values_and_skips_missing_ones():
+    values = np.random.default_rng(0).normal(size=200)
+    values[[0, 50]] = np.nan
+    smoothed = charts.running_mean(values)
+    keep = 1 - 2 / (200 / 40 + 1)
+    for at in (1, 7, 100, 199):
+        known = values[: at + 1][np.isfinite(values[: at + 1])]
+        weights = keep ** np.arange(len(known))[::-1]
+        assert smoothed[at] == pytest.approx((weights * known).sum() / weights.sum())
+    assert np.isnan(smoothed[[0, 50]]).all()
+    assert charts.running_mean(values[:30]) is None
+
+
+def test_charts_are_files_on_request(tmp_path):
+    own_loop(tmp_path / "own")
+    page(tmp_path / "own", "--svg", tmp_path / "charts", "--output", tmp_path / "own.html")
+    found = sorted((tmp_path / "charts").iterdir())
+    assert [path.name for path in found] == [f"{n:02}.svg" for n in range(1, len(found) + 1)]
+    assert len(found) == (tmp_path / "own.html").read_text().count("<svg") > 0
+    assert {ElementTree.parse(path).getroot().tag for path in found} == {f"{{{charts.SVG}}}svg"}
+
+
+def test_a_job_writes_in_a_process_of_its_own_or_says_why_not(tmp_path, monkeypatch):
+    assert files.write_page(tmp_path).endswith("config.toml: give the folder of a run")
+    own_loop(tmp_path / "own")
+    assert files.write_page(tmp_path / "own") == ""
+    assert (tmp_path / "own" / "report.html").exists()
+    monkeypatch.setattr(files, "PAGE_LIMIT_S", 0.01)
+    said = f"it took more than 0.01 s; python -m mntrain report {tmp_path}/own writes it"
+    assert files.write_page(tmp_path / "own") == said
 
 
 FRAMES = """<!DOCTYPE html><title>frames</title><body>

@@ -10,17 +10,21 @@ from hf_models import write_bert, write_gpt2
 from text_tasks import hf_task as task
 from text_tasks import write_reviews
 from torch.utils.data import default_collate
-from transformers import RobertaConfig
+from transformers import RobertaConfig, ViTConfig
 
+from mntrain.config import Config, DataConfig
 from mntrain.corpus.tokenizer import FileTokenizer
-from mntrain.tasks.hf import IGNORED, MaskedWindows, pad_batch
+from mntrain.huggingface import HuggingFaceConfig
+from mntrain.tasks import load
+from mntrain.tasks.hf import pad_batch
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 classifier = partial(task, head="classification")
 
 
 @pytest.fixture
 def text(tmp_path):
-    return write_records(tmp_path / "a.jsonl", stories(200))
+    return write_records(tmp_path / "a", stories(200))
 
 
 def first_batch(made, split="train", size=4):
@@ -43,16 +47,16 @@ def test_weights_of_the_folder_are_taken_unless_its_config_is_named(tmp_path, te
     assert "random weights" in alone.describe_data()
 
 
-def test_weights_without_the_head_are_named_and_those_of_another_model_refused(tmp_path, text):
+def test_weights_without_the_head_are_named_and_those_of_another_model_refused(tmp_path):
     folder = write_bert(tmp_path / "bert", weights=True)
-    made = classifier(folder, write_reviews(tmp_path / "r.jsonl", [0, 1] * 5))
+    made = classifier(folder, write_reviews(tmp_path / "r", [0, 1] * 5))
     made.model()
     assert "random: bert.pooler.dense.bias" in made.describe_data()
     assert "classifier.bias" in made.describe_data()
     write_gpt2(tmp_path / "gpt2", weights=True)
     (tmp_path / "gpt2" / "model.safetensors").replace(folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot make a model of it .*no tensor of it has a name"):
-        task(folder, text, head="masked-lm").model()
+        classifier(folder, write_reviews(tmp_path / "r", [0, 1] * 5)).model()
 
 
 def test_the_flops_of_a_token_are_six_per_parameter_that_computes(tmp_path, text):
@@ -74,86 +78,58 @@ def test_a_sample_takes_the_likeliest_tokens_and_changes_no_random_state(tmp_pat
     made_ids = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 1:]
     expected = tokenizer.decode([one for one in made_ids.tolist() if one < tokenizer.size])
     assert made.sample(model, "12 and", tokens=8, temperature=0) == expected
-    assert made.sample(model, tokens=8, seed=1) != made.sample(model, tokens=8, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---- masked ----
+# ---- masked, as an example ----
 
 
-def masked_windows(windows, tokenizer):
-    return MaskedWindows(windows, tokenizer=tokenizer, around=[2, 3], fraction=0.15, fixed=False)
-
-
-def test_masks_are_of_eighty_ten_and_ten_percent_and_spare_special_tokens(tmp_path):
-    tokenizer = FileTokenizer(write_bert(tmp_path) / "tokenizer.json")
-    window = torch.tensor([3, *range(5, 205), 3])
-    torch.manual_seed(0)
-    windows = masked_windows([window] * 300, tokenizer)
-    draws = [windows[i][:2] for i in range(300)]
-    ids, labels = (torch.stack(parts) for parts in zip(*draws, strict=True))
-    assert ids[:, 0].tolist() == [2] * 300
-    assert ids[:, -1].tolist() == [3] * 300
-    ids, labels = ids[:, 1:-1], labels[:, 1:-1]
-    chosen = labels != IGNORED
-    assert chosen.sum(1).tolist() == [round(0.15 * 202)] * 300
-    assert not chosen[:, [0, -1]].any()
-    assert torch.equal(ids[~chosen], window.expand_as(ids)[~chosen])
-    assert torch.equal(labels[chosen], window.expand_as(ids)[chosen])
-    assert (ids[chosen] == 4).double().mean() == pytest.approx(0.8, abs=0.015)
-    assert (ids[chosen] == labels[chosen]).double().mean() == pytest.approx(0.1, abs=0.015)
-    assert ids[chosen & (ids != 4)].min() >= 5
-    assert chosen.float().mean(0)[1:-1].min() > 0.07  # every position is chosen at times
-    _, labels, count = masked_windows([torch.full((9,), 3)], tokenizer)[0]
-    assert (labels.tolist(), count) == ([IGNORED] * 11, 0)
-
-
-def test_validation_is_masked_always_alike_and_training_by_the_default_generator(tmp_path, text):
-    made = task(write_bert(tmp_path / "bert"), text, head="masked-lm")
-    draws = {}
-    for split in ("train", "valid"):
-        for seed in (1, 2, 1):
-            torch.manual_seed(seed)
-            draws.setdefault(split, []).append(made.dataset(split)[3][0].tolist())
-    assert draws["valid"][0] == draws["valid"][1]
-    assert draws["train"][0] == draws["train"][2] != draws["train"][1]
-    assert made.dataset("valid")[2][0].tolist() != made.dataset("valid")[3][0].tolist()
-    assert pickle.loads(pickle.dumps(made.dataset("valid")))[3][0].tolist() == draws["valid"][0]
-
-
-def test_the_masked_loss_is_that_of_the_library_counted_in_masked_tokens(tmp_path, text):
-    made = task(write_bert(tmp_path / "bert", weights=True), text, head="masked-lm")
-    model, (ids, labels, masked) = made.model(), first_batch(made)
-    assert ids.shape == (4, 24)
-    assert masked.tolist() == [3] * 4  # 15 % of 22
-    loss = made.loss(model, (ids, labels, masked))
-    torch.testing.assert_close(loss.mean, model(input_ids=ids, labels=labels).loss)
-    assert loss.count == 12
-    none = made.loss(model, (ids, torch.full_like(labels, IGNORED), torch.zeros_like(masked)))
+def test_the_example_predicts_masks_that_the_seed_decides_with_the_loss_of_the_library(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    write_records(tmp_path / "texts", stories(40))
+    config = Config(
+        task="masked_lm:MaskedLM",
+        data=DataConfig(path=tmp_path / "texts"),
+        hf=HuggingFaceConfig(model=write_bert(tmp_path / "bert", weights=True), max_length=24),
+    )
+    made = load(config.task, config)
+    assert [len(made.dataset(split)) for split in ("train", "valid")] == [38, 2]
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(first_batch(made))
+    assert torch.equal(drawn[0]["labels"], drawn[1]["labels"])
+    assert not torch.equal(drawn[0]["labels"], drawn[2]["labels"])
+    batch, model = drawn[0], made.model().eval()
+    loss = made.loss(model, batch)
+    assert loss.count == int((batch["labels"] >= 0).sum()) > 0
+    torch.testing.assert_close(loss.mean, model(**batch).loss)
+    none = made.loss(model, {**batch, "labels": torch.full_like(batch["labels"], -100)})
     assert (none.mean.item(), none.count) == (0, 0)
-    none.mean.backward()
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_positions_behind_the_padding_token_count(tmp_path, text):
-    folder = write_bert(tmp_path / "roberta")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 26}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
-    RobertaConfig(**sizes, **layers).save_pretrained(folder)
-    made = task(folder, text, head="masked-lm")
-    ids, labels, masked = first_batch(made)
-    assert ids.shape == (4, 24)
-    assert made.loss(made.model(), (ids, labels, masked)).mean.isfinite()
-    with pytest.raises(ValueError, match=r"--hf.max-length 25: .* takes at most 24 tokens"):
-        task(folder, text, head="masked-lm", max_length=25)
 
 
 # ---- classification ----
 
 
+def test_positions_behind_the_padding_token_count(tmp_path):
+    folder = write_bert(tmp_path / "roberta")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 26}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+    RobertaConfig(**sizes, **layers).save_pretrained(folder)
+    path = write_reviews(tmp_path / "r", [0, 1] * 5, times=10)
+    made = classifier(folder, path)
+    batch = first_batch(made)
+    assert batch[0].shape == (4, 24)
+    assert made.loss(made.model(), batch).mean.isfinite()
+    with pytest.raises(ValueError, match=r"--hf.max-length 25: .* takes at most 24 tokens"):
+        classifier(folder, path, max_length=25)
+
+
 @pytest.mark.parametrize("write", [write_bert, write_gpt2])  # GPT-2 has no padding token
 def test_labels_are_sorted_and_a_padded_record_has_the_loss_that_it_has_alone(tmp_path, write):
-    path = write_reviews(tmp_path / "r.jsonl", [10, 9, 10, 2] * 5)  # some texts are empty
+    path = write_reviews(tmp_path / "r", [10, 9, 10, 2] * 5)  # some texts are empty
     made = classifier(write(tmp_path / "model", weights=write is write_bert), path)
     model = made.model().eval()
     assert model.config.id2label == {0: "2", 1: "9", 2: "10"}
@@ -170,14 +146,14 @@ def test_labels_are_sorted_and_a_padded_record_has_the_loss_that_it_has_alone(tm
 
 def test_label_names_of_the_model_keep_their_order(tmp_path):
     folder = write_bert(tmp_path / "bert", id2label={0: "pos", 1: "neg"})
-    made = classifier(folder, write_reviews(tmp_path / "r.jsonl", ["neg", "pos"] * 9))
+    made = classifier(folder, write_reviews(tmp_path / "r", ["neg", "pos"] * 9))
     assert made.model().config.label2id == {"pos": 0, "neg": 1}
     labels = [label for split in ("train", "valid") for _, label in made.dataset(split)]
     assert sorted(labels) == [0] * 9 + [1] * 9
 
 
 def test_texts_are_cut_to_the_length_of_the_model_and_padded_with_its_token(tmp_path):
-    path = write_reviews(tmp_path / "r.jsonl", [0, 1] * 5)
+    path = write_reviews(tmp_path / "r", [0, 1] * 5)
     made = classifier(write_bert(tmp_path / "bert"), path, max_length=5)
     ids, attention, labels = made.collate([made.dataset("train")[i] for i in range(9)])
     assert ids.shape == (9, 5)
@@ -203,6 +179,7 @@ def folders(tmp_path, monkeypatch):
         write_gpt2(Path(name), **options)
     Path("pickled/x.gguf").touch()
     write_bert(Path("bert"))
+    ViTConfig(max_position_embeddings=9, vocab_size=9).save_pretrained(Path("vit"))
     (write_gpt2(Path("bare")) / "tokenizer.json").unlink()
     Path("odd/config.json").write_text('{"model_type": "no such"}')
 
@@ -214,12 +191,7 @@ def folders(tmp_path, monkeypatch):
         ("gpt2-xl", {}, "gpt2-xl: there is no config.json, and nothing is downloaded"),
         ("text", {}, "text: there is no config.json"),
         ("gpt2", {"max_length": 33}, "--hf.max-length 33: the model of .* takes at most 32"),
-        ("gpt2", {"head": "masked-lm"}, "has no model for --hf.head masked-lm"),
-        (
-            "bert",
-            {"data": {"tokenizer": "bytes"}, "head": "masked-lm"},
-            "the tokenizer has no mask token",
-        ),
+        ("vit", {}, "has no model for --hf.head causal-lm"),
         ("small", {}, "the tokenizer has 300 tokens, and the model of .* only 290"),
         ("bare", {}, "has no tokenizer.json: give --data.tokenizer"),
         ("pickled", {}, r"weights of another kind \(x.gguf\)"),
@@ -235,14 +207,14 @@ def test_a_model_that_does_not_fit_is_refused(text, name, options, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([1, 1.5], "line 2: 'label' is a float: labels must all be integers, or all be text"),
-        ([1, True], "line 2: 'label' is a bool"),
-        ([1, "1"], "line 2: 'label' is a str: labels must all be"),
+        ([1.0, 1.5], "'label' are of type float: texts must be str, and labels all str or all int"),
+        ([False, True], "'label' are of type bool"),
+        ([1, None], "'label' are of type NoneType, int"),
         ([1, 1], "has 1 labels: give more records"),
     ],
 )
 def test_labels_that_are_none_are_refused(tmp_path, labels, message):
-    path = write_reviews(tmp_path / "r.jsonl", labels)
+    path = write_reviews(tmp_path / "r", labels)
     with pytest.raises(ValueError, match=message):
         classifier(write_bert(tmp_path / "bert"), path)
 

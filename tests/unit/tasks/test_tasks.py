@@ -1,6 +1,7 @@
 import math
 import sys
 import sysconfig
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mntrain.config import Config
+from mntrain.config import Config, RunConfig
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import Corpus
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load, make_model
@@ -168,8 +169,9 @@ NO_VECTOR = r"a.npy holds {}\): save .* 1-D array of integers"
         ("a.npy", np.zeros((50, 2), int), NO_VECTOR.format(r"int64 of shape \(50, 2")),
         ("a.npy", b"not an array", "a.npy is not a .npy file of token ids"),
         ("a.npy", np.zeros(0, int), SHORT.format(0)),
-        ("a.bin", b"123", "a.bin has 3 bytes, an odd number"),
-        ("", {}, "readme.txt is text, other files hold token ids"),
+        ("a.bin", b"123", "a.bin is not a .bin file of token ids: Size of (the )?available"),
+        ("", {"glob": "*.bin"}, "has no text: a.bin has a NUL byte at offset 1; give UTF-8 text"),
+        ("", {"glob": "*.jsonl"}, "has no text: a.jsonl holds records; .* save_to_disk"),
         ("", {"glob": "*.md"}, r"^--data.path: glob '\*.md' matches no file in .*: give"),
         ("", {"glob": "/abs"}, "^--data.path: glob '/abs' is not a pattern"),
         ("four", b"1234", "has 4 tokens, but training needs a window, 5 tokens"),
@@ -181,8 +183,8 @@ def test_data_that_cannot_be_trained_on_is_refused(tmp_path, name, content, mess
         (tmp_path / name).write_bytes(content)
     elif isinstance(content, dict):
         options = content
-        for file in ("a.bin", "readme.txt"):
-            (tmp_path / file).write_bytes(b"1234")
+        for file in ("a.bin", "a.jsonl", "readme.txt"):
+            (tmp_path / file).write_bytes(b"1\0002" if file == "a.bin" else b"1234")
     elif content is not None:
         np.save(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
@@ -341,8 +343,12 @@ def test_a_sample_changes_no_state_and_depends_on_its_seed_and_temperature(text)
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training is training
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert default == sample("", temperature=0.8, seed=0) != sample(seed=1)
-    assert len({sample("a", temperature=0, seed=seed) for seed in range(3)}) == 1
+        assert default == sample("", temperature=0.8)
+    greedy, seeds = [], [replace(task.config, run=RunConfig(seed=seed)) for seed in range(3)]
+    for task.config in seeds:
+        assert (sample() == default) == (task.config.run.seed == 0)
+        greedy.append(sample("a", temperature=0))
+    assert len(set(greedy)) == 1
 
 
 class Successor(nn.Module):
@@ -367,7 +373,7 @@ def test_a_sample_continues_its_prompt(text):
 
 @pytest.fixture
 def documents(tmp_path):
-    return write_records(tmp_path / "a.jsonl", stories(50))
+    return write_records(tmp_path / "a", stories(50))
 
 
 def test_documents_are_decoded_and_end_at_the_end_of_text(tmp_path, documents):
@@ -388,33 +394,33 @@ def test_documents_are_decoded_and_end_at_the_end_of_text(tmp_path, documents):
             return super().forward(torch.zeros_like(tokens) - 1 if len(self.seen) > 2 else tokens)
 
     assert len(tokenizer.encode([task.sample(Ending(300), "12")])[0]) == len(first) + 3
-    as_bytes = language_model(documents)
-    assert as_bytes.sample(Successor(256), tokens=3) == "\x01\x02\x03"  # behind a NUL byte
 
 
-def test_the_data_is_described_with_its_split_and_epochs(documents):
-    task = language_model(documents, 10)
-    nbytes = sum(len(text) + 1 for text in stories(50))
+def test_the_data_is_described_with_its_split_and_epochs(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(stories(50)))
+    task = language_model(tmp_path / "a.txt", 10)
+    nbytes = sum(map(len, stories(50)))
     windows = (nbytes - 1) // 10
     train, valid = (len(task.dataset(split)) for split in ("train", "valid"))
     assert train + valid == windows
     assert task.describe_data().splitlines() == [
-        f"data: 1 file, {nbytes:,} tokens, which are bytes in 50 documents",
+        f"data: 1 file, {nbytes:,} tokens, which are bytes",
         f"{train} training and {valid} validation windows of 10 tokens; 200 steps of 32 windows "
         f"are {6400 / train:.3g} epochs",
     ]
-    (documents.parent / "b.png").write_bytes(b"\0")
-    (documents.parent / "c.txt").touch()
-    with_skipped = language_model(documents.parent, 10, glob="*.*")
-    assert with_skipped.describe_data().splitlines()[2] == "skipped 1 binary file: b.png"
+    (tmp_path / "b.png").write_bytes(b"\0")
+    (tmp_path / "c.txt").touch()
+    skipped = language_model(tmp_path, 10, glob="*.*").describe_data().splitlines()[2]
+    assert skipped == "skipped 1 file that is not text: b.png"
 
 
 def test_the_tokenizer_is_among_what_is_compared(tmp_path, documents):
     given = f"bpe:{write_bpe(tmp_path)}"
     task = language_model(documents, tokenizer=given)
     assert task.compared_values() == {"the tokenizer": load_tokenizer(given).identity}
-    assert set(task.compared_files()) == {"--data.path", "the tokens"}
-    assert language_model(documents).compared_values() == {"the tokenizer": "bytes"}
+    assert set(task.compared_files()) == {"data-00000-of-00001.arrow", "the tokens"}
+    (tmp_path / "b").write_text("as bytes" * 9)
+    assert language_model(tmp_path / "b").compared_values() == {"the tokenizer": "bytes"}
     np.save(tmp_path / "a.npy", np.arange(40))
     assert language_model(tmp_path / "a.npy").compared_values() == {}
 
