@@ -157,7 +157,11 @@ def read_sound(path: Path, files: Sequence[str], read: Callable[[Path, Manifest]
             if not (path / FILE).exists():
                 paths = list_checkpoints(path)
                 if not paths:
-                    raise ValueError("neither a checkpoint nor a run that has one")
+                    problem = "neither a checkpoint nor a run that has one"
+                    raise ValueError(
+                        f"{problem if path.exists() else 'there is no such folder'}; give the "
+                        "folder of a run, or one of its folders checkpoints/step-*"
+                    )
                 found = paths[0]
             content = inspect(found)
             verify(found, content, files)

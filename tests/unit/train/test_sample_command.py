@@ -91,7 +91,7 @@ def test_options_and_a_checkpoint_can_be_given(run_dir, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent"], "absent: neither a checkpoint nor a run that has one"),
+        (["absent"], "absent: there is no such folder; give the folder of a run"),
         (["run", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["run", "--temperature", "nan"], "--temperature nan: must be 0 or a positive number"),
         (["run", "--temperature", "-1"], "--temperature -1.0: must be 0 or a positive number"),
