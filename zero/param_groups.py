@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 Named: TypeAlias = tuple[str, Parameter]
 Place: TypeAlias = tuple[int, str]  # the number of a group, and a key of it
@@ -148,6 +149,8 @@ def check_plain(model: nn.Module, size: int) -> None:
                 "of each rank alone: leave it out, and limit the norms of all rows after "
                 "optimizer.step()"
             )
+        elif any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
+            problem = f"a {kind} whose tensors have no shape yet: run a forward of the model before"
         if problem:
             raise ValueError(f"{which} is {problem}")
 

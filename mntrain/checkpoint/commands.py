@@ -81,7 +81,10 @@ def run(words: Sequence[str]) -> int:
 def _list(options: Namespace, console: Console) -> int:
     paths = list_checkpoints(options.path)
     if not paths:
-        raise ValueError(f"{options.path} has no checkpoints: give the folder of a run")
+        problem = (
+            "a folder without checkpoints" if options.path.exists() else "there is no such folder"
+        )
+        raise ValueError(f"{options.path}: {problem}; give the folder of a run")
     contents, problems = dict[Path, Manifest](), dict[Path, str]()
     for path in paths:
         try:

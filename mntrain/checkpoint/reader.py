@@ -29,7 +29,12 @@ from mntrain.checkpoint.format import (
     read_manifest,
     replica_name,
 )
-from mntrain.checkpoint.model_state import copies_in, load_values
+from mntrain.checkpoint.model_state import (
+    copies_in,
+    load_values,
+    parameters_in,
+    why_not_taken,
+)
 from mntrain.checkpoint.objects import (
     HOOK,
     Stateful,
@@ -152,7 +157,11 @@ def read_sound(path: Path, files: Sequence[str], read: Callable[[Path, Manifest]
             if not (path / FILE).exists():
                 paths = list_checkpoints(path)
                 if not paths:
-                    raise ValueError("neither a checkpoint nor a run that has one")
+                    problem = "neither a checkpoint nor a run that has one"
+                    raise ValueError(
+                        f"{problem if path.exists() else 'there is no such folder'}; give the "
+                        "folder of a run, or one of its folders checkpoints/step-*"
+                    )
                 found = paths[0]
             content = inspect(found)
             verify(found, content, files)
@@ -312,22 +321,25 @@ def restore_randomness(found: FoundCheckpoint, world: Ranks) -> None:
 def load_model(file: safe_open, model: nn.Module) -> None:
     """Load parameters, buffers and what modules have put into the state dict. Local.
 
-    Raises ValueError for the file of another model, which leaves this one unchanged, and as
-    `load_values`.
+    Buffers of other shapes and names are taken if the model's `load_state_dict` takes them. Raises
+    ValueError for the file of another model, which leaves this one unchanged, and as `load_values`.
     """
     state: dict[str, Tensor] = model.state_dict()
     copies = copies_in(model, state)  # whose shapes may change in a run
     saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     present = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    wrong = [
-        f"{name} is {saved.get(name, 'absent')} in the checkpoint, {present.get(name, 'absent')} "
-        "in the model"
+    wrong = {
+        name: f"{name} is {saved.get(name, 'absent')} in the checkpoint, "
+        f"{present.get(name, 'absent')} in the model"
         for name in {**present, **saved}
         if saved.get(name) != present.get(name) and not (name in saved and name in copies)
-    ]
+    }
     if wrong:
-        raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong)}")
-    load_values(model, {name: file.get_tensor(name) for name in state})
+        fixed = set(parameters_in(model, state))
+        others = {name: file.get_tensor(name) for name in saved if name not in fixed}
+        if not fixed.isdisjoint(wrong) or why_not_taken(model, others):
+            raise ValueError(f"the checkpoint is of another model: {'; '.join(wrong.values())}")
+    load_values(model, {name: file.get_tensor(name) for name in saved})
 
 
 def is_shared(key: str) -> bool:

@@ -57,7 +57,7 @@ from mntrain.checkpoint.format import (
     row_major,
     sync_folder,
 )
-from mntrain.checkpoint.model_state import check_restorable, parameters_in
+from mntrain.checkpoint.model_state import MadeModel, check_restorable, parameters_in
 from mntrain.checkpoint.objects import (
     Stateful,
     encode_hook,
@@ -77,7 +77,7 @@ from mntrain.checkpoint.reader import (
 )
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
 from mntrain.checkpoint.state_values import check_values, encode_unnamed, encode_values
-from mntrain.errors import AgreedError
+from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.ranks import Ranks
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
@@ -163,10 +163,15 @@ class Saver:
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
+        self._made, self._stepped = MadeModel(model), False
         self._reads_back = len(world.topology.nodes) > 1
 
     def check(self) -> None:
-        """Raise ValueError for a model, an option or an object that cannot be restored. Local."""
+        """Raise ValueError for a model, an option or an object that cannot be restored. Local.
+
+        From then on, `check_state`, `begin` and `save` raise TrainingStoppedError if a model as
+        this one is now could not be given the state of then.
+        """
         groups = self._optimizer.param_groups
         check_restorable(self._model, (p for group in groups for p in group["params"]))
         for group in groups:
@@ -174,14 +179,29 @@ class Saver:
         encode_objects(self._objects)
         encode_hook(self._optimizer.accumulation.hook_state())
         FileLayout(_shapes_of(self._model.state_dict()))
+        self._made = MadeModel(self._model)
 
     def check_state(self) -> None:
-        """Raise ValueError for optimizer state that cannot be saved. Local.
+        """Raise ValueError for optimizer state that cannot be saved. The first call is collective.
 
-        Known optimizers have none. Called after every step, since it may appear later.
+        Known optimizers have none. Called after every step, since it may appear later. What is
+        wrong with the model is mostly seen after the first one.
         """
         if not self._optimizer.known:
             check_values(self._optimizer.state)
+        if not self._stepped:
+            self._stepped = True
+            self._check_model()
+
+    def _check_model(self) -> None:
+        """Raise TrainingStoppedError if the master's model could not be restored. Collective."""
+        self._optimizer.wait_for_parameters()
+        try:
+            with self._world.agreement():
+                if self._world.master:
+                    self._made.check(self._model)
+        except AgreedError as error:
+            raise TrainingStoppedError(str(error), self._world.rank) from error
 
     def best_score(self, last: int, metric: str) -> float | None:
         """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
@@ -202,7 +222,8 @@ class Saver:
         """Take a snapshot, and write it in a thread. Collective.
 
         `progress` is what is known of the run, equal on all ranks. No other save may be in
-        progress: call `finish` first. Errors are raised by `advance`.
+        progress: call `finish` first. Raises TrainingStoppedError as `check` says; other errors
+        are raised by `advance`.
         """
         with self._optimizer.averaged():
             self._begin(progress, in_background=True)
@@ -267,7 +288,7 @@ class Saver:
         path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
         save = Save(path, path.with_name(f".{path.name}.{token}"), progress, start)
         ranges: Iterable[TensorRange]
-        self._optimizer.wait_for_parameters()
+        self._check_model()
         shapes: Shapes = world.gather(self._shapes() if world.master else {})[0]
         try:
             with world.agreement():

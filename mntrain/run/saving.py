@@ -263,6 +263,9 @@ class Checkpoints:
         """
         self.settle()
         self._flush_metrics()
+        if self._step is None:  # what was added to the model meanwhile is there when it is restored
+            with self._world.agreement():
+                self._saver.check()
         found = checkpoint.newest(self._world, self._directory.path)
         step = found.manifest.step if found else 0
         self._data = {"samples": self._digests()}

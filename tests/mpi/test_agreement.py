@@ -280,6 +280,12 @@ def test_an_embedding_that_changes_in_forward_is_refused(make, layer):
         make(model, SGD)
 
 
+@pytest.mark.parametrize("layer", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
+def test_a_model_whose_tensors_have_no_shape_yet_is_refused(make, layer):
+    with pytest.raises(AgreedError, match=r"^model\.1 is a Lazy.* no shape yet: run a forward of"):
+        make(nn.Sequential(nn.Linear(3, 2), layer), SGD)
+
+
 @stages
 def test_what_all_ranks_do_alike_is_allowed(world, make, stage):
     model = net()

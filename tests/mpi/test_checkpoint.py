@@ -32,6 +32,7 @@ from states import (
     train,
 )
 from torch import nn
+from torch.ao.quantization import PerChannelMinMaxObserver
 from worlds import RANKS
 
 import mntrain
@@ -440,6 +441,59 @@ def test_what_differs_between_ranks_is_saved_as_the_master_has_it(worlds, folder
     assert torch.equal(other.weight, model.weight)
     optimizer.close()
     resumed.close()
+
+
+class Seeing(nn.Linear):
+    """Watches each column of its input, in buffers that have no length before."""
+
+    def __init__(self):
+        super().__init__(5, 3, dtype=torch.float64)
+        self.observer = PerChannelMinMaxObserver(ch_axis=1)
+        self.register_buffer("queue", torch.zeros(0, 5))
+        self.grows = False
+
+    def forward(self, x):
+        if self.grows:
+            self.queue = torch.cat([self.queue, x.detach().float()])
+        return super().forward(self.observer(x))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_buffers_that_grow_are_restored_or_refused_at_the_save(worlds, folder, stage):
+    world, model, other = worlds(), Seeing(), Seeing()
+    optimizer = world.optimizer(model, ADAMW, stage=stage)
+    checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=1)
+    assert checkpoints.restore() == 0
+    for step in (1, 2, 3):
+        model.grows = step == 3
+        train(world, model, optimizer, [step])
+        if step < 3:
+            checkpoints.save(step, now=step == 2)
+            state = world.gather(model.state_dict())[0]
+    said = (
+        r"the model is not as it was made: queue is \(\d+, 5\), and was \(0, 5\).*not set queue\)"
+    )
+    for now in (False, True):
+        with pytest.raises(AgreedError, match=said):
+            checkpoints.save(3, now=now)
+    checkpoints.close()
+    optimizer.close()
+    resumed = world.optimizer(other, ADAMW, stage=stage)
+    checkpoints = world.checkpoints(folder / "b", model=other, optimizer=resumed, every=1000)
+    checkpoints.restore()
+    other.grows = True
+    train(world, other, resumed, [1])
+    with pytest.raises(AgreedError, match=said):
+        checkpoints.save(1)  # as after any first step
+    checkpoints.close()
+    other.queue = torch.zeros(0, 5)
+    found = checkpoint.newest(world, folder)
+    assert found.manifest.step == 2
+    checkpoint.load(found, other, resumed, world)
+    resumed.close()
+    assert other.observer.min_val.shape == (5,)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
 
 
 def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import golden
 import pytest
+import torch
 from job import SMALL, losses, metrics, summary, write_corpus
 from mpi4py import MPI
 from small_jobs import Silent, steps_kept
@@ -345,6 +346,18 @@ class OddWeights(BreaksLate):
         return loss
 
 
+class Grows(Silent):
+    def model(self):
+        model = super().model()
+        model.register_buffer("seen", torch.zeros(0))
+        return model
+
+    def loss(self, model, batch):
+        if model.training:
+            model.seen = torch.cat([model.seen, torch.ones(2)])
+        return super().loss(model, batch)
+
+
 class OtherModel(Silent):
     def model(self):
         return nn.Linear(3 + RANK, 5)
@@ -365,12 +378,14 @@ ONE_A_RANK = ["--train.batch-size", str(RANKS), "--train.micro-batch-size", "1"]
             f"{RANKS - 1}",
         ),
         ("InEvaluation", "in evaluation, the loss is inf on rank "),
+        ("Grows", "the model is not as it was made: seen is (2,), and was (0,); its load_state_"),
         # Changed in the third forward, and found before the third update.
         ("OddWeights", "after step 2, the weights differ between ranks: rank "),
     ],
 )
 def test_training_that_cannot_go_on_says_why(folder, task, said):
     options = ["--task", f"test_jobs:{task}", "--train.check-every", "1", *ONE_A_RANK]
+    options += ["--checkpoint.every", "50"]
     with pytest.raises(TrainingStoppedError) as error:
         train(folder, *options)
     assert said in str(error.value)

@@ -303,7 +303,15 @@ def test_a_damaged_checkpoint_is_one_error_that_names_it(saved, copied, tmp_path
     assert out.count("unsound") == out.count("complete") == 1
 
 
-@pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file", "too long a name"])
+SAID = {
+    "nothing": "there is no such folder; ",
+    "an empty folder": "neither a checkpoint nor a run that has one; ",
+    "a file": "neither a checkpoint nor a run that has one; ",
+    "too long a name": "",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
 def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, what):
     path = tmp_path / ("x" * 300 if what == "too long a name" else "x")
     if what == "an empty folder":
@@ -313,10 +321,13 @@ def test_a_path_without_a_checkpoint_is_one_error(saved, tmp_path, ckpt, what):
     for template, expected in COMMANDS:
         code, out, err = ckpt(*fill(template, path, saved, tmp_path))
         assert (code, out) == (expected, "")
-        assert err.startswith(f"mntrain: {path}: ")
+        assert err.startswith(f"mntrain: {path}: {SAID[what]}")
+        assert ("; give the folder of a run, or one of" in err) == (what != "too long a name")
         assert err.count("\n") == 1
     assert len(list(tmp_path.iterdir())) == (what in ("an empty folder", "a file"))
-    assert ckpt("list", path)[0] == 1
+    code, out, err = ckpt("list", path)
+    assert (code, out) == (1, "")
+    assert ("; give the folder of a run" in err) == (what != "too long a name")
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, FILE])
