@@ -2,6 +2,10 @@
 
 Messages of one tag from one rank to another arrive in the order in which they were sent. Ranks do
 not compare them: a receive without a send waits, until the watchdog ends the job.
+
+MPI may have fewer tags than torch. The lower half of MPI's are the caller's own. A message with a
+higher one has a tag of MPI's upper half, the next for each, and a header before it that names both.
+All headers have the last tag of MPI.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +22,7 @@ from mntrain.comm.world_collectives import CollectiveWork
 from zero.collectives import CompletedWork, Work
 
 T = TypeVar("T")
+TAGS = 1 << 31  # that torch has
 
 
 class Messages:
@@ -39,6 +44,11 @@ class Messages:
         self._stream = UnorderedStream(name, ranks, timeout_s)
         self._ranks = self._stream.ranks or range(comm.size)  # the world's
         self._missing: list[FoundMessage] = []  # in the order of the receives
+        self._last_tag = tag_count() - 1
+        self._half = (self._last_tag + 1) // 2
+        self._sent = 0  # messages that have a header
+        # Of messages that are not received yet: the source, the tag, and that of MPI.
+        self._headers: list[tuple[int, int, int]] = []
         engine.streams.append(self._stream)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> CollectiveWork:
@@ -47,7 +57,13 @@ class Messages:
         data = as_bytes(tensor)
 
         def steps() -> Steps[Work]:
-            yield self._comm.send(peer, data, tag, empty=True).test
+            header, own = [], tag
+            if tag >= self._half:
+                own = self._half + self._sent % (self._half - 1)
+                self._sent += 1
+                words = np.array([tag, own]).view(np.uint8)
+                header.append(self._comm.send(peer, words, self._last_tag, counted=False))
+            yield Requests.of(*header, self._comm.send(peer, data, own, empty=True)).test
             return CompletedWork()
 
         to = self._ranks[peer]
@@ -90,16 +106,36 @@ class Messages:
         """
         earlier = [other for other in self._missing if other.overlaps(found)]
         self._missing.append(found)
+        named = found.tag < self._half
 
         def arrived() -> bool:
+            nonlocal named
             while earlier and earlier[-1].source >= 0:
                 earlier.pop()
-            if earlier or not found.arrived():
+            if earlier:
+                return False
+            named = named or self._header_of(found)
+            if not (named and found.arrived()):
                 return False
             self._missing.remove(found)
             return True
 
         return arrived
+
+    def _header_of(self, found: FoundMessage) -> bool:
+        """Give a message the source and MPI's tag that its header names; return whether it has."""
+        header = FoundMessage(self._comm.as_mpi4py, None, self._last_tag)
+        while header.arrived():
+            words = np.empty(2, np.int64)
+            header.receive(words.view(np.uint8)).wait()
+            tag, own = words.tolist()
+            self._headers.append((header.source, tag, own))
+        for place, (source, tag, own) in enumerate(self._headers):
+            if tag == found.tag and found.peer in (None, source):
+                found.peer, found.tag = source, own
+                del self._headers[place]
+                return True
+        return False
 
     def meet(self, others: Sequence[int], tag: int, then: Callable[[], T]) -> Future[T]:
         """Call a function when these ranks have come to it, too, with the same tag."""
@@ -124,6 +160,5 @@ class Messages:
 
 
 def _check_tag(tag: int) -> None:
-    count = tag_count()
-    if not 0 <= tag < count:
-        raise ValueError(f"the tag of a message is {tag}: give one from 0 to {count - 1}")
+    if not 0 <= tag < TAGS:
+        raise ValueError(f"the tag of a message is {tag}: give one from 0 to {TAGS - 1}")

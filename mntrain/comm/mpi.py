@@ -290,27 +290,28 @@ class CheckedRequests(Requests):
 class FoundMessage:
     """A message to this rank, whose sender and size are known once it has arrived.
 
-    A peer of None is any. `source` and `nbytes` are valid then; a long message has several parts,
-    and `nbytes` is of the first.
+    A `peer` of None is any; it and the `tag` may be set before. `source` and `nbytes` are valid
+    after that; a long message has several parts, and `nbytes` is of the first.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
         from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
 
-        self._any = MPI.ANY_SOURCE
-        self._comm, self._peer, self._tag = comm, self._any if peer is None else peer, tag
+        self._any, self._comm = MPI.ANY_SOURCE, comm
+        self.peer, self.tag = peer, tag
         self._status, self._byte = MPI.Status(), MPI.BYTE
         self._message: MPI.Message | None = None
         self.source, self.nbytes = -1, -1
 
     def overlaps(self, other: FoundMessage) -> bool:
         """Return whether one message could be both of these, of one communicator."""
-        any_peer = self._any in (self._peer, other._peer)
-        return self._tag == other._tag and (any_peer or self._peer == other._peer)
+        any_peer = None in (self.peer, other.peer)
+        return self.tag == other.tag and (any_peer or self.peer == other.peer)
 
     def arrived(self) -> bool:
         """Return whether the first part is here. Lets MPI progress."""
-        self._message = self._comm.Improbe(self._peer, self._tag, self._status)
+        peer = self._any if self.peer is None else self.peer
+        self._message = self._comm.Improbe(peer, self.tag, self._status)
         if self._message is None:
             return False
         self.source = self._status.Get_source()
@@ -322,7 +323,7 @@ class FoundMessage:
         assert self._message is not None
         first, *others = _messages(data) or [data]
         requests = [self._message.Irecv(first)]
-        requests += [self._comm.Irecv(part, self.source, self._tag) for part in others]
+        requests += [self._comm.Irecv(part, self.source, self.tag) for part in others]
         return CheckedRequests([Requests(requests)], [data.nbytes], Requests([]))
 
 

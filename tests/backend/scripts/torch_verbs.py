@@ -408,24 +408,6 @@ def test_messages(group, ranks, own):
         for work in works:
             work.wait()
         equal(received, values(before, shape))
-    # Two tags cross: the later one is waited for first.
-    one, two = torch.zeros(2), torch.zeros(2)
-    works = [
-        dist.irecv(one, before, group=group, tag=1),
-        dist.irecv(two, before, group=group, tag=2),
-    ]
-    works += [dist.isend(torch.full((2,), t), after, group=group, tag=int(t)) for t in (2.0, 1.0)]
-    for work in reversed(works):
-        work.wait()
-    assert one[0] == 1
-    assert two[0] == 2
-    # Many of one tag, which arrive while their receives look for them.
-    numbered = [torch.full((2,), -1.0) for _ in range(300)]
-    works = [dist.irecv(it, before, group=group) for it in numbered]
-    works += [dist.isend(torch.full((2,), float(n)), after, group=group) for n in range(300)]
-    for work in works:
-        work.wait()
-    assert [int(it[0]) for it in numbered] == list(range(300))
     operations = [
         dist.P2POp(dist.isend, values(own, 9), after, group),
         dist.P2POp(dist.irecv, received := torch.zeros(9), before, group),
@@ -433,15 +415,42 @@ def test_messages(group, ranks, own):
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     equal(received, values(before, 9))
-    if place:
-        dist.send(values(own, 5), ranks[0], group=group, tag=7)
-    else:
+    for tag in (7, 2**30 + 7):
+        if place:
+            dist.send(values(own, 5), ranks[0], group=group, tag=tag)
+            continue
         sources = []
         for _ in ranks[1:]:
             received = torch.zeros(5)
-            sources.append(dist.recv(received, None, group=group, tag=7))
+            sources.append(dist.recv(received, None, group=group, tag=tag))
             equal(received, values(sources[-1], 5))
         assert sorted(sources) == sorted(ranks[1:])
+
+
+def test_tags(group, ranks, own):
+    place, size = ranks.index(own), len(ranks)
+    if size == 1:
+        return
+    after, before = ranks[(place + 1) % size], ranks[place - 1]
+    # Two tags cross: the later one is waited for first. MPI may have no tags as high as torch's.
+    for low, high in ((1, 2), (2**31 - 1, 2**29), (2**28, 2**28 - 1)):
+        tags = low, high
+        found = {tag: torch.zeros(2, dtype=torch.int64) for tag in tags}
+        works = [dist.irecv(found[tag], before, group=group, tag=tag) for tag in tags]
+        sent = [torch.full((2,), tag) for tag in reversed(tags)]
+        works += [dist.isend(it, after, group=group, tag=int(it[0])) for it in sent]
+        for work in reversed(works):
+            work.wait()
+        assert [it[0].item() for it in found.values()] == list(tags)
+    # Many of one tag, which arrive while their receives look for them.
+    for tag, count in ((0, 300), (2**31 - 1, 30)):
+        numbered = [torch.full((2,), -1.0) for _ in range(count)]
+        works = [dist.irecv(it, before, group=group, tag=tag) for it in numbered]
+        sent = [torch.full((2,), 1.0 * number) for number in range(count)]
+        works += [dist.isend(it, after, group=group, tag=tag) for it in sent]
+        for work in works:
+            work.wait()
+        assert [int(it[0]) for it in numbered] == list(range(count))
 
 
 def test_works(group, ranks, own):
