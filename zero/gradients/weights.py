@@ -1,10 +1,12 @@
 """Weights of the ranks in the mean gradient."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsFloat
 
+_SHOWN = 5  # parts of batches in an error
 DIGEST_BITS = 16  # squares of digests, summed over ranks in fp64, stay exact
 
 
@@ -371,14 +373,16 @@ def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
 
 
 def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
-    parts = ", ".join(
-        f"{b.own:g}" if b.total is None else f"{b.own:g} of {b.total:g}" for b in drawn
-    )
+    texts = [f"{b.own:g}" if b.total is None else f"{b.own:g} of {b.total:g}" for b in drawn]
+    counts = Counter(texts)
+    shown = [f"{text} (in {count})" if count > 1 else text for text, count in counts.items()]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    parts = ", ".join(shown[:_SHOWN]) + more
     revised = len({batch.plan for batch in drawn}) > 1
     why = " (balance=True has revised its parts)" if revised else ""
     return RuntimeError(
-        f"several batches were drawn before this backward, of which this rank has {parts} samples"
-        f"{why}, so its weight is not certain: draw one batch at a time, leave out the last "
+        f"{len(drawn)} batches were drawn before this backward, of which this rank has {parts} "
+        f"samples{why}, so its weight is not certain: draw one batch at a time, leave out the last "
         "incomplete one (drop_last=True), call optimizer.forget_batches() where a batch is not "
         "trained (world.shard(train=False) where none of a loader is), or state the weight by "
         "optimizer.share(n)"

@@ -431,6 +431,18 @@ def test_loaders_of_unequal_batches_count_where_a_rank_has_one_part_of_each(stag
     assert optimizer.step().weight == parts[0][0]
 
 
+def test_the_error_about_batches_that_wait_has_each_part_once():
+    model, optimizer = one_weight(0, FirstOfTwo)
+    source = BatchSource()
+    for own in [*[4] * 90, *range(9)]:
+        draw(source, own, 8, optimizer)
+    with pytest.raises(
+        RuntimeError, match=r"^99 batches were .* has 4 of 8 \(in 91\), 0 of 8,"
+    ) as error:
+        mean(model, 3).backward()
+    assert "3 of 8 and 4 more samples, so its weight" in str(error.value)
+
+
 # Gradients between steps.
 
 
