@@ -30,10 +30,6 @@ REFUSED = 2  # exit code of diff and export
 
 Found = tuple[Path, Manifest]  # a checkpoint
 
-_ENDINGS = (".safetensors", ".pt", ".pth")
-_FORMATS = " or ".join(_ENDINGS)
-_BLOCK = 1 << 20  # elements, of which a few fp64 copies are made
-
 
 def run(words: Sequence[str]) -> int:
     """Run a command line and return its exit code: 0 if checkpoints are sound, or for diff equal.
@@ -63,11 +59,9 @@ def run(words: Sequence[str]) -> int:
     )
     argument("A", type=Path, help=path)
     argument("B", type=Path, help=path)
-    argument = add(
-        _export, "write the model as one plain file: safetensors, or a state_dict for torch.load"
-    )
+    argument = add(_export, "write the model as a safetensors file, or as a folder")
     argument("CKPT", type=Path, help=path)
-    argument("OUT", type=Path, help=f"a new file, whose ending is {_FORMATS}; or a folder")
+    argument("OUT", type=Path, help="a new .safetensors file; with --hf, a new folder")
     argument("--force", action="store_true", help="replace OUT if it exists")
     argument("--hf", action="store_true", help="of --task hf or lm: a folder for from_pretrained")
     options = parser.parse_args(words)
@@ -159,36 +153,57 @@ def _diff(options: Namespace, console: Console) -> int:
 
 
 def _diff_two(console: Console, first: Found, second: Found) -> int:
-    (a, of_a), (b, of_b) = first, second
-    differing = Table()
-    differing.add_column("tensor", overflow="fold")
-    differing.add_column("largest difference", overflow="fold")
-    equal = 0
-    differences = [*_tensor_differences(first, second), *_value_differences(of_a, of_b)]
-    for name, difference in differences:
-        if difference:
+    differing, equal = Table(), 0
+    for title in ("tensor", "largest difference"):
+        differing.add_column(title, overflow="fold")
+    for name, one, other in _pairs(first, second):
+        if difference := _difference(one, other):
             differing.add_row(*(plain(text, console.encoding) for text in (name, difference)))
         else:
             equal += 1
-    _print(console, f"A: {a}, step {of_a.step}")
-    _print(console, f"B: {b}, step {of_b.step}")
+    for label, (path, content) in zip("AB", (first, second), strict=True):
+        _print(console, f"{label}: {path}, step {content.step}")
     if differing.row_count:
         console.print(differing)
     _print(console, f"equal bit for bit: {equal}; different: {differing.row_count}")
     return DIFFERENT if differing.row_count else 0
 
 
-def _tensor_differences(first: Found, second: Found) -> Iterator[tuple[str, str]]:
-    """Yield the name of each tensor and its difference, which is empty if no bit differs."""
+def _pairs(first: Found, second: Found) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each tensor by name, and each other value that differs; None where one lacks it."""
     for file in (MODEL, OPTIMIZER):
         with open_tensors(first[0] / file) as a, open_tensors(second[0] / file) as b:
-            of_a, of_b = _tensors(file, a, first[1]), _tensors(file, b, second[1])
-            for name in {**of_a, **of_b}:
-                x, y = (of[name]() if name in of else None for of in (of_a, of_b))
-                if x is None or y is None or _kind(x) != _kind(y):
-                    yield name, f"{_kind(x)} and {_kind(y)}"
-                else:
-                    yield name, _largest_difference(x, y)
+            found = _tensors(file, a, first[1]), _tensors(file, b, second[1])
+            for name in {**found[0], **found[1]}:
+                one, other = (of[name]() if name in of else None for of in found)
+                yield name, one, other
+    values = [
+        {f"{name}/{key}": value for name, state in states for key, value in state.others.items()}
+        for states in (content.parameter_states.items() for _, content in (first, second))
+    ]
+    for name in {**values[0], **values[1]}:
+        one, other = (of.get(name) for of in values)
+        if repr(one) != repr(other):  # by repr, because nan differs from itself
+            yield name, one, other
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Return the largest difference of an element, "" if no bit differs; both kinds of others."""
+    kinds = _kind(one), _kind(other)
+    if kinds[0] != kinds[1] or not isinstance(one, Tensor):
+        return " and ".join(kinds)
+    if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))):
+        return ""
+    a, b = one.double(), other.double()
+    same = (a == b) | (a.isnan() & b.isnan())  # such as infinities
+    return f"{(a - b).masked_fill(same, 0.0).abs().max().item():.4g}"
+
+
+def _kind(value: Any) -> str:
+    """Return dtype and shape, as in "float32 (3, 4)", or a value that is no tensor."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+    return "absent" if value is None else reprlib.repr(value.get("value", value))
 
 
 def _tensors(name: str, file: safe_open, content: Manifest) -> dict[str, Callable[[], Tensor]]:
@@ -202,52 +217,10 @@ def _tensors(name: str, file: safe_open, content: Manifest) -> dict[str, Callabl
     }
 
 
-def _kind(tensor: Tensor | None) -> str:
-    """Return dtype and shape, as in "float32 (3, 4)"."""
-    if tensor is None:
-        return "absent"
-    return f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
-
-
-def _largest_difference(first: Tensor, second: Tensor) -> str:
-    """Return the largest difference of an element; an empty text if no bit differs.
-
-    It is nan if only one of two elements is. In blocks, to bound the memory used.
-    """
-    largest = None
-    for a, b in zip(first.reshape(-1).split(_BLOCK), second.reshape(-1).split(_BLOCK), strict=True):
-        if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            continue
-        x, y = a.double(), b.double()
-        same = (x == y) | (x.isnan() & y.isnan())  # such as infinities
-        gap = (x - y).masked_fill_(same, 0.0).abs().max()
-        largest = gap if largest is None else torch.maximum(largest, gap)  # propagates nan
-    return "" if largest is None else f"{largest.item():.4g}"
-
-
-def _value_differences(first: Manifest, second: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the optimizer values that differ, such as step counts, and both values."""
-    a, b = (
-        {
-            f"{parameter}/{key}": value
-            for parameter, state in content.parameter_states.items()
-            for key, value in state.others.items()
-        }
-        for content in (first, second)
-    )
-    for name in {**a, **b}:
-        pair = a.get(name, {}), b.get(name, {})
-        if repr(pair[0]) != repr(pair[1]):  # by repr, because nan differs from itself
-            yield (
-                name,
-                " and ".join(reprlib.repr(value.get("value", value or None)) for value in pair),
-            )
-
-
 def _export(options: Namespace, console: Console) -> int:
     out: Path = options.OUT
-    if not options.hf and out.suffix not in _ENDINGS:
-        raise ValueError(f"{out}: the ending gives the format: use {_FORMATS}")
+    if not options.hf and out.suffix != ".safetensors":
+        raise ValueError(f"{out}: must end in .safetensors, or give --hf for a folder")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
     if options.hf:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mntrain.checkpoint.format import MODEL, Manifest, open_tensors, sync_folder
@@ -58,26 +58,20 @@ _OF_A_LAYER = {
 def export_file(checkpoint: Path, out: Path) -> Path:
     """Write parameters and buffers, named as in the model's state_dict; return the checkpoint.
 
-    `out` becomes a safetensors file if its name ends in .safetensors, otherwise a state_dict for
-    torch.load. It is replaced only when the new file is complete and on the disk. If this raises
-    OSError, `out` is unchanged.
+    `out` becomes a safetensors file. It is replaced only when the new file is complete and on the
+    disk. If this raises OSError, `out` is unchanged.
     """
-    source, partial = checkpoint / MODEL, _partial(out)
+    partial = _partial(out)
     try:
-        with partial.open("xb") as file:
-            if out.suffix == ".safetensors":
-                with source.open("rb") as model:
-                    shutil.copyfileobj(model, file, 1 << 20)
-            else:
-                torch.save(load_file(source), file)  # maps the source into memory
+        with partial.open("xb") as file, (checkpoint / MODEL).open("rb") as model:
+            shutil.copyfileobj(model, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(out)
         sync_folder(out.parent)
         return checkpoint
-    except (OSError, RuntimeError) as error:  # torch wraps that of the file in its own
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        raise OSError(f"{out} was not written: {cause}") from error
+    except OSError as error:
+        raise OSError(f"{out} was not written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -94,7 +88,7 @@ def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool
     if not of_library and content.config.get("task") != _TASK:
         raise ValueError(
             f"{checkpoint} is of no run of --task hf, which has {RUN_FOLDER}/{CONFIG_FILE}, or of "
-            f"--task {_TASK}: export it to a .safetensors or .pt file"
+            f"--task {_TASK}: export it to a .safetensors file"
         )
     if out.exists() and not (force and out.is_dir()):
         raise ValueError(
@@ -199,7 +193,7 @@ def _llama_tensors(file: safe_open, shape: Mapping[str, Any]) -> dict[str, Tenso
     if differing:
         raise ValueError(
             f"the checkpoint is not of the model of --task {_TASK} that its options describe, "
-            f"which differs in {', '.join(differing[:3])}: export it to a .safetensors or .pt file"
+            f"which differs in {', '.join(differing[:3])}: export it to a .safetensors file"
         )
     tensors = {}
     for name, parts in places.items():

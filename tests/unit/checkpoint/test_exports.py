@@ -78,7 +78,7 @@ def test_a_model_of_other_shapes_and_a_run_of_another_task_are_refused(saved, tm
     with pytest.raises(ValueError, match=r"is of another model: transformer.wte"):
         export_folder(saved[0], HF, tmp_path / "out", force=False)
     file.unlink()
-    refused = r"is of no run of --task hf, .* or of --task lm: export it to a .safetensors or .pt"
+    refused = r"is of no run of --task hf, .* or of --task lm: export it to a .safetensors"
     for content in (manifest(task="own:Task"), manifest()):
         with pytest.raises(ValueError, match=refused):
             export_folder(saved[0], content, tmp_path / "out", force=False)
