@@ -9,13 +9,9 @@ from chaos.kinds import KINDS
 
 QUICK = {("killed", 1), ("continues", 0), ("hang", 1)}
 THREE = {"hang", "raises"}  # on three ranks, of which two wait; the others on two
-# Each is found as another kind is, which stays in continuous integration.
-ALIKE = {"memory", "raises after backward", "vanishes", "segfault", "spins", "never leaves"}
-ALIKE |= {"another shape", "another dtype", "one more", "stops early", "late to a broadcast"}
-ALIKE |= {"link cut", "link cut for 30 s", "slow worker", "stuck worker", "exits", "out of memory"}
-# Of jobs there are tests in tests/jobs.
+# Found nearly as another kind is, or by a test in tests/jobs.
+ALIKE = {"link cut", "exits", "none"}
 ALIKE |= {"other option", "other task", "other data", "full disk", "full shared memory"}
-ALIKE |= {"none", "raises in backward"}
 TIMEOUT_S = 6.0
 
 
