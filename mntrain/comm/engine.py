@@ -437,7 +437,8 @@ class ProgressEngine:
     ) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
-        Steps run when nothing else of their stream is active. What has no `ticket` is local, or a
+        Steps run when nothing else of their stream is active. Those of an `UnorderedStream` begin
+        in this call, unless another thread progresses. What has no `ticket` is local, or a
         collective that is not compared.
 
         Without `wake`, the collective progresses, in the order of the queue, when a caller waits
@@ -455,9 +456,22 @@ class ProgressEngine:
         task.ticket, task.message = ticket, message
         self._callers.add(threading.get_ident())
         stream.queue.append(task)
-        if wake:
+        if isinstance(stream, UnorderedStream):
+            self._progress_once(stream)
+        if wake and not task.done:
             self._wake()
         return task
+
+    def _progress_once(self, stream: Stream) -> None:
+        """Progress a stream unless another thread does: a short message needs no more to be sent.
+
+        To wake the engine's thread for it would cost more than the message.
+        """
+        if self._turn.acquire(blocking=False):
+            try:
+                stream.progress()
+            finally:
+                self._turn.release()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing of the main stream is active, as `submit`."""

@@ -86,6 +86,7 @@ class Call(TorchWork):
         self._ended: TorchFuture[None] | None = None  # completed after the call, also if it failed
         self._future: TorchFuture[Any] | None = None
         self._ends_future = False  # whether a thread has taken to complete it
+        self._ends_backward = False  # whether the end of backward waits here, and will complete it
         device = next((tensor.device for tensor in outputs if tensor.is_cuda), None)
         self._stream = self._end = None
         if device is not None:
@@ -165,11 +166,17 @@ class Call(TorchWork):
         return self._future
 
     def _follow(self) -> None:
+        if self._ends_backward:
+            return
         with suppress(RuntimeError):  # the interpreter ends
             _FOLLOWERS.submit(self.complete_future)
 
     def _end_with_backward(self) -> None:
-        self.complete_future()
+        self._ends_backward = True
+        try:
+            self.complete_future()
+        finally:
+            self._ends_backward = False
         if self._error is not None:
             raise self._error
 
