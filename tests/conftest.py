@@ -41,8 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep few cases of each selected test, but every case of one named on the command line."""
     for item in items:
         if item.path.is_relative_to(CLUSTER_TESTS):  # one set of emulated nodes at a time
-            group = "slurm" if item.path.name == "test_slurm.py" else "cluster"
-            item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.xdist_group("cluster"))
     named = any("::" in argument for argument in config.args)
     if named or config.getoption("--all"):
         return

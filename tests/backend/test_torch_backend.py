@@ -88,7 +88,7 @@ def test_a_script_without_a_launcher_says_that_it_is_one_rank(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize("imported", [True, pytest.param(False, marks=RARE)])
 def test_a_script_that_spawns_its_ranks_is_told_how_to_start(imported, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -180,7 +180,7 @@ def test_lightning_trains_as_over_gloo(name, tmp_path):
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
     script = tmp_path / "script.py"
     example = EXAMPLES / "lightning_fabric.py"

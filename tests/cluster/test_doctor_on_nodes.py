@@ -42,7 +42,8 @@ def test_the_node_that_sends_slowly_is_named(make_cluster, tmp_path):
     between = checks["links between nodes"]
     assert between["status"] == "fail"
     assert "directions is from n2 to n" in between["text"]
-    assert "the slowest node is n2, by what it sends" in between["text"]
+    # Short bursts pass the limits of its emulated link, so that others seem faster than they are.
+    assert re.search("the slowest node is n2, by what it (receives and )?sends", between["text"])
     assert "of the expected 100mbit (12.5 MB/s)" in between["text"]
     links = report["links"]["between_nodes"]
     assert [link["hosts"] for link in links] == [["n1", "n2"], ["n1", "n3"], ["n2", "n3"]]

@@ -130,8 +130,12 @@ def test_a_file_system_that_damages_checkpoints_all_the_same_is_named(
         make_cluster(ranks=(1, 1), link=None) as cluster,
         mounted(cluster, client, tmp_path, 1 << 20) as (mount, back),
     ):
-        code, said = run(cluster, mount / "run", 1, SAVES)
-        assert list_checkpoints(back / "run") == [], said
+        for number in range(6):  # whether both nodes hold a page at a time is a matter of luck
+            code, said = run(cluster, mount / f"run{number}", 1, SAVES)
+            if not (saved := list_checkpoints(back / f"run{number}")):
+                break
+            verify(saved[-1], inspect(saved[-1]))  # the first one
+        assert saved == [], said
         assert code != 0, said
         assert "step-00000001 was not saved: " in said
         assert "reads otherwise" in said

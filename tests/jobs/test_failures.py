@@ -282,7 +282,9 @@ def test_ctrl_c_ends_the_job_cleanly_once(folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("signals", "grace"), [(1, "3"), (2, "600")])
+@pytest.mark.parametrize(
+    ("signals", "grace"), [(1, "3"), pytest.param(2, "600", marks=pytest.mark.exhaustive)]
+)
 def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder, signals, grace):
     done = interrupted(folder, signals, "--run.grace", grace, task="Hangs", lines=1, pause=2)
     # It has ended. At the second signal, MPICH's mpirun may kill the ranks before their report is
@@ -484,7 +486,7 @@ def test_threads_and_caught_errors_end_without_the_job(tmp_path):
 
 @pytest.mark.parametrize(
     "started_by",
-    ["mntrain", *(pytest.param(it, marks=pytest.mark.thorough) for it in ("mpi4py", "script"))],
+    ["mntrain", *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ("mpi4py", "script"))],
 )
 def test_children_end_in_every_way_without_ending_mpi_for_their_rank(started_by):
     script = Path(__file__).parents[1] / "helpers" / "ends_of_children.py"

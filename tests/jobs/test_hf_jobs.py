@@ -133,7 +133,7 @@ def test_a_run_begins_with_the_weights_of_a_folder(tmp_path, text):
     assert losses(tmp_path / "alone") == losses(tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_only_adapters_train_in_the_example(tmp_path, text):
     folder = write_gpt2(tmp_path / "gpt2", weights=True)
     options = [*HF, *text, "--hf.model", str(folder), "--zero.stage", "1"]

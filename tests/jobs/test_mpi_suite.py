@@ -66,7 +66,7 @@ def test_mpi_suite_above_the_collectives_passes(request):
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
     alone = [MPI_TESTS / f"test_{name}.py" for name in AT_FOUR_ALONE]
-    check(3, [file for file in ABOVE if file not in alone], "--thorough")
+    check(3, [file for file in ABOVE if file not in alone])
 
 
 @pytest.mark.thorough

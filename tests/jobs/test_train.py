@@ -55,7 +55,7 @@ def test_a_compiled_model_follows_the_plain_one(tmp_path):
     assert losses(tmp_path) == pytest.approx(losses_alone(*options), rel=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_loop_of_ones_own():
     result = completed(mpirun(2, [sys.executable, EXAMPLES / "own_loop.py"], timeout=250))
     values = [float(line.split()[3]) for line in result.stdout.splitlines() if "loss" in line]

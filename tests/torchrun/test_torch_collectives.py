@@ -50,7 +50,9 @@ def test_training_equals_one_process_and_ddp(ranks):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["collectives", "zero_training"])
+@pytest.mark.parametrize(
+    "name", ["collectives", pytest.param("zero_training", marks=pytest.mark.exhaustive)]
+)
 def test_both_hold_over_our_own_backend(name):
     done = completed(
         mpirun(2, [sys.executable, SCRIPTS / f"{name}.py"], timeout=250, env=ENVIRONMENT)
