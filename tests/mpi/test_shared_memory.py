@@ -243,6 +243,7 @@ REASONS = [
 @pytest.mark.parametrize(("way", "words"), REASONS)
 def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
     with nothing_left():
+        before = maps()  # other tests may keep tensors
         if RANK == LAST:
             way(monkeypatch)
         with make_world() as world:
@@ -250,7 +251,7 @@ def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
             assert reason_of_all(world).startswith(words)
             assert shared_bytes(world) == 0
             check_collectives(world)
-            assert maps() == 0
+            assert maps() == before
         del world
 
 
