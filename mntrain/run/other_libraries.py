@@ -44,26 +44,27 @@ def checked(owner: Any, name: str, check: Callable[..., None]) -> Iterator[None]
             setattr(owner, name, function)
 
 
-@contextmanager
-def checked_once_imported(module: str, path: str, check: Callable[..., None]) -> Iterator[None]:
+def checked_once_imported(module: str, path: str, check: Callable[..., None]) -> ExitStack:
     """Do as `checked` for a function of a module, or of a class in it, once it is imported.
 
-    The guards import nothing: most jobs never use what they guard.
+    From this call until what it returns is closed. The guards import nothing: most jobs never use
+    what they guard. No generator is suspended in them, which a forked child, whose world stays
+    open, would close with an error while its interpreter ends.
     """
     owner, _, name = path.rpartition(".")
-    with ExitStack() as checks:
+    checks = ExitStack()
 
-        def install(found: ModuleType) -> None:
-            holder = attrgetter(owner)(found) if owner else found
-            checks.enter_context(checked(holder, name, check))
+    def install(found: ModuleType) -> None:
+        holder = attrgetter(owner)(found) if owner else found
+        checks.enter_context(checked(holder, name, check))
 
-        if module in sys.modules:
-            install(import_module(module))  # waits for one that is being imported
-        else:
-            finder = _Finder(module, install)
-            sys.meta_path.insert(0, finder)
-            checks.callback(sys.meta_path.remove, finder)
-        yield
+    if module in sys.modules:
+        install(import_module(module))  # waits for one that is being imported
+    else:
+        finder = _Finder(module, install)
+        sys.meta_path.insert(0, finder)
+        checks.callback(sys.meta_path.remove, finder)
+    return checks
 
 
 class _Finder(MetaPathFinder):
@@ -129,9 +130,8 @@ def lone_accelerator(size: int) -> str:
     )
 
 
-@contextmanager
-def guard_torch_checkpoints(rank: int) -> Iterator[None]:
-    """Refuse what `torch.distributed.checkpoint` would save or load wrongly, in the block.
+def guard_torch_checkpoints(rank: int) -> ExitStack:
+    """Refuse what `torch.distributed.checkpoint` would save or load wrongly, until it is closed.
 
     Without a process group, torch takes each rank for a single process. All would `save` the same
     files, so what one has saved would be lost: only rank 0 may save. With a process group, any rank
@@ -152,12 +152,13 @@ def guard_torch_checkpoints(rank: int) -> Iterator[None]:
     def check_load(state_dict: Any, *_: Any, **__: Any) -> None:
         _expect_no_part(state_dict, "load")
 
-    package = "torch.distributed.checkpoint"
-    with (
-        checked_once_imported(f"{package}.state_dict_saver", "_save_state_dict", check_save),
-        checked_once_imported(f"{package}.state_dict_loader", "_load_state_dict", check_load),
+    package, guards = "torch.distributed.checkpoint", ExitStack()
+    for module, function, check in (
+        ("state_dict_saver", "_save_state_dict", check_save),
+        ("state_dict_loader", "_load_state_dict", check_load),
     ):
-        yield
+        guards.enter_context(checked_once_imported(f"{package}.{module}", function, check))
+    return guards
 
 
 def _expect_no_part(state: Any, verb: str) -> None:
@@ -174,11 +175,10 @@ def _expect_no_part(state: Any, verb: str) -> None:
             _expect_no_part(part, verb)
 
 
-@contextmanager
-def warn_of_local_metrics() -> Iterator[None]:
+def warn_of_local_metrics() -> ExitStack:
     """Warn, once for each class, of metrics that compute over this rank's samples alone. Local.
 
-    In the block. Metrics of `gather_states`, those that compute over the ranks of
+    Until it is closed. Metrics of `gather_states`, those that compute over the ranks of
     torch.distributed, and those with sync_on_compute=False do not count.
     """
     warned: set[type] = set()
@@ -196,8 +196,7 @@ def warn_of_local_metrics() -> Iterator[None]:
             stacklevel=4,
         )
 
-    with checked_once_imported("torchmetrics.metric", "Metric.sync_context", check):
-        yield
+    return checked_once_imported("torchmetrics.metric", "Metric.sync_context", check)
 
 
 def gather_states(metric: M, gather: Callable[[Any], list[Any]]) -> M:
