@@ -96,7 +96,7 @@ def _copy(
 
 
 class PeerMemory:
-    """How this rank reaches the private memory of its node's other ranks, if all of them do.
+    """The way of this rank to the private memory of its node's other ranks, if all have one.
 
     Construction is collective over the node group.
     """

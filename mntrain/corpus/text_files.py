@@ -12,7 +12,7 @@ from mntrain.corpus.tokenizer import import_library
 
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _SAMPLE = 8192  # bytes from which binary files are told
-_RECORDS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+_RECORDS, _IDS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow"), (".bin", ".npy")
 _SAVE = "save what datasets.load_dataset returns for them by save_to_disk, and give that folder"
 
 
@@ -27,8 +27,8 @@ class CorpusFiles:
 
     @property
     def holds_ids(self) -> bool:
-        """Whether the corpus is a file of token ids, by its name."""
-        return self.root.suffix in (".bin", ".npy") and self.root.is_file()
+        """True if the corpus is a file of token ids, by its name."""
+        return self.root.suffix in _IDS and self.root.is_file()
 
     def by_name(self, single: str) -> dict[str, Path]:
         """Return the files by a name that is the same wherever the corpus lies.
@@ -59,7 +59,8 @@ def find_files(path: Path | None, glob: str) -> CorpusFiles:
     """Return the files of a corpus: one, those of a folder that match, or Python's library.
 
     They are sorted by path, so that the order is the same on every node; those of a saved dataset
-    have its order. Raises ValueError if there are none, and if none is text.
+    have its order. Raises ValueError if there are none, if none is text, and if text lies beside
+    records or token ids, which would be left out.
     """
     if path is None:
         return CorpusFiles(_python_library(), tuple(_python_sources()))
@@ -73,6 +74,13 @@ def find_files(path: Path | None, glob: str) -> CorpusFiles:
     alone = CorpusFiles(path, tuple(found))
     if alone.holds_ids:
         return alone
+    if len(found) > 1 and (data := [f for f in found if f.name.lower().endswith(_RECORDS + _IDS)]):
+        what = "records" if data[0].suffix not in _IDS else "token ids"
+        raise ValueError(
+            f"{path} has {len(data)} of {len(found)} files that seem to hold data but no text, "
+            f"such as {data[0].relative_to(path)} with {what}: give a file of token ids by itself; "
+            f"for records {_SAVE}; or choose the text among them by --data.glob, such as '**/*.txt'"
+        )
     skipped = {file: why for file in found if (why := why_not_text(file))}
     files = tuple(file for file in found if file not in skipped)
     if not files:

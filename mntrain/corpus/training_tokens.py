@@ -26,6 +26,7 @@ from mntrain.corpus.tokenizer import (
 )
 
 _MOST_MAPS = 64  # at a time: each holds a file descriptor
+_FIRST_IDS = 4096  # of a .bin file, by which wider ones are told
 _COLUMN = "ids"  # of tokenized text
 
 
@@ -83,17 +84,30 @@ def _map_tokens(path: Path) -> npt.NDArray[Any]:
         return np.empty(0, np.uint8)
     try:
         if path.suffix != ".npy":
-            dtype = "<u2" if path.suffix == ".bin" else "u1"
-            return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            ids = np.memmap(path, dtype="<u2" if path.suffix == ".bin" else "u1", mode="r")
+        else:
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a {path.suffix} file of token ids: {error}") from error
+        raise ValueError(
+            f"{path} is not a {path.suffix} file of token ids ({error}): write ids as uint16 into "
+            "a .bin file, or any integers by numpy.save into a .npy file"
+        ) from error
+    if path.suffix == ".bin" and _seem_wider(ids[:_FIRST_IDS]):
+        raise ValueError(
+            f"{path} has almost nothing in every second uint16, as ids of 32 or 64 bits have: a "
+            ".bin file is read as uint16, so save these ids by numpy.save into a .npy file"
+        )
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{path} holds {ids.dtype} of shape {ids.shape}: "
             "save the token ids as a 1-D array of integers"
         )
     return np.asarray(ids)
+
+
+def _seem_wider(ids: npt.NDArray[Any]) -> bool:
+    """Return whether the first uint16 of a file are halves of integers of more bits. Local."""
+    return len(ids) >= 64 and bool(ids[1::2].max() < 8 <= ids[::2].max())
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class RecordedStep:
 
 
 class RankSteps(NamedTuple):
-    """What ranks tell each other about their steps."""
+    """The steps of a rank, as it tells the others."""
 
     steps: list[RecordedStep]  # with digests alone
     samples: int  # that `world.shard` has handed out

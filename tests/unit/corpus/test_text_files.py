@@ -46,7 +46,7 @@ def test_characters_that_a_sample_cuts_in_two_are_text(tmp_path, monkeypatch):
 
 def test_files_that_are_not_text_are_skipped_and_token_ids_are_taken_alone(tmp_path):
     (tmp_path / "b").mkdir()
-    for name in ("d.zip", "b/a.png", "b/c", "z.npy"):
+    for name in ("d.zip", "b/a.png", "b/c", "e.pdf"):
         (tmp_path / name).write_bytes(b"\0")
     (tmp_path / "a.txt").write_bytes(b"text")
     found = find_files(tmp_path, "**/*")
@@ -59,6 +59,20 @@ def test_files_that_are_not_text_are_skipped_and_token_ids_are_taken_alone(tmp_p
         find_files(tmp_path / "d.zip", "**/*")
     with pytest.raises(ValueError, match=r"has no text: a.png has a NUL byte"):
         find_files(tmp_path, "b/*")
+    (tmp_path / "z.npy").write_bytes(b"\0")
     ids = find_files(tmp_path / "z.npy", "**/*")
     assert ids.holds_ids > found.holds_ids
     assert ids.by_name("alone") == {"alone": tmp_path / "z.npy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("part.jsonl", "records"), ("a/B.PARQUET", "records"), ("t.bin", "token ids")],
+)
+def test_data_that_would_be_left_out_beside_text_is_refused(tmp_path, name, what):
+    (tmp_path / "a").mkdir()
+    (tmp_path / name).write_bytes(b'{"text": "a story"}')
+    (tmp_path / "README.md").write_text("about the data")
+    with pytest.raises(ValueError, match=f"has 1 of 2 files .* as {name} with {what}: give"):
+        find_files(tmp_path, "**/*")
+    assert [file.name for file in find_files(tmp_path, "*.md").files] == ["README.md"]

@@ -48,6 +48,16 @@ def test_a_bin_file_holds_little_endian_uint16(tmp_path):
     assert found.id_range() == (0, 65535)
 
 
+@pytest.mark.parametrize("dtype", ["<i4", "<u4", "<i8"])
+def test_a_bin_file_of_wider_ids_is_refused(tmp_path, dtype):
+    ids = np.arange(100) * 1300  # the largest needs 17 bits
+    (tmp_path / "a.bin").write_bytes(ids.astype(dtype).tobytes())
+    with pytest.raises(ValueError, match=r"a.bin has almost nothing in every second uint16"):
+        Corpus([tmp_path / "a.bin"]).read(0, 1)
+    (tmp_path / "b.bin").write_bytes((ids % 65536).astype("<u2").tobytes())
+    assert Corpus([tmp_path / "b.bin"]).read(0, 100).tolist() == (ids % 65536).tolist()
+
+
 def test_more_files_are_read_than_are_mapped_at_once(tmp_path):
     files = [tmp_path / f"{i:03}" for i in range(150)]
     for i, file in enumerate(files):

@@ -169,7 +169,7 @@ NO_VECTOR = r"a.npy holds {}\): save .* 1-D array of integers"
         ("a.npy", np.zeros((50, 2), int), NO_VECTOR.format(r"int64 of shape \(50, 2")),
         ("a.npy", b"not an array", "a.npy is not a .npy file of token ids"),
         ("a.npy", np.zeros(0, int), SHORT.format(0)),
-        ("a.bin", b"123", "a.bin is not a .bin file of token ids: Size of (the )?available"),
+        ("a.bin", b"123", "a.bin is not a .bin file of token ids .Size of (the )?available"),
         ("", {"glob": "*.bin"}, "has no text: a.bin has a NUL byte at offset 1; give UTF-8 text"),
         ("", {"glob": "*.jsonl"}, "has no text: a.jsonl holds records; .* save_to_disk"),
         ("", {"glob": "*.md"}, r"^--data.path: glob '\*.md' matches no file in .*: give"),
