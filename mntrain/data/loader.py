@@ -124,8 +124,7 @@ class ShardRegistry:
         self._length_of_divided = length_of_divided
         self._passes: dict[int, Passes] = {}
         self._datasets = Counter[int]()  # so far, by seed
-        self.evaluations = list[GuessedEvaluation]()  # that are in progress
-        self._source = BatchSource()  # of the batch that was drawn last to train on
+        self.evaluations = set[object]()  # passes in progress of which the grad mode says so
         self._batch: DrawnBatch | None = None  # of a pass in progress
         self._balances: list[LoaderBalance] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
@@ -210,26 +209,13 @@ class ShardRegistry:
 
     def expect(self, batch: DrawnBatch) -> None:
         """Tell the optimizers of a batch that is handed out; its total is in samples, or None."""
-        self._batch, self._source = batch, batch.source
-        for evaluation in self.evaluations:
-            evaluation.trained(batch.source)
+        self._batch = batch
         for optimizer in self._open():
             optimizer.accumulation.expect(batch)
 
-    def evaluates(self, evaluation: "GuessedEvaluation") -> None:
-        """Note that a batch of a pass that was guessed to evaluate is handed out."""
-        if evaluation not in self.evaluations:
-            self.evaluations.append(evaluation)
-        evaluation.drawn(waits=self._source.used < self._source.drawn)
-
-    def forget(self, *, drawn: bool, waits: bool = False) -> None:
-        """Tell the optimizers that a pass has ended; `drawn`: to drop batches not used yet.
-
-        `waits`: those that are left will be trained, as a prefetcher does.
-        """
+    def forget(self, *, drawn: bool) -> None:
+        """Tell the optimizers that a pass has ended; `drawn`: to drop batches not used yet."""
         self._batch = None
-        if not waits:
-            self._source = BatchSource()
         for optimizer in self._open():
             optimizer.forget_batches(drawn=drawn)
 
@@ -259,44 +245,9 @@ class ShardRegistry:
         return (optimizer for optimizer in self._optimizers if not optimizer.closed)
 
 
-@dataclass(eq=False)
-class GuessedEvaluation:
-    """A pass in progress that the grad mode says to evaluate, and what is trained beside it.
-
-    A loop may keep it open and take a batch now and then between steps:
-
-        evaluates  trains  backward  trains  backward  evaluates  trains  backward
-
-    A backward could be of its batches if no batch to train on was drawn since, or waited then. So
-    could all, if the pass hands out one for each that is trained, as two zipped loaders do.
-    """
-
-    known: bool = False  # a backward would be of a batch that was drawn to train on
-    apart: bool = False  # a source had two batches in a row without one of this pass
-    in_turns: bool = False  # both were drawn in turns
-    since: set[BatchSource] = field(
-        default_factory=set
-    )  # sources with a batch since this pass had one
-
-    def drawn(self, *, waits: bool) -> None:
-        """Note a batch of this pass; `waits`: one to train on has not been used by a backward."""
-        self.known, self.in_turns = waits, self.in_turns or bool(self.since)
-        self.since.clear()
-
-    def trained(self, source: BatchSource) -> None:
-        """Note a batch of a source that was drawn to train on."""
-        self.known, self.apart = True, self.apart or source in self.since
-        self.since.add(source)
-
-    @property
-    def contradicted(self) -> bool:
-        """True if a backward now may be of a batch of this pass."""
-        return not self.known or (self.in_turns and not self.apart)
-
-
-def _expect_training(evaluations: Sequence[GuessedEvaluation]) -> None:
+def _expect_training(evaluations: set[object]) -> None:
     """Raise RuntimeError for a backward in a pass that was taken for an evaluation."""
-    if any(evaluation.contradicted for evaluation in evaluations):
+    if evaluations:
         raise RuntimeError(
             "this backward is in a pass over world.shard that began while gradients were disabled, "
             "as under torch.no_grad(), and so counts as an evaluation: give world.shard(loader, "
@@ -323,8 +274,8 @@ class ShardedLoader:
 
     `train` says which of the two a pass is. With None, it is an evaluation if gradients are
     disabled when it begins (`torch.no_grad`). Then RuntimeError is raised where that was wrong: by
-    a backward that may be of such a pass (`GuessedEvaluation`), and at the end of a pass for
-    training with stand-ins, on any rank, of which no backward has used a batch.
+    a backward while such a pass is in progress, and at the end of a pass for training with
+    stand-ins, on any rank, of which no backward has used a batch.
 
     Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
     that is not `known`), and for training with `balance`, with `divided`, or on streams of its own
@@ -458,15 +409,14 @@ class ShardedLoader:
         return self._generator.get_state().numpy().tobytes().hex()
 
     def _evaluation(self, this: Pass) -> Iterator[Any]:
-        guessed = GuessedEvaluation()
+        guessed = object()
         try:
             for part in self._recorded(this):
                 if self._train is None:
-                    self._shards.evaluates(guessed)
+                    self._shards.evaluations.add(guessed)
                 yield part.batch
         finally:
-            if guessed in self._shards.evaluations:
-                self._shards.evaluations.remove(guessed)
+            self._shards.evaluations.discard(guessed)
 
     def _training(self, this: Pass, state: dict[str, Any]) -> Iterator[Any]:
         if state["generator"] is None:
@@ -478,7 +428,6 @@ class ShardedLoader:
         # the end, and so may the caller of next(iter(...)). If the pass was left early, the next
         # one drops them.
         balance, drawn_before, empty, short = self._balance, self._drawn.drawn, True, False
-        trained = False
         try:
             for part in self._recorded(this):
                 empty, short = False, short or part.short
@@ -493,8 +442,7 @@ class ShardedLoader:
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)
-            trained = self._drawn.used > drawn_before
-            if self._train is None and short and not trained:
+            if self._train is None and short and self._drawn.used <= drawn_before:
                 raise RuntimeError(
                     "a pass over world.shard that counts as training, since it began while "
                     "gradients were enabled, has ended without a backward of its batches, of which "
@@ -505,7 +453,7 @@ class ShardedLoader:
             self._passes.left_early = True
             raise
         finally:
-            self._shards.forget(drawn=False, waits=trained)
+            self._shards.forget(drawn=False)
             if balance is not None:
                 balance.end_pass(this.number)
         if self._state is state:

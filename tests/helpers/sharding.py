@@ -52,19 +52,16 @@ class Log:
 
     def __init__(self):
         self.expected, self.forgotten, self.ended, self.samples = [], 0, 0, 0
-        self.evaluations = []
+        self.evaluations = set()
 
     def observe(self, name, start):
         """Nobody records a timeline."""
-
-    def evaluates(self, evaluation):
-        """Nobody trains meanwhile."""
 
     def expect(self, batch):
         self.expected.append((batch.own, batch.total, batch.digest))
         batch.source.used = batch.number if self.trains else 0
 
-    def forget(self, *, drawn, waits=False):
+    def forget(self, *, drawn):
         self.forgotten += drawn
         self.ended += not drawn
 

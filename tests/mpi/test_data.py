@@ -133,6 +133,15 @@ def test_training_behind_a_generator_without_gradients_is_refused_or_said(world,
         update(optimizer, loss_of(model, next(begun := moved(world.shard(loader)))))
     begun.close()
     optimizer.zero_grad()
+    other, of_other, _ = with_oracle(make, stage)
+    labelled = iter(world.shard(loader, train=True))
+    update(other, loss_of(of_other, next(labelled)))
+    begun = moved(world.shard(loader))  # beside another one, and not from the first step on
+    with pytest.raises(RuntimeError, match="counts as an evaluation"):
+        update(other, loss_of(of_other, next(labelled)) + loss_of(of_other, next(begun)))
+    begun.close()
+    labelled.close()
+    other.close()
     for _ in range(2):
         pairs = zip(moved(world.shard(loader, train=True)), loader, strict=True)
         train_alike(optimizer, model, alone, pairs)
@@ -142,38 +151,6 @@ def test_training_behind_a_generator_without_gradients_is_refused_or_said(world,
     with pytest.raises(RuntimeError, match="stand-ins for ranks without a sample"):
         list(world.shard(loader))
     optimizer.forget_batches()
-
-
-def endless(world, data):
-    shard = world.shard(DataLoader(TensorDataset(*data), batch_size=2 * RANKS + 1))
-    while True:
-        yield from shard
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_evaluation_that_is_kept_open_leaves_training_alone(world, make, stage):
-    """It takes a batch every second step; two optimizers use each batch of training."""
-    optimizer, model, alone = with_oracle(make, stage)
-    second, other, second_alone = with_oracle(make, stage)
-    loader = DataLoader(TensorDataset(*samples(6 * RANKS + 1)), batch_size=2 * RANKS)
-    kept, seen = endless(world, samples(4 * RANKS + 3)), 0
-    for _ in range(2):
-        for step, (batch, whole) in enumerate(zip(world.shard(loader), loader, strict=True)):
-            train_alike(optimizer, model, alone, [(batch, whole)])
-            train_alike(second, other, second_alone, [(batch, whole)])
-            if step % 2:
-                with torch.no_grad():
-                    seen += len(next(kept)[0])
-    kept.close()
-    assert seen
-    assert_parity(world, model, alone)
-    assert_parity(world, other, second_alone)
-    zipped = zip(world.shard(loader), moved(world.shard(loader)), strict=True)
-    one, two = next(zipped)
-    update(optimizer, loss_of(model, one) + loss_of(model, two))
-    one, two = next(zipped)
-    with pytest.raises(RuntimeError, match="counts as an evaluation"):
-        update(optimizer, loss_of(model, one) + loss_of(model, two))
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -182,55 +182,6 @@ def test_a_backward_in_a_pass_that_was_taken_for_an_evaluation_is_refused(mode):
         backward()
 
 
-# E draws from an evaluation that is kept open, A and B from loaders to train on, b is a backward,
-# and ! one that is refused. Of each loop, some steps.
-KEPT_OPEN = {
-    "every second step": "EAb AbE AbAbE AbAb",
-    "before the backward": "AbAEb Ab AEb Ab",
-    "several batches": "AbEEE AbAbEEE Ab",
-    "two losses of a batch": "Abb AEbb Abb AEbb",
-    "two optimizers that take turns": "AbbEAbb Abb E",
-    "two zipped loaders": "ABbABbE ABbABbE ABb",
-    "two loaders in turn": "AbBbAbBbE AbBbAbBbE",
-    "drawn ahead": "AAAbAbE AbAb bbb",
-    "in the first steps and later ones": "Ab EAb AbE AbE Ab",
-    "alone": "E!!",
-    "alone, with others before": "AbAbE! ",
-    "in turn with a loader": "AbE!",
-    "in turn with two": "AbBbE!",
-    "zipped with a loader": "EAbEA!!",
-    "zipped behind a loader": "AEbAE!!",
-    "zipped with two": "EABbEAB!",
-    "zipped, and drawn ahead": "EAEAEA!",
-    "zipped, accumulated": "EAbEA!",
-}
-
-
-@pytest.mark.parametrize("loop", KEPT_OPEN)
-def test_an_evaluation_may_be_kept_open_beside_training_but_not_be_trained(loop):
-    shards = registry()
-    backward = backward_of(shards)
-    next(iter(shard(shards, shuffled())))  # neither of these batches waits for a backward
-    list(shard(shards, shuffled()))
-    trained = [shard(shards, shuffled(90, 3)) for _ in "AB"]
-    open_ones = dict(zip("AB", map(iter, trained), strict=True))
-    with torch.no_grad():
-        open_ones["E"] = iter(shard(shards, shuffled(90, 3)))
-    for act in KEPT_OPEN[loop].replace(" ", ""):
-        if act in open_ones:
-            with torch.set_grad_enabled(act != "E"):
-                next(open_ones[act])
-        elif act == "b":
-            backward()
-            for one in trained:
-                one._drawn.used = min(one._drawn.used + 1, one._drawn.drawn)
-        else:
-            with pytest.raises(RuntimeError, match="train=True"):
-                backward()
-    open_ones.pop("E").close()
-    backward()
-
-
 def test_train_is_true_false_or_left_out():
     with pytest.raises(ValueError, match="train='yes': give True or False"):
         shard(registry(), shuffled(), train="yes")
