@@ -6,8 +6,6 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,32 +94,6 @@ def memory_room(device: torch.device, ranks: int) -> float:
     most = total * (fraction(device) if fraction else 1.0)
     peak = max(reserved, torch.cuda.max_memory_allocated(device))
     return 0.9 * min(most, reserved + free / ranks) / peak if peak else math.inf
-
-
-def available_memory() -> int | None:
-    """Return the bytes of memory that new objects may take; None if unknown. Local.
-
-    The least of what this node has, and of what each of this process's cgroups (version 2) leaves.
-    """
-    try:
-        of_node = _read_proc("/proc/meminfo", "MemAvailable")
-        own_group = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
-    except (OSError, KeyError):
-        return None
-    return min([of_node, *cgroup_rooms(Path("/sys/fs/cgroup"), own_group)])
-
-
-def cgroup_rooms(root: Path, group: str) -> Iterator[int]:
-    """Yield the bytes that each cgroup with a limit leaves, from one up to the root. Local.
-
-    What the kernel caches counts as used.
-    """
-    for folder in (root / group, *(root / group).parents):
-        with suppress(OSError, ValueError):  # of no such file, and for "max"
-            most, used = (int((folder / f"memory.{of}").read_text()) for of in ("max", "current"))
-            yield most - used
-        if folder == root:
-            break
 
 
 def peak_memory() -> int:

@@ -5,25 +5,7 @@ import math
 import pytest
 import torch
 
-from mntrain.rank_info import available_memory, cgroup_rooms, memory_room
-
-
-def limit(folder, most, used):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{most}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-
-
-def test_limits_of_all_cgroups_above_a_process_count(tmp_path):
-    root = tmp_path / "cgroup"
-    job = root / "slurm" / "job_7"
-    assert list(cgroup_rooms(root, "")) == []
-    limit(job / "step_0", "max", 300)
-    limit(job, 1000, 400)
-    limit(root, 5000, 4900)
-    limit(tmp_path, 10, 10)  # above the root: none
-    assert list(cgroup_rooms(root, "slurm/job_7/step_0")) == [600, 100]
-    assert (available_memory() or 1) > 0
+from mntrain.rank_info import memory_room
 
 
 @pytest.mark.parametrize(
