@@ -21,6 +21,7 @@ from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import WorldConfig
 from mntrain.data.loader import ShardedLoader, ShardRegistry
+from mntrain.data.source import Division
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
@@ -174,7 +175,7 @@ class World(Ranks):
         *,
         train: bool | None = None,
         weight: Callable[[Any], float] | None = None,
-        balance: bool = False,
+        balance: bool | Division = False,
         divided: bool = False,
     ) -> ShardedLoader:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
@@ -202,7 +203,8 @@ class World(Ranks):
         and each dataset that the world gets with this seed, in another order. With
         `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
-        the GPU. There, a part grows only as far as memory suffices if it grows with the part.
+        the GPU. There, a part grows only as far as memory suffices if it grows with the part. A job
+        gives the division that it revises itself.
         Raises ValueError if accelerate's Accelerator trains each rank alone.
         """
         self._engine.check_open()

@@ -50,6 +50,7 @@ from mntrain.data.sample_digest import (
 )
 from mntrain.data.source import (
     Alone,
+    Division,
     Feed,
     Part,
     Pass,
@@ -137,16 +138,17 @@ class ShardRegistry:
         weight: Callable[[Any], float] | None,
         *,
         train: bool | None,
-        balance: bool,
+        balance: bool | Division,
         divided: bool,
     ) -> "ShardedLoader":
-        """Return the shard of a loader. See `World.shard`."""
+        """Return the shard of a loader. See `World.shard`; a job divides batches by its plans."""
         if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
             raise ValueError(
                 f"loader is of type {type(loader).__name__}: give a torch DataLoader, or another "
                 "iterable of global batches"
             )
-        if not isinstance(balance, bool):
+        division = None if isinstance(balance, bool) else balance
+        if division is not None and not hasattr(division, "bounds"):
             raise ValueError(
                 f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
                 "(--balance.mode cadence), since a loop of one's own decides when to step"
@@ -167,8 +169,9 @@ class ShardRegistry:
             if seed not in passes.numbers:
                 passes.numbers[seed] = self._datasets[seed]
                 self._datasets[seed] += 1
-            if balance and self.size > 1 and passes.balance is None:
-                passes.balance = self._next_balance()
+            if balance is True and self.size > 1:
+                passes.balance = passes.balance or self._next_balance()
+                division = passes.balance
             shard = ShardedLoader(
                 loader,
                 self,
@@ -177,7 +180,7 @@ class ShardRegistry:
                 weight=weight,
                 train=train,
                 known=passes_of(self._passes, loader),
-                balance=passes.balance if balance else None,
+                balance=division,
                 divided=divided,
                 batches=batches,
             )
@@ -296,7 +299,7 @@ class ShardedLoader:
         weight: Callable[[Any], float] | None = None,
         train: bool | None = None,
         known: Passes | None = None,
-        balance: LoaderBalance | None = None,
+        balance: Division | None = None,
         divided: bool = False,
         batches: int | None = None,
     ) -> None:
@@ -321,6 +324,8 @@ class ShardedLoader:
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
+        self.sizes = 0, 0
+        """Samples of this rank in the last batch that was handed out to train on, and of all."""
 
     @property
     def epoch(self) -> int:
@@ -365,9 +370,19 @@ class ShardedLoader:
 
         Holds numbers, strings, lists, dicts and what the dataset's own `state_dict` returns.
         """
+        return copy.deepcopy(self.position)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Return `state_dict` without a copy of what the dataset's own one has returned. Local."""
         if self._state is not None:
-            return copy.deepcopy(self._state)
+            return dict(self._state)
         return self._position() | {"generator": self._generator_state()}
+
+    def assume_compared(self) -> None:
+        """Let no pass compare the loader, whose data the ranks have compared before. Local."""
+        if self._known is not None:
+            self._known.compared = True
 
     def _position(self) -> dict[str, Any]:
         """Return the position at the beginning of the next epoch, without that of a generator."""
@@ -390,9 +405,9 @@ class ShardedLoader:
         of an epoch the next one begins, unless the loader has no length: then the pass is empty.
         """
         self.epoch = state_dict["epoch"] + self._is_over(state_dict)
-        # Earlier versions had the same order for all datasets.
+        # Earlier versions had the same order for all datasets, and jobs no generators.
         self._passes.numbers[self._seed] = state_dict.get("dataset", 0)
-        self._state, self._resumes = copy.deepcopy(state_dict), True
+        self._state, self._resumes = {"generator": None, **copy.deepcopy(state_dict)}, True
 
     def spread_digest(self) -> dict[str, str]:
         """Return `sample_digest.spread_digest` of the samples, or else of the batches. Local.
@@ -437,6 +452,7 @@ class ShardedLoader:
                 self._drawn.drawn += 1
                 self._drawn.plan, self._drawn.samples = part.plan, part.own
                 self._shards.samples += part.own
+                self.sizes = part.own, part.total
                 total = part.total if self._weight is None else None
                 self._shards.expect(self._drawn.latest(own, total, part.digest))
                 yield part.batch
@@ -465,14 +481,14 @@ class ShardedLoader:
 
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
-        record: PassRecord = []
+        record = PassRecord()
         parts = iter(self._source(this))
         while True:
             start = time.perf_counter()
             if (part := next(parts, None)) is None:
                 break
             self._shards.observe("data", start)
-            record.append((part.number, part.own, part.total))
+            record.add(part)
             self._shards.latest = record
             yield part
         self._shards.latest = record
@@ -492,7 +508,7 @@ class ShardedLoader:
         return weight
 
 
-def _source(loader: Any, peers: Peers, balance: LoaderBalance | None) -> Source:
+def _source(loader: Any, peers: Peers, balance: Division | None) -> Source:
     """Return the cheapest source of a loader's batches."""
     shares = partial(_shares, peers, balance)
     if type(loader) is DataLoader:  # a subclass may change batches in any of its methods
@@ -514,7 +530,7 @@ _Shares = Callable[..., Iterator[tuple[Any, slice, Part]]]
 
 def _shares(
     peers: Peers,
-    balance: LoaderBalance | None,
+    balance: Division | None,
     this: Pass,
     batches: Iterator[Any],
     *,

@@ -12,7 +12,7 @@ in this module communicates.
 """
 
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,6 +101,11 @@ class SamplingPlan:
         _, start, stop = self._batch_bounds(step)
         return stop - start
 
+    def batch(self, step: int) -> list[int]:
+        """Return the samples of a step's global batch."""
+        samples: list[int] = self._samples(*self._batch_bounds(step)).tolist()
+        return samples
+
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
         return self._samples(*self._share_bounds(step, rank, size))
@@ -121,10 +126,7 @@ class SamplingPlan:
 
         Their lengths differ by at most one. The result is empty if the share is.
         """
-        share: list[int] = self.share(step, rank, size).tolist()
-        count = self.micro_batch_count(step, rank, size, micro_batch_size)
-        bounds = split(len(share), count) if count else ()
-        return [share[low:high] for low, high in pairwise(bounds)]
+        return cut_evenly(self.share(step, rank, size).tolist(), micro_batch_size)
 
     def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the samples at [start, stop) of an epoch's order."""
@@ -189,7 +191,6 @@ class LoaderOptions:
     """Options of one rank's data loading. Raises ValueError as `check_workers`."""
 
     rank: int
-    size: int
     micro_batch_size: int  # largest number of samples in a micro-batch
     workers: int = 0  # loader processes of this rank; 0: the rank itself loads
     start_method: str = "spawn"  # of the workers: "fork", "forkserver" or "spawn"
@@ -200,8 +201,14 @@ class LoaderOptions:
         check_workers(self.workers)
 
 
+def cut_evenly(items: list[Any], most: int) -> list[list[Any]]:
+    """Return the fewest lists of at most `most` items; their lengths differ by at most one."""
+    bounds = split(len(items), -(-len(items) // most)) if items else ()
+    return [items[low:high] for low, high in pairwise(bounds)]
+
+
 class SeededDataset(Dataset[Any]):
-    """Collated micro-batches of a dataset, by lists of (step, sample).
+    """Lists of collated micro-batches of a dataset, by lists of (step, sample).
 
     Random draws for a sample depend only on the seed, the step and the sample: augmentation is the
     same with any workers, on any ranks and in a resumed job. This covers the default generators of
@@ -213,14 +220,18 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int, options: LoaderOptions) -> None:
         self._dataset, self._seed = dataset, seed
         self._rank, self._data = options.rank, options.data
+        self._most = options.micro_batch_size
         self._collate = options.collate or default_collate
         # Subset has one that only calls the dataset's.
         self._fetch = (
             None if isinstance(dataset, Subset) else getattr(dataset, "__getitems__", None)
         )
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """Return a micro-batch."""
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        """Return a rank's micro-batches of a step."""
+        return [self._micro_batch(part) for part in cut_evenly(keys, self._most)]
+
+    def _micro_batch(self, keys: Sequence[tuple[int, int]]) -> Any:
         step_seed, samples = mixed_seed(self._seed, keys[0][0]), [sample for _, sample in keys]
         with SeededDraws(step_seed + samples[0]):
             if self._fetch is not None:
@@ -240,52 +251,39 @@ class SeededDataset(Dataset[Any]):
         return noted(self._rank, phase, partial(name_samples, samples, self._data))
 
 
-def batches(
+class StepBatches:
+    """The batch sampler of a plan: the global batches of some steps, as lists of (step, sample)."""
+
+    def __init__(self, plan: SamplingPlan | CadenceSampling, steps: range) -> None:
+        self._plan, self._steps = plan, steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in self._steps:
+            yield [(step, sample) for sample in self._plan.at(step).batch(step)]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+
+def step_loader(
     dataset: Dataset[Any],
     plan: SamplingPlan | CadenceSampling,
     options: LoaderOptions,
     steps: range,
-) -> Generator[list[Any]]:
-    """Yield, for each step, the list of this rank's collated micro-batches. Local.
+) -> DataLoader[Any]:
+    """Return a loader of the global batches of some steps, for `World.shard`. Local.
 
-    The list is empty if the rank's share is. Workers load ahead of the caller, over steps and
-    epochs, and end when the iterator is exhausted, closed or dropped. Random draws of the dataset
-    are reproducible (`SeededDataset`); torch's default generator is not advanced.
+    A rank's part of a batch is the list of its collated micro-batches. Workers load ahead, over
+    steps and epochs. Random draws of the dataset are reproducible (`SeededDataset`).
     """
-    shape = (options.rank, options.size, options.micro_batch_size)
-    keys = (
-        [(step, sample) for sample in samples]
-        for step in steps
-        for samples in plan.at(step).micro_batches(step, *shape)
-    )
-    loader = DataLoader(
+    return DataLoader(
         SeededDataset(dataset, plan.seed, options),
-        batch_sampler=keys,
+        batch_sampler=StepBatches(plan, steps),
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
         collate_fn=as_it_is,
         worker_init_fn=ignore_signals,
-        generator=torch.Generator().manual_seed(mixed_seed(plan.seed, steps.start, options.rank)),
     )
-    loaded = iter(loader)
-    counts = (plan.at(step).micro_batch_count(step, *shape) for step in steps)
-    return ([next(loaded) for _ in range(count)] for count in counts)
-
-
-def validation_batches(
-    dataset: Dataset[Any], samples: Sequence[int], options: LoaderOptions
-) -> Iterator[tuple[list[int], Any]]:
-    """Yield the samples of each of this rank's micro-batches, and the micro-batch. Local.
-
-    Together these are one pass over some samples of a dataset, in their order. Every sample goes to
-    one rank. Ranks may get unequal numbers of micro-batches, or none.
-    """
-    most = options.micro_batch_size
-    plan = SamplingPlan(len(samples), options.size * most, seed=0, order=samples)
-    steps = range(plan.steps_per_epoch)
-    for step, micro_batches in zip(steps, batches(dataset, plan, options, steps), strict=True):
-        own = plan.micro_batches(step, options.rank, options.size, most)
-        yield from zip(own, micro_batches, strict=True)
 
 
 def spread(total: int, samples: int) -> Sequence[int]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader
 
+from mntrain.balance.own_pace import BatchNumber
 from mntrain.data.sample_digest import FirstBatch
 from zero.layout import split
 
@@ -33,6 +34,25 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         """Return the value in a list."""
         return [value]
+
+
+class Division(Protocol):
+    """The parts of the ranks in the batches of a loader, if these are not equal."""
+
+    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
+        """Return the bounds of the ranks' parts of a batch. Local."""
+
+    def plan(self, batch: BatchNumber) -> int:
+        """Return the number of revisions of the parts before a batch. Local."""
+
+    def begin_pass(self) -> int:
+        """Begin a training pass; return its number, the same on all ranks. Local."""
+
+    def end_pass(self, number: int) -> None:
+        """End a training pass. Local."""
+
+    def batch_done(self, own: int, total: int) -> None:
+        """Count a batch, of which this rank had `own` samples of `total`. Collective."""
 
 
 class Pass(NamedTuple):
@@ -62,8 +82,28 @@ class Part(NamedTuple):
 
 Source: TypeAlias = Callable[[Pass], Iterator[Part]]
 
-PassRecord: TypeAlias = list[tuple[int | None, int, int]]
-"""The batches that a pass has handed out on this rank: number, own and total of each `Part`."""
+
+class PassRecord:
+    """The batches that a pass has handed out on this rank: number, own and total of each `Part`."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, Part]] = []  # the length of a run of equal parts, and the last
+
+    def add(self, part: Part) -> None:
+        """Add the next part."""
+        part = part._replace(batch=None, stream=None)
+        length, last = self._runs[-1] if self._runs else (0, part)
+        following = None if last.number is None else last.number + 1
+        if length and (part.own, part.total, part.number) == (last.own, last.total, following):
+            self._runs[-1] = length + 1, part
+        else:
+            self._runs.append((1, part))
+
+    def __iter__(self) -> Iterator[tuple[int | None, int, int]]:
+        for length, last in self._runs:
+            for before in reversed(range(length)):
+                number = None if last.number is None else last.number - before
+                yield number, last.own, last.total
 
 
 class Feed:

@@ -11,10 +11,10 @@ Every worker of every rank is a reader: it iterates over a copy of the dataset, 
                    batch on whether any has samples left.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count, islice, pairwise, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,9 +31,8 @@ from mntrain.data.sample_digest import (
     ends,
     fields_of,
 )
-from mntrain.data.sampling import LoaderOptions, as_it_is, ignore_signals
+from mntrain.data.sampling import LoaderOptions, as_it_is, cut_evenly, ignore_signals
 from mntrain.data.source import Feed, Part, Pass, Peers, agreed, positions, rebuilt, share_of
-from zero.layout import split
 
 # Of a reader: {"samples": number read, "state": the dataset's `state_dict()`, if it has one}.
 Position: TypeAlias = dict[str, Any]
@@ -73,10 +72,6 @@ class StreamSource:
             worker_init_fn=partial(_init_worker, init) if init else None,
             generator=self._generator,
         )
-
-    def end_workers(self) -> None:
-        """End the workers that the loader has kept after a pass. Local."""
-        self._loader._iterator = None
 
     def parts(self, this: Pass) -> Iterator[Part]:
         """Yield this rank's part of each batch of a pass.
@@ -311,97 +306,26 @@ def _init_worker(init: Callable[[int], None], worker: int) -> None:
     readers.shards_itself = reader.id_was_asked  # its seed tells nothing of what is read
 
 
-class StreamBatches:
-    """The global batches of a job's stream, step by step, over any number of epochs.
+def stream_loader(
+    dataset: IterableDataset[Any], options: LoaderOptions, batch_size: int, *, drop_last: bool
+) -> DataLoader[Any]:
+    """Return a loader of the global batches of a job's stream, for `World.shard`. Local.
 
-    Checkpoints hold its state, which is that behind the step that `settle` has named.
+    A rank's part of a batch is the list of its collated micro-batches. Workers live over epochs.
     """
-
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        options: LoaderOptions,
-        batch_size: int,
-        seed: int,
-        *,
-        drop_last: bool,
-        peers: Peers,
-    ) -> None:
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            num_workers=options.workers,
-            multiprocessing_context=options.start_method if options.workers else None,
-            persistent_workers=options.workers > 0,  # over the epochs
-            collate_fn=partial(_micro_batches, options),
-            worker_init_fn=ignore_signals,
-        )
-        self._source = StreamSource(loader, peers)
-        self._seed, self._rank = seed, options.rank
-        self._begin: dict[str, Any] = {"epoch": 0, "batches": 0, "stream": None}
-        self._settled = self._begin
-        # The state behind each of the last two steps, of which the last one may fail, and the
-        # samples of the step, over all ranks and of this rank.
-        self._steps: dict[int, tuple[dict[str, Any], int, int]] = {}
-
-    def batches(self, steps: range) -> Generator[list[Any]]:
-        """Yield this rank's micro-batches of each step, which are none if its share is empty.
-
-        Collective for streams of which each reader has its own. Closing it ends the workers. Raises
-        ValueError for an epoch without a sample.
-        """
-        parts = self._parts()
-        try:
-            for step in steps:
-                with noted(self._rank, f"reading the training stream in step {step}"):
-                    part, state = next(parts)
-                before = self._steps.get(step - 1, (self._begin, 0, 0))
-                self._steps = {step - 1: before, step: (state, part.total, part.own)}
-                yield part.batch if part.own else []
-        finally:
-            self._source.end_workers()
-
-    def _parts(self) -> Iterator[tuple[Part, dict[str, Any]]]:
-        done, stream = self._begin["batches"], self._begin["stream"]
-        for epoch in count(self._begin["epoch"]):
-            seed = mixed_seed(self._seed, epoch)
-            this = Pass(seed, mixed_seed(seed, self._rank), done, stream)
-            for part in self._source.parts(this):
-                done += 1
-                yield part, {"epoch": epoch, "batches": done, "stream": part.stream}
-            if not done:
-                raise ValueError("the training stream has no samples: give at least one")
-            done, stream = 0, None
-
-    def length(self, step: int) -> int:
-        """Return the number of samples of one of the last two steps, over all ranks."""
-        return self._steps[step][1]
-
-    def own_length(self, step: int) -> int:
-        """Return the number of samples of this rank in one of the last two steps."""
-        return self._steps[step][2]
-
-    def settle(self, step: int) -> tuple[int, int]:
-        """Let the state be that behind one of the last two steps; return its epoch and batches."""
-        self._settled = self._steps[step][0] if step in self._steps else self._begin
-        return self._settled["epoch"], self._settled["batches"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the settled step."""
-        return dict(self._settled)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin behind the step of a state, on any number of ranks and workers.
-
-        Unless each reader has a stream of its own: then on as many.
-        """
-        self._begin = self._settled = dict(state)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        num_workers=options.workers,
+        multiprocessing_context=options.start_method if options.workers else None,
+        persistent_workers=options.workers > 0,
+        collate_fn=partial(_micro_batches, options),
+        worker_init_fn=ignore_signals,
+    )
 
 
 def _micro_batches(options: LoaderOptions, samples: list[Any]) -> list[Any]:
-    """Return samples as the fewest collated micro-batches."""
-    bounds = split(len(samples), -(-len(samples) // options.micro_batch_size))
     with noted(options.rank, f"collating {len(samples)} samples of the training stream"):
         collate = options.collate or default_collate
-        return [collate(samples[low:high]) for low, high in pairwise(bounds)]
+        return [collate(part) for part in cut_evenly(samples, options.micro_batch_size)]

@@ -76,6 +76,7 @@ class Recorder:
         self._complete = False  # the file has all of the ring, and gets each record at once
         self._numbers, self._sign_numbers = count(1), count(1)  # next() is atomic
         self._recording = True
+        self._phase = ""  # in progress, the innermost
         self.active_at = time.monotonic()
         """When this rank last began or ended a collective, or a part of a step."""
         self._closed = threading.Event()
@@ -157,14 +158,18 @@ class Recorder:
         """Record the begin of a phase, and its end unless the block raises."""
         self.begin_phase(name, step)
         start = time.perf_counter()
-        yield
+        outer, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = outer
         self.span(name, start)
         self._write(Kind.PHASE_ENDS, (0, ALL_RANKS), name)
 
     def span(self, name: str, start: float) -> None:
         """Tell a timeline what the calling thread has done since a time of `perf_counter`."""
         self.active_at = time.monotonic()
-        if self.timeline is not None:
+        if self.timeline is not None and name != self._phase:  # which is told as a whole
             self.timeline.span(name, start)
 
     def signal_arrived(self, number: int) -> None:

@@ -45,13 +45,14 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
 
     And whether these were on a device. Raises ValueError if they are not of the batches.
     """
-    if record is None or any(number is None for number, *_ in record):
+    batches = [] if record is None else [*record]
+    if record is None or any(number is None for number, *_ in batches):
         raise ValueError(
             "world.gather_in_order restores the order of the last pass over world.shard: there was "
             "none, or ranks read their data apart (divided=True, or a stream that reads "
             "get_worker_info), which have no common order: call world.gather"
         )
-    counts = [count for _, count, _ in record]
+    counts = [count for _, count, _ in batches]
     fits, found = True, "a list"
     if not isinstance(predictions, list):
         ends = [*accumulate(counts, initial=0)]
@@ -70,7 +71,7 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
         )
     return [
         (number, total, *_packed(rows))
-        for (number, count, total), rows in zip(record, predictions, strict=True)
+        for (number, count, total), rows in zip(batches, predictions, strict=True)
         if count and number is not None
     ]
 

@@ -8,29 +8,97 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mntrain import tasks
 from mntrain.balance.cadence import Cadence
+from mntrain.balance.own_pace import BatchNumber
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config, TrainConfig
 from mntrain.data import sampling
-from mntrain.data.phase_notes import name_samples
+from mntrain.data.loader import ShardedLoader
+from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.sample_digest import detached
-from mntrain.data.streams import StreamBatches
+from mntrain.data.streams import stream_loader
 from mntrain.world import World
 
 
+class StreamPosition:
+    """The position of a job in its stream, behind the last two steps. Local.
+
+    A step may fail after its batch was drawn, so checkpoints hold the position behind the step that
+    `settle` has named.
+    """
+
+    def __init__(self, shard: ShardedLoader) -> None:
+        self._shard = shard
+        self._settled = self._begin = shard.state_dict()
+        # The position behind each of the last two steps, and the samples of the step: those of this
+        # rank, and all.
+        self._steps: dict[int, tuple[dict[str, Any], tuple[int, int]]] = {}
+
+    def after_draw(self, step: int) -> None:
+        """Note the position behind the batch of a step, which was just drawn."""
+        before = self._steps.get(step - 1, (self._begin, (0, 0)))
+        self._steps = {step - 1: before, step: (self._shard.position, self._shard.sizes)}
+
+    def sizes(self, step: int) -> tuple[int, int]:
+        """Return the samples of this rank in one of the last two steps, and those of all."""
+        return self._steps[step][1]
+
+    def settle(self, step: int) -> tuple[int, int]:
+        """Let the state be that behind one of the last two steps; return its epoch and batches."""
+        self._settled = self._steps[step][0] if step in self._steps else self._begin
+        return self._settled["epoch"], self._settled["batches"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state behind the settled step: that of the shard."""
+        return dict(self._settled)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
+        self._shard.load_state_dict(state)
+        self._begin = self._settled = dict(state)
+
+
+class _Division:
+    """The parts of the ranks by a job's plans, which the job revises. The first step is `done`."""
+
+    def __init__(self, plans: Shares | Cadence, done: int) -> None:
+        self._plans, self._done = plans, done
+
+    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
+        return self._plans.bounds(samples, self._step(batch))
+
+    def plan(self, batch: BatchNumber) -> int:
+        return self._plans.index(self._step(batch))
+
+    def _step(self, batch: BatchNumber) -> BatchNumber:
+        return BatchNumber(0, self._done + batch.batch)
+
+    def begin_pass(self) -> int:
+        return 0
+
+    def end_pass(self, number: int) -> None:
+        pass
+
+    def batch_done(self, own: int, total: int) -> None:
+        pass
+
+
 class JobData:
-    """The samples of a task: the batches of this rank, and those it validates on. Local."""
+    """The samples of a task: the batches of this rank, and those it validates on. Local.
+
+    Both are those of `World.shard` over a DataLoader, as in a loop of one's own.
+    """
 
     def __init__(
         self, world: World, config: Config, task: tasks.Task, resumed: FoundCheckpoint | None
     ) -> None:
         train, valid = task.dataset("train"), task.dataset("valid")
-        self.stream: StreamBatches | None = None
+        self._world = world
+        self.stream: StreamPosition | None = None
         self.datasets: dict[str, Any] = {}  # whose samples are compared
         self._valid: dict[str, tuple[Dataset[Any], Sequence[int]]] = {}  # with the samples used
         self._options = sampling.LoaderOptions(
             rank=world.rank,
-            size=world.size,
             micro_batch_size=config.train.micro_batch_size,
             workers=config.data.workers,
             start_method=config.data.worker_start,
@@ -38,9 +106,9 @@ class JobData:
         )
         size, seed, drop_last = config.train.batch_size, config.run.seed, config.data.drop_last
         if isinstance(train, IterableDataset):
-            self.stream = StreamBatches(
-                train, self._options, size, seed, drop_last=drop_last, peers=world
-            )
+            loader = stream_loader(train, self._options, size, drop_last=drop_last)
+            self._stream = self._shard(loader, seed, train=True)
+            self.stream = StreamPosition(self._stream)
         else:
             self.datasets["training"] = _sized(train, "training", config.task)
         for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
@@ -62,15 +130,38 @@ class JobData:
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.plans
             )
 
+    def _shard(self, loader: Any, seed: int, **options: Any) -> ShardedLoader:
+        """Return this rank's part of a loader, whose data `compare_task` compares."""
+        shard = self._world.shard(loader, seed, **options)
+        shard.assume_compared()
+        return shard
+
     def batches(self, done: int, last_step: int) -> Generator[Sequence[Any]]:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`.
 
-        Who takes no more closes it, which ends the workers.
+        They are none if the rank has no sample. Who takes no more closes it, which ends the
+        workers. Collective, by step, for streams of which each reader has its own.
         """
+        steps = range(done, last_step)
         if self.stream:
-            return self.stream.batches(range(done + 1, last_step + 1))
-        train = self.datasets["training"]
-        return sampling.batches(train, self._plan, self._options, range(done, last_step))
+            yield from self._batches_of_stream(self.stream, steps)
+            return
+        loader = sampling.step_loader(self.datasets["training"], self._plan, self._options, steps)
+        division = _Division(self.plans, done) if self.plans else False
+        shard = self._shard(loader, self._plan.seed, train=True, balance=division)
+        for batch in shard:
+            yield batch if shard.sizes[0] else []
+
+    def _batches_of_stream(
+        self, position: StreamPosition, steps: range
+    ) -> Generator[Sequence[Any]]:
+        """Raises ValueError for an epoch without a sample."""
+        passes = _endless(self._stream)
+        for step in steps:
+            with noted(self._options.rank, f"reading the training stream in step {step + 1}"):
+                batch = next(passes)
+            position.after_draw(step + 1)
+            yield batch if self._stream.sizes[0] else []
 
     def steps(self, train: TrainConfig) -> int:
         """Return the number of steps of the run.
@@ -104,7 +195,7 @@ class JobData:
             parts = [p for r in range(ranks) for p in plan.micro_batches(step, r, ranks, most)]
             dataset = sampling.SeededDataset(train, plan.seed, self._options)
             chosen = reorder(parts) if reorder else parts
-            yield [dataset.__getitems__([(step, sample) for sample in p]) for p in chosen]
+            yield [dataset.__getitems__([(step, sample) for sample in p])[0] for p in chosen]
 
     @property
     def validation_sets(self) -> list[str]:
@@ -118,16 +209,22 @@ class JobData:
         """
         if self.stream:
             return f"micro-batch {number + 1} of the training stream"
-        options = self._options
-        shape = options.rank, options.size, options.micro_batch_size
-        return name_samples(self._at(step).micro_batches(step - 1, *shape)[number], options.data)
+        shape = self._world.rank, self._world.size, self._options.micro_batch_size
+        samples = self._at(step).micro_batches(step - 1, *shape)[number]
+        return name_samples(samples, self._options.data)
 
     def validation_batches(self, name: str) -> Iterator[tuple[str, Any]]:
         """Yield this rank's micro-batches of a validation set, each with its name in errors."""
+        (dataset, chosen), world = self._valid[name], self._world
         data = f"validation data {name}".strip()
-        options = replace(self._options, data=data)
-        for samples, batch in sampling.validation_batches(*self._valid[name], options):
-            yield name_samples(samples, data), batch
+        options, most = replace(self._options, data=data), self._options.micro_batch_size
+        plan = sampling.SamplingPlan(len(chosen), world.size * most, seed=0, order=chosen)
+        steps = range(plan.steps_per_epoch)
+        loader = sampling.step_loader(dataset, plan, options, steps)
+        shard = self._shard(loader, 0, train=False)
+        for step, batches in enumerate(shard):
+            samples = plan.share(step, world.rank, world.size).tolist()
+            yield name_samples(samples, data), batches[0]
 
     def first_validation_samples(self, name: str) -> list[Any]:
         """Return the samples of one micro-batch of a validation set, the same on all ranks.
@@ -154,20 +251,20 @@ class JobData:
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of a step, 1 for the first, over all ranks."""
-        return self.stream.length(step) if self.stream else self._at(step).length(step - 1)
+        return self.stream.sizes(step)[1] if self.stream else self._at(step).length(step - 1)
 
     def own_samples(self, step: int) -> int:
         """Return the number of samples of this rank in a step, 1 for the first."""
         if self.stream:
-            return self.stream.own_length(step)
-        return self._at(step).share_length(step - 1, self._options.rank, self._options.size)
+            return self.stream.sizes(step)[0]
+        return self._at(step).share_length(step - 1, self._world.rank, self._world.size)
 
     def batch_counts(self, step: int) -> tuple[int, ...]:
         """Return the number of micro-batches of each rank in a step, 1 for the first.
 
         Not of a stream.
         """
-        plan, size, most = self._at(step), self._options.size, self._options.micro_batch_size
+        plan, size, most = self._at(step), self._world.size, self._options.micro_batch_size
         return tuple(plan.micro_batch_count(step - 1, rank, size, most) for rank in range(size))
 
     def position(self, step: int) -> tuple[int, int]:
@@ -179,6 +276,17 @@ class JobData:
             return self.stream.settle(step)
         _, epoch, offset = self._plan.at(step).position(step)
         return epoch, offset
+
+
+def _endless(shard: ShardedLoader) -> Iterator[Any]:
+    """Yield the batches of pass after pass."""
+    while True:
+        drawn = shard.position["batches"] > 0  # before this job
+        for batch in shard:
+            drawn = True
+            yield batch
+        if not drawn:
+            raise ValueError("the training stream has no samples: give at least one")
 
 
 def _find_origin(resumed: FoundCheckpoint | None, samples: int) -> sampling.Position:

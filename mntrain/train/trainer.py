@@ -332,6 +332,7 @@ class Trainer:
             with timer("backward"), held, noted(rank, f"backward in step {step} of", samples):
                 optimizer.backward(*self._counts.weigh(loss, timer))
         if not micro_batches:
+            self._optimizer.forget_batches()
             self._optimizer.share(0)
         timer.move(optimizer.accumulation.waited_s - waited_s, "backward", "reduce_wait")
 

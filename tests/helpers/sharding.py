@@ -1,11 +1,14 @@
 """One process in the place of several ranks that share a loader."""
 
 import threading
+from types import SimpleNamespace
 
 import torch
 from torch.utils.data import Dataset
 
+from mntrain.config import Config
 from mntrain.data.loader import Passes, ShardedLoader
+from mntrain.train.job_data import JobData
 
 
 class Numbers(Dataset):
@@ -74,6 +77,23 @@ def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **op
     log = log or Log()
     log.rank, log.size, log.gather = rank, size, gather
     return ShardedLoader(loader, log, passes or Passes(), **options)
+
+
+def world_of(rank=0, size=1, gather=alone):
+    """One of several ranks of a world, for its data alone."""
+
+    def shard(loader, seed, *, train, balance=False):
+        options = {"gather": gather, "seed": seed, "train": train, "balance": balance or None}
+        return sharded(loader, rank, size, **options)
+
+    nodes = SimpleNamespace(nodes=((0,),))
+    return SimpleNamespace(rank=rank, size=size, gather=gather, shard=shard, topology=nodes)
+
+
+def data_of(world, train, valid=None, *, config=None, collate=None):
+    """The data of a job whose task has these datasets."""
+    task = SimpleNamespace(dataset={"train": train, "valid": valid}.get, collate=collate)
+    return JobData(world, config or Config(task="own:Task"), task, None)
 
 
 def epoch_of(loader, rank, size, epoch=0, **options):

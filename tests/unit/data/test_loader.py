@@ -334,7 +334,7 @@ def test_a_position_is_that_of_training_and_does_not_follow_evaluations():
 def test_workers_need_a_temporary_folder_with_a_short_path(monkeypatch, length, workers):
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
     loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, num_workers=workers)
-    shape = {"rank": 0, "size": 1, "micro_batch_size": 1}
+    shape = {"rank": 0, "micro_batch_size": 1}
     for make in (
         lambda: rebuilt(loader, batch_size=2),
         lambda: LoaderOptions(**shape, workers=workers),

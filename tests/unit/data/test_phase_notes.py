@@ -1,14 +1,14 @@
 """The note of an exception in a job: rank, phase and samples."""
 
 import traceback
-from types import SimpleNamespace
 
 import pytest
+from sharding import data_of, sharded, world_of
 from torch.utils.data import Dataset, IterableDataset
 
+from mntrain.config import Config, TrainConfig
 from mntrain.data.phase_notes import name_samples
-from mntrain.data.sampling import LoaderOptions, SamplingPlan, batches, validation_batches
-from mntrain.data.streams import StreamBatches
+from mntrain.data.sampling import LoaderOptions, SamplingPlan, step_loader
 
 BROKEN = 7
 
@@ -52,10 +52,8 @@ def error_of(steps):
         return text
 
 
-def options(rank=1, workers=0, **more):
-    return LoaderOptions(
-        rank=rank, size=2, micro_batch_size=2, workers=workers, start_method="fork", **more
-    )
+def config():
+    return Config(task="own:Task", train=TrainConfig(batch_size=4, micro_batch_size=2))
 
 
 def holding(plan, sample):
@@ -80,9 +78,11 @@ def holding(plan, sample):
 def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, workers):
     plan = SamplingPlan(13, 6, seed=3)
     samples, rank, step = holding(plan, BROKEN)
-    steps = batches(
-        dataset, plan, options(rank, workers, collate=collate), range(plan.steps_per_epoch)
+    options = LoaderOptions(
+        rank=rank, micro_batch_size=2, workers=workers, start_method="fork", collate=collate
     )
+    loader = step_loader(dataset, plan, options, range(plan.steps_per_epoch))
+    steps = iter(sharded(loader, rank, 2, train=True))
     for _ in range(step):
         next(steps)
     text, said = error_of(steps), name_samples(samples if all_of_it else [BROKEN], "training data")
@@ -92,15 +92,12 @@ def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, w
 
 
 def test_a_validation_sample_is_noted_by_its_index_in_the_dataset():
-    chosen = [1, 4, BROKEN, 9]
-    found = validation_batches(Labelless(), chosen, options(data="validation data news"))
+    found = data_of(world_of(1, 2), Labelless(), {"news": Labelless()}, config=config())
     with pytest.raises(KeyError) as raised:
-        list(found)
+        list(found.validation_batches("news"))
     assert raised.value.__notes__ == [
         "mntrain: rank 1: loading sample 7 of the validation data news"
     ]
-    found = validation_batches(range(13), chosen, options(rank=0, collate=list))
-    assert list(found) == [([1, 4], [1, 4])]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +119,10 @@ def test_a_stream_that_fails_is_noted_with_the_step(stream, collate, notes):
         def __iter__(self):
             return iter(stream)
 
-    peers = SimpleNamespace(rank=1, size=2, gather=lambda value: [value, value])
-    found = StreamBatches(
-        GivenStream(), options(collate=collate), 4, seed=1, drop_last=False, peers=peers
-    )
+    world = world_of(1, 2, gather=lambda value: [value, value])
+    found = data_of(world, GivenStream(), config=config(), collate=collate)
     with pytest.raises((KeyError, ValueError)) as raised:
-        list(found.batches(range(1, 3)))
+        list(found.batches(0, 2))
     assert raised.value.__notes__ == [f"mntrain: rank 1: {note}" for note in notes]
 
 
@@ -136,10 +131,9 @@ def test_a_stream_without_a_sample_is_refused():
         def __iter__(self):
             return iter(())
 
-    peers = SimpleNamespace(rank=0, size=1, gather=lambda value: [value])
-    found = StreamBatches(Nothing(), options(), 4, seed=1, drop_last=False, peers=peers)
+    found = data_of(world_of(), Nothing(), config=config())
     with pytest.raises(ValueError, match="the training stream has no samples"):
-        list(found.batches(range(1, 3)))
+        list(found.batches(0, 2))
 
 
 def test_many_samples_are_not_all_listed():

@@ -7,15 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding import Numbers
+from sharding import Numbers, data_of, sharded, world_of
 
-from mntrain.data.sampling import (
-    LoaderOptions,
-    Position,
-    SamplingPlan,
-    batches,
-    validation_batches,
-)
+from mntrain.config import Config, DataConfig, TrainConfig
+from mntrain.data.phase_notes import name_samples
+from mntrain.data.sampling import LoaderOptions, Position, SamplingPlan, step_loader
 
 PLANS = st.builds(
     SamplingPlan,
@@ -31,15 +27,13 @@ def as_list_plus_one(samples):
     return [int(sample) + 1 for sample in samples]
 
 
-def options_of(rank, size, micro_batch_size, workers=0, start_method="fork", **more):
-    return LoaderOptions(
-        rank=rank,
-        size=size,
-        micro_batch_size=micro_batch_size,
-        workers=workers,
-        start_method=start_method,
-        **more,
-    )
+def batches(dataset, plan, place, steps, micro_batch_size, **options):
+    """The micro-batches of a rank, of so many, in some steps of a plan, as a job loads them."""
+    rank, size = place
+    options = LoaderOptions(rank=rank, micro_batch_size=micro_batch_size, **options)
+    shard = sharded(step_loader(dataset, plan, options, steps), rank, size, train=True)
+    for batch in shard:
+        yield batch if shard.sizes[0] else []
 
 
 # ---- the plan ----
@@ -158,8 +152,9 @@ def test_batches_are_the_plans_micro_batches_over_epochs(size, workers):
     plan = SamplingPlan(samples=23, batch_size=9, seed=1)
     start, stop = 2, 7
     for rank in {0, size - 1}:
-        options = options_of(rank, size, 2, *workers)
-        got = batches(Numbers(plan.samples), plan, options, range(start, stop))
+        steps = range(start, stop)
+        options = {"workers": workers[0], "start_method": workers[1]}
+        got = batches(Numbers(plan.samples), plan, (rank, size), steps, 2, **options)
         expected = [plan.micro_batches(step, rank, size, 2) for step in range(start, stop)]
         assert [[piece.tolist() for piece in pieces] for pieces in got] == expected
 
@@ -176,8 +171,9 @@ def drawn(size, start, stop, workers, micro_batch_size):
     plan = SamplingPlan(23, batch_size=7, seed=5)
     found = {}
     for rank in range(size):
-        options = options_of(rank, size, micro_batch_size, workers, collate=list)
-        steps = batches(IndexAndDraws(23), plan, options, range(start, stop))
+        shape = (rank, size), range(start, stop), micro_batch_size
+        options = {"workers": workers, "start_method": "fork", "collate": list}
+        steps = batches(IndexAndDraws(23), plan, *shape, **options)
         for step, micro_batches in enumerate(steps, start):
             for samples in micro_batches:
                 found |= {(step, one[0]): one[1:] for one in samples}
@@ -199,9 +195,16 @@ def test_random_draws_of_a_sample_do_not_depend_on_the_loading_rank():
 def test_validation_visits_the_whole_dataset_once(workers):
     seen = []
     for rank in range(3):
-        options = options_of(rank, 3, 2, *workers, collate=as_list_plus_one)
-        found = list(validation_batches(Numbers(13), range(13), options))
-        assert all([i + 1 for i in samples] == batch for samples, batch in found)
+        config = Config(
+            task="own:Task",
+            train=TrainConfig(micro_batch_size=2),
+            data=DataConfig(workers=workers[0], worker_start=workers[1]),
+        )
+        given = world_of(rank, 3), Numbers(3), Numbers(13)
+        data = data_of(*given, config=config, collate=as_list_plus_one)
+        found = list(data.validation_batches(""))
+        names = [name_samples([i - 1 for i in batch], "validation data") for _, batch in found]
+        assert [name for name, _ in found] == names
         seen.append([batch for _, batch in found])
     assert all(len(piece) <= 2 for pieces in seen for piece in pieces)
     assert sorted(chain(*chain(*seen))) == list(range(1, 14))
@@ -214,6 +217,6 @@ def test_a_dataset_that_fetches_many_samples_at_once_does_so():
             return [torch.tensor([index, len(indices)]) for index in indices]
 
     plan = SamplingPlan(12, 6, seed=0)
-    steps = batches(Fetching(12), plan, options_of(0, 1, 3), range(2))
+    steps = batches(Fetching(12), plan, (0, 1), range(2), 3)
     got = torch.cat([batch for step in steps for batch in step]).tolist()
     assert sorted(got) == [[index, 3] for index in range(12)]

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sharding import data_of, world_of
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mntrain.balance_config import BalanceConfig
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config, TrainConfig
 from mntrain.data.sampling import BEGIN, Position
-from mntrain.train.job_data import JobData, _find_origin
+from mntrain.train.job_data import _find_origin
 
 
 class Endless:
@@ -32,13 +33,6 @@ def points(count):
     return TensorDataset(torch.zeros(count, 2))
 
 
-def data_of(train, valid, config=None):
-    task = SimpleNamespace(dataset={"train": train, "valid": valid}.get, collate=None)
-    nodes = SimpleNamespace(nodes=((0,),))
-    world = SimpleNamespace(rank=0, size=1, topology=nodes, gather=lambda value: [value])
-    return JobData(world, config or Config(task="own:Task"), task, None)
-
-
 @pytest.mark.parametrize(
     ("train", "valid", "which"),
     [
@@ -50,7 +44,7 @@ def data_of(train, valid, config=None):
 def test_data_without_a_length_are_refused(train, valid, which):
     said = f"^the {which} data of --task own:Task is a Endless without a length: give a dataset"
     with pytest.raises(ValueError, match=said):
-        data_of(train, valid)
+        data_of(world_of(), train, valid)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +58,7 @@ def test_data_without_a_length_are_refused(train, valid, which):
     ],
 )
 def test_there_need_be_no_validation_and_sets_without_samples_are_left_out(valid, sets):
-    data = data_of(points(3), valid)
+    data = data_of(world_of(), points(3), valid)
     assert data.validation_sets == sets
     assert list(data.datasets) == ["training", *(f"validation {name}" for name in sets)]
 
@@ -84,21 +78,21 @@ def test_there_need_be_no_validation_and_sets_without_samples_are_left_out(valid
     ],
 )
 def test_the_data_are_described_by_their_numbers(train, valid, said):
-    assert data_of(train, valid).describe(100) == f"data: {said}"
+    assert data_of(world_of(), train, valid).describe(100) == f"data: {said}"
 
 
 def test_epochs_become_steps_where_they_can_be_counted():
-    assert data_of(points(65), None).steps(TrainConfig(epochs=2)) == 6  # of 32, 32 and 1
-    assert data_of(points(65), None).steps(TrainConfig(steps=7)) == 7
-    assert data_of(Unending(), None).steps(TrainConfig()) == 200
+    assert data_of(world_of(), points(65)).steps(TrainConfig(epochs=2)) == 6  # of 32, 32 and 1
+    assert data_of(world_of(), points(65)).steps(TrainConfig(steps=7)) == 7
+    assert data_of(world_of(), Unending()).steps(TrainConfig()) == 200
     said = "^--train.epochs 2: the training data is an IterableDataset, .*; give --train.steps$"
     with pytest.raises(ValueError, match=said):
-        data_of(Unending(), None).steps(TrainConfig(epochs=2))
+        data_of(world_of(), Unending()).steps(TrainConfig(epochs=2))
     cadence = Config(task="own:Task", balance=BalanceConfig(mode="cadence"))
     with pytest.raises(
         ValueError, match=r"^--train.epochs 2: with --balance.mode cadence, .* give"
     ):
-        data_of(points(650), None, cadence).steps(TrainConfig(epochs=2))
+        data_of(world_of(), points(650), config=cadence).steps(TrainConfig(epochs=2))
 
 
 @pytest.mark.parametrize(
