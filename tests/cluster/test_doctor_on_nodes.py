@@ -55,7 +55,7 @@ def test_the_node_that_sends_slowly_is_named(make_cluster, tmp_path):
     assert checks["shared files"]["status"] == "pass"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("iptables") is None, reason="dropped packets need iptables")
 def test_networks_that_drop_packets_are_named(make_cluster, tmp_path):
     """A firewall at a job's start, a smaller MTU on the way and lost packets, side by side."""

@@ -80,7 +80,7 @@ def talking(cluster, stop):
 
 @pytest.mark.parametrize(
     "ranks",
-    [(2, 2), *(pytest.param(r, marks=pytest.mark.thorough) for r in [(1, 1, 1), (3, 1), (2,)])],
+    [(3, 1), *(pytest.param(r, marks=pytest.mark.exhaustive) for r in [(2, 2), (1, 1, 1), (2,)])],
 )
 def test_mpi_finds_the_ranks_on_each_node_and_traffic_crosses_the_links_between(
     make_cluster, ranks

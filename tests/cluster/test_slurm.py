@@ -370,7 +370,8 @@ def test_scancel_saves_and_ends_for_good(out_of_time):
 
 
 def test_a_job_gives_way_to_an_urgent_one_and_goes_on_after_it(outranked, uninterrupted):
-    assert "start 1: preempted, after USR1" in outranked.log
+    # Slurm signals the shell and the ranks at once: who saves first has had it of either.
+    assert "start 1: preempted" in outranked.log, outranked.log
     assert outranked.facts["Restarts"] == "1"
     check_same(outranked, uninterrupted)
 

@@ -16,7 +16,7 @@ SUITES = {  # the number of ranks, and options of pytest
     "rest": (3, ["--all", "-m", "thorough"]),
     "all": (3, ["--all"]),
 }
-MARKS = {"quick": [], "unequal": [pytest.mark.thorough]}
+MARKS = {"quick": []}
 
 
 @pytest.mark.timeout(660)

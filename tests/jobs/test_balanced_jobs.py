@@ -34,6 +34,7 @@ def expect_losses(folder, expected):
     assert losses(folder) == pytest.approx(expected, rel=2e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

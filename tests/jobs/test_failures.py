@@ -144,7 +144,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
         pytest.param(2, "InBackward", 2, 100, marks=pytest.mark.thorough),
         pytest.param(3, "Raises", 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.exhaustive),
-        pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.thorough),
+        pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_exception_loses_no_complete_step(folder, ranks, task, stage, every):
@@ -224,7 +224,7 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
 @pytest.mark.parametrize(
     ("phase", "said"),
     [
-        pytest.param("loading", "rank 1: loading sample 3 of the t", marks=pytest.mark.thorough),
+        pytest.param("loading", "rank 1: loading sample 3 of the t", marks=pytest.mark.exhaustive),
         pytest.param(
             "forward", "rank 1: forward in step 1 of sample 3 of t", marks=pytest.mark.exhaustive
         ),
@@ -232,7 +232,7 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
             "backward", "rank 1: backward in step 1 of sample 3 of", marks=pytest.mark.exhaustive
         ),
         pytest.param("detached", "rank 0: compute the loss from", marks=pytest.mark.exhaustive),
-        pytest.param("update", "rank 1: update of step 1\n", marks=pytest.mark.thorough),
+        pytest.param("update", "rank 1: update of step 1\n", marks=pytest.mark.exhaustive),
         pytest.param(
             "evaluation", "rank 1: evaluation of samples 2, 3 of the v", marks=pytest.mark.thorough
         ),
@@ -308,7 +308,7 @@ def run(folder, text, ranks, *words, **options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("late", ["before", "during"])
+@pytest.mark.parametrize("late", ["before", pytest.param("during", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp_path, late):
     text = (
         "import os, sys, time, torch, mntrain\n"
@@ -382,7 +382,7 @@ print("end")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world", ["open", "closed"])
+@pytest.mark.parametrize("world", ["open", pytest.param("closed", marks=pytest.mark.exhaustive)])
 def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
     (tmp_path / "late.py").write_text(LATE_AT_EXIT)
     with in_own_group([sys.executable, "late.py", world], tmp_path, ranks=2) as job:
@@ -461,7 +461,7 @@ def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     assert result.stdout == ""
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_threads_and_caught_errors_end_without_the_job(tmp_path):
     text = (
         "import sys, threading\nimport mntrain\n"
@@ -499,7 +499,7 @@ def test_children_end_in_every_way_without_ending_mpi_for_their_rank(started_by)
     assert result.stderr.count("a forked child of a rank and cannot be a rank itself") == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
     text = (
         "import sys\nimport mntrain\n"

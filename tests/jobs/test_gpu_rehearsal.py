@@ -8,7 +8,7 @@ from launch import run_suite
 TESTS = Path(__file__).parents[1] / "gpu" / "ranks"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_what_the_gpu_tests_ask_of_a_gpu_holds_on_the_cpu(monkeypatch):
     monkeypatch.setenv("GPU_TESTS_ON", "cpu")

@@ -41,7 +41,9 @@ def ctrl_c(command, folder, ready, ranks=0):
 
 
 @pytest.mark.parametrize("ranks", [0, 2])  # 0: without mpirun
-@pytest.mark.parametrize("library", ["pydantic", "torch"])  # for the options; for the job
+@pytest.mark.parametrize(
+    "library", ["torch", pytest.param("pydantic", marks=pytest.mark.exhaustive)]
+)  # for the options; for the job
 def test_ctrl_c_while_a_library_is_imported_prints_one_line(tmp_path, library, ranks):
     (tmp_path / f"{library}.py").write_text(SLOW_LIBRARY)
     (tmp_path / "importing").mkdir()

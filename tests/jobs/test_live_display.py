@@ -75,7 +75,7 @@ def emulated_run(
 SLOW = pytest.mark.exhaustive
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("width", "resized"),
     [

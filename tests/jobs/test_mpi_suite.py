@@ -73,7 +73,7 @@ def test_mpi_suite_above_the_collectives_passes(request):
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     "ranks",
-    [pytest.param(n, marks=pytest.mark.exhaustive) if n in (2, 3, 8) else n for n in SUITES],
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n != 4 else n for n in SUITES],
 )
 def test_mpi_suite_passes(ranks, request):
     every_combination = request.config.getoption("--all") and ranks != 4

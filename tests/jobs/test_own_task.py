@@ -170,7 +170,7 @@ def test_a_task_trains_as_plain_torch_and_goes_on_at_another_size_and_stage(tmp_
     assert {path.name for path in list_checkpoints(tmp_path / "run")} <= set(told)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_best_checkpoint_by_a_metric_of_one_of_several_validation_sets_is_kept(tmp_path):
     saves = ["--task", "own:Sets", "--checkpoint.every", "100", "--checkpoint.keep", "1"]
     best = ["--checkpoint.best", "first accuracy:max", "--train.patience", "2"]

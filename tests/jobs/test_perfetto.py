@@ -44,7 +44,7 @@ def job(tmp_path_factory):
     return folder, done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_perfetto_reads_the_trace_of_a_job_that_stopped_within_its_steps(job):
     folder, output = job
     trace = folder / "run" / "timeline.json.gz"

@@ -53,7 +53,7 @@ def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, par
     assert steps_kept(parts) == [120, 119]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_epochs_end_after_all_samples_also_with_other_batches_and_ranks(tmp_path):
     options = ["--train.steps", "none", "--train.epochs", "3", "--data.valid-fraction", "0"]
     options += ["--train.eval-every", "1"]  # of nothing
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_version_0_1_is_sound_and_resumed(tmp_path):
     assert max(losses(tmp_path)) < 5
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_leaves_checkpoints_intact(tmp_path):
     small = tmp_path / "run"

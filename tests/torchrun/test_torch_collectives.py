@@ -49,7 +49,7 @@ def test_training_equals_one_process_and_ddp(ranks):
     passed(torchrun(ranks, SCRIPTS / "zero_training.py"), ranks)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["collectives", pytest.param("zero_training", marks=pytest.mark.exhaustive)]
 )
