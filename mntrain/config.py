@@ -263,7 +263,7 @@ class CommConfig:
     compress: Literal["none", *compression.names()] = Field(  # type: ignore[valid-type]
         default="none",
         description="compression of gradients between nodes, for slow links, with error feedback: "
-        "see docs/compression.md.",
+        "see docs/slow-links.md.",
     )
     gather_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",

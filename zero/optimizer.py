@@ -793,6 +793,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ValueError on all ranks if no group has a sample. Neither if groups are independent. If the
         names of parameters `without` a gradient are given, a step begins: raises RuntimeError
         unless ranks have the same hyperparameters and update the same.
+
+        Not computed in gradient hooks: one that reads a gradient evicts backward's caches, and
+        would miss later changes of it.
         """
         shards = [shard for _, shard in self._shard.shards()]
         sharding = self._shard.sharding  # each of the group's has the whole mean

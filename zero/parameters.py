@@ -51,6 +51,7 @@ _METADATA = frozenset(
 class FlatParameters:
     """The parameters of buckets, each a view of its bucket's flat tensor, and their all-gathers.
 
+    Every rank of a node has its own, since one rank may change a parameter in place.
     Without a model, `launch` waits for all. It also does if torch.compile is used, and while others
     than the library have tensors over the memory. It waits for a bucket that has a parameter of a
     class derived from `Parameter`.

@@ -74,8 +74,9 @@ class OptimizerShard:
     At stage 0 a rank owns all parameters, from stage 1 on its shard of every bucket of `sharding`.
     A single rank shards nothing. A parameter that is owned whole keeps its shape, and is updated
     itself unless it has master weights; a slice of one is flat. Parameters of 16 bits have fp32
-    master weights, and so have those that travel in a narrower `gather_dtype` from stage 1 on,
-    since they are rounded after an update.
+    master weights, without which updates below half a unit in the last place would be lost. So have
+    those that travel in a narrower `gather_dtype` from stage 1 on, since they are rounded after an
+    update.
     """
 
     def __init__(

@@ -7,10 +7,11 @@ parent's parameters and gradients. Therefore:
     in the child     the snapshot takes the place of that part, at the same addresses
 
 So a child has the values of the time of the fork and changes only its own, as in ordinary memory.
-Successive children share one snapshot, until the parent's memory changes.
+Successive children share one snapshot, until the parent's memory changes. A private mapping of the
+parent's file would need no copy, but show the child what the parent writes after the fork.
 
 A child also inherits what extension modules have registered for the end of the interpreter, such as
-mpi4py the end of MPI, which it would run over its parent's connections.
+mpi4py the end of MPI, which would wait for the other ranks over its parent's connections.
 
 Sources: fork(2), mremap(2), dladdr(3); `call_ll_exitfuncs` in CPython's Python/pylifecycle.c.
 """

@@ -17,8 +17,10 @@ ring of M nodes: 2 (M - 1)), and more nodes level by level, in groups (`Hierarch
 all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
 shards (`HierarchyPlan.gathers_on_ring`).
 
-Each level rounds a 16-bit sum once. With a wire dtype, the sum of a node is rounded to it, and so
-is the sum of each level.
+Sums are made here, in the order of a level's ranks, and in fp32 or wider: MPI has no dependable sum
+of bf16 and fp16. Whichever rank owns an element, its sum has the same order, so all verbs and cuts
+give the same bits. Each level rounds a 16-bit sum once. With a wire dtype, the sum of a node is
+rounded to it, and so is the sum of each level.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.

@@ -10,9 +10,10 @@ from launch import mpirun
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "own-loop.md").read_text()
-SCRIPTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+WHOLE = PAGE.partition("## Calls of a world")[0]  # whose scripts are whole
+SCRIPTS = re.findall(r"^```python\n(.*?)^```$", WHOLE, re.MULTILINE | re.DOTALL)
 ROWS = re.findall(
-    r"^\| (?!\| stage).+ \|$", PAGE.partition("## What works as under DDP")[2], re.MULTILINE
+    r"^\| (?!\| stage).+ \|$", WHOLE.partition("## What works as under DDP")[2], re.MULTILINE
 )
 RUN_EACH = "import runpy, sys; [runpy.run_path(p, run_name='__main__') for p in sys.argv[1:]]"
 

@@ -14,7 +14,7 @@ OPTIONS = [
 ]
 PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
 (OVERLAP,) = re.findall(
-    r"```sql\n(.*?)```", (TESTS.parent / "docs" / "timeline.md").read_text(), re.S
+    r"```sql\n(.*?)```", (TESTS.parent / "docs" / "metrics.md").read_text(), re.S
 )
 SLICES = """
     include perfetto module slices.with_context;

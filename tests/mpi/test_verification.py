@@ -26,7 +26,7 @@ RANK = MPI.COMM_WORLD.rank
 STEPS = 3
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 BATCH = 12
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan-and-verify.md").read_text()
 SCRIPT = PAGE.partition("```python\n")[2].partition("```")[0]
 
 

@@ -8,7 +8,8 @@
 Each node is a replica: its ranks average gradients in every step, and state is sharded over them.
 
     outer            none: nodes send their parameters, which become the mean. Otherwise nodes send
-                     outer gradients: the parameters after the last exchange minus those now
+                     outer gradients: the parameters after the last exchange minus those now, which
+                     are small, and lose less to rounding
     code             of what is sent; what it lacks is kept
     max_staleness    rounds by which a node may be ahead of what others have sent
 
@@ -160,9 +161,9 @@ class Exchange:
     d(r): the parameters at the start of the round minus those at its end. It goes on at once, and
     waits only if the mean of round r - `max_staleness` has not arrived. G(k), the exchanged
     parameters, is G(k - 1) after an outer step by the mean of d(k) over nodes. So all nodes pass
-    through the same G(0), G(1), ... with the same bits, only at different times. After round r, a
-    node that has k starts its next round from G(k) - d(k + 1) - ... - d(r): from all that has
-    arrived, with its own changes.
+    through the same G(0), G(1), ... with the same bits, only at different times, and a checkpoint
+    has one copy. After round r, a node that has k starts its next round from
+    G(k) - d(k + 1) - ... - d(r): from all that has arrived, with its own changes.
 
         max_staleness 1, node 1 is slower    (waits: for round 0 of node 1; for its round 1)
         node 0    round 0 | round 1 | waits | round 2 | waits     | round 3

@@ -154,7 +154,10 @@ def _by_tensor(flat: Tensor, message: Sequence[Tensor]) -> Iterator[tuple[Tensor
 def _with_codes(
     flat: Tensor, codes: Tensor, message: Sequence[Tensor], code: Code
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the flat part of each tensor of a message, with the view of its code."""
+    """Yield the flat part of each tensor of a message, with the view of its code.
+
+    A code is of one tensor: the largest of a chunk and the scale of a block are of like numbers.
+    """
     start = 0
     for _, part in _by_tensor(flat, message):
         nbytes = code.nbytes(part.numel())

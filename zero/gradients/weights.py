@@ -56,9 +56,10 @@ class BatchWeight:
     of a total, which is taken to the total of the first one. Where the total of this mean's ranks
     is not known, in a group that is not `whole` too, the weight must not change.
 
-    Weights multiply gradients, never losses. With `every_micro_batch` the gradient of each
-    micro-batch is summed over ranks by itself, times `scale`. Without, it is multiplied by `factor`
-    as it arrives, and their sum by `scale`.
+    Weights multiply gradients, never losses: a loss may train other optimizers' parameters too, and
+    hooks of backward see its gradients. With `every_micro_batch` the gradient of each micro-batch
+    is summed over ranks by itself, times `scale`. Without, it is multiplied by `factor` as it
+    arrives, and their sum by `scale`.
 
     Multipliers are divided by `unit`, the power of two nearest above the largest weight that the
     ranks of a group had together in a mean: so the sum over ranks is no larger than the mean, which
