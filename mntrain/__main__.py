@@ -103,9 +103,9 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
     try:
         options = agree_on_options(parsed)
         if command == "train":
-            from mntrain.train import trainer
+            from mntrain.train import entry
 
-            return _interruptible(lambda: trainer.run_command(options))
+            return _interruptible(lambda: entry.run_command(options))
         if command == "verify":
             return _interruptible(lambda: verify_command.run(options))
         from mntrain.bench import run as bench

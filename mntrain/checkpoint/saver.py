@@ -158,8 +158,8 @@ class Saver:
         *,
         objects: Mapping[str, Stateful] | None = None,
     ) -> None:
-        self._objects = objects or {}
-        self._world, self._model, self._optimizer = world, model, optimizer
+        self.objects = objects or {}
+        self._world, self.model, self.optimizer = world, model, optimizer
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
@@ -172,14 +172,14 @@ class Saver:
         From then on, `check_state`, `begin` and `save` raise TrainingStoppedError if a model as
         this one is now could not be given the state of then.
         """
-        groups = self._optimizer.param_groups
-        check_restorable(self._model, (p for group in groups for p in group["params"]))
+        groups = self.optimizer.param_groups
+        check_restorable(self.model, (p for group in groups for p in group["params"]))
         for group in groups:
             encode_options(hyperparameters(group))
-        encode_objects(self._objects)
-        encode_hook(self._optimizer.accumulation.hook_state())
-        FileLayout(_shapes_of(self._model.state_dict()))
-        self._made = MadeModel(self._model)
+        encode_objects(self.objects)
+        encode_hook(self.optimizer.accumulation.hook_state())
+        FileLayout(_shapes_of(self.model.state_dict()))
+        self._made = MadeModel(self.model)
 
     def check_state(self) -> None:
         """Raise ValueError for optimizer state that cannot be saved. The first call is collective.
@@ -187,19 +187,19 @@ class Saver:
         Known optimizers have none. Called after every step, since it may appear later. What is
         wrong with the model is mostly seen after the first one.
         """
-        if not self._optimizer.known:
-            check_values(self._optimizer.state)
+        if not self.optimizer.known:
+            check_values(self.optimizer.state)
         if not self._stepped:
             self._stepped = True
             self._check_model()
 
     def _check_model(self) -> None:
         """Raise TrainingStoppedError if the master's model could not be restored. Collective."""
-        self._optimizer.wait_for_parameters()
+        self.optimizer.wait_for_parameters()
         try:
             with self._world.agreement():
                 if self._world.master:
-                    self._made.check(self._model)
+                    self._made.check(self.model)
         except AgreedError as error:
             raise TrainingStoppedError(str(error), self._world.rank) from error
 
@@ -225,12 +225,12 @@ class Saver:
         progress: call `finish` first. Raises TrainingStoppedError as `check` says; other errors
         are raised by `advance`.
         """
-        with self._optimizer.averaged():
+        with self.optimizer.averaged():
             self._begin(progress, in_background=True)
 
     def save(self, progress: Manifest) -> Save:
         """Save synchronously, without a snapshot. Collective. Raises AgreedError as `advance`."""
-        with self._optimizer.averaged():
+        with self.optimizer.averaged():
             self._begin(progress, in_background=False)
             return self.finish()
 
@@ -296,9 +296,9 @@ class Saver:
                 outline, ranges = _own_shard(
                     world,
                     token,
-                    self._model,
-                    self._optimizer,
-                    self._objects,
+                    self.model,
+                    self.optimizer,
+                    self.objects,
                     of_model=shapes,
                 )
                 if world.master:  # before the others, which have to open files in it
@@ -320,8 +320,8 @@ class Saver:
 
     def _shapes(self) -> Shapes:
         """Return the shapes of the model's entries, parameters first."""
-        entries = self._model.state_dict()
-        order = dict.fromkeys([*parameters_in(self._model, entries), *entries])
+        entries = self.model.state_dict()
+        order = dict.fromkeys([*parameters_in(self.model, entries), *entries])
         return _shapes_of({name: entries[name] for name in order})
 
     def _end(self, save: Save) -> None:
@@ -343,7 +343,7 @@ class Saver:
 
     def _describe(self, progress: Manifest) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
-        state, replicas = self._optimizer.state_dict(), self._optimizer.schedule.replicas
+        state, replicas = self.optimizer.state_dict(), self.optimizer.schedule.replicas
         world = {"ranks": self._world.size, "nodes": len(self._world.topology.nodes)}
         return replace(
             progress,

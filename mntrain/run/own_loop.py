@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from mntrain.checkpoint import Saver
 from mntrain.checkpoint.objects import Stateful
 from mntrain.cli import toml_text
 from mntrain.config import CheckpointConfig, LogConfig
@@ -22,11 +23,11 @@ from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.ranks import Ranks
 from mntrain.run.comparison import compare_config
-from mntrain.run.directory import RunDirectory
+from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.run.metrics_log import MetricsLog
-from mntrain.run.saving import Checkpoints, SaveInterval
+from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from zero.optimizer import ZeroOptimizer
 
@@ -72,16 +73,13 @@ class OwnLoop:
             if log := self._logs.get(directory):
                 log.flush()
 
-        self._checkpoints[directory] = made = Checkpoints(
-            world,
-            directory,
-            model,
-            optimizer,
-            interval=SaveInterval(checked.every),
-            keep=checked.keep,
-            objects=objects,
-            flush_metrics=flush_metrics,
+        reports = SaveReports(
+            warn=warn if world.master else lambda text: None, before_save=flush_metrics
         )
+        saver = Saver(world, model, optimizer, directory.path, checked.keep, objects=objects)
+        interval = SaveInterval(checked.every)
+        made = Checkpoints(world, directory, saver, interval, reports)
+        self._checkpoints[directory] = made
         return made
 
     def _check_saved(
@@ -151,7 +149,7 @@ class OwnLoop:
             with suppress(AgreedError):
                 log.flush()
         for checkpoints in self._checkpoints.values():
-            checkpoints.settle()
+            checkpoints.wait()
 
     def close(self) -> None:
         """Restore the handlers of signals, and release the run directories. Local."""
@@ -206,7 +204,7 @@ class OwnLoop:
         }
 
     def _longest_save_s(self) -> float:
-        return max((made.longest_save_s for made in self._checkpoints.values()), default=0.0)
+        return max((made.longest_s for made in self._checkpoints.values()), default=0.0)
 
 
 def _trained(optimizer: ZeroOptimizer) -> set[int]:

@@ -1,12 +1,11 @@
-"""Saves of a run: when its checkpoints are due, reports about them, and those of own loops."""
+"""The checkpoints of a run: when they are due, how they are saved and restored."""
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-from torch import nn
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
@@ -18,9 +17,8 @@ from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
 from mntrain.run.comparison import changed_data
-from mntrain.run.directory import RunDirectory, warn
+from mntrain.run.directory import RunDirectory
 from mntrain.run.means import DelayedSums
-from zero.optimizer import ZeroOptimizer
 
 RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
 
@@ -78,177 +76,66 @@ class SaveInterval:
             self._retry_at = time.monotonic() + RETRY_S
 
 
-class RunSaver:
-    """Saves the run after the steps that are due. Every rank makes the same decisions.
+@dataclass(frozen=True)
+class SaveReports:
+    """What is called before and after saves; each does nothing unless given."""
 
-    A save that fails during training is reported by `warn`, at most once a minute, and tried again
-    after a minute at the latest, with the state of then; training continues. `note` takes
-    what else is reported. On the master, `on_checkpoint` gets the path of each complete checkpoint.
-    `scored_by` names the metric of which the lowest score is kept.
-    """
-
-    def __init__(
-        self,
-        world: Ranks,
-        saver: Saver,
-        interval: SaveInterval,
-        note: Callable[[str], None],
-        warn: Callable[[str], None],
-        *,
-        scored_by: str = "eval_loss",
-        on_checkpoint: Callable[[Path], None] = lambda path: None,
-    ) -> None:
-        self._world, self._saver, self._interval = world, saver, interval
-        self._note, self._warn = note, warn
-        self._scored_by, self._on_checkpoint = scored_by, on_checkpoint
-        self._best_score = math.inf
-        self._warned_at = -math.inf  # of a failure
-        self._last: Path | None = None  # the newest that is complete on the disk
-        self._saved = self._failed = 0
-        self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
-        self._waited_s = 0.0  # by training
-        self.longest_s = 0.0  # the most seconds from a copy until the files were on the disk
-
-    def continue_from(self, found: FoundCheckpoint) -> None:
-        """Take over what the earlier jobs of the run have measured. Collective."""
-        best_score = self._saver.best_score(found.manifest.step, self._scored_by)
-        self._best_score = math.inf if best_score is None else best_score
-        self.longest_s = found.manifest.wrote_s
-
-    def local_flags(self) -> dict[str, float]:
-        """Return this rank's flags, whose sums over all ranks `after_step` takes. Local.
-
-        save_due: 1 on the master if its clock says that a save is due; save_ready: the progress of
-        the save that is being written.
-        """
-        due = self._world.master and self._interval.due_now()
-        return {"save_due": float(due), "save_ready": float(self._saver.ready())}
-
-    def acts(self, step: int, summed_flags: Mapping[str, float]) -> bool:
-        """Return whether `after_step` communicates, unless an evaluation is the best. Local."""
-        due = bool(summed_flags["save_due"]) or self._interval.due_after(step)
-        return due or self._advances(summed_flags)
-
-    def _advances(self, summed_flags: Mapping[str, float]) -> bool:
-        return self._saver.saving and summed_flags["save_ready"] >= self._world.size
-
-    def after_step(self, progress: Manifest, summed_flags: Mapping[str, float]) -> None:
-        """Begin a save if one is due, and advance the one that is being written. Collective."""
-        if self._advances(summed_flags):
-            self.progress += 1
-            self._report(self._saver.advance, progress.step)
-        improved = self._improves(progress)  # a checkpoint is due after the best evaluation
-        due = bool(summed_flags["save_due"]) or self._interval.due_after(progress.step)
-        if due or (improved and self._interval.wanted):
-            start = time.perf_counter()
-            self.wait(progress.step)
-            copy_start = time.perf_counter()
-            self._saver.begin(progress)
-            self.progress += 1
-            end = time.perf_counter()
-            self._interval.saved(end - copy_start)
-            self._waited_s += end - start
-
-    def save_now(self, progress: Manifest) -> None:
-        """Save and wait until that is complete. Collective. Raises AgreedError on failure."""
-        self.wait(progress.step)
-        self._improves(progress)
-        self._report(lambda: self._saver.save(progress), progress.step, warns=False)
-        self._interval.saved(None)
-
-    def wait(self, step: int, *, warns: bool = True) -> None:
-        """Wait for the save that is being written, if any. Collective.
-
-        Raises AgreedError if it failed, unless that `warns`.
-        """
-        if self._saver.saving:
-            self._report(self._saver.finish, step, warns=warns)
-
-    def has(self, step: int) -> bool:
-        """Return True if the newest complete checkpoint of this job is that of a step. Local."""
-        return self._last is not None and self._last.name == checkpoint_name(step)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the entries of summary.json about checkpoints. Local."""
-        counts = {"saved": self._saved, "failed": self._failed}
-        seconds = {"waited_s": self._waited_s, "longest_s": self.longest_s}
-        last = str(self._last) if self._last else None
-        return {"checkpoint": last, "checkpoints": counts | seconds}
-
-    def _improves(self, progress: Manifest) -> bool:
-        """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
-        lowest = self._best_score
-        if (score := progress.score_by(self._scored_by)) is not None:
-            self._best_score = min(score, lowest)
-        return self._best_score < lowest
-
-    def _report(self, end: Callable[[], Save | None], step: int, *, warns: bool = True) -> None:
-        """Report the complete checkpoint that `end` returns, if any, or its failure."""
-        try:
-            saved = end()
-        except AgreedError as error:
-            if not warns:
-                raise
-            self._failed += 1
-            self._interval.failed()
-            now = time.monotonic()
-            if now >= self._warned_at + RETRY_S:
-                self._warned_at = now
-                self._warn(str(error))
-            return
-        if saved is None:
-            return
-        self._last = saved.path
-        self._saved += 1
-        self.longest_s = max(self.longest_s, saved.seconds)
-        self._note(
-            f"step {step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
-            f"{saved.seconds:.2f} s"
-        )
-        if self._world.master:
-            self._on_checkpoint(saved.path)
+    note: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = lambda text: None
+    before_save: Callable[[], None] = lambda: None  # collective
+    on_checkpoint: Callable[[Path], None] = lambda path: None  # with a complete one, on the master
 
 
 class Checkpoints:
-    """The checkpoints of a user's own loop. Made by `World.checkpoints`.
+    """The checkpoints of a run. `World.checkpoints` makes those of a loop of one's own.
 
         for step in range(checkpoints.restore() + 1, steps + 1):
             ...
             checkpoints.save(step)
 
-    At the end of a with block, or in `close`, it waits for the checkpoint that is being written.
-    The methods are collective.
+    Every rank makes the same decisions. A save that fails during training is told by a warning, at
+    most once a minute, and tried again after a minute at the latest, with the state of then;
+    training continues. At the end of a with block, or in `close`, it waits for the checkpoint that
+    is being written. The methods are collective, unless they say otherwise.
     """
 
     def __init__(
         self,
         world: Ranks,
         directory: RunDirectory,
-        model: nn.Module,
-        optimizer: ZeroOptimizer,
-        *,
+        saver: Saver,
         interval: SaveInterval,
-        keep: int,
-        objects: Mapping[str, Stateful],
-        flush_metrics: Callable[[], None],
+        reports: SaveReports,
+        *,
+        scored_by: str = "eval_loss",
+        may_save: bool = True,
     ) -> None:
-        """Check that all can be saved. `flush_metrics` is collective."""
-        self._world, self._directory = world, directory
-        self._model, self._optimizer, self._objects = model, optimizer, objects
-        self._interval, self._flush_metrics = interval, flush_metrics
-        self._warn: Callable[[str], None] = warn if world.master else lambda text: None
-        directory.expect_shared()
-        self._saver = Saver(world, model, optimizer, directory.path, keep, objects=objects)
-        with world.agreement():
-            self._saver.check()
-        self._run_saver = RunSaver(
-            world, self._saver, interval, note=lambda text: None, warn=self._warn
-        )
+        """Check that all can be saved, unless it `may_save` nothing.
+
+        `scored_by` names the metric of which the lowest score is kept.
+        """
+        self._world, self._directory, self._saver = world, directory, saver
+        self._interval, self._reports = interval, reports
+        self._scored_by, self._may_save = scored_by, may_save
+        if may_save:
+            directory.expect_shared()
+            with world.agreement():
+                saver.check()
         self._flags = DelayedSums(world.collectives)
+        self._best_score = math.inf
+        self._warned_at = -math.inf  # of a failure
+        self._last: Path | None = None  # the newest that is complete on the disk
+        self._saved = self._failed = 0
+        self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
+        self._waited_s = 0.0  # by training
+        self.longest_s = 0.0
+        """The most seconds that a checkpoint has taken from the copy to the disk."""
         self._step: int | None = None  # the last that was restored or offered
         self._restored = 0
         self._resumed: FoundCheckpoint | None = None
         self._data: dict[str, Any] = {}  # what is compared of it in a resumed run
+
+    # For every loop.
 
     def restore(self) -> int:
         """Load the newest sound checkpoint in place, and return its step; 0 if there is none.
@@ -261,20 +148,21 @@ class Checkpoints:
         another model or lacks an object, if no checkpoint is sound, or if the directory holds a
         run that has ended without checkpoints.
         """
-        self.settle()
-        self._flush_metrics()
+        self.wait()
+        self._reports.before_save()
         if self._step is None:  # what was added to the model meanwhile is there when it is restored
             with self._world.agreement():
                 self._saver.check()
         found = checkpoint.newest(self._world, self._directory.path)
-        step = found.manifest.step if found else 0
         self._data = {"samples": self._digests()}
         if found:
-            self._load(found)
+            self._warn_of_differences(found)
+            self.load(found, self._saver.objects)
+        step = found.manifest.step if found else 0
         self._directory.rewind(step)
         if found:
             checkpoint.restore_randomness(found, self._world)
-        self._resumed, self._step, self._restored = found, step, step
+        self._step = self._restored = step
         return step
 
     def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:
@@ -288,6 +176,137 @@ class Checkpoints:
         """
         with self._world.recorder.phase("checkpoint", step):
             self._save(step, now=now, eval_loss=eval_loss)
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
+        self.wait(warns=False)
+
+    def wait(self, *, warns: bool = True) -> None:
+        """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
+        self._flags.take()
+        if self._saver.saving:
+            self._report(self._saver.finish, warns=warns)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if raised_by_all(error):
+            self.wait(warns=error is not None)
+
+    # For a loop that adds the flags to a message of its own, and makes manifests: that of a job.
+
+    def load(
+        self,
+        found: FoundCheckpoint,
+        objects: Mapping[str, Stateful],
+        kept_options: Sequence[str] = (),
+    ) -> None:
+        """Load a checkpoint in place, as `checkpoint.load`, and what its jobs have measured."""
+        best_score = self._saver.best_score(found.manifest.step, self._scored_by)
+        self._best_score = math.inf if best_score is None else best_score
+        self.longest_s, self._resumed = found.manifest.wrote_s, found
+        model, optimizer, options = self._saver.model, self._saver.optimizer, kept_options
+        checkpoint.load(found, model, optimizer, self._world, objects=objects, kept_options=options)
+
+    def local_flags(self) -> dict[str, float]:
+        """Return this rank's flags, whose sums over all ranks `save_if_due` takes. Local.
+
+        save_due: 1 on the master if its clock says that a save is due; save_ready: the progress of
+        the save that is being written.
+        """
+        due = self._world.master and self._interval.due_now()
+        return {"save_due": float(due), "save_ready": float(self._saver.ready())}
+
+    def acts(self, step: int, summed_flags: Mapping[str, float]) -> bool:
+        """Return whether `save_if_due` communicates, unless an evaluation is the best. Local."""
+        return self._due(step, summed_flags) or self._advances(summed_flags)
+
+    def save_if_due(self, progress: Manifest, summed_flags: Mapping[str, float]) -> None:
+        """Begin a save if one is due, and advance the one that is being written."""
+        self._step = progress.step
+        if self._may_save:
+            self._saver.check_state()
+        if self._advances(summed_flags):
+            self.progress += 1
+            self._report(self._saver.advance)
+        improved = self._improves(progress)  # a checkpoint is due after the best evaluation
+        if self._due(progress.step, summed_flags) or (improved and self._interval.wanted):
+            self._reports.before_save()
+            start = time.perf_counter()
+            self.wait()
+            copy_start = time.perf_counter()
+            self._saver.begin(progress)
+            self.progress += 1
+            end = time.perf_counter()
+            self._interval.saved(end - copy_start)
+            self._waited_s += end - start
+
+    def save_now(self, progress: Manifest) -> None:
+        """Save and wait until that is complete. Raises AgreedError on failure."""
+        self.wait()
+        self._step = progress.step
+        if self.has(progress.step):  # it may have been the one that was being written
+            return
+        self._reports.before_save()
+        self._improves(progress)
+        self._report(lambda: self._saver.save(progress), warns=False)
+        self._interval.saved(None)
+
+    def has(self, step: int) -> bool:
+        """Return True if the newest complete checkpoint of this job is that of a step. Local."""
+        return self._last is not None and self._last.name == checkpoint_name(step)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entries of summary.json about checkpoints. Local."""
+        counts = {"saved": self._saved, "failed": self._failed}
+        seconds = {"waited_s": self._waited_s, "longest_s": self.longest_s}
+        return {
+            "resumed_from": str(self._resumed.path) if self._resumed else None,
+            "checkpoint": str(self._last) if self._last else None,
+            "checkpoints": counts | seconds,
+        }
+
+    def _due(self, step: int, summed_flags: Mapping[str, float]) -> bool:
+        return bool(summed_flags["save_due"]) or self._interval.due_after(step)
+
+    def _advances(self, summed_flags: Mapping[str, float]) -> bool:
+        return self._saver.saving and summed_flags["save_ready"] >= self._world.size
+
+    def _improves(self, progress: Manifest) -> bool:
+        """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
+        lowest = self._best_score
+        if (score := progress.score_by(self._scored_by)) is not None:
+            self._best_score = min(score, lowest)
+        return self._best_score < lowest
+
+    def _report(self, end: Callable[[], Save | None], *, warns: bool = True) -> None:
+        """Report the complete checkpoint that `end` returns, if any, or its failure."""
+        try:
+            saved = end()
+        except AgreedError as error:
+            if not warns:
+                raise
+            self._failed += 1
+            self._interval.failed()
+            now = time.monotonic()
+            if now >= self._warned_at + RETRY_S:
+                self._warned_at = now
+                self._reports.warn(str(error))
+            return
+        if saved is None:
+            return
+        self._last = saved.path
+        self._saved += 1
+        self.longest_s = max(self.longest_s, saved.seconds)
+        self._reports.note(
+            f"step {self._step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
+            f"{saved.seconds:.2f} s"
+        )
+        if self._world.master:
+            self._reports.on_checkpoint(saved.path)
+
+    # Of a loop of one's own.
 
     def _save(self, step: int, *, now: bool, eval_loss: float | None) -> None:
         self._check(step)
@@ -305,38 +324,11 @@ class Checkpoints:
             step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss, data=self._data
         )
         if now:
-            self.settle()
-            if not self._run_saver.has(step):  # it may have been the one that was being written
-                self._flush_metrics()
-                self._run_saver.save_now(progress)
+            self.save_now(progress)
         elif not again:
-            self._save_if_due(progress)
-
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
-        self.settle(warns=False)
-
-    def settle(self, *, warns: bool = True) -> None:
-        """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
-        self._flags.take()
-        self._run_saver.wait(self._step or 0, warns=warns)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if raised_by_all(error):
-            self.settle(warns=error is not None)
-
-    @property
-    def longest_save_s(self) -> float:
-        """The most seconds that a checkpoint has taken from the copy to the disk."""
-        return self._run_saver.longest_s
-
-    def summary(self) -> dict[str, Any]:
-        """Return the entries of summary.json about checkpoints. Local."""
-        resumed = str(self._resumed.path) if self._resumed else None
-        return {"resumed_from": resumed, **self._run_saver.summary()}
+            self.save_if_due(progress, self._flags.take() or {"save_due": 0.0, "save_ready": 0.0})
+            if self._interval.by_clock or self._saver.saving:
+                self._flags.start(self.local_flags())
 
     def _check(self, step: int) -> None:
         """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""
@@ -348,7 +340,7 @@ class Checkpoints:
                 f"the run began after {self._restored} steps, and step {self._step} came before: "
                 f"give the number of steps taken, which only increases"
             )
-        elif self._optimizer.closed:
+        elif self._saver.optimizer.closed:
             problem = (
                 "its optimizer was closed, by close() or since another one trains its parameters: "
                 "give that one to world.checkpoints, with a run directory of its own"
@@ -356,19 +348,10 @@ class Checkpoints:
         if problem:
             raise AgreedError(f"checkpoints.save({step}): {problem}", self._world.rank)
 
-    def _save_if_due(self, progress: Manifest) -> None:
-        """Begin a save if one is due, and advance the one in progress, by the last call's flags."""
-        flags = self._flags.take() or {"save_due": 0.0, "save_ready": 0.0}
-        due = flags["save_due"]
-        if due or self._interval.due_after(progress.step) or progress.eval_loss is not None:
-            self._flush_metrics()
-        self._run_saver.after_step(progress, flags)
-        if self._interval.by_clock or self._saver.saving:
-            self._flags.start(self._run_saver.local_flags())
-
     def _digests(self) -> dict[str, dict[str, str]]:
         """Return digests of samples by name, and rank, of the shards that are saved. Collective."""
-        shards = {n: one for n, one in self._objects.items() if isinstance(one, ShardedLoader)}
+        objects = self._saver.objects
+        shards = {n: one for n, one in objects.items() if isinstance(one, ShardedLoader)}
         by_rank = self._world.gather({n: shard.spread_digest() for n, shard in shards.items()})
         return {
             f"{name}{f' on rank {rank}' * (rank > 0)}": digest
@@ -377,16 +360,16 @@ class Checkpoints:
             if digest
         }
 
-    def _load(self, found: FoundCheckpoint) -> None:
-        scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
-        if scheduled and not any(hasattr(value, "last_epoch") for value in self._objects.values()):
-            self._warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
+    def _warn_of_differences(self, found: FoundCheckpoint) -> None:
+        """Warn of what a checkpoint has and this loop has not, or otherwise. Local."""
+        objects, warn = self._saver.objects, self._reports.warn
+        scheduled = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
+        if scheduled and not any(hasattr(value, "last_epoch") for value in objects.values()):
+            warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
         for path, reason in found.skipped.items():
-            self._warn(f"{path.name} was passed over: {reason}")
-        if unused := sorted(found.manifest.objects.keys() - self._objects.keys()):
-            self._warn(f"{found.path.name} also has the state of {', '.join(unused)}")
+            warn(f"{path.name} was passed over: {reason}")
+        if unused := sorted(found.manifest.objects.keys() - objects.keys()):
+            warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):
             names = first_names(changed, 3)
-            self._warn(f"the data is not that of the checkpoint: {names} changed")
-        checkpoint.load(found, self._model, self._optimizer, self._world, objects=self._objects)
-        self._run_saver.continue_from(found)
+            warn(f"the data is not that of the checkpoint: {names} changed")

@@ -7,7 +7,7 @@ import torch
 
 from mntrain import checkpoint, tasks
 from mntrain.balance.shares import Shares
-from mntrain.checkpoint import Stateful
+from mntrain.checkpoint import Saver, Stateful
 from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
@@ -17,7 +17,7 @@ from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.report import Reporter
 from mntrain.run.comparison import compare_task
 from mntrain.run.directory import RunDirectory
-from mntrain.run.saving import RunSaver, SaveInterval
+from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
@@ -91,8 +91,6 @@ class TrainingJob:
 
     def _begin_run(self, world: World, config: Config) -> None:
         """Begin in the run's directory, or continue in it. Collective."""
-        if self.saves:
-            self.directory.expect_shared()
         with world.agreement():
             options = to_toml(resumption.with_absolute_paths(config)).encode()
             files = {CONFIG_FILE: options, **self.task.run_files()}
@@ -163,42 +161,28 @@ class TrainingJob:
             objects["data"] = self.data.stream
         if self.best.patience:
             objects["early stopping"] = self.best
-        keep = config.checkpoint.keep
-        self.saver = checkpoint.Saver(
-            world, self.model, self.optimizer, self.run_dir, keep, objects=objects
-        )
+        keep, run = config.checkpoint.keep, config.run
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
-        self.checkpointing = RunSaver(
-            world,
-            self.saver,
-            interval,
-            self.reporter.note,
-            self.reporter.warn,
-            scored_by=self.best.text,
-            on_checkpoint=self.task.on_checkpoint,
-        )
-        run = config.run
         # True if this job leaves a checkpoint at its end in any case.
         self.saves = interval.wanted or run.stop_after is not None or run.max_minutes is not None
-        with world.agreement():
-            if self.saves:
-                self.saver.check()
+        reporter = self.reporter
+        self.checkpoints = Checkpoints(
+            world,
+            self.directory,
+            Saver(world, self.model, self.optimizer, self.run_dir, keep, objects=objects),
+            interval,
+            SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
+            scored_by=self.best.text,
+            may_save=self.saves,
+        )
         if self.resumed:
-            self.checkpointing.continue_from(self.resumed)
             known = {**objects}  # `objects` are those that are saved
             if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then
                 known.pop("early stopping", None)
             # This job's options count, even if the checkpoint was made with others. Only a learning
             # rate that a scheduler with a state has set is the checkpoint's.
             kept = ["weight_decay"] if self.schedule.objects else ["weight_decay", "lr"]
-            checkpoint.load(
-                self.resumed,
-                self.model,
-                self.optimizer,
-                world,
-                objects=known,
-                kept_options=kept,
-            )
+            self.checkpoints.load(self.resumed, known, kept)
         self.schedule.start(self.done)
 
 

@@ -75,7 +75,7 @@ class StepAgreement:
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step; alone, its node waits for no other
-        # Flags of all ranks on their way, and `RunSaver.progress` when they were sent.
+        # Flags of all ranks on their way, and `Checkpoints.progress` when they were sent.
         self._rounds = deque[tuple[Future[list[Mapping[str, float]]], int]]()
         self._group: Collectives = world.collectives  # the ranks of the means
         self._ranks: tuple[int, ...] = ()  # of a node that is alone
@@ -220,7 +220,7 @@ class StepAgreement:
 
         Collective at the end of a round; waits for a round only `max_staleness` later.
         """
-        sync, saves = self._job.sync, self._job.checkpointing
+        sync, saves = self._job.sync, self._job.checkpoints
         if sync is None or not self._ends_round:
             return
         self._rounds.append((self._world.gather_later(self._own_flags()), saves.progress))

@@ -200,7 +200,7 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str
     if draws and (why := write_page(job.run_dir)):
         reporter.note(f"no {REPORT_FILE}: {why}")
     early = by_option or result.status in ("interrupted", "preempted")
-    if early and result.last and job.checkpointing.has(result.last.step):
+    if early and result.last and job.checkpoints.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""
         reporter.note(f"to continue: the same command with --run.dir {job.run_dir}{later}")
     elif result.status == "interrupted" and not job.saves:
@@ -249,8 +249,7 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         "precision": config.train.precision,
         **used,
         "reason": result.reason,
-        "resumed_from": str(job.resumed.path) if job.resumed else None,
-        **job.checkpointing.summary(),
+        **job.checkpoints.summary(),
         **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }

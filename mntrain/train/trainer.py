@@ -5,100 +5,34 @@ the gradients and means -> update -> report.
 """
 
 import gc
-import socket
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 from mntrain import tasks
 from mntrain.checkpoint import Manifest
-from mntrain.cli import RefusedOptionsError, from_mapping
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
-from mntrain.errors import AgreedError, ExceptionWatch, TrainingStoppedError
+from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.rank_info import memory_now
-from mntrain.run.comparison import agree_on_options
 from mntrain.run.signals import SignalRequests, stop_reason
 from mntrain.train.compiling import uncompiled
-from mntrain.train.evaluation import merge_sets
+from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import StepAgreement, errors_stop
 from mntrain.train.step_means import PartCounts, StepMeans
 from mntrain.train.summary import JobResult, describe_job, finish_report
-from mntrain.world import World, init
+from mntrain.world import World
 from zero.optimizer import StepResult
-
-# Exit codes of jobs that may be resumed: the shell's for Ctrl-C, and EX_TEMPFAIL of sysexits.h.
-EXIT_CODES = {"interrupted": 130, "preempted": 75}
-NOT_WRITTEN = 74  # of another job without an error whose files lack something; EX_IOERR
-
-
-def run(task: tasks.Given, options: Mapping[str, Any] | Config | None = None) -> dict[str, Any]:
-    """Train a task on all ranks of the job, and return what summary.json has. Collective.
-
-    The same as `python -m mntrain`, on one process or many, without an exit. `task` is one, its
-    class, or its name as in --task. `options` are nested as in a TOML file, or have dotted names:
-    {"train.steps": 100}. A task that is given keeps what it was made with, but for its `config`.
-
-    The summary is the same on all ranks, and its "status" says how the job ended: completed,
-    stopped, preempted or interrupted. Raises AgreedError on all ranks for bad input, and
-    TrainingStoppedError, which is one, for training that had to stop. An exception on one rank
-    alone ends the whole job with a traceback.
-    """
-    if isinstance(task, str):
-        name = task
-    else:
-        name = tasks.class_name(task if isinstance(task, type) else type(task))
-    parsed: Config | RefusedOptionsError
-    try:
-        given = options if isinstance(options, Config) else from_mapping(options or {})
-        parsed = replace(given, task=name)
-    except ValueError as error:
-        parsed = RefusedOptionsError(str(error))
-    try:
-        config = agree_on_options(parsed)
-    except AgreedError as error:
-        ExceptionWatch(error.rank, 1, socket.gethostname()).install()  # one line if nobody catches
-        raise
-    return _train(config, task)
-
-
-def run_command(config: Config) -> int:
-    """Train as configured on all ranks of the job, and return the exit code. Collective.
-
-    An error that all ranks agree on is printed once, by the master: the code is 2 for bad input,
-    and 1 for training that had to stop. Else it is that of `exit_code`.
-    """
-    try:
-        return exit_code(_train(config, config.task))
-    except AgreedError as error:
-        error.report()
-        return 1 if isinstance(error, TrainingStoppedError) else 2
-
-
-def exit_code(summary: Mapping[str, Any]) -> int:
-    """Return the exit code of a job without an error.
-
-    0 for a run that completed or stopped as asked for, else one of `EXIT_CODES`; `NOT_WRITTEN`
-    instead of 0 if the run's directory lacks metrics or the summary.
-    """
-    return EXIT_CODES.get(summary["status"], NOT_WRITTEN if "not_written" in summary else 0)
-
-
-def _train(config: Config, task: tasks.Given) -> dict[str, Any]:
-    with init(device=config.device, **asdict(config.comm)) as world:
-        with world.recorder.phase("start"):
-            trainer = Trainer(world, config, task)
-        return trainer.fit()
 
 
 class Trainer:
@@ -158,7 +92,7 @@ class Trainer:
             if result.status == "completed" and self._world.master:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
-            if result.status in EXIT_CODES:
+            if result.status in ("interrupted", "preempted"):
                 result.reason = stop_reason(self._world, signals, self.job.deadline)
             elif result.error:
                 result.reason = str(result.error)
@@ -202,9 +136,7 @@ class Trainer:
                     return
                 saving = self._world.recorder.phase("checkpoint", step)
                 with saving, errors_stop(self._world, step):
-                    if self.job.saves:
-                        self.job.saver.check_state()
-                    self.job.checkpointing.after_step(self._progress(record), self._agreement.flags)
+                    self.job.checkpoints.save_if_due(self._progress(record), self._agreement.flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
@@ -228,13 +160,13 @@ class Trainer:
 
     def _save_last(self, *, wanted: bool) -> AgreedError | None:
         """Save the last completed step, if wanted and it is not saved; return why that failed."""
-        last, saver = self._result.last, self.job.checkpointing
-        saver.wait(last.step if last else self.job.done)  # it may be of this step
-        if last is None or not wanted or saver.has(last.step):
+        last, checkpoints = self._result.last, self.job.checkpoints
+        checkpoints.wait()
+        if last is None or not wanted:
             return None
         try:
             with errors_stop(self._world, last.step):
-                saver.save_now(self._progress(last))
+                checkpoints.save_now(self._progress(last))
         except AgreedError as error:
             return error
         return None
@@ -345,7 +277,7 @@ class Trainer:
 
     def _own_flags(self) -> dict[str, float]:
         """Return what this rank asks for; sums over all ranks count after the step. Local."""
-        signals, saves = self._signals, self.job.checkpointing
+        signals, saves = self._signals, self.job.checkpoints
         longest_s = self._longest_step_s * self._agreement.delay
         near_deadline = self.job.deadline.near(longest_s, saves.longest_s)
         return {
@@ -363,7 +295,7 @@ class Trainer:
             or self._evaluates(step)
             or self.job.timeline.meets_after(step)
             or any(flags[name] for name in ("interrupted", "preempted", "asked_to_stop"))
-            or self.job.checkpointing.acts(step, flags)
+            or self.job.checkpoints.acts(step, flags)
         )
 
     def _evaluates(self, step: int) -> bool:
@@ -392,20 +324,9 @@ class Trainer:
 
         Raises TrainingStoppedError if a loss is not finite.
         """
-        by_set, rank = {}, self._world.rank
+        task, data = self.job.task, self.job.data
         with tasks.evaluating(self._model):
-            for name in self.job.data.validation_sets:
-                for samples, batch in self.job.data.validation_batches(name):
-                    with noted(rank, f"evaluation of {samples}"):
-                        self._forward(batch)
-                where = f"in evaluation of {name}" if name else "in evaluation"
-                means = self._means.reduce(self._world.collectives, where)
-                if means.nonfinite:
-                    raise TrainingStoppedError(f"{where}, the loss is {means.nonfinite}", rank)
-                with noted(rank, f"metrics {where}"):
-                    metrics = self.job.task.derive(means.loss, means.metrics)
-                by_set[name] = replace(means, metrics=metrics)
-        return merge_sets(by_set)
+            return evaluate(self._world, task, data, self._means, self._forward)
 
     def _step_group(self) -> WorldCollectives:
         """Return the ranks that the current step is averaged over, for more than gradients."""

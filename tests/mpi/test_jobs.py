@@ -23,7 +23,8 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
-from mntrain.train.trainer import Trainer, exit_code
+from mntrain.train.entry import exit_code
+from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -13,9 +13,9 @@ from worlds import RANKS, meet
 
 from mntrain.config import CommConfig, Config, OptimConfig, ZeroConfig
 from mntrain.tasks import Loss, Task
+from mntrain.train.entry import run_command
 from mntrain.train.plan.job_plan import JobPlan
 from mntrain.train.plan.plan_options import PlanOptions
-from mntrain.train.trainer import run_command
 
 pytestmark = pytest.mark.mpi
 

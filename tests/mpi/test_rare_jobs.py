@@ -17,7 +17,8 @@ from mntrain.config import CheckpointConfig, RunConfig, ZeroConfig
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.report import Reporter
 from mntrain.sync import SyncConfig
-from mntrain.train.trainer import Trainer, exit_code
+from mntrain.train.entry import exit_code
+from mntrain.train.trainer import Trainer
 from zero.exchange import exchange
 
 pytestmark = pytest.mark.mpi(min_size=2)

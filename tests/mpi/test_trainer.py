@@ -16,7 +16,8 @@ from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import CheckpointConfig, ZeroConfig
 from mntrain.tasks.lm import LanguageModel
-from mntrain.train.trainer import Trainer, exit_code
+from mntrain.train.entry import exit_code
+from mntrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
