@@ -16,6 +16,7 @@ __all__ = [
     "AgreedError",
     "Loss",
     "RemoteRankError",
+    "ShuffledBatches",
     "Task",
     "World",
     "__version__",
@@ -27,6 +28,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mntrain import sync, train
+    from mntrain.data.sampling import ShuffledBatches
     from mntrain.errors import AgreedError, RemoteRankError
     from mntrain.tasks import Loss, Task
     from mntrain.train.verify.verification import verify
@@ -36,6 +38,7 @@ else:  # hidden from type checkers, for which any name would exist
         "AgreedError": "mntrain.errors",
         "Loss": "mntrain.tasks",
         "RemoteRankError": "mntrain.errors",
+        "ShuffledBatches": "mntrain.data.sampling",
         "Task": "mntrain.tasks",
         "World": "mntrain.world",
         "init": "mntrain.world",

@@ -69,7 +69,8 @@ class SamplingPlan:
         if not self.steps_per_epoch:
             raise ValueError(
                 f"the dataset has {self.samples} samples, fewer than a batch of {self.batch_size}, "
-                "which --data.drop-last leaves out: give a smaller --train.batch-size"
+                "which drop_last (--data.drop-last) leaves out: give a smaller batch size "
+                "(--train.batch-size)"
             )
 
     def at(self, step: int) -> "SamplingPlan":
@@ -249,6 +250,30 @@ class SeededDataset(Dataset[Any]):
 
     def _noted(self, phase: str, samples: list[int]) -> AbstractContextManager[None]:
         return noted(self._rank, phase, partial(name_samples, samples, self._data))
+
+
+class ShuffledBatches:
+    """A batch sampler whose every pass takes each sample once, in a new random order.
+
+        DataLoader(dataset, batch_sampler=mntrain.ShuffledBatches(len(dataset), 64))
+
+    As shuffle=True, but no list of all samples is in memory, and none is made when a pass is
+    resumed: an order is a closed form (`mntrain.data.randomness.permuted`). Its seed is drawn from
+    torch's default generator when a pass begins, which `World.shard` seeds alike on all ranks. A
+    batch has `batch_size` samples; the last one is smaller, or left out with `drop_last`. Raises
+    ValueError as `SamplingPlan`.
+    """
+
+    def __init__(self, samples: int, batch_size: int, *, drop_last: bool = False) -> None:
+        self._plan = SamplingPlan(samples, batch_size, 0, drop_last=drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        seed = int(torch.randint(1 << 62, ()))
+        plan = replace(self._plan, seed=seed)
+        return (plan.batch(step) for step in range(len(self)))
+
+    def __len__(self) -> int:
+        return self._plan.steps_per_epoch
 
 
 class StepBatches:

@@ -218,7 +218,7 @@ def test_a_full_disk_ends_no_job_and_what_is_lost_is_told_at_its_end(folder, mon
     options = ["--task", f"{__name__}:Filling", "--train.steps", "40"]
     if RANK == 0:
         run.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", run], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run], check=True)
     meet()
     try:
         # Some 500 bytes of metrics a step, so that a page of 4 KiB is full after 8 of them.

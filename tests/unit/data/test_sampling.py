@@ -8,10 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sharding import Numbers, data_of, sharded, world_of
+from torch.utils.data import DataLoader
 
 from mntrain.config import Config, DataConfig, TrainConfig
 from mntrain.data.phase_notes import name_samples
-from mntrain.data.sampling import LoaderOptions, Position, SamplingPlan, step_loader
+from mntrain.data.sampling import (
+    LoaderOptions,
+    Position,
+    SamplingPlan,
+    ShuffledBatches,
+    step_loader,
+)
 
 PLANS = st.builds(
     SamplingPlan,
@@ -139,6 +146,29 @@ def test_a_plan_over_very_many_samples_computes_only_what_it_is_asked_for():
     share = plan.share(last, rank=3, size=4)
     assert len(share) == 16
     assert all(0 <= sample < 10**12 for sample in share.tolist())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_shuffled_batches_are_of_each_sample_once_in_another_order_each_pass(drop_last):
+    sampler = ShuffledBatches(23, 7, drop_last=drop_last)
+    loader = DataLoader(Numbers(23), batch_sampler=sampler)
+    whole = sharded(loader, train=True)
+    passes = [[batch.tolist() for batch in whole] for _ in range(3)]
+    assert len({str(found) for found in passes}) == 3
+    for found in passes:
+        assert [len(batch) for batch in found] == [7, 7, 7, 2][: len(sampler)]
+        assert len(set(chain(*found))) == (21 if drop_last else 23)
+    parts = [[b.tolist() for b in sharded(loader, rank, 2, train=True)] for rank in range(2)]
+    assert [list(chain(*batch)) for batch in zip(*parts, strict=True)] == passes[0]
+    resumed = sharded(loader, train=True)
+    resumed.load_state_dict({"epoch": 1, "batches": 2, "stream": None})
+    assert [batch.tolist() for batch in resumed] == passes[1][2:]
+
+
+def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
+    assert len(set(next(iter(ShuffledBatches(10**12, 64))))) == 64
+    with pytest.raises(ValueError, match="fewer than a batch of 4, which drop_last"):
+        ShuffledBatches(3, 4, drop_last=True)
 
 
 # ---- loading by the plan ----
