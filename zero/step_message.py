@@ -32,6 +32,16 @@ class StepMessage:
         """True if the message was sent: no name may be put any more."""
         return self._size > 0
 
+    @property
+    def ranks(self) -> int:
+        """Number of the ranks that it was sent to; 0: it was not sent yet."""
+        return self._size
+
+    def take_back(self, name: str) -> None:
+        """Remove a number that was put. Local; not once the message was sent."""
+        assert not self.sent, f"{name} is taken out of a message that was sent"
+        del self._values[name]
+
     def put(self, name: str, value: Value, reduce: Literal["sum", "max"] = "sum") -> None:
         """Add a number. Local."""
         assert not self.sent, f"{name} is put into a message that was sent"

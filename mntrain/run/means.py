@@ -1,7 +1,7 @@
 """Means and sums over ranks in own loops and jobs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Complex
 from typing import SupportsFloat
 
@@ -66,13 +66,18 @@ def weight_problem(weight: object) -> str | None:
 class DelayedSums:
     """Sums over all ranks that are started in one step of an own loop, and read in the next.
 
-    Read at once, they would wait behind the parameters that the last step has sent.
+    They travel in the message that ends the next reduction of gradients over all ranks, which
+    `coming` returns. If there is none, or it was not sent until they are read, in one of their own.
     """
 
-    def __init__(self, collectives: WorldCollectives) -> None:
-        self._collectives = collectives
+    def __init__(
+        self, collectives: WorldCollectives, name: str, coming: Callable[[], StepMessage | None]
+    ) -> None:
+        """Make sums of a `name` that no others have, the same on all ranks. Local."""
+        self._collectives, self._name, self._coming = collectives, name, coming
+        self._values: dict[str, float] = {}
+        self._own: dict[str, float] = {}
         self._message: StepMessage | None = None
-        self._own: list[str] = []
         self.by_rank: dict[str, dict[str, float]] = {}
         """The own values of each rank with the sums that were last read, by name and rank."""
 
@@ -81,18 +86,38 @@ class DelayedSums:
 
         All ranks learn the values in `own` of each.
         """
-        self._message, self._own = StepMessage(), list(own or ())
-        for name, value in values.items():
-            self._message.put(name, value)
-        for name, value in (own or {}).items():
-            self._message.put(name, value, "max")
-        self._message.send(self._collectives)
+        self._values, self._own = dict(values), dict(own or {})
+        self._message = self._coming()
+        if self._message is None:
+            self._message = self._send()
+        else:
+            self._put(self._message)
 
     def take(self) -> dict[str, float]:
         """Return the sums that were last started, once; empty if there are none. Collective."""
         message, self._message = self._message, None
         if message is None:
             return {}
+        if message.ranks != self._collectives.size:
+            if not message.sent:
+                for name in [*self._values, *self._own]:
+                    message.take_back(self._full(name))
+            message = self._send()
         sums = message.read()
-        self.by_rank = {name: message.by_rank(name) for name in self._own}
-        return sums
+        self.by_rank = {name: message.by_rank(self._full(name)) for name in self._own}
+        return {name: sums[self._full(name)] for name in self._values}
+
+    def _send(self) -> StepMessage:
+        message = StepMessage()
+        self._put(message)
+        message.send(self._collectives)
+        return message
+
+    def _put(self, message: StepMessage) -> None:
+        for name, value in self._values.items():
+            message.put(self._full(name), value)
+        for name, value in self._own.items():
+            message.put(self._full(name), value, "max")
+
+    def _full(self, name: str) -> str:
+        return f"{self._name}: {name}"

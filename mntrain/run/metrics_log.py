@@ -57,10 +57,12 @@ class MetricsLog:
         directory: RunDirectory,
         log: LogConfig,
         describe: Callable[[float], Mapping[str, Any]],
+        sums: DelayedSums,
     ) -> None:
         """Make metrics.jsonl. Collective. `log` selects copies of it, and the page at its end.
 
-        `describe` returns more of the summary, collectively, given the seconds since now.
+        `sums` are those of a line's values. `describe` returns more of the summary, collectively,
+        given the seconds since now.
         """
         self._world, self._directory, self._describe = world, directory, describe
         self._log, self._rewinds = log, 0
@@ -68,7 +70,7 @@ class MetricsLog:
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._sum = DelayedSums(world.collectives)
+        self._sum = sums
         self._line: _Line | None = None  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
         self._last: dict[str, float] = {}

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from mntrain.run.comparison import compare_config
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
+from mntrain.run.means import DelayedSums
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from zero.optimizer import ZeroOptimizer
+from zero.step_message import StepMessage
 
 
 class OwnLoop:
@@ -49,6 +52,7 @@ class OwnLoop:
         self._checkpoints: dict[RunDirectory, Checkpoints] = {}
         self._logs: dict[RunDirectory, MetricsLog] = {}
         self._stop: StopRequests | None = None
+        self._sums_made = count(1)
 
     def checkpoints(
         self,
@@ -78,7 +82,8 @@ class OwnLoop:
         )
         saver = Saver(world, model, optimizer, directory.path, checked.keep, objects=objects)
         interval = SaveInterval(checked.every)
-        made = Checkpoints(world, directory, saver, interval, reports)
+        flags = self._sums("checkpoints")
+        made = Checkpoints(world, directory, saver, interval, reports, flags=flags)
         self._checkpoints[directory] = made
         return made
 
@@ -127,7 +132,9 @@ class OwnLoop:
             if world.master and config is not None:
                 write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
         described = partial(self._describe, directory)
-        self._logs[directory] = made = MetricsLog(world, directory, log, described)
+        self._logs[directory] = made = MetricsLog(
+            world, directory, log, described, self._sums("metrics")
+        )
         return made
 
     def stop_requested(self, max_minutes: float | None, grace: float) -> bool:
@@ -140,8 +147,26 @@ class OwnLoop:
                 if not (isinstance(grace, Real) and grace > 0):
                     raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
-            self._stop = StopRequests(self._world, deadline, self._longest_save_s, grace)
+            self._stop = StopRequests(
+                self._world, deadline, self._longest_save_s, grace, self._sums("requests")
+            )
         return self._stop.poll()
+
+    def _sums(self, name: str) -> DelayedSums:
+        """Make sums over all ranks, which travel with gradients. Local."""
+        name = f"{name} {next(self._sums_made)}"
+        return DelayedSums(self._world.collectives, name, self._coming_message)
+
+    def _coming_message(self) -> StepMessage | None:
+        """Return the message of the next reduction of the optimizer with most steps. Local.
+
+        None if there is no optimizer, or its next step is not averaged over all ranks.
+        """
+        optimizers = [one for one in self._optimizers if not one.closed]
+        latest = max(optimizers, key=lambda one: one.accumulation.steps, default=None)
+        if latest is None or latest.group.size != self._world.size:
+            return None
+        return latest.accumulation.message
 
     def settle(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""

@@ -107,11 +107,13 @@ class Checkpoints:
         interval: SaveInterval,
         reports: SaveReports,
         *,
+        flags: DelayedSums | None = None,
         scored_by: str = "eval_loss",
         may_save: bool = True,
     ) -> None:
         """Check that all can be saved, unless it `may_save` nothing.
 
+        `flags` are the sums of the flags of `save`, which a loop with a message of its own lacks.
         `scored_by` names the metric of which the lowest score is kept.
         """
         self._world, self._directory, self._saver = world, directory, saver
@@ -121,7 +123,7 @@ class Checkpoints:
             directory.expect_shared()
             with world.agreement():
                 saver.check()
-        self._flags = DelayedSums(world.collectives)
+        self._flags = flags
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
@@ -183,7 +185,8 @@ class Checkpoints:
 
     def wait(self, *, warns: bool = True) -> None:
         """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
-        self._flags.take()
+        if self._flags:
+            self._flags.take()
         if self._saver.saving:
             self._report(self._saver.finish, warns=warns)
 
@@ -326,6 +329,7 @@ class Checkpoints:
         if now:
             self.save_now(progress)
         elif not again:
+            assert self._flags is not None, "save_if_due serves loops without flags"
             self.save_if_due(progress, self._flags.take() or {"save_due": 0.0, "save_ready": 0.0})
             if self._interval.by_clock or self._saver.saving:
                 self._flags.start(self.local_flags())

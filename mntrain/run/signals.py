@@ -137,7 +137,8 @@ class StopRequests:
 
     Signals are noted from construction to `close`. Only the master's deadline counts, since clocks
     of nodes may differ. `longest_save_s` returns the seconds that a save has taken so far. A job
-    whose ranks do not agree within `grace_s` seconds after a signal is ended.
+    whose ranks do not agree within `grace_s` seconds after a signal is ended. `sums` are those of
+    requests.
     """
 
     def __init__(
@@ -146,13 +147,14 @@ class StopRequests:
         deadline: Deadline,
         longest_save_s: Callable[[], float],
         grace_s: float,
+        sums: DelayedSums,
     ) -> None:
         self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
         self._signals = SignalRequests(world, grace_s, "grace of world.stop_requested")
         self._signals.__enter__()
-        self._sum = DelayedSums(world.collectives)
+        self._sum = sums
         self._longest_step_s, self._last_poll = 0.0, time.monotonic()
 
     def poll(self) -> bool:

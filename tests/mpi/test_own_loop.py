@@ -25,6 +25,7 @@ import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import saver
 from mntrain.metrics import files, writers
+from zero.step_message import StepMessage
 
 pytestmark = pytest.mark.mpi
 
@@ -217,14 +218,32 @@ def test_no_rank_waits_for_another(folder):
             loop.step(step)
             loop.checkpoints.save(step)
             world.stop_requested()
-        loop.metrics.flush()
-        world.barrier()
+        loop.optimizer.backward(loop.model(samples(3)[0]).square().mean(), weight=1)
+        loop.optimizer.step()
         while world.rank and not (folder / "rank 0 is ahead").exists():
             time.sleep(0.01)
         loop.metrics.log(3, loss=1.0, lr=0.1)
         world.stop_requested()
         loop.checkpoints.save(3)
         (folder / "rank 0 is ahead").touch()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_metrics_flags_of_saves_and_requests_travel_in_the_message_of_the_gradients(
+    folder, monkeypatch, stage
+):
+    sent, send = [], StepMessage.send
+    monkeypatch.setattr(StepMessage, "send", lambda *to: sent.append(to) or send(*to))
+    with looping(folder / "run", stage=stage, every="100min") as loop:
+        for step in range(1, 7):
+            loop.step(step)
+            loop.checkpoints.save(step)
+            assert not loop.world.stop_requested()
+            if step == 2:  # the first line has told its names
+                sent.clear()
+        assert len(sent) == 4
+        loop.metrics.close()
+    assert column(folder / "run", "step") == list(range(1, 7))
 
 
 def test_metrics_are_exact_means_by_weight(folder):
