@@ -268,6 +268,8 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
     lines += ["", agreement(page), "", *table(["", *COLUMNS], rows), ""]
     lines += [f"![seconds per step and peak memory of each variant](../img/{name}.svg)", ""]
     lines += [f"- {row['what']}: {row['settings']}." for row in present]
+    absent = (row for row in page["rows"] if "absent" in row)
+    lines += [f"- {row['what']} is not available: {row['absent']}." for row in absent]
     write(output, name, page, lines)
     panels = {
         "seconds per step": [row["scaled_s"] for row in present],
