@@ -11,107 +11,161 @@ runs all of it on the CPU at toy sizes, and writes only to the folder of `--outp
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_page
 import torch
-from emulated import HERE, facts, output_of, parse_report
-
-sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
-from launch import find_mpirun, is_open_mpi
+from emulated import on_ranks, report_in
+from results import DOCS, HERE, facts, heading, table, write
 
 PARTS = ("step", "transports", "kernels")
-MIB = (1, 4, 16, 64, 256, 1024)
-QUICK_MIB = (1, 16, 256)
-TINY_MIB = (0.25, 1)
+MIB, QUICK_MIB, TINY_MIB = (1, 4, 16, 64, 256, 1024), (1, 16, 256), (0.25, 1)
 LIMIT_S = 600  # for one job
-STEP_S, QUICK_STEP_S = 120, 30  # for all steps that are measured
-CASE_S, QUICK_CASE_S = 6.0, 2.0  # for one size of all-reduce, all transports
-OPEN_MPI = ["--oversubscribe", "--bind-to", "none"]
+SECONDS = {"step": (120, 30, 1), "transports": (6.0, 2.0, 0.3), "kernels": (0, 0, 0)}
+OVERHEAD = 0.01  # of a step beside bare torch, at the most
+UTILISATION = 0.45  # of the dense bf16 peak, at the least
+SHARE = (
+    "Medians, milliseconds, of the slowest rank; in brackets the share of the copy limit: what all "
+    "ranks at once need to copy as many bytes to the host and as many back, both ways at a time, "
+    "from and to pinned memory. A transport that stays on the device may pass it."
+)
 
 
 def main() -> int:
     """Measure, and write the results."""
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    options.add_argument("--tiny", action="store_true", help="toy sizes; needed with --device cpu")
-    options.add_argument("--quick", action="store_true", help="fewer sizes, fewer steps")
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
-    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for all-reduce")
-    options.add_argument("--micro-batch", type=int, default=0, help="sequences. 0: what has room")
-    options.add_argument("--output", type=Path, metavar="DIR", help="where results/ is; docs/")
-    given = options.parse_args()
-    if why := refusal(given.device, tiny=given.tiny, gpus=torch.cuda.device_count()):
-        options.exit(2, f"gpu.py: {why}\n")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes; needed with --device cpu")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer steps")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="for all-reduce")
+    parser.add_argument("--micro-batch", type=int, default=0, help="sequences. 0: what has room")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where results/ is; docs/")
+    given = parser.parse_args()
+    tiny = "at toy sizes with --device cpu --tiny"
+    if given.device == "cpu" and not given.tiny:
+        parser.error(f"on the CPU the sizes of a GPU take hours: try the benchmark {tiny}")
+    if given.device == "cuda" and not torch.cuda.device_count():
+        parser.error(f"torch sees no CUDA device here: use a CUDA build of torch, or try it {tiny}")
     page: dict[str, Any] = {**facts(), "device": given.device}
     if "step" in given.parts:
-        page["step"] = measure_step(given)
+        page["step"] = job("step", given)
+        losses = [way["loss"] for way in page["step"]["ways"].values()]
+        assert max(losses) - min(losses) < 1e-3 * max(losses), losses
     if "transports" in given.parts:
-        page["transports"] = [measure_transports(given, ranks) for ranks in given.ranks]
+        page["transports"] = [job("transports", given, ranks) for ranks in given.ranks]
     if "kernels" in given.parts:
-        page["kernels"] = job(1, "gpu_kernels.py", ["--device", given.device])
-    output = given.output or (None if given.tiny else HERE.parent / "docs")
-    if output is None:
-        print(gpu_page.report(page))
+        page["kernels"] = job("kernels", given)
+    if given.tiny and not given.output:
+        print("\n".join(report(page)))
     else:
-        gpu_page.publish(page, "gpu-figures", output)
+        publish(page, "gpu-figures", given.output or DOCS)
     return 0
 
 
-def refusal(device: str, *, tiny: bool, gpus: int) -> str:
-    """Return why the benchmark cannot run here; "" if it can."""
-    if device == "cpu" and not tiny:
-        return (
-            "on the CPU the sizes of a GPU take hours: add --tiny, which tries the benchmark at "
-            "toy sizes"
-        )
-    if device == "cuda" and not gpus:
-        return (
-            "torch sees no CUDA device here: run it on a machine with a GPU and a CUDA build of "
-            "torch, or try it at toy sizes with --device cpu --tiny"
-        )
-    return ""
-
-
-def measure_step(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure a world of one vs. bare torch. All variants must begin with the same losses."""
-    seconds = 1 if given.tiny else QUICK_STEP_S if given.quick else STEP_S
-    words = ["--device", given.device, "--micro-batch", given.micro_batch, "--seconds", seconds]
-    found = job(1, "gpu_step.py", [*words, *["--tiny"] * given.tiny])
-    losses = [way["loss"] for way in found["ways"].values()]
-    assert max(losses) - min(losses) < 1e-3 * max(losses), losses
+def job(part: str, given: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
+    """Run a part on ranks of this machine, and return its report."""
+    start, size = time.perf_counter(), 2 if given.tiny else int(given.quick)
+    words = ["--part", part, "--device", given.device, "--micro-batch", given.micro_batch]
+    words += ["--seconds", SECONDS[part][size], "--mib", *(MIB, QUICK_MIB, TINY_MIB)[size]]
+    words += ["--tiny"] * given.tiny
+    with tempfile.TemporaryDirectory() as cache:
+        command = [HERE / "ranks" / "gpu.py", *words]
+        found = report_in(on_ranks(ranks, command, {"XDG_CACHE_HOME": cache}, LIMIT_S))
+    print(f"{part} on {ranks}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return found
 
 
-def measure_transports(given: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Measure all-reduce between `ranks` ranks, by every transport that works here."""
-    mib = TINY_MIB if given.tiny else QUICK_MIB if given.quick else MIB
-    case_s = 0.3 if given.tiny else QUICK_CASE_S if given.quick else CASE_S
-    words = ["--device", given.device, "--case-s", case_s, "--mib", *mib]
-    return job(ranks, "gpu_transports.py", words)
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page and its figures."""
+    write(output, name, page, report(page))
 
 
-def job(ranks: int, script: str, arguments: Sequence[object]) -> dict[str, Any]:
-    """Run a script of ranks/ on `ranks` ranks of this machine, and return its report.
+def report(page: dict[str, Any]) -> list[str]:
+    """Return the page as Markdown."""
+    jobs = [page[part] for part in ("step", "kernels") if part in page]
+    used = [*jobs, *page.get("transports", [])][0]
+    on_gpu = page["device"] == "cuda"
+    where = f"one {used['gpu']}, CUDA {used['cuda']}" if on_gpu else "the CPU, at toy sizes"
+    lines = heading(page, f"On {where}", used["versions"], "")
+    if "step" in page:
+        lines += [*step(page["step"]), ""]
+    for found in page.get("transports", []):
+        lines += [*transports(found), ""]
+    if "kernels" in page:
+        lines += kernels(page["kernels"])
+    return lines
 
-    Ends this program with the output of the ranks if they fail or take longer than LIMIT_S.
-    """
-    start = time.perf_counter()
-    command = [sys.executable, str(HERE / "ranks" / script), *map(str, arguments)]
-    words = [find_mpirun(), "-n", str(ranks), *(OPEN_MPI if is_open_mpi() else []), *command]
-    with tempfile.TemporaryDirectory() as cache:
-        as_root = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
-        paths = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-        found = {"XDG_CACHE_HOME": cache, "PYTHONPATH": paths}
-        out = output_of(words, {**os.environ, **as_root, **found}, LIMIT_S)
-    print(f"{script} on {ranks}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    return parse_report(out, command)
+
+def step(found: dict[str, Any]) -> list[str]:
+    """Return the section about a training step."""
+    shape, peak = found["shape"], found["peak_flops"]
+    known = "The peak of this device is not known."
+    if peak:
+        known = f"The peak is {peak / 1e12:.0f} TFLOP/s, dense bf16; the goal is {UTILISATION:.0%}."
+    rows = []
+    for name, way in found["ways"].items():
+        flops = found["tokens"] / way["median_s"] * found["flops_per_token"]
+        cells = [f"{way['median_s'] * 1e3:.2f}", f"{found['tokens'] / way['median_s']:,.0f}"]
+        cells += [f"{way['ratio']:.4f}", f"{flops / 1e12:.3g}"]
+        rows.append([name, *cells, f"{flops / peak:.1%}" if peak else "", f"{way['loss']:.4f}"])
+    head = ["", "step, ms", "tokens/s", "x bare torch", "model TFLOP/s", "% of peak"]
+    return [
+        "## A training step of a world of one",
+        "",
+        f"A GPT of {found['parameters'] / 1e6:.1f} M parameters ({shape['layers']} layers, "
+        f"{shape['heads']} heads, width {shape['width']}, context {shape['context']}, vocabulary "
+        f"{shape['vocab']}); bf16 autocast, "
+        f"{'compiled whole unless said' if found['compiled'] else 'not compiled'}, fused AdamW, no "
+        f"clipping; a micro-batch of {found['micro_batch']} sequences. Medians of turns of steps "
+        "in a row, the ways by turns in one process. The ratio is the median over the rounds, to "
+        f"the bare loop's turn of the same round; the goal is {1 + OVERHEAD:.2f} at the most. A "
+        f"token takes {found['flops_per_token'] / 1e6:.0f} MFLOP forward and backward: 6 a "
+        "parameter of a matrix, and 6 * layers * width * context for causal attention. " + known,
+        "",
+        *table([*head, "loss of step 3"], rows),
+    ]
+
+
+def transports(found: dict[str, Any]) -> list[str]:
+    """Return the section about all-reduce by transport."""
+    limits = {copy["mib"]: copy["seconds"] for copy in found["copies"]}
+    took = {(row["what"], row["mib"]): row["median_s"] for row in found["rows"]}
+    rows = [
+        [
+            name,
+            *(f"{took[name, at] * 1e3:.3g} ({limits[at] / took[name, at]:.0%})" for at in limits),
+        ]
+        for name in dict.fromkeys(name for name, _ in took)
+    ]
+    rows.append(["copy limit", *(f"{seconds * 1e3:.3g}" for seconds in limits.values())])
+    places = " and ".join(sorted(set(found["places"])))
+    title = f"All-reduce of fp32 between {found['ranks']} ranks on {places}, {found['library']}"
+    lines = [f"## {title}", "", SHARE, "", *table(["MiB", *(f"{at:g}" for at in limits)], rows)]
+    for name, why in found["absent"].items():
+        lines += ["", f"{name} was not measured: {why}"]
+    return lines
+
+
+def kernels(found: dict[str, Any]) -> list[str]:
+    """Return the section about sums by CuPy's kernel and by torch."""
+    lines = ["## Sums of several addends by CuPy's kernel and by torch", ""]
+    if "absent" in found:
+        return [*lines, f"Not measured: {found['absent']}"]
+    rows = [
+        [
+            row["what"],
+            *(f"{row[key] * 1e6:.1f}" for key in ("torch_s", "cupy_s")),
+            f"{row['torch_s'] / row['cupy_s']:.2f}",
+            "yes" if row["same"] else "no",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["sum", "torch, us", f"{found['other']}, us", "x torch's speed", "same bits"]
+    return [*lines, *table(head, rows)]
 
 
 if __name__ == "__main__":

@@ -10,52 +10,65 @@ plan. Needs tmux.
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
+from emulated import OPEN_MPI_ENVIRONMENT, mpirun_words
+from results import DOCS
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMES = {50: "live-50", 80: "live", 140: "live-140"}
 STEPS, LIMIT_S = 200, 300
-PLAN = "plan --config run.toml --ranks 1 8 16 --ranks-per-node 8 --precisions bf16 --memory 400M"
+JOB = "python -m mntrain --comm.ranks-per-node 2"
+PLAN = "python -m mntrain plan --config run.toml --ranks 1 8 16 --ranks-per-node 8"
+PLAN += " --precisions bf16 --memory 400M"
 OPTIONS = "[model]\nlayers = 8\nwidth = 512\n"  # of run.toml
-REPORTED = "--comm.ranks-per-node 2 --zero.stage 2 --comm.wire-dtype bf16"
-# Open MPI refuses root, and more ranks than cores, unless told otherwise.
-ALLOWED = ["--oversubscribe", "--bind-to", "none"]
+REPORTED = f"{JOB} --zero.stage 2 --comm.wire-dtype bf16"
+ENVIRONMENT = {**os.environ, **OPEN_MPI_ENVIRONMENT, "PYTHONPATH": str(DOCS.parent)}
 
 
-def capture(width: int, folder: Path) -> str:
+def main() -> None:
+    """Draw the pictures."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.toml").write_text(OPTIONS)
+        draw(output([], PLAN, folder), PLAN, "plan")
+        words = f"{REPORTED} --run.dir runs/a --train.steps 100"
+        report = output(mpirun_words(4), words, folder).rpartition("completed")[2]
+        draw(f"completed{report}", f"mpirun -n 4 {REPORTED}", "final")
+    for width, name in NAMES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            shown = capture(width, folder)
+        title = f"mpirun -n 4 {JOB} ({width} columns)"
+        draw(shown, title if width >= 80 else f"{width} columns", name)
+
+
+def output(launcher: list[str], command: str, folder: Path) -> str:
+    """Return what a command prints where there is no terminal."""
+    words = [*launcher, sys.executable, *command.split()[1:]]
+    settings = {"cwd": folder, "env": {**ENVIRONMENT, "COLUMNS": "120"}, "text": True}
+    return subprocess.run(words, check=True, capture_output=True, **settings).stdout.rstrip()
+
+
+def capture(width: int, folder: str) -> str:
     """Return what a pane of this width shows in the second half of a run, as ANSI text."""
-    mpirun = str(Path(sys.executable).parent / "mpirun")
-    version = subprocess.run([mpirun, "--version"], check=True, capture_output=True, text=True)
-    options = ALLOWED if "Open MPI" in version.stdout else []
-    job = [mpirun, *options, "-n", "4", sys.executable, "-m", "mntrain", "--run.dir", "runs/a"]
-    job += ["--comm.ranks-per-node", "2", "--train.steps", str(STEPS)]
+    job = [*mpirun_words(4), sys.executable, *JOB.split()[1:], "--train.steps", str(STEPS)]
     tmux = ["tmux", "-f", os.devnull, "-L", f"mntrain-{uuid.uuid4().hex}"]
-    size = ["-x", str(width), "-y", "24"]
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment = {**os.environ, **allowed, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [*tmux, "new-session", "-d", *size, "-c", str(folder), shlex.join(job)],
-        env=environment,
-        check=True,
-    )
+    words = ["new-session", "-d", "-x", str(width), "-y", "24", "-c", folder]
+    line = shlex.join([*job, "--run.dir", "runs/a"])
+    subprocess.run([*tmux, *words, line], env=ENVIRONMENT, check=True)
+    pane, shown = [*tmux, "capture-pane", "-p", "-e"], ""
     try:
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             time.sleep(0.3)
-            shown = subprocess.run(
-                [*tmux, "capture-pane", "-p", "-e"], check=True, capture_output=True, text=True
-            ).stdout
+            shown = subprocess.run(pane, check=True, capture_output=True, text=True).stdout
             step = re.search(rf"step +(\d+)/{STEPS}  ", shown)
             if step and int(step[1]) > 0.6 * STEPS:
                 return shown.rstrip()
@@ -64,46 +77,16 @@ def capture(width: int, folder: Path) -> str:
     sys.exit(f"the job did not come to the second half within {LIMIT_S} s:\n{shown}")
 
 
-def output(words: Sequence[str], folder: Path) -> str:
-    """Return what a command prints where there is no terminal."""
-    environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, cwd=folder, env=environment, check=True, capture_output=True, text=True
-    )
-    return done.stdout.rstrip()
-
-
 def draw(shown: str, title: str, name: str) -> None:
     """Write an SVG picture of ANSI text."""
     longest = max(len(line) for line in Text.from_ansi(shown).plain.splitlines())
     width = max(min(longest, 125), len(title) + 12)  # the buttons of the window
-    path = ROOT / "docs" / "img" / f"{name}.svg"
+    path = DOCS / "img" / f"{name}.svg"
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(width=width, record=True, file=nowhere, force_terminal=True)
         console.print(Text.from_ansi(shown))
         console.save_svg(str(path), title=title, theme=DIMMED_MONOKAI, unique_id=path.stem)
-    print(path.relative_to(ROOT))
-
-
-def main() -> None:
-    """Draw the pictures."""
-    if shutil.which("tmux") is None:
-        sys.exit("there is no tmux: install it (on Debian: apt-get install tmux)")
-    mntrain = [sys.executable, "-m", "mntrain"]
-    mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", "4"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "run.toml").write_text(OPTIONS)
-        draw(output([*mntrain, *PLAN.split()], folder), f"python -m mntrain {PLAN}", "plan")
-        job = [*mpirun, *mntrain, *REPORTED.split(), "--run.dir", "runs/a", "--train.steps", "100"]
-        report = output(job, folder).rpartition("completed")[2]
-        title = f"mpirun -n 4 python -m mntrain {REPORTED}"
-        draw(f"completed{report}", title, "final")
-    for width, name in NAMES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            shown = capture(width, Path(folder))
-        title = f"mpirun -n 4 python -m mntrain --comm.ranks-per-node 2 ({width} columns)"
-        draw(shown, title if width >= 80 else f"{width} columns", name)
+    print(path.relative_to(DOCS.parent))
 
 
 if __name__ == "__main__":

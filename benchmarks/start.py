@@ -9,14 +9,15 @@ from before the import of the backend, or before init_process_group, to the end 
 
 import argparse
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
-BIN = Path(sys.executable).parent
+from emulated import mpirun_words, output_of
+from results import table
+
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
@@ -31,49 +32,34 @@ dist.destroy_process_group()
 """
 
 
-def measure(backend: str, ranks: int, script: Path) -> tuple[float, float]:
-    """Return the seconds of a job, and those that rank 0 takes to start."""
-    command = [str(BIN / "mpirun"), "-n", str(ranks), sys.executable]
-    if backend == "gloo":
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start = time.perf_counter()
-    done = subprocess.run(
-        [*command, str(script), backend],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return time.perf_counter() - start, float(done.stdout.split()[-1])
-
-
 def main() -> None:
     """Measure every number of ranks, and print a row for each."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "start.py"
         script.write_text(SCRIPT)
-        compare(script, options.ranks, options.turns)
-
-
-def compare(script: Path, numbers: list[int], turns: int) -> None:
-    """Print the table."""
-    print("| ranks | mntrain, s (of rank 0) | gloo, s (of rank 0) |\n|--:|--:|--:|")
-    for ranks in numbers:
-        found: dict[str, list[tuple[float, float]]] = {"mntrain": [], "gloo": []}
-        for _ in range(turns):
-            for backend, samples in found.items():
-                samples.append(measure(backend, ranks, script))
-        cells = []
-        for samples in found.values():
-            whole, own = (statistics.median(column) for column in zip(*samples, strict=True))
-            cells.append(f"{whole:.1f} ({own:.2f})")
-        print(f"| {ranks} | {' | '.join(cells)} |", flush=True)
+        for ranks in options.ranks:
+            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+            launchers = {"mntrain": [*mpirun_words(ranks), sys.executable]}
+            launchers["gloo"] = [sys.executable, *torchrun]
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in launchers}
+            for _ in range(options.turns):
+                for backend, words in launchers.items():
+                    start = time.perf_counter()
+                    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                    output = output_of([*words, str(script), backend], environment, 600)
+                    own_s = float(output.split()[-1])
+                    found[backend].append((time.perf_counter() - start, own_s))
+            medians = (
+                [median(column) for column in zip(*it, strict=True)] for it in found.values()
+            )
+            rows.append([str(ranks), *(f"{whole:.1f} ({own:.1f})" for whole, own in medians)])
+    print("\n".join(table(["ranks", "mntrain, s (of rank 0)", "gloo, s (of rank 0)"], rows, 0)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

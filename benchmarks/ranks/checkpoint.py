@@ -1,31 +1,53 @@
-"""The rank script of checkpoint.py: save and load by every method, print one JSON object."""
+"""The rank script of checkpoint.py: save by every method, print one JSON object."""
 
 import argparse
-import ctypes
-import gc
-import math
 import os
 import shutil
+import subprocess
 import time
-from collections.abc import Callable, Iterator
-from mmap import MAP_SHARED, PROT_READ, mmap
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
-import numpy as np
 import torch
-from checkpoint_methods import Absent, DiskWrite, Method, SaveTimes, barrier, methods
-from common import report, versions
-from memory import Peak
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import AbsentError, report, versions
+from gpt import ADAMW, Batch, plain_step
 from mpi4py import MPI
-from torch import Tensor
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from variants import gloo, gloo_and_deepspeed
 
-LIBC = ctypes.CDLL(None, use_errno=True)
+import mntrain
+from mntrain.checkpoint import Manifest, Saver
+from mntrain.tasks.transformer import Transformer
+from zero.layout import split
+
+COMM = MPI.COMM_WORLD
+CONTEXT, LAYERS = 16, 6
+PROGRESS = Manifest(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
+TAG = "state"  # of DeepSpeed's directory
+
+# Seconds until training continues, and of later calls that are made when they need not wait; None:
+# training waits for the whole save.
+Pause = tuple[float, float] | None
+
+
+class Method(NamedTuple):
+    """A method to save. Collective. Each save gets the same directory."""
+
+    save: Callable[[Path], Pause]
+    settings: str
 
 
 def main() -> None:
-    """Measure time and memory of every method in every round, and report."""
+    """Measure every method in every round, and report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--millions", type=float, required=True)
@@ -33,149 +55,213 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    comm = MPI.COMM_WORLD
-    with methods(comm, options.folder, options.stage, options.millions) as setup:
-        memcpy = Memcpy(setup.state)
-        turns: list[dict[str, Any]] = []
-        present = {name: it for name, it in setup.methods.items() if not isinstance(it, Absent)}
+    make, absent = partial(model_of, options.millions), {}
+    parameters = sum(p.numel() for p in make().parameters())
+    nbytes = 3 * 4 * parameters  # with both moments of AdamW
+    with ExitStack() as stack:
+        world = stack.enter_context(mntrain.init(device="cpu"))
+        try:
+            package = stack.enter_context(gloo_and_deepspeed())
+        except AbsentError as reason:
+            absent["DeepSpeed stage 1"] = str(reason)
+            stack.enter_context(gloo())
+        methods = mntrain_methods(options.folder, world, options.stage, make())
+        methods |= {"torch.save on rank 0": torch_save(make()), **sharded(make())}
+        if not absent:
+            methods["DeepSpeed stage 1"] = deepspeed(make(), package)
+        for count in sorted({COMM.size, 1}, reverse=True):
+            methods[f"dd, {count} at once" if count > 1 else "dd, one"] = disk(nbytes, count)
+        names, turns = list(methods), []
         for number in range(1 + options.repeats):
-            for name in order(list(present), number):
-                turn = take_turn(comm, present[name], options.folder / name)
-                turn["memcpy_s"] = timed(comm, memcpy)
+            first = number // 2 % len(names)
+            order = names[first:] + names[:first]
+            for name in order[::-1] if number % 2 else order:
+                turn = take_turn(methods[name], options.folder / name)
                 turns.append({"what": name, "round": number, **turn})
-        page = {
-            "parameters": setup.parameters,
-            "state_bytes": setup.state_bytes,
-            "turns": turns,
-            "ways": {name: method.settings for name, method in present.items()},
-            "absent": {
-                name: it.reason for name, it in setup.methods.items() if isinstance(it, Absent)
-            },
-            "versions": versions(["deepspeed"]),
+    if COMM.rank == 0:
+        ways = {name: method.settings for name, method in methods.items()}
+        found = {"parameters": parameters, "state_bytes": nbytes, "turns": turns}
+        report({**found, "ways": ways, "absent": absent, "versions": versions(["deepspeed"])})
+
+
+def take_turn(method: Method, path: Path) -> dict[str, Any]:
+    """Save once, and remove the files, also from the disk. Collective."""
+    if COMM.rank == 0:
+        path.mkdir(exist_ok=True)
+    barrier()
+    COMM.Barrier()  # all ranks arrive at almost the same time, and so start together
+    start = time.perf_counter()
+    pause = method.save(path)
+    barrier()
+    seconds = COMM.allreduce(time.perf_counter() - start, MPI.MAX)
+    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    barrier()
+    if COMM.rank == 0:
+        shutil.rmtree(path)
+        os.sync()
+    barrier()
+    waits = [seconds, None] if pause is None else [COMM.allreduce(s, MPI.MAX) for s in pause]
+    return {"save_s": seconds, "pause_s": waits[0], "later_s": waits[1], "file_bytes": nbytes}
+
+
+def barrier() -> None:
+    """Wait for all ranks, sleeping in between. Collective."""
+    request = COMM.Ibarrier()
+    while not request.Test():
+        time.sleep(5e-4)
+
+
+def model_of(millions: float) -> Transformer:
+    """Return a transformer of about `millions` million parameters, always the same."""
+    torch.manual_seed(0)
+    width = max(64, 64 * round((0.85e6 * millions / (12 * LAYERS)) ** 0.5 / 64))
+    vocab = max(64, int(1e6 * millions - 12 * LAYERS * width**2) // width)
+    return Transformer(layers=LAYERS, width=width, heads=width // 64, context=CONTEXT, vocab=vocab)
+
+
+def batch(model: nn.Module) -> Batch:
+    """Return inputs and targets for a step."""
+    tokens = torch.arange(CONTEXT + 1)[None] % model.embedding.num_embeddings
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def stepped(model: nn.Module, tokens: Batch) -> torch.optim.Optimizer:
+    """Return AdamW after one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    plain_step(model, optimizer)(tokens)
+    return optimizer
+
+
+def mntrain_methods(
+    folder: Path, world: mntrain.World, stage: int, model: nn.Module
+) -> dict[str, Method]:
+    """Return mntrain's blocking and background saves, which share no memory."""
+    names = "mntrain", "mntrain, in the background"
+    optimizer = world.optimizer(model, torch.optim.AdamW, stage=stage, **ADAMW)
+    plain_step(model, optimizer)(batch(model))
+    optimizer.wait_for_parameters()
+    if world.master:
+        for name in names:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    blocking, background = (Saver(world, model, optimizer, folder / name, keep=1) for name in names)
+
+    def save(_: Path) -> Pause:
+        blocking.save(PROGRESS)
+        return None
+
+    def begin(_: Path) -> Pause:
+        start = time.perf_counter()
+        background.begin(PROGRESS)
+        pause_s, later_s, done = time.perf_counter() - start, 0.0, None
+        while done is None:
+            # As training does after each step.
+            while COMM.allreduce(background.ready()) < COMM.size:
+                time.sleep(2e-3)
+            start = time.perf_counter()
+            done = background.advance()
+            later_s += time.perf_counter() - start
+        return pause_s, later_s
+
+    settings = f"stage {stage}, Saver.save", f"stage {stage}, Saver.begin and advance"
+    return dict(zip(names, map(Method, (save, begin), settings), strict=True))
+
+
+def torch_save(model: nn.Module) -> Method:
+    """Return torch.save of the whole state by rank 0."""
+    optimizer = stepped(model, batch(model))
+
+    def save(path: Path) -> Pause:
+        if COMM.rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, path / "state.pt")
+            sync(path / "state.pt", path)
+        return None
+
+    return Method(save, "model and optimizer, then fsync of file and folder")
+
+
+def sharded(model: nn.Module) -> dict[str, Method]:
+    """Return torch.distributed.checkpoint of an FSDP2 model, blocking and asynchronous."""
+    mesh, tokens = dist.init_device_mesh("cpu", (COMM.size,)), batch(model)
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=mesh)
+    optimizer = stepped(model, tokens)
+    # One stager for all saves, so that its buffers exist from the second save on.
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def arguments(path: Path) -> dict[str, Any]:
+        parts = zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+        return {
+            "state_dict": dict(parts),
+            "storage_writer": dcp.FileSystemWriter(path, sync_files=True),
         }
-    if comm.rank == 0:
-        report(page)
 
+    def save(path: Path) -> Pause:
+        dcp.save(**arguments(path))
+        sync(path)
+        return None
 
-def order(names: list[str], number: int) -> list[str]:
-    """Return the order of a round: rotated, and reversed in every other round."""
-    first = number // 2 % len(names)
-    rotated = names[first:] + names[:first]
-    return rotated[::-1] if number % 2 else rotated
+    def begin(path: Path) -> Pause:
+        start = time.perf_counter()
+        written = dcp.async_save(**arguments(path), async_stager=stager)
+        pause_s = time.perf_counter() - start
+        written.result()
+        sync(path)
+        return pause_s, 0.0
 
-
-def take_turn(comm: MPI.Intracomm, method: Method | DiskWrite, path: Path) -> dict[str, Any]:
-    """Save once, load from the page cache and from the disk if possible, and remove the files.
-
-    Collective.
-    """
-    if comm.rank == 0:
-        path.mkdir()
-    barrier(comm)
-    try:
-        if isinstance(method, DiskWrite):
-            return {"save_s": timed(comm, lambda: method.write(path))}
-        return save(comm, method, path) | load(comm, method, path)
-    finally:
-        barrier(comm)
-        if comm.rank == 0:
-            shutil.rmtree(path)
-            os.sync()
-        barrier(comm)
-
-
-def save(comm: MPI.Intracomm, method: Method, path: Path) -> dict[str, Any]:
-    """Save, and return the time until all is on disk, the pause of training, and peak memory."""
-    gc.collect()
-    LIBC.malloc_trim(0)  # free memory that is not returned would hide what the save allocates
-    barrier(comm)
-    peak, times = Peak(), SaveTimes()
-    seconds = timed(comm, lambda: method.save(path, times))
-    peaks = comm.allgather(peak.bytes())
-    barrier(comm)
+    settings = "of FSDP2's shards, sync_files=True, fsync of the folder"
     return {
-        "save_s": seconds,
-        "pause_s": seconds if times.pause_s is None else comm.allreduce(times.pause_s, MPI.MAX),
-        "later_s": None if times.later_s is None else comm.allreduce(times.later_s, MPI.MAX),
-        "peak_bytes": peaks,
-        "file_bytes": sum(file.stat().st_size for file in files(path)),
+        "DCP save": Method(save, settings),
+        "DCP async_save": Method(begin, "the same, in a thread, with a persistent stager"),
     }
 
 
-def load(comm: MPI.Intracomm, method: Method, path: Path) -> dict[str, Any]:
-    """Load the state, and return the time with files in the page cache, and without."""
-    if method.load is None:
-        return {}
-    before = [tensor.sum(dtype=torch.float64).item() for tensor in method.tensors()]
-    times: dict[str, Any] = {}
-    for key in ("warm_s", "cold_s"):
-        if key == "cold_s" and not evict(comm, path):
-            times[key] = None
-            continue
-        with torch.no_grad():
-            for tensor in method.tensors():
-                tensor.zero_()
-        times[key] = timed(comm, lambda: method.load(path))
-        after = [tensor.sum(dtype=torch.float64).item() for tensor in method.tensors()]
-        assert all(map(math.isclose, before, after)), "the loaded state differs from the saved one"
-    return times
+def deepspeed(model: nn.Module, package: Any) -> Method:
+    """Return DeepSpeed with torch's AdamW. DeepSpeed does not call fsync."""
+    inputs, targets = batch(model)
+    engine, *_ = package.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    engine.backward(nn.functional.cross_entropy(engine(inputs).flatten(0, 1), targets.flatten()))
+    engine.step()
+
+    def save(path: Path) -> Pause:
+        engine.save_checkpoint(str(path), tag=TAG)
+        dist.barrier()
+        sync(*[path / "latest", *sorted((path / TAG).iterdir())][COMM.rank :: COMM.size])
+        if COMM.rank == 0:
+            sync(path / TAG, path)
+        return None
+
+    return Method(save, "save_checkpoint, then fsync of its files by all ranks")
 
 
-def timed(comm: MPI.Intracomm, work: Callable[[], None]) -> float:
-    """Return the seconds from a common start until the last rank has finished. Collective."""
-    barrier(comm)
-    comm.Barrier()  # all ranks arrive at almost the same time, and so start together
-    start = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - start
-    barrier(comm)
-    return comm.allreduce(seconds, MPI.MAX)
+def disk(nbytes: int, count: int) -> Method:
+    """Return `count` concurrent dd processes that share the bytes, at most one per rank."""
+
+    def write(path: Path) -> Pause:
+        if COMM.rank < count:
+            low, high = split(nbytes, count)[COMM.rank : COMM.rank + 2]
+            command = ["dd", "if=/dev/zero", f"of={path / str(COMM.rank)}", "bs=4M", "conv=fsync"]
+            command += [f"count={high - low}", "iflag=count_bytes", "status=none"]
+            subprocess.run(command, check=True)
+        return None
+
+    return Method(write, "dd if=/dev/zero bs=4M conv=fsync")
 
 
-def files(folder: Path) -> Iterator[Path]:
-    """Yield all files below a directory."""
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def evict(comm: MPI.Intracomm, folder: Path) -> bool:
-    """Remove the files from the page cache, and return whether that worked. Collective."""
-    evicted = True
-    if comm.rank == 0:
-        for path in files(folder):
-            file = os.open(path, os.O_RDONLY)
-            os.fsync(file)  # dirty pages cannot be evicted
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
-            evicted = evicted and cached(path) < 0.01
-    return comm.bcast(evicted)
-
-
-def cached(path: Path) -> float:
-    """Return the fraction of a file that is in the page cache."""
-    size = path.stat().st_size
-    if not size:
-        return 0.0
-    with path.open("rb") as file, mmap(file.fileno(), size, MAP_SHARED, PROT_READ) as mapped:
-        pages = (ctypes.c_ubyte * -(-size // os.sysconf("SC_PAGE_SIZE")))()
-        view = np.frombuffer(mapped, np.uint8)
-        start = ctypes.c_void_p(view.ctypes.data)
-        failed = LIBC.mincore(start, ctypes.c_size_t(size), pages)
-        del view  # the file cannot be unmapped while it exists
-    if failed:
-        raise OSError(ctypes.get_errno(), "mincore")
-    return float(np.mean(np.frombuffer(pages, np.uint8) & 1))
-
-
-class Memcpy:
-    """A copy of a rank's part of the state into existing memory."""
-
-    def __init__(self, state: list[Tensor]) -> None:
-        self._pairs = [(torch.zeros_like(tensor), tensor) for tensor in state]
-
-    def __call__(self) -> None:
-        """Copy all tensors."""
-        for target, tensor in self._pairs:
-            target.copy_(tensor)
+def sync(*paths: Path) -> None:
+    """Wait until files, or the entries of directories, are on the disk."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from common import AbsentError, mpi_library, report, start_gloo, start_horovod, stop_gloo, versions
+import torch.distributed as dist
+from common import mpi_library, report, start_gloo, stop_gloo, versions
 from mpi4py import MPI
-from peer_candidates import (
-    NATIVE,
-    WireDtypeCollectives,
-    gloo_candidate,
-    horovod_candidate,
-    mpi_candidate,
-)
 
 import mntrain
 from mntrain.bench.candidates import (
@@ -25,17 +20,23 @@ from mntrain.bench.candidates import (
     Pattern,
     library_candidate,
     rendezvous,
+    source_and_target,
     take_turns,
 )
 from mntrain.bench.hardware_limits import copy_speed
 from mntrain.comm import algorithms
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.world_collectives import WorldCollectives
+from zero.layout import split
 
 MIB = 2**20
 ALGORITHMS = [name for name in algorithms.names() if name != "naive"]
-SUMS = ("all_reduce", "reduce_scatter")
-CASE_S = 6.0  # for one collective at one size, all candidates together
+NATIVE = {
+    "all_reduce": "MPI_Allreduce",
+    "reduce_scatter": "MPI_Reduce_scatter",
+    "all_gather": "MPI_Allgather",
+    "broadcast": "MPI_Bcast",
+}
 ROUNDS = (3, 20)  # fewest and most
 COPY_S = 0.1
 
@@ -46,16 +47,18 @@ def main() -> None:
     parser.add_argument("--mib", type=float, nargs="*", default=[], help="for all_reduce")
     parser.add_argument("--other-mib", type=float, nargs="*", default=[])
     parser.add_argument("--verbs", nargs="+", choices=list(NATIVE), default=list(NATIVE))
-    parser.add_argument("--peers", nargs="*", default=[])
-    parser.add_argument("--case-s", type=float, default=CASE_S)
+    parser.add_argument("--peers", nargs="*", choices=["mpi", "gloo"], default=[])
+    parser.add_argument("--case-s", type=float, default=6.0, help="of one verb and size")
     options = parser.parse_args()
     # Emulated nodes share the cores: idle OpenMP threads would delay those of other ranks.
     os.environ["OMP_NUM_THREADS"] = "1"  # or mntrain would set the number of threads
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD.Dup()
-    with ExitStack() as stack:
-        world = stack.enter_context(mntrain.init(device="cpu"))
-        peers = Peers(options.peers, comm, stack)
+    with mntrain.init(device="cpu") as world:
+        natives = mpi_variants(comm) if "mpi" in options.peers else {}
+        if "gloo" in options.peers:
+            start_gloo(comm)
+        pattern = Pattern(comm.rank, comm.size, torch.float32, world.device)
         rows, copies = [], []
         for mib in sorted({*options.mib, *options.other_mib}):
             nbytes = int(mib * MIB)
@@ -64,83 +67,85 @@ def main() -> None:
                 copies.append({"mib": mib, **copy_seconds(comm, nbytes)})
             for verb in options.verbs:
                 if mib in (options.mib if verb == "all_reduce" else options.other_mib):
-                    candidates = library_candidates(world, verb, memory) + peers.of(verb, nbytes)
+                    candidates = library_candidates(world, verb, memory, pattern)
+                    for suffix, other in natives.items():
+                        candidates.append(mpi_candidate(verb, other, nbytes, pattern, suffix))
+                    if "gloo" in options.peers:
+                        candidates.append(gloo_candidate(verb, comm, nbytes, pattern))
                     rows += measure(comm, candidates, verb, mib, options.case_s)
             del memory
+        if "gloo" in options.peers:
+            stop_gloo(comm)
         if world.master:
-            report(
-                {
-                    "topology": str(world.topology),
-                    "library": mpi_library(),
-                    "versions": versions(["horovod"]),
-                    "absent": peers.absent,
-                    "copies": copies,
-                    "rows": rows,
-                }
-            )
-    comm.Free()
+            about = {"library": mpi_library(), "versions": versions()}
+            report({"topology": str(world.topology), **about, "copies": copies, "rows": rows})
 
 
-def library_candidates(world: mntrain.World, verb: str, memory: torch.Tensor) -> list[Candidate]:
+def library_candidates(
+    world: mntrain.World, verb: str, memory: torch.Tensor, pattern: Pattern
+) -> list[Candidate]:
     """Return mntrain's candidates, all on the same tensor of `allocate`. Local."""
-    pattern = Pattern(world.rank, world.size, torch.float32, world.device)
-    variants: dict[str, WorldCollectives | WireDtypeCollectives] = {
+    variants: dict[str, WorldCollectives | Bf16Collectives] = {
         f"mntrain {name}": world.collectives.replace(choice=AlgorithmChoice(name))
         for name in ALGORITHMS
     }
-    if verb in SUMS and len(world.topology.nodes) > 1:
-        variants["mntrain, bf16 wire"] = WireDtypeCollectives(world.collectives, torch.bfloat16)
+    if verb in ("all_reduce", "reduce_scatter") and len(world.topology.nodes) > 1:
+        variants["mntrain, bf16 wire"] = Bf16Collectives(world.collectives)
     return [library_candidate(name, verb, it, memory, pattern) for name, it in variants.items()]
 
 
-class Peers:
-    """The other libraries of this job. Construction is collective.
+class Bf16Collectives:
+    """The sums of a world's collectives, with bf16 between nodes."""
 
-    `absent` maps the missing ones to the reason. `stack` shuts them down.
+    def __init__(self, collectives: WorldCollectives) -> None:
+        self.rank, self.size, self.slot = collectives.rank, collectives.size, collectives.slot
+        self.all_reduce = partial(collectives.all_reduce, wire=torch.bfloat16)
+        self.reduce_scatter = partial(collectives.reduce_scatter, wire=torch.bfloat16)
+
+
+def gloo_candidate(verb: str, comm: MPI.Intracomm, nbytes: int, pattern: Pattern) -> Candidate:
+    """Return a collective of torch.distributed, on the gloo group of the same ranks.
+
+    All shards have the same length: the tensor is padded to a multiple of the number of ranks.
     """
-
-    def __init__(self, wanted: Sequence[str], comm: MPI.Intracomm, stack: ExitStack) -> None:
-        self.absent: dict[str, str] = {}
-        self._pattern = Pattern(comm.rank, comm.size, torch.float32, torch.device("cpu"))
-        self._makers: list[Callable[[str, int], Candidate | None]] = []
-        if "mpi" in wanted:
-            for suffix, variant in mpi_variants(comm):
-                if variant is not comm:
-                    stack.callback(variant.Free)
-                self._makers.append(
-                    lambda verb, nbytes, suffix=suffix, variant=variant: mpi_candidate(
-                        verb, variant, nbytes, self._pattern, NATIVE[verb] + suffix
-                    )
-                )
-        if "gloo" in wanted:
-            start_gloo(comm)
-            stack.callback(stop_gloo, comm)
-            self._makers.append(
-                lambda verb, nbytes: gloo_candidate(verb, comm, nbytes, self._pattern)
-            )
-        if "horovod" in wanted:
-            try:
-                hvd = start_horovod()
-            except AbsentError as reason:
-                self.absent["Horovod"] = str(reason)
-            else:
-                stack.callback(hvd.shutdown)
-                self._makers.append(
-                    lambda verb, nbytes: (
-                        horovod_candidate(hvd, nbytes, self._pattern)
-                        if verb == "all_reduce"
-                        else None
-                    )
-                )
-
-    def of(self, verb: str, nbytes: int) -> list[Candidate]:
-        """Return the candidates that implement a collective. Local."""
-        made = [make(verb, nbytes) for make in self._makers]
-        return [candidate for candidate in made if candidate is not None]
+    length = -(-(nbytes // 4) // comm.size)
+    whole, shard = torch.empty(length * comm.size), torch.empty(length)
+    run = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+    }[verb]
+    parts = source_and_target(verb, (whole, 0), (shard, length * comm.rank), is_root=comm.rank == 0)
+    return Candidate("gloo", verb, pattern, run, *parts)
 
 
-def mpi_variants(comm: MPI.Intracomm) -> list[tuple[str, MPI.Intracomm]]:
-    """Return the MPI library's variants: a suffix for the name, and a communicator. Collective.
+def mpi_candidate(
+    verb: str, comm: MPI.Intracomm, nbytes: int, pattern: Pattern, suffix: str
+) -> Candidate:
+    """Return a blocking collective of the MPI library, on fp32 in host memory. Local.
+
+    Every collective except broadcast is out of place.
+    """
+    bounds = split(nbytes // 4, comm.size)
+    counts = [high - low for low, high in pairwise(bounds)]
+    whole = torch.empty(bounds[-1]), 0
+    shard = torch.empty(counts[comm.rank]), bounds[comm.rank]
+    source, target = source_and_target(verb, whole, shard, is_root=comm.rank == 0)
+    if verb == "all_reduce":
+        source = torch.empty(bounds[-1]), 0
+    sent, received = source[0].numpy(), target[0].numpy()
+    run: Callable[[], Any] = {
+        "all_reduce": lambda: comm.Allreduce(sent, received),
+        "reduce_scatter": lambda: comm.Reduce_scatter(sent, received, counts),
+        "all_gather": lambda: comm.Allgatherv(sent, (received, counts)),
+        "broadcast": lambda: comm.Bcast(received),
+    }[verb]
+    return Candidate(NATIVE[verb] + suffix, verb, pattern, run, source, target)
+
+
+def mpi_variants(comm: MPI.Intracomm) -> dict[str, MPI.Intracomm]:
+    """Return the MPI library's variants: a communicator by the suffix of its name. Collective.
 
     Between nodes, Open MPI uses its hierarchical component `han` by default. Communicators can
     request others, so both are measured and named.
@@ -149,11 +154,11 @@ def mpi_variants(comm: MPI.Intracomm) -> list[tuple[str, MPI.Intracomm]]:
     several_nodes = comm.allreduce(node.size, MPI.MIN) < comm.size
     node.Free()
     if not mpi_library().startswith("Open MPI") or not several_nodes:
-        return [("", comm)]
-    variants = []
+        return {"": comm}
+    variants = {}
     for suffix, preference in ((", han", "han"), (", tuned", "^han")):
         info = MPI.Info.Create({"ompi_comm_coll_preference": preference})
-        variants.append((suffix, comm.Dup_with_info(info)))
+        variants[suffix] = comm.Dup_with_info(info)
         info.Free()
     return variants
 

@@ -1,4 +1,4 @@
-"""Parts that the rank scripts share: gloo, Horovod, versions, and the report."""
+"""Parts that the rank scripts share: gloo, versions, and the report."""
 
 import json
 import platform
@@ -16,11 +16,6 @@ PACKAGES = ("mntrain", "torch", "mpi4py", "numpy")
 
 class AbsentError(Exception):
     """A peer is not available; the message says why."""
-
-
-def absence(error: BaseException) -> AbsentError:
-    """Return the reason why something cannot be imported or initialized, on one line."""
-    return AbsentError(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def start_gloo(comm: MPI.Intracomm) -> None:
@@ -41,18 +36,6 @@ def stop_gloo(comm: MPI.Intracomm) -> None:
     """Destroy the gloo group. Collective: all ranks must have finished using it."""
     comm.Barrier()
     dist.destroy_process_group()
-
-
-def start_horovod() -> Any:
-    """Initialize Horovod over MPI. Raises AbsentError if it is missing or was built without MPI."""
-    try:
-        import horovod.torch as hvd  # noqa: PLC0415 - rarely installed
-    except Exception as error:  # its modules raise all kinds of errors
-        raise absence(error) from error
-    if not hvd.mpi_built():
-        raise AbsentError("built without MPI")
-    hvd.init()
-    return hvd
 
 
 def mpi_library() -> str:

@@ -5,24 +5,17 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import torch
-from common import AbsentError, mpi_library, report, versions
+from common import AbsentError, report, versions
 from gpt import LARGE, MICRO_BATCH, MODELS, Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
-from variants import (
-    INTERVALS,
-    STAGES,
-    VARIANTS,
-    Variant,
-    compute_only,
-    compute_with_norm,
-    mntrain_stage,
-)
+from variants import STAGES, VARIANTS, Variant, compute_only, mntrain_stage
 
 import mntrain
 from mntrain.bench.candidates import rendezvous, turn_order
@@ -55,11 +48,8 @@ def main() -> None:
             by_rank = comm.gather(local)
             if by_rank is not None:
                 row |= summary(by_rank)
-    row |= {
-        "gradient_bytes": 4 * sum(p.numel() for p in gpt(options.model).parameters()),
-        "versions": versions(["deepspeed", "horovod"]),
-        "library": mpi_library(),
-    }
+    nbytes = 4 * sum(p.numel() for p in gpt(options.model).parameters())
+    row |= {"gradient_bytes": nbytes, "versions": versions(["deepspeed"])}
     if comm.rank == 0:
         report(row)
 
@@ -71,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     size, turns = options.model, options.turns
     group, make = VARIANTS[options.what]
-    interval = INTERVALS.get(options.what, 1)
+    interval = int(options.what.partition(" every ")[2] or 1)
     steps = -(-options.steps // interval) * interval
     model, comm = gpt(size), MPI.COMM_WORLD
     batches = list(data(comm.rank, WARM_UP + steps, size, options.sequences))
@@ -90,10 +80,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "steps": steps,
             "sent_bytes": sent / steps,
             "peak_bytes": peak.bytes(),
-            "shared_bytes": Peak.shared(),
             "loss": loss.item(),
             "settings": variant.settings,
-            "state": variant.state() if variant.state else None,
         }
         comm.Barrier()
         figures |= take_turns(variant, compute_only(gpt(size), None), batches[WARM_UP:], turns)
@@ -103,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def take_turns(
     variant: Variant, alone: Variant, batches: Sequence[Batch], turns: int
-) -> dict[str, Any]:
+) -> dict[str, list[float]]:
     """Alternate the variant with compute only, and return their seconds per step for every turn.
 
     A turn is one step on every batch, after a step that is not timed: so communication that a step
@@ -111,49 +99,31 @@ def take_turns(
     """
     both = {"step": variant, "alone": alone}
     times: dict[str, list[float]] = {f"{name}{unit}": [] for name in both for unit in UNITS}
-    clocks, totals = variant.clocks or (lambda: (0.0, 0.0)), [0.0, 0.0]
     for number in range(turns):
         for name in reversed(both) if number % 2 else both:
             current = both[name]
             rendezvous(MPI.COMM_WORLD)
             current.step(batches[0])
-            before, start, cpu_start = clocks(), time.perf_counter(), time.process_time()
+            start, cpu_start = time.perf_counter(), time.process_time()
             for batch in batches:
                 current.step(batch)
             seconds = time.perf_counter() - start, time.process_time() - cpu_start
             for unit, passed in zip(UNITS, seconds, strict=True):
                 times[name + unit].append(passed / len(batches))
-            totals = [c + b - a for c, a, b in zip(totals, before, clocks(), strict=True)]
             if current.finish:
                 current.finish()
-    steps = turns * len(batches)
-    waited_s, busy_s = (total / steps if variant.clocks else None for total in totals)
-    return {**times, "waited_s": waited_s, "busy_s": busy_s}
+    return times
 
 
 def summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the figures of all ranks: times of the slowest rank, CPU seconds of the mean one."""
-    first = by_rank[0]
-
-    def largest(key: str) -> float | None:
-        return None if first[key] is None else max(local[key] for local in by_rank)
-
-    return {
-        **{
-            key: [max(turn) for turn in zip(*(local[key] for local in by_rank), strict=True)]
-            for key in ("step_s", "alone_s")
-        },
-        **{
-            key: [statistics.mean(turn) for turn in zip(*(it[key] for it in by_rank), strict=True)]
-            for key in ("step_cpu_s", "alone_cpu_s")
-        },
-        **{key: largest(key) for key in ("waited_s", "busy_s", "sent_bytes")},
-        **{key: [local[key] for local in by_rank] for key in ("peak_bytes", "shared_bytes")},
-        "loss": sum(local["loss"] for local in by_rank) / len(by_rank),
-        "settings": first["settings"],
-        "steps": first["steps"],
-        "state": [local["state"] for local in by_rank] if first["state"] else None,
-    }
+    found = dict(by_rank[0])
+    of_all = {key: [local[key] for local in by_rank] for key in found}
+    for name, combine in (("_s", max), ("_cpu_s", statistics.mean)):
+        for key in ("step" + name, "alone" + name):
+            found[key] = [combine(turn) for turn in zip(*of_all[key], strict=True)]
+    sent, loss = max(of_all["sent_bytes"]), statistics.mean(of_all["loss"])
+    return {**found, "sent_bytes": sent, "loss": loss, "peak_bytes": of_all["peak_bytes"]}
 
 
 def solo(steps: int) -> dict[str, dict[str, Any]]:
@@ -162,35 +132,27 @@ def solo(steps: int) -> dict[str, dict[str, Any]]:
     Every round takes one step of each on the same batch, in random order. A second plain loop shows
     the noise; a third one computes the gradient norm, as mntrain does.
     """
+    plain = "plain torch"
     with mntrain.init(device="cpu") as world:
-        variants = {"plain torch": compute_only(gpt(), None)}
-        variants |= {
-            f"mntrain stage {stage}": mntrain_stage(stage)(gpt(), world) for stage in STAGES
-        }
-        variants["plain torch with the gradient norm"] = compute_with_norm(gpt(), None)
-        variants["plain torch, repeated"] = compute_only(gpt(), None)
+        makers = {plain: compute_only}
+        makers |= {f"mntrain stage {stage}": mntrain_stage(stage) for stage in STAGES}
+        makers[f"{plain} with the gradient norm"] = partial(compute_only, norm=True)
+        makers[f"{plain}, repeated"] = compute_only
+        variants = {name: make(gpt(), world) for name, make in makers.items()}
         names = list(variants)
-        times: dict[str, list[float]] = {name: [] for name in names}
-        losses: dict[str, float] = {}
+        found: dict[str, dict[str, Any]] = {name: {"step_s": []} for name in names}
         for number, batch in enumerate(data(0, WARM_UP + steps)):
             for index in turn_order(len(names), number):
-                name = names[index]
                 start = time.perf_counter()
-                loss = variants[name].step(batch)
+                loss = variants[names[index]].step(batch)
                 if number >= WARM_UP:
-                    times[name].append(time.perf_counter() - start)
-                losses[name] = loss.item()
-    plain = times["plain torch"]
-    return {
-        name: {
-            "step_s": taken,
-            "median_s": statistics.median(taken),
-            "ratio": statistics.median(a / b for a, b in zip(taken, plain, strict=True)),
-            "loss": losses[name],
-            "settings": variants[name].settings if name.startswith("mntrain") else "plain loop",
-        }
-        for name, taken in times.items()
-    }
+                    found[names[index]]["step_s"].append(time.perf_counter() - start)
+                found[names[index]]["loss"] = loss.item()
+    for way in found.values():
+        pairs = zip(way["step_s"], found[plain]["step_s"], strict=True)
+        way["median_s"] = statistics.median(way["step_s"])
+        way["ratio"] = statistics.median(own / other for own, other in pairs)
+    return found
 
 
 def bytes_sent() -> int:
