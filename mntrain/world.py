@@ -122,8 +122,9 @@ class World(Ranks):
         all parameters form one group. With `sync` nodes exchange parameters every few steps instead
         of gradients in each: by a description in `mntrain.sync`, such as `DiLoCo`. Every
         `check_every` steps, ranks compare all bits of their weights in a message that they send
-        anyway; 0: never. `zero.ZeroOptimizer` documents the other options and `step`. It closes an
-        optimizer that has trained any of the parameters so far: each has one optimizer at a time.
+        anyway; 0: never. `zero.Options` documents the other options, and `zero.ZeroOptimizer` its
+        `step`. It closes an optimizer that has trained any of the parameters so far: each has one
+        optimizer at a time.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an argument from `stage` to `loss_scale` or `check_every`, in

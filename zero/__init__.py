@@ -9,6 +9,7 @@ from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.memory import Memory
 from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult, ZeroOptimizer
+from zero.options import Options
 from zero.state import StateSlice
 from zero.torch_collectives import TorchCollectives
 
@@ -16,6 +17,7 @@ __all__ = [
     "Collectives",
     "Memory",
     "NonFiniteGradientError",
+    "Options",
     "SingleProcessCollectives",
     "StateSlice",
     "StepResult",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.exchange.exchange import Exchange, every_step
-from zero.layout import MIB, ParameterSpec, plan_buckets
+from zero.layout import ParameterSpec, plan_buckets
 from zero.memory import Memory
 from zero.norms import (
     NonFiniteGradientError,
@@ -29,20 +29,20 @@ from zero.norms import (
     find_non_finite,
     global_norm,
 )
+from zero.options import Options
 from zero.param_groups import (
     GroupNames,
     Named,
     as_groups,
     by_name,
     check_plain,
-    check_sharding,
     check_trainable,
     hyperparameters,
     plain_numbers,
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_over
-from zero.precision import LossScale, check_travel_dtype, is_positive
+from zero.precision import LossScale, is_positive
 from zero.prediction import predict
 from zero.replicas import Replicas
 from zero.shard import OptimizerShard
@@ -81,12 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `parameters` are a model, or pairs (name, parameter), as `model.named_parameters()` yields, or
     parameter groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the
     update. Given a model, construction compares it over ranks, and ends with `start`; it is
-    `model` then.
-    Stage 0 shards nothing, 1 the optimizer state, 2 the gradients too. `partition` "element" makes
-    shards equal to within an element, and may cut parameters; "parameter" deals whole ones to
-    ranks. "auto" is "element" for the optimizers of torch that work element by element
-    (`zero.trials.BY_ELEMENT`), and "parameter" for all others, and for functions that make one:
-    "element" is the caller's word that another one works so.
+    `model` then. `options` may also be given by name, such as stage=2.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -108,28 +103,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     over n samples; `backward(loss, weight=n)`, once a micro-batch, declares each loss a mean over
     n.
 
-    - `max_grad_norm`, `norm_type`: the limit to which the gradient's norm is clipped.
-    - `non_finite`: "stop" raises for a gradient that is not finite, "skip" updates nothing.
-    - `loss_scale`: None, a number, or "dynamic" (`zero.precision.LossScale`), for fp16. Then
-      `scale(loss).backward()`, or `backward(loss, weight)`, takes the place of `loss.backward()`.
     - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
-    - `gather_dtype`: bf16 or fp16, to which updated parameters that are wider are rounded at stages
-      1 and 2, so that their all-gather sends fewer bytes; owners keep them as master weights.
     - `schedule`: over which ranks a step is averaged (`zero.exchange.exchange`); by default all.
-    - `bucket_bytes`: maximum size of a bucket; small models get smaller ones.
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
       broadcasts its buffers, and its parameters that no optimizer trains. Buffers are overwritten
       with rank 0's after every step: with the first's of the ranks that the step was averaged over,
       and after an exchange with rank 0's everywhere, as parameters that no optimizer trains are.
-    - `overlap_forward`: at stages 1 and 2, `step` does not wait for the parameters that other ranks
-      update. Each module of `model` waits for its own when it is called or read, and so does any
-      operation on a kept parameter. While the script keeps other tensors over their memory, such as
-      `p.detach()` or a state dict, `step` waits.
-    - `check_every`: steps between comparisons of all bits of the weights, which ride in a message
-      that a step sends anyway, and come also after 1, 2, 4, 8 and so on; 0: none. Of trained
-      parameters, of those of `model` that no optimizer trains, and at stage 0 of master weights,
-      over the ranks that share the state, and after an exchange over all.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -148,51 +128,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parameters: nn.Module | Iterable[Named] | Iterable[dict[str, Any]],
         optimizer_class: Callable[..., torch.optim.Optimizer],
         collectives: Collectives,
+        options: Options | None = None,
         *,
-        stage: int = 0,
-        partition: Literal["auto", "element", "parameter"] = "auto",
-        max_grad_norm: float | None = None,
-        norm_type: float = 2.0,
-        non_finite: Literal["stop", "skip"] = "stop",
-        loss_scale: float | Literal["dynamic"] | None = None,
-        gather_dtype: torch.dtype | None = None,
         comm_hook: CommHook | None = None,
         levels: NodeLevels | None = None,
         schedule: Exchange | None = None,
-        bucket_bytes: int = 25 * MIB,
         model: nn.Module | None = None,
-        overlap_forward: bool = False,
-        check_every: int = 100,
         **kwargs: Any,
     ) -> None:
         pairs, model, starts = _parts_of(parameters, model, collectives.size)
-        check_sharding(stage, partition)
-        check_travel_dtype("gather_dtype", gather_dtype)
-        _check_limits(max_grad_norm, norm_type, non_finite)
-        if not isinstance(check_every, int) or check_every < 0:
-            raise ValueError(f"check_every is {check_every!r}: give a number of steps, or 0")
-        self._collectives, self._norm_type = collectives, float(norm_type)
-        self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
-        self._skips, self._scale = non_finite == "skip", LossScale(loss_scale)
+        by_name_given = {n: kwargs.pop(n) for n in Options.__dataclass_fields__ if n in kwargs}
+        self.options = options = replace(options or Options(), **by_name_given)
+        self._collectives, self._scale = collectives, LossScale(options.loss_scale)
         self._model, self._hook = model, make_hook(comm_hook)
         self.schedule = schedule or every_step(collectives)
         sharding = self.schedule.sharding
         if collectives.size > 1:
             self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
-        waits, alone = overlap_forward, collectives.size == 1
         self._shard = OptimizerShard(
-            stage, sharding, model, gather_dtype, overlap_forward=waits, alone=alone
+            options.stage,
+            sharding,
+            model,
+            options.gather_dtype,
+            overlap_forward=options.overlap_forward,
+            alone=collectives.size == 1,
         )
         self._replicas = Replicas(self.schedule, self._shard, collectives)
         self._agreement = StepComparison(
-            self._shard, collectives.rank, self.schedule.replica, check_every
+            self._shard, collectives.rank, self.schedule.replica, options.check_every
         )
         self.accumulation = Accumulation(self._shard, self._hook, self.schedule, self._scale)
         self._make_inner = partial(optimizer_class, **kwargs)
-        self.stage, self._gather_dtype = stage, gather_dtype
-        self.partition = choose_partition(optimizer_class, partition)
+        self.stage = options.stage
+        self.partition = choose_partition(optimizer_class, options.partition)
         self.known = works_by_element(optimizer_class)  # so is its state
-        self._bucket_bytes = bucket_bytes
         self._names = GroupNames()
         groups = self._check(pairs)
         named = by_name(groups)
@@ -213,7 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_groups()
         self._constructed = True
         if starts:
-            self._expect_alike(gather_dtype, check_every)
+            self._expect_alike()
             self.start()
 
     def start(self) -> None:
@@ -681,7 +650,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             stage=self.stage if stage is None else stage,
             shards=self._shard.sharding.size,
             slot=self._shard.slot,
-            gather_dtype=self._gather_dtype,
+            gather_dtype=self.options.gather_dtype,
             chained=self._hook.several_nodes,
         )
 
@@ -740,9 +709,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
         if self._collectives.size > 1:
             self._agreement.look_at_untrained()
-        norm = self._agreed_norm(self._norm_type, unused)
+        norm = self._agreed_norm(float(self.options.norm_type), unused)
         finite = math.isfinite(norm)
-        return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
+        return norm, min(1.0, self.options.max_norm / (norm + 1e-6)) if finite else 0.0
 
     def _update(self, sums: Sequence[Tensor], factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
@@ -760,7 +729,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _skip_or_raise(self, norm: float) -> None:
         """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
-        if not self._scale.shrink() and not self._skips:
+        if not self._scale.shrink() and not self.options.skips:
             alone = self.schedule.independent(self.accumulation.steps)
             ranks = self.group if alone else self._collectives
             shards, finite = self._shard.shards(), self.accumulation.finite
@@ -873,7 +842,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.give(given)
         return groups
 
-    def _expect_alike(self, gather_dtype: torch.dtype | None, check_every: int) -> None:
+    def _expect_alike(self) -> None:
         """Raise ValueError on all ranks if they have made different optimizers. Collective."""
         model, collectives = self._model, self._collectives
         if model is None or collectives.size == 1:
@@ -884,12 +853,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "the class": type(self._inner).__name__,
             "comm_hook": type(self._hook).__name__,
             "the wire dtype": str(self._hook.wire_dtype),
-            "gather_dtype": str(gather_dtype),
-            "max_grad_norm": self._max_norm,
-            "norm_type": self._norm_type,
-            "skipping of steps": self._skips,
+            "gather_dtype": str(self.options.gather_dtype),
+            "max_grad_norm": self.options.max_norm,
+            "norm_type": float(self.options.norm_type),
+            "skipping of steps": self.options.skips,
             "loss_scale": self._scale.value,
-            "check_every": check_every,
+            "check_every": self.options.check_every,
             "the number of tensors": len(tensors),
             **{
                 f"tensor {number}": f"{name} of {t.dtype}, shape {tuple(t.shape)}, "
@@ -907,7 +876,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         size, plan = self._shard.sharding.size, self._shard.plan
         whole = self.partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
-        added = plan_buckets(specs, self._bucket_bytes, size, loads if whole else None)
+        added = plan_buckets(specs, self.options.bucket_bytes, size, loads if whole else None)
         self._shard.add(added, named)
         self._named.update(named)
         self._agreement.add(named)
@@ -930,16 +899,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f'optimizer.add_param_group({{"params": [("{names[0]}", ...), ...]}})',
                 stacklevel=8,
             )
-
-
-def _check_limits(max_grad_norm: float | None, norm_type: float, non_finite: str) -> None:
-    """Raise ValueError for limits of gradients that do not exist."""
-    if non_finite not in ("stop", "skip"):
-        raise ValueError(f"non_finite is {non_finite!r}: choose stop or skip")
-    if not is_positive(norm_type):
-        raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")
-    if max_grad_norm is not None and not is_positive(max_grad_norm):
-        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
 
 
 def _parts_of(

@@ -18,6 +18,7 @@ from mntrain.sync import LocalSGD
 from zero.comm_hooks import make_hook
 from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
+from zero.options import Options
 from zero.param_groups import (
     by_name,
     check_sharding,
@@ -85,13 +86,15 @@ def make_optimizer(
             named,
             optimizer_class,
             stream,
-            bucket_bytes=world.settings.bucket_bytes,
+            Options(
+                bucket_bytes=world.settings.bucket_bytes,
+                gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
+                **own,
+            ),
             model=model,
-            gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
             schedule=schedule,
             levels=levels,
             comm_hook=hook,
-            **own,
             **kwargs,
         )
     note = hook.note(len(world.topology.nodes), sharded=optimizer.sharded)

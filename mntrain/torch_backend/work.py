@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from inspect import isfunction, unwrap
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,12 +26,18 @@ from mntrain.comm.waits import Backoff, pause
 from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
 
-# What follows a future may wait for another one, as torch's PowerSGD hook does: so it does not run
-# in the engine's thread, and up to so many may wait.
-_FOLLOWERS = ThreadPoolExecutor(256, thread_name_prefix="mntrain torch future")
-
 Copies = Sequence[tuple[Tensor, Tensor]]
 T = TypeVar("T")
+
+
+@cache
+def _followers() -> ThreadPoolExecutor:
+    """Return the threads of what follows futures.
+
+    It may wait for another future, as torch's PowerSGD hook does: so it does not run in the
+    engine's thread, and up to so many may wait.
+    """
+    return ThreadPoolExecutor(256, thread_name_prefix="mntrain torch future")
 
 
 def untraced(cls: type[T]) -> type[T]:
@@ -169,7 +176,7 @@ class Call(TorchWork):
         if self._ends_backward:
             return
         with suppress(RuntimeError):  # the interpreter ends
-            _FOLLOWERS.submit(self.complete_future)
+            _followers().submit(self.complete_future)
 
     def _end_with_backward(self) -> None:
         self._ends_backward = True
