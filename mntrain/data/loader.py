@@ -180,7 +180,7 @@ class ShardRegistry:
                 weight=weight,
                 train=train,
                 known=passes_of(self._passes, loader),
-                balance=division,
+                division=division,
                 divided=divided,
                 batches=batches,
             )
@@ -299,7 +299,7 @@ class ShardedLoader:
         weight: Callable[[Any], float] | None = None,
         train: bool | None = None,
         known: Passes | None = None,
-        balance: Division | None = None,
+        division: Division | None = None,
         divided: bool = False,
         batches: int | None = None,
     ) -> None:
@@ -313,13 +313,14 @@ class ShardedLoader:
             )
         self._loader, self._shards, self._passes = loader, shards, passes
         self._seed, self._weight, self._known = seed, weight, known
-        self._train, self._balance = train, balance
+        self._train = train
+        self._balance = division if isinstance(division, LoaderBalance) else None
         self._divided, self._batches = divided, batches
-        self._drawn = BatchSource(balanced=divided or balance is not None)
+        self._drawn = BatchSource(balanced=divided or division is not None)
         if divided:
             self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
         else:
-            self._source = _source(loader, shards, balance)
+            self._source = _source(loader, shards, division)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
@@ -508,9 +509,9 @@ class ShardedLoader:
         return weight
 
 
-def _source(loader: Any, peers: Peers, balance: Division | None) -> Source:
+def _source(loader: Any, peers: Peers, division: Division | None) -> Source:
     """Return the cheapest source of a loader's batches."""
-    shares = partial(_shares, peers, balance)
+    shares = partial(_shares, peers, division)
     if type(loader) is DataLoader:  # a subclass may change batches in any of its methods
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
@@ -530,7 +531,7 @@ _Shares = Callable[..., Iterator[tuple[Any, slice, Part]]]
 
 def _shares(
     peers: Peers,
-    balance: Division | None,
+    division: Division | None,
     this: Pass,
     batches: Iterator[Any],
     *,
@@ -539,7 +540,7 @@ def _shares(
 ) -> Iterator[tuple[Any, slice, Part]]:
     """Yield each batch of a pass with this rank's rows, and its part, still without them.
 
-    Parts are equal, or as a balance says. Ranks compare the first batch.
+    Parts are equal, or as a division says. Ranks compare the first batch.
     """
     compare = this.compare
     for number, batch in enumerate(batches):
@@ -550,9 +551,9 @@ def _shares(
             compare(describe(batch, samples))
             compare = None
         bounds, plan = None, 0
-        if balance is not None and this.stand_ins:
+        if division is not None and this.stand_ins:
             place = BatchNumber(this.number, number)
-            bounds, plan = balance.bounds(samples, place), balance.plan(place)
+            bounds, plan = division.bounds(samples, place), division.plan(place)
         rows, part = share_of(samples, peers.rank, peers.size, bounds)
         if part.own or this.stand_ins:
             yield batch, rows, part._replace(plan=plan, number=number)

@@ -45,15 +45,6 @@ class Division(Protocol):
     def plan(self, batch: BatchNumber) -> int:
         """Return the number of revisions of the parts before a batch. Local."""
 
-    def begin_pass(self) -> int:
-        """Begin a training pass; return its number, the same on all ranks. Local."""
-
-    def end_pass(self, number: int) -> None:
-        """End a training pass. Local."""
-
-    def batch_done(self, own: int, total: int) -> None:
-        """Count a batch, of which this rank had `own` samples of `total`. Collective."""
-
 
 class Pass(NamedTuple):
     """One iteration over a loader, on one rank."""

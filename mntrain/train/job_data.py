@@ -73,15 +73,6 @@ class _Division:
     def _step(self, batch: BatchNumber) -> BatchNumber:
         return BatchNumber(0, self._done + batch.batch)
 
-    def begin_pass(self) -> int:
-        return 0
-
-    def end_pass(self, number: int) -> None:
-        pass
-
-    def batch_done(self, own: int, total: int) -> None:
-        pass
-
 
 class JobData:
     """The samples of a task: the batches of this rank, and those it validates on. Local.

@@ -83,7 +83,7 @@ def world_of(rank=0, size=1, gather=alone):
     """One of several ranks of a world, for its data alone."""
 
     def shard(loader, seed, *, train, balance=False):
-        options = {"gather": gather, "seed": seed, "train": train, "balance": balance or None}
+        options = {"gather": gather, "seed": seed, "train": train, "division": balance or None}
         return sharded(loader, rank, size, **options)
 
     nodes = SimpleNamespace(nodes=((0,),))

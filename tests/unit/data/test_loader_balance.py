@@ -34,7 +34,7 @@ def balanced(rank, size, gather, clock, kind="cut", **options):
     log, workers = Log(), options.get("workers", 0)
     plan = LoaderBalance(size, gather, clock, options.get("room", lambda: math.inf), int)
     plan = plan if options.get("balance", True) else None
-    return sharded(loader(kind, workers), rank, size, log, gather=gather, balance=plan), log
+    return sharded(loader(kind, workers), rank, size, log, gather=gather, division=plan), log
 
 
 def parts_by_rank(costs, kind="indexed", *, passes=1, saves=False, rooms=(), **options):

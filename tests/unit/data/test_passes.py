@@ -370,7 +370,7 @@ def test_a_balanced_loader_goes_on_with_the_next_epoch():
     def body(rank, gather):
         clock = Clock()
         plan = LoaderBalance(2, gather, clock, lambda: math.inf, int)
-        parts = sharded(shuffled(), rank, 2, gather=gather, balance=plan)
+        parts = sharded(shuffled(), rank, 2, gather=gather, division=plan)
         batches = iter(parts)
         for _ in range(7):
             next(batches)
