@@ -48,6 +48,7 @@ from mntrain.data.sample_digest import (
     sizes_of,
     spread_digest,
 )
+from mntrain.data.sampling import PlannedBatch
 from mntrain.data.source import (
     Alone,
     Division,
@@ -590,13 +591,13 @@ def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
     feed, generator = Feed(), torch.Generator()  # it seeds the workers: differently on each rank
     own = rebuilt(loader, batch_sampler=feed, generator=generator)
 
-    def describe(batch: list[Any] | None, samples: int) -> FirstBatch:
+    def describe(batch: Sequence[Any] | None, samples: int) -> FirstBatch:
         digest = None if batch is None else _digest(batch)
         return of_samples(loader.dataset, ends(batch or []), sizes_of(loader, samples), digest)
 
     def draw(this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
         """Yield the indices of this rank's part, or stand-in, of each batch."""
-        batches = _seeded(cast(Iterable[Any], loader.batch_sampler), this.seed, list)
+        batches = _seeded(cast(Iterable[Any], loader.batch_sampler), this.seed, _sequence)
         for indices, rows, part in shares(this, batches, length=len, describe=describe):
             parts.append(part._replace(digest=_digest(indices)))
             yield indices[rows]
@@ -614,8 +615,14 @@ def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
     return parts_of
 
 
-def _digest(indices: list[Any]) -> int | None:
+def _sequence(indices: Iterable[Any]) -> Sequence[Any]:
+    return indices if isinstance(indices, PlannedBatch) else list(indices)
+
+
+def _digest(indices: Sequence[Any]) -> int | None:
     """Return 16 bits of the indices of a batch; None if they are not numbers or strings."""
+    if isinstance(indices, PlannedBatch):
+        return indices.digest
     try:
         array = np.asarray(indices)
     except ValueError:  # tuples of unequal length

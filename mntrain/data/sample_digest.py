@@ -135,7 +135,7 @@ def sizes_of(loader: Any, samples: int) -> dict[str, object]:
     return {**sizes, "the number of samples in a batch": samples}
 
 
-def ends(samples: list[Any]) -> list[Any]:
+def ends(samples: Sequence[Any]) -> list[Any]:
     """Return the first and the last of some samples."""
     return [*samples[:1], *samples[1:][-1:]]
 

@@ -12,6 +12,7 @@ in this module communicates.
 """
 
 import signal
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -102,14 +103,13 @@ class SamplingPlan:
         _, start, stop = self._batch_bounds(step)
         return stop - start
 
-    def batch(self, step: int) -> list[int]:
+    def batch(self, step: int) -> "PlannedBatch":
         """Return the samples of a step's global batch."""
-        samples: list[int] = self._samples(*self._batch_bounds(step)).tolist()
-        return samples
+        return PlannedBatch(self, step, *self._batch_bounds(step))
 
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
-        return self._samples(*self._share_bounds(step, rank, size))
+        return self.samples_at(*self._share_bounds(step, rank, size))
 
     def share_length(self, step: int, rank: int, size: int) -> int:
         """Return the number of samples in a rank's share of a step."""
@@ -129,7 +129,7 @@ class SamplingPlan:
         """
         return cut_evenly(self.share(step, rank, size).tolist(), micro_batch_size)
 
-    def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
+    def samples_at(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the samples at [start, stop) of an epoch's order."""
         if self.order is not None:
             return torch.tensor(self.order[start:stop], dtype=torch.int64, device="cpu")
@@ -153,6 +153,52 @@ class SamplingPlan:
             epochs, batch = divmod(since - left, self.steps_per_epoch)
             epoch, start = epoch + 1 + epochs, batch * self.batch_size
         return epoch, start, min(start + self.batch_size, self.samples)
+
+
+class PlannedBatch(Sequence[Any]):
+    """The samples of a global batch, of which a part costs what this part costs, not the whole.
+
+    If it is `keyed`, its items are (step, sample), for a `SeededDataset`. `digest` is that of what
+    decides the samples: 16 bits.
+    """
+
+    def __init__(
+        self,
+        plan: SamplingPlan,
+        step: int,
+        epoch: int,
+        start: int,
+        stop: int,
+        *,
+        keyed: bool = False,
+    ) -> None:
+        self._plan, self._step, self._keyed = plan, step, keyed
+        self._epoch, self._start, self._stop = epoch, start, stop
+
+    @property
+    def keyed(self) -> "PlannedBatch":
+        """The same batch, whose items are (step, sample)."""
+        place = self._step, self._epoch, self._start, self._stop
+        return PlannedBatch(self._plan, *place, keyed=True)
+
+    @property
+    def digest(self) -> int:
+        """16 bits of the seed and the place of the batch."""
+        plan, place = self._plan, (self._step, self._epoch, self._start, self._stop)
+        return zlib.crc32(repr((plan.samples, plan.seed, place)).encode()) & 0xFFFF
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index: Any) -> Any:
+        places = range(self._start, self._stop)[index]
+        if isinstance(places, int):
+            return self._items(places, places + 1)[0]
+        return self._items(places.start, places.stop) if places else []
+
+    def _items(self, start: int, stop: int) -> list[Any]:
+        samples = self._plan.samples_at(self._epoch, start, stop).tolist()
+        return [(self._step, sample) for sample in samples] if self._keyed else samples
 
 
 class CadenceSampling:
@@ -258,16 +304,16 @@ class ShuffledBatches:
         DataLoader(dataset, batch_sampler=mntrain.ShuffledBatches(len(dataset), 64))
 
     As shuffle=True, but no list of all samples is in memory, and none is made when a pass is
-    resumed: an order is a closed form (`mntrain.data.randomness.permuted`). Its seed is drawn from
-    torch's default generator when a pass begins, which `World.shard` seeds alike on all ranks. A
-    batch has `batch_size` samples; the last one is smaller, or left out with `drop_last`. Raises
-    ValueError as `SamplingPlan`.
+    resumed: an order is a closed form (`mntrain.data.randomness.permuted`), of which a rank
+    computes its own part. Its seed is drawn from torch's default generator when a pass begins,
+    which `World.shard` seeds alike on all ranks. A batch has `batch_size` samples; the last one is
+    smaller, or left out with `drop_last`. Raises ValueError as `SamplingPlan`.
     """
 
     def __init__(self, samples: int, batch_size: int, *, drop_last: bool = False) -> None:
         self._plan = SamplingPlan(samples, batch_size, 0, drop_last=drop_last)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         seed = int(torch.randint(1 << 62, ()))
         plan = replace(self._plan, seed=seed)
         return (plan.batch(step) for step in range(len(self)))
@@ -282,9 +328,8 @@ class StepBatches:
     def __init__(self, plan: SamplingPlan | CadenceSampling, steps: range) -> None:
         self._plan, self._steps = plan, steps
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in self._steps:
-            yield [(step, sample) for sample in self._plan.at(step).batch(step)]
+    def __iter__(self) -> Iterator[Any]:
+        return (self._plan.at(step).batch(step).keyed for step in self._steps)
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -165,6 +165,31 @@ def test_shuffled_batches_are_of_each_sample_once_in_another_order_each_pass(dro
     assert [batch.tolist() for batch in resumed] == passes[1][2:]
 
 
+def test_a_part_of_a_batch_is_computed_alone(monkeypatch):
+    plan = SamplingPlan(1000, 400, seed=3)
+    whole = plan.share(3, 0, 1).tolist()  # the second epoch's first, behind a smaller batch
+    asked = []
+    monkeypatch.setattr(SamplingPlan, "samples_at", counted(SamplingPlan.samples_at, asked))
+    batch = plan.batch(3)
+    assert len(batch) == 400
+    assert batch[7:19] == whole[7:19]
+    assert (batch[0], batch[-1], batch[5:5]) == (whole[0], whole[-1], [])
+    assert batch.keyed[1:3] == [(3, whole[1]), (3, whole[2])]
+    assert asked == [12, 1, 1, 2]
+    assert list(batch) == whole
+    others = [plan.batch(4), replace(plan, seed=4).batch(3), replace(plan, samples=999).batch(3)]
+    assert len({batch.digest, *(other.digest for other in others)}) == 4
+    assert batch.digest == replace(plan).batch(3).digest
+
+
+def counted(method, asked):
+    def call(plan, epoch, start, stop):
+        asked.append(stop - start)
+        return method(plan, epoch, start, stop)
+
+    return call
+
+
 def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
     assert len(set(next(iter(ShuffledBatches(10**12, 64))))) == 64
     with pytest.raises(ValueError, match="fewer than a batch of 4, which drop_last"):
