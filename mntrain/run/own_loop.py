@@ -148,8 +148,14 @@ class OwnLoop:
                     raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
             self._stop = StopRequests(
-                self._world, deadline, self._longest_save_s, grace, self._sums("requests")
+                self._world,
+                deadline,
+                longest_save_s=self._longest_save_s,
+                grace_s=grace,
+                option="grace of world.stop_requested",
+                sums=self._sums("requests"),
             )
+            self._stop.__enter__()
         return self._stop.poll()
 
     def _sums(self, name: str) -> DelayedSums:
@@ -179,7 +185,7 @@ class OwnLoop:
     def close(self) -> None:
         """Restore the handlers of signals, and release the run directories. Local."""
         if self._stop is not None:
-            self._stop.close()
+            self._stop.__exit__()
         for log in self._logs.values():
             log.abandon()
         for directory in self._directories.values():

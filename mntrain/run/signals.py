@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from types import FrameType
 from typing import Any, Self
@@ -123,61 +123,94 @@ class Deadline:
         return self.at - time.monotonic() < 2 * (step_s + save_s) + self._spare_s
 
 
-def stop_reason(world: Ranks, signals: SignalRequests, deadline: Deadline) -> str:
-    """Return the signal and rank, or the deadline, that ends the job early. Collective."""
-    first = signals.first
-    for rank, name in enumerate(world.gather(first.name if first else None)):
-        if name:
-            return f"{name} on rank {rank}"
-    return world.gather(deadline.reason)[0]
-
-
 class StopRequests:
-    """Requests to end a job, agreed over all ranks one `poll` after they arrive.
+    """Requests to end a job: signals, and the end of its time. Ranks act on them together.
 
-    Signals are noted from construction to `close`. Only the master's deadline counts, since clocks
-    of nodes may differ. `longest_save_s` returns the seconds that a save has taken so far. A job
-    whose ranks do not agree within `grace_s` seconds after a signal is ended. `sums` are those of
-    requests.
+    A context manager, which notes signals. Only the master's deadline counts, since clocks of nodes
+    may differ. `longest_save_s` returns the seconds that a save has taken so far. A job whose ranks
+    do not agree within `grace_s` seconds after a signal is ended; `option` is what the user sets
+    these with. `sums` are those of `poll`, which a loop with a message of its own lacks.
     """
 
     def __init__(
         self,
         world: Ranks,
         deadline: Deadline,
+        *,
         longest_save_s: Callable[[], float],
         grace_s: float,
-        sums: DelayedSums,
+        option: str,
+        sums: DelayedSums | None = None,
     ) -> None:
         self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
-        self._signals = SignalRequests(world, grace_s, "grace of world.stop_requested")
+        self._signals = SignalRequests(world, grace_s, option)
+        self._sums = sums
+        self._longest_step_s, self._step_began = 0.0, time.monotonic()
+
+    def __enter__(self) -> Self:
         self._signals.__enter__()
-        self._sum = sums
-        self._longest_step_s, self._last_poll = 0.0, time.monotonic()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._signals.__exit__(*exception)
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Keep a second SIGINT from raising while a checkpoint is written inside."""
+        return self._signals.deferred()
+
+    def begin_step(self) -> None:
+        """Begin to measure a step. Local."""
+        self._step_began = time.monotonic()
+
+    def end_step(self) -> None:
+        """Count the time of a step, and begin the next one. Local."""
+        self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_began)
+        self.begin_step()
+
+    def local_flags(self, delay: int = 1) -> dict[str, float]:
+        """Return this rank's flags, whose sums over all ranks `agree` takes. Local.
+
+        `delay` is the number of steps until they count.
+        """
+        step_s = self._longest_step_s * delay
+        near = self._deadline.near(step_s, self._longest_save_s())
+        return {
+            "interrupted": float(self._signals.interrupted),
+            "preempted": float(self._signals.preempted or near),
+        }
+
+    def agree(self, summed_flags: Mapping[str, float]) -> None:
+        """Take the sums of the flags: the status is that of a request, if a rank has one. Local."""
+        if any(summed_flags[name] for name in ("interrupted", "preempted")):
+            self.end()
+            self.status = "preempted" if summed_flags["preempted"] else "interrupted"
+
+    def end(self) -> None:
+        """Note that all ranks will end the job together. Local."""
+        self._signals.agreed()
+
+    def find_reason(self) -> str:
+        """Return the signal and rank, or the deadline, that ends the job early. Collective."""
+        first = self._signals.first
+        for rank, name in enumerate(self._world.gather(first.name if first else None)):
+            if name:
+                return f"{name} on rank {rank}"
+        return self._world.gather(self._deadline.reason)[0]
 
     def poll(self) -> bool:
         """Return True, on all ranks, if any of them was asked to end before the last poll.
 
         Collective, once a step.
         """
-        now = time.monotonic()
-        self._longest_step_s = max(self._longest_step_s, now - self._last_poll)
-        self._last_poll = now
+        assert self._sums is not None, "poll serves loops without flags"
+        self.end_step()
         if self.status == "running":
-            sums = self._sum.take()
-            if any(sums.values()):
-                self._signals.agreed()
-                self.status = "preempted" if sums["preempted"] else "interrupted"
-                self.reason = stop_reason(self._world, self._signals, self._deadline)
+            if sums := self._sums.take():
+                self.agree(sums)
+            if self.status == "running":
+                self._sums.start(self.local_flags())
             else:
-                near = self._deadline.near(self._longest_step_s, self._longest_save_s())
-                preempted = self._signals.preempted or near
-                interrupted = self._signals.interrupted
-                self._sum.start({"preempted": preempted, "interrupted": interrupted})
+                self.reason = self.find_reason()
         return self.status != "running"
-
-    def close(self) -> None:
-        """Restore the handlers of signals. Local."""
-        self._signals.__exit__()

@@ -23,7 +23,7 @@ from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.rank_info import memory_now
-from mntrain.run.signals import SignalRequests, stop_reason
+from mntrain.run.signals import StopRequests
 from mntrain.train.compiling import uncompiled
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob
@@ -47,7 +47,13 @@ class Trainer:
         self._config = config = job.config
         self._model, self._optimizer = job.model, job.optimizer
         self._reporter = job.reporter
-        self._signals = SignalRequests(world, config.run.grace, "--run.grace")
+        self._requests = StopRequests(
+            world,
+            job.deadline,
+            longest_save_s=lambda: job.checkpoints.longest_s,
+            grace_s=config.run.grace,
+            option="--run.grace",
+        )
         self._early_end = job.directory.write_early_end
         world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
         self._means = StepMeans(world.rank)
@@ -56,7 +62,6 @@ class Trainer:
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
         self._saved_config = to_json(config)
         self._asked_to_stop: str | None = None  # why, by this rank's task
-        self._longest_step_s = 0.0
         self._agreement = StepAgreement(
             world,
             job,
@@ -83,17 +88,17 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         start = time.perf_counter()
         result = self._result
-        with self.job.directory, self._reporter, self._signals as signals:
+        with self.job.directory, self._reporter, self._requests:
             describe_job(self._world, self.job)
             with closing(self.job.batches), self.job.timeline:
                 self._train()
-            with signals.deferred(), self._world.recorder.phase("checkpoint"):
+            with self._requests.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
             if result.status == "completed" and self._world.master:
                 self._show_sample()
             result.seconds = time.perf_counter() - start
             if result.status in ("interrupted", "preempted"):
-                result.reason = stop_reason(self._world, signals, self.job.deadline)
+                result.reason = self._requests.find_reason()
             elif result.error:
                 result.reason = str(result.error)
             summary = finish_report(self._world, self.job, result)
@@ -123,7 +128,7 @@ class Trainer:
         result = self._result
         for step in count(self.job.done + 1):
             self.job.timeline.before_step(step)
-            start = time.perf_counter()
+            self._requests.begin_step()
             try:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
@@ -132,7 +137,7 @@ class Trainer:
                 self._asked_to_stop = self.job.task.on_step(record) or self._asked_to_stop
                 result.status = self._status(step)
                 if result.status != "running":
-                    self._signals.agreed()
+                    self._requests.end()
                     return
                 saving = self._world.recorder.phase("checkpoint", step)
                 with saving, errors_stop(self._world, step):
@@ -141,7 +146,7 @@ class Trainer:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
                 return
-            self._longest_step_s = max(self._longest_step_s, time.perf_counter() - start)
+            self._requests.end_step()
 
     def _progress(self, record: StepRecord) -> Manifest:
         """Return what a checkpoint after a step records of the run. Local."""
@@ -277,14 +282,10 @@ class Trainer:
 
     def _own_flags(self) -> dict[str, float]:
         """Return what this rank asks for; sums over all ranks count after the step. Local."""
-        signals, saves = self._signals, self.job.checkpoints
-        longest_s = self._longest_step_s * self._agreement.delay
-        near_deadline = self.job.deadline.near(longest_s, saves.longest_s)
         return {
-            "interrupted": float(signals.interrupted),
-            "preempted": float(signals.preempted or near_deadline),
+            **self._requests.local_flags(self._agreement.delay),
             "asked_to_stop": float(self._asked_to_stop is not None),
-            **saves.local_flags(),
+            **self.job.checkpoints.local_flags(),
         }
 
     def _all_meet(self, step: int) -> bool:
@@ -344,6 +345,5 @@ class Trainer:
             self._result.reason = next(filter(None, reasons))
         if self._result.reason:
             return "stopped"
-        if flags["preempted"]:
-            return "preempted"
-        return "interrupted" if flags["interrupted"] else "running"
+        self._requests.agree(flags)
+        return self._requests.status
