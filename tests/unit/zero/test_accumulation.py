@@ -89,7 +89,10 @@ STEPS = {
     ),
     "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
     "weights of micro-batches": ([("weighted kept", 6, 3), ("weighted", 2, 7)], (4, 8)),
-    "every micro-batch synchronized": ([("weighted", 6, 3), ("weighted", 2, 7)], (4, 8)),
+    "every micro-batch synchronized": (
+        [("weighted", 6, 3), ("weighted", 2, 7), ("weighted", 8, 8)],
+        (6, 16),
+    ),
     "means that are read between": (
         [
             ("weighted kept", 6, 2),
