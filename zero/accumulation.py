@@ -114,6 +114,7 @@ class Accumulation:
         # if the backward has raised.
         self._tasks: dict[int, Callable[[], object]] = {}
         self._joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
+        self._arrived = set[str]()  # names of parameters that got a gradient in it
         self._syncing = True  # outside of `no_sync`
         self._began_s = 0.0  # when its first gradient came
         # Of the reduction.
@@ -409,6 +410,7 @@ class Accumulation:
         if task not in self._tasks:
             self._begin_backward(task, entry.spec.name)
         self._take_or_keep(index, entry)
+        self._arrived.add(entry.spec.name)
         self._gradients.arrived_in(task, entry.spec.name)
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:
@@ -435,6 +437,9 @@ class Accumulation:
     def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
         self._begin()
         name = entry.spec.name
+        if not self._gradients.has_gradient(entry):  # a hook that came before has dropped it
+            self._used.discard(name)
+            return
         self._used.add(name)
         if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
@@ -465,6 +470,7 @@ class Accumulation:
             return
         if min(self._tasks) < task:  # nested ones have larger numbers
             raise RuntimeError(INTERRUPTED)
+        self._check_hooks()
         self._forget_tasks()
         if self._syncing:
             self.finish()
@@ -478,8 +484,19 @@ class Accumulation:
         if task not in self._tasks:
             self._begin_backward(task)
 
+    def _check_hooks(self) -> None:
+        """Raise RuntimeError if a hook has set a gradient that was taken from it before."""
+        changed = [name for name in self._arrived if not self._gradients.keeps(name)]
+        if changed and self._shard.sharded:
+            raise RuntimeError(
+                f"a hook has set the gradient of {', '.join(sorted(changed)[:3])} in backward, but "
+                f"at stage {self._shard.stage} it was taken before, to be sharded: change it by "
+                "parameter.register_hook, which gets it earlier, or use stage 0"
+            )
+
     def _forget_tasks(self) -> None:
         self._tasks.clear()
+        self._arrived.clear()
         for hook in self._joining:
             hook.remove()
         self._joining.clear()
