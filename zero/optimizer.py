@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
@@ -749,7 +750,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.scale_gradients(sums, factor, unused)
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         self._give_groups()
-        self._inner.step()
+        with _without_global_hooks():  # which run around this optimizer's own step
+            self._inner.step()
         if not self.known:
             check_state(self._shard, self._inner)
         self._warn_of_unfrozen()
@@ -954,6 +956,20 @@ def _parts_of(
         raise ValueError("the model is given as `parameters`: leave out model=")
     check_plain(parameters, size)
     return parameters.named_parameters(), parameters, True
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Enclose a step around which hooks for the steps of all optimizers do not run. Local."""
+    hooks: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [[*each.items()] for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, items in zip(hooks, kept, strict=True):
+            each.update(items)
 
 
 def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
