@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import torch
@@ -76,6 +76,9 @@ class Accumulation:
         rank 1   announce   buckets   done       zeros     done
     """
 
+    # Whose loss the running backward is weighed for, and by how much (`weighs`).
+    _weighed_for: ClassVar["tuple[Accumulation, float] | None"] = None
+
     def __init__(
         self,
         shard: OptimizerShard,
@@ -121,6 +124,10 @@ class Accumulation:
         self.phase = Phase.EMPTY
         self.reduced_weight = 0.0  # of what was reduced since the last step, in samples
         self.scaled_by_others = False  # a loss, by another loss scale than this optimizer's
+        self.weighed_by_others = False  # a loss, otherwise than it counts in this mean
+        # The weight that another optimizer has given to the only loss of this mean; 0 if none has,
+        # and NaN for one of several.
+        self._weighed = 0.0
         self._used = set[str]()  # names of parameters that got a gradient
         self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
         self._left = False  # it has left gradients: it leaves none if no rank used any
@@ -235,6 +242,15 @@ class Accumulation:
             self._gradients.collect()
             self._gradients.set_aside()
 
+    @contextmanager
+    def weighs(self, weight: float) -> Iterator[None]:
+        """Enclose a backward whose loss counts by `weight` in this optimizer's mean."""
+        before, Accumulation._weighed_for = Accumulation._weighed_for, (self, weight)
+        try:
+            yield
+        finally:
+            Accumulation._weighed_for = before
+
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
         self._begin()
@@ -342,7 +358,10 @@ class Accumulation:
         if self._gradients.all_dropped:
             self._hook.end_step(taken=False)
             self.weight.held, self.reduced_weight = None, 0.0
-            self.scaled_by_others = False
+            self._forget_others()
+
+    def _forget_others(self) -> None:
+        self.scaled_by_others, self.weighed_by_others, self._weighed = False, False, 0.0
 
     def _forget_dropped(self, arriving: str = "") -> None:
         """Begin anew if all gradients of an accumulation were dropped, as by model.zero_grad().
@@ -372,7 +391,7 @@ class Accumulation:
         self._late.clear()
         self.finite.reset()
         self._used, self.phase = set(), Phase.EMPTY
-        self.scaled_by_others = False
+        self._forget_others()
 
     def _start_round(self) -> None:
         self._launched, self._round_begun = 0, False
@@ -424,15 +443,29 @@ class Accumulation:
         if first:
             self._began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            self.scaled_by_others |= self._scale.is_other(task)
+            scaled = self._scale.is_other(task)
         at_end = partial(self._on_end_of_backward, task)
         self._tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
             self.before_backward()
             self._forget_held()
+            weighed = self._weighed_otherwise()
             self.weight.begin_backward()
+            self._begin()
+            self.scaled_by_others |= scaled
+            self._weighed = weighed
         Variable._execution_engine.queue_callback(at_end)
+
+    def _weighed_otherwise(self) -> float:
+        """Return `_weighed` for the backward that begins."""
+        several = self.weight.begun or self.weight.held is not None
+        owner, weight = Accumulation._weighed_for or (self, 0.0)
+        if owner is self:
+            return math.nan if self._weighed else 0.0
+        if several:
+            return math.nan
+        return 0.0 if self.weight.stated or self._world_size == 1 else weight
 
     def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
         self._begin()
@@ -543,6 +576,8 @@ class Accumulation:
         if divisor > 0:
             self._hook.end_reduction(total)
         self.scaled_by_others = totals["scaled by others"] > 0
+        weighed = self.group.size * totals["squared weighed"], totals["weighed"] ** 2
+        self.weighed_by_others |= not math.isclose(*weighed)
         self._used, self.phase = set(), Phase.HELD
         self._left = self._gradients.exist
         self._stop_weighing()
@@ -554,6 +589,7 @@ class Accumulation:
                 self._take_or_keep(index, entry)
             return True
         self.reduced_weight += weight
+        self._weighed = 0.0
         total = total if totals["averages"] else 0.0
         self.weight.reset(divisor / self.group.size, total if self._left else None)
         return False
@@ -653,10 +689,16 @@ class Accumulation:
         message.put("missing", lambda: sum(map(len, self._missing)) - len(self._used))
         message.put("late", lambda: len(self._late))
         message.put("scaled by others", lambda: self.scaled_by_others)
+        message.put("weighed", self._ratio)
+        message.put("squared weighed", lambda: self._ratio() ** 2)
         message.put("checked", lambda: weight.has_digest)
         message.put("digest", lambda: weight.digest)
         message.put("squared digest", lambda: weight.digest**2)
         return message
+
+    def _ratio(self) -> float:
+        """Return by how much more another optimizer weighs this rank's loss; 0 if none does."""
+        return self._weighed / (self.weight.divisor or math.nan) if self._weighed else 0.0
 
     def _totals(self) -> dict[str, float]:
         """Wait until all ranks have finished, and return sums over them. Collective.

@@ -305,7 +305,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective outside of `no_sync`, for one micro-batch. The gradient of a step is the mean
         over the samples of all its micro-batches, also if it is read between two of them. A rank
         without samples in a step calls `share(0)` instead. The weight acts on gradients, as they
-        are taken; another optimizer of the loss takes its own as those of `loss.backward()`.
+        are taken. Another optimizer of the loss takes its own as those of `loss.backward()`, and
+        its `step` raises RuntimeError where that gives another mean.
         Raises RuntimeError beside gradients of `loss.backward()` in the step.
         """
         self._check_open()
@@ -319,10 +320,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.accumulation.pass_backward()
             return
         try:
-            if weight:
-                self.scale(loss).backward()
-            else:  # only what lies below layers in which other ranks wait
-                torch.autograd.backward(layers, zeros)
+            with self.accumulation.weighs(weight):
+                if weight:
+                    self.scale(loss).backward()
+                else:  # only what lies below layers in which other ranks wait
+                    torch.autograd.backward(layers, zeros)
         except BaseException:
             self.accumulation.interrupt()
             raise
@@ -735,6 +737,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"that of this one ({self._scale.value:g}): give all optimizers of a loss the same "
                 "number as loss_scale=, and multiply the loss by one of them; or drop this "
                 "optimizer's gradient by zero_grad()"
+            )
+        if self.accumulation.weighed_by_others:
+            raise RuntimeError(
+                "the loss was weighed by backward(loss, weight=n) of another optimizer, and counts "
+                "otherwise in the gradient of this one: for one micro-batch, call share(n) of this "
+                "one before, on all ranks; for several, share(n) of both, and backward of "
+                "loss / micro-batches; or drop this optimizer's gradient by zero_grad()"
             )
         return self._shard.gradients.collect()
 

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -335,11 +336,56 @@ def test_a_weight_is_of_one_optimizer_of_a_loss(stage, world):
     model, optimizer = one_weight(stage, world)
     other, second = one_weight(stage, world)
     for weight in (500, 7, 300):
+        if world is FirstOfTwo:  # whose other rank has no sample
+            second.share(weight)
         optimizer.backward(mean(model, 3) + mean(other, 5), weight=weight)
         norms = optimizer.step().grad_norm, second.step().grad_norm
         assert norms == pytest.approx((3.0, 5.0), rel=1e-6)
         optimizer.zero_grad()
         second.zero_grad()
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("turns", [1, 2])
+@WORLDS
+@STAGES
+def test_a_loss_that_another_optimizer_weighs_otherwise_is_refused(stage, world, turns, share):
+    model, optimizer = one_weight(stage, world)
+    other, second = one_weight(stage, world)
+    for dropped in (False, True):
+        for turn in range(turns):
+            if share:
+                second.share(6)
+            with nullcontext() if turn == turns - 1 else second.no_sync():
+                optimizer.backward(mean(model, 3) + mean(other, 5), weight=6)
+        if dropped:
+            other.zero_grad()
+            mean(other, 4).backward()
+        if dropped or (turns == 1 and (share or world is SingleProcessCollectives)):
+            assert second.step().grad_norm == (4.0 if dropped else 5.0)
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"^the loss was weighed by backward\(loss, weig"
+            ):
+                second.step()
+        optimizer.zero_grad()
+        second.zero_grad()
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@WORLDS
+@STAGES
+def test_a_loss_scale_of_others_is_refused_behind_a_gradient_that_was_dropped(stage, world, syncs):
+    (model, optimizer), (other, second) = (
+        one_weight(stage, world, loss_scale=8.0),
+        one_weight(stage, world),
+    )
+    with nullcontext() if syncs else second.no_sync():
+        mean(other, 5).backward()
+    other.zero_grad()
+    optimizer.scale(mean(model, 3) + mean(other, 5)).backward()
+    with pytest.raises(RuntimeError, match="the loss scale of another optimizer"):
+        second.step()
 
 
 @WORLDS
