@@ -129,7 +129,8 @@ class Accumulation:
         # and NaN for one of several.
         self._weighed = 0.0
         self._used = set[str]()  # names of parameters that got a gradient
-        self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
+        # Gradients that came after the last one, each with what multiplies it.
+        self._late: list[tuple[int, ParameterSlice, Tensor, float]] = []
         self._left = False  # it has left gradients: it leaves none if no rank used any
         # Of the round.
         self._round_begun = False  # a gradient has arrived
@@ -467,7 +468,7 @@ class Accumulation:
             return math.nan
         return 0.0 if self.weight.stated or self._world_size == 1 else weight
 
-    def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
+    def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
         self._begin()
         name = entry.spec.name
         if not self._gradients.has_gradient(entry):  # a hook that came before has dropped it
@@ -480,11 +481,12 @@ class Accumulation:
             # Its layer lies in several reentrant checkpoints.
             gradient = self._gradients.pop(name)
             assert gradient is not None, "backward has just made it"
-            self._late.append((index, entry, gradient))
+            # At stage 2, that of its own micro-batch.
+            self._late.append((index, entry, gradient, self._scale_of(scale)))
         else:
             self._round_begun = True
             self._agree_on_unit()
-            self._take(index, entry)
+            self._take(index, entry, scale)
             self._missing[index].discard(name)
             while self._launched < len(self._missing) and not self._missing[self._launched]:
                 self._launch_next()
@@ -545,14 +547,15 @@ class Accumulation:
         """
         start = time.perf_counter()
         try:
-            while self._reduce():
+            late = False
+            while late := self._reduce(late=late):
                 pass
         finally:
             self.waited_s += time.perf_counter() - start
             self.observe("reduce_wait", start)
 
-    def _reduce(self) -> bool:
-        """Reduce what has arrived; return whether any rank has gradients that came late."""
+    def _reduce(self, *, late: bool) -> bool:
+        """Reduce what has arrived, or came `late`; return whether any rank has more of these."""
         self.weight.finish()
         self._begin()
         self._agree_on_unit()
@@ -572,7 +575,9 @@ class Accumulation:
             unused = frozenset(self._parameters)  # this group has no sample
         total = held + divisor
         factor = self.weight.unit / total if divisor > 0 else 0.0
-        self._gradients.finish(factor, unused, of_held=held / total if held else 1.0)
+        # What came late is added to a mean in which those that were held have their part.
+        of_held = held / total if held and not late else 1.0
+        self._gradients.finish(factor, unused, of_held=of_held)
         if divisor > 0:
             self._hook.end_reduction(total)
         self.scaled_by_others = totals["scaled by others"] > 0
@@ -584,9 +589,9 @@ class Accumulation:
         if totals["late"]:
             self._gradients.set_aside()
             came_late, self._late = self._late, []
-            for index, entry, gradient in came_late:
+            for index, entry, gradient, scale in came_late:
                 self._gradients.put(entry.spec.name, gradient)
-                self._take_or_keep(index, entry)
+                self._take_or_keep(index, entry, scale)
             return True
         self.reduced_weight += weight
         self._weighed = 0.0
@@ -656,8 +661,11 @@ class Accumulation:
                 self._used.add(name)
                 self._round_begun = True
 
-    def _take(self, index: int, entry: ParameterSlice) -> None:
-        taken = self._gradients.take(index, entry, self.weight.scale)
+    def _scale_of(self, scale: float | None) -> float:
+        return self.weight.scale if scale is None else scale
+
+    def _take(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
+        taken = self._gradients.take(index, entry, self._scale_of(scale))
         if taken is not None and self._world_size > 1:
             self.finite.add(taken)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero import SingleProcessCollectives
 from zero.gradients.weights import BatchSource
@@ -151,6 +152,21 @@ def test_a_step_has_the_norm_and_the_weight_of_what_it_adds(stage, world, steps,
     optimizer.zero_grad()
     mean(model, 3).backward()  # nothing of it is left
     assert optimizer.step().grad_norm == 3
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@WORLDS
+@STAGES
+def test_a_layer_of_several_reentrant_checkpoints_counts_by_the_weight_of_each_micro_batch(
+    stage, world, syncs
+):
+    model, optimizer = one_weight(stage, world)
+    for weight, value in ((6, 3.0), (2, 7.0), (8, 8.0)):
+        with nullcontext() if syncs or weight == 8 else optimizer.no_sync():
+            x = torch.full((1, 1), value, requires_grad=True)
+            twice = [checkpoint(model, x, use_reentrant=True) for _ in range(2)]
+            optimizer.backward(torch.cat(twice).mean(), weight=weight)
+    assert optimizer.step().grad_norm == pytest.approx(6.0, rel=1e-5)
 
 
 @STAGES
