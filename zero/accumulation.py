@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import torch
@@ -76,6 +76,9 @@ class Accumulation:
         rank 1   announce   buckets   done       zeros     done
     """
 
+    # Whose loss the running backward is weighed for, and by how much (`weighs`).
+    _weighed_for: ClassVar["tuple[Accumulation, float] | None"] = None
+
     def __init__(
         self,
         shard: OptimizerShard,
@@ -114,14 +117,20 @@ class Accumulation:
         # if the backward has raised.
         self._tasks: dict[int, Callable[[], object]] = {}
         self._joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
+        self._arrived = set[str]()  # names of parameters that got a gradient in it
         self._syncing = True  # outside of `no_sync`
         self._began_s = 0.0  # when its first gradient came
         # Of the reduction.
         self.phase = Phase.EMPTY
         self.reduced_weight = 0.0  # of what was reduced since the last step, in samples
         self.scaled_by_others = False  # a loss, by another loss scale than this optimizer's
+        self.weighed_by_others = False  # a loss, otherwise than it counts in this mean
+        # The weight that another optimizer has given to the only loss of this mean; 0 if none has,
+        # and NaN for one of several.
+        self._weighed = 0.0
         self._used = set[str]()  # names of parameters that got a gradient
-        self._late: list[tuple[int, ParameterSlice, Tensor]] = []  # that came after the last one
+        # Gradients that came after the last one, each with what multiplies it.
+        self._late: list[tuple[int, ParameterSlice, Tensor, float]] = []
         self._left = False  # it has left gradients: it leaves none if no rank used any
         # Of the round.
         self._round_begun = False  # a gradient has arrived
@@ -234,6 +243,15 @@ class Accumulation:
             self._gradients.collect()
             self._gradients.set_aside()
 
+    @contextmanager
+    def weighs(self, weight: float) -> Iterator[None]:
+        """Enclose a backward whose loss counts by `weight` in this optimizer's mean."""
+        before, Accumulation._weighed_for = Accumulation._weighed_for, (self, weight)
+        try:
+            yield
+        finally:
+            Accumulation._weighed_for = before
+
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
         self._begin()
@@ -341,7 +359,10 @@ class Accumulation:
         if self._gradients.all_dropped:
             self._hook.end_step(taken=False)
             self.weight.held, self.reduced_weight = None, 0.0
-            self.scaled_by_others = False
+            self._forget_others()
+
+    def _forget_others(self) -> None:
+        self.scaled_by_others, self.weighed_by_others, self._weighed = False, False, 0.0
 
     def _forget_dropped(self, arriving: str = "") -> None:
         """Begin anew if all gradients of an accumulation were dropped, as by model.zero_grad().
@@ -371,7 +392,7 @@ class Accumulation:
         self._late.clear()
         self.finite.reset()
         self._used, self.phase = set(), Phase.EMPTY
-        self.scaled_by_others = False
+        self._forget_others()
 
     def _start_round(self) -> None:
         self._launched, self._round_begun = 0, False
@@ -409,6 +430,7 @@ class Accumulation:
         if task not in self._tasks:
             self._begin_backward(task, entry.spec.name)
         self._take_or_keep(index, entry)
+        self._arrived.add(entry.spec.name)
         self._gradients.arrived_in(task, entry.spec.name)
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:
@@ -422,19 +444,36 @@ class Accumulation:
         if first:
             self._began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            self.scaled_by_others |= self._scale.is_other(task)
+            scaled = self._scale.is_other(task)
         at_end = partial(self._on_end_of_backward, task)
         self._tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
             self.before_backward()
             self._forget_held()
+            weighed = self._weighed_otherwise()
             self.weight.begin_backward()
+            self._begin()
+            self.scaled_by_others |= scaled
+            self._weighed = weighed
         Variable._execution_engine.queue_callback(at_end)
 
-    def _take_or_keep(self, index: int, entry: ParameterSlice) -> None:
+    def _weighed_otherwise(self) -> float:
+        """Return `_weighed` for the backward that begins."""
+        several = self.weight.begun or self.weight.held is not None
+        owner, weight = Accumulation._weighed_for or (self, 0.0)
+        if owner is self:
+            return math.nan if self._weighed else 0.0
+        if several:
+            return math.nan
+        return 0.0 if self.weight.stated or self._world_size == 1 else weight
+
+    def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
         self._begin()
         name = entry.spec.name
+        if not self._gradients.has_gradient(entry):  # a hook that came before has dropped it
+            self._used.discard(name)
+            return
         self._used.add(name)
         if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
@@ -442,11 +481,12 @@ class Accumulation:
             # Its layer lies in several reentrant checkpoints.
             gradient = self._gradients.pop(name)
             assert gradient is not None, "backward has just made it"
-            self._late.append((index, entry, gradient))
+            # At stage 2, that of its own micro-batch.
+            self._late.append((index, entry, gradient, self._scale_of(scale)))
         else:
             self._round_begun = True
             self._agree_on_unit()
-            self._take(index, entry)
+            self._take(index, entry, scale)
             self._missing[index].discard(name)
             while self._launched < len(self._missing) and not self._missing[self._launched]:
                 self._launch_next()
@@ -465,6 +505,7 @@ class Accumulation:
             return
         if min(self._tasks) < task:  # nested ones have larger numbers
             raise RuntimeError(INTERRUPTED)
+        self._check_hooks()
         self._forget_tasks()
         if self._syncing:
             self.finish()
@@ -478,8 +519,19 @@ class Accumulation:
         if task not in self._tasks:
             self._begin_backward(task)
 
+    def _check_hooks(self) -> None:
+        """Raise RuntimeError if a hook has set a gradient that was taken from it before."""
+        changed = [name for name in self._arrived if not self._gradients.keeps(name)]
+        if changed and self._shard.sharded:
+            raise RuntimeError(
+                f"a hook has set the gradient of {', '.join(sorted(changed)[:3])} in backward, but "
+                f"at stage {self._shard.stage} it was taken before, to be sharded: change it by "
+                "parameter.register_hook, which gets it earlier, or use stage 0"
+            )
+
     def _forget_tasks(self) -> None:
         self._tasks.clear()
+        self._arrived.clear()
         for hook in self._joining:
             hook.remove()
         self._joining.clear()
@@ -495,14 +547,15 @@ class Accumulation:
         """
         start = time.perf_counter()
         try:
-            while self._reduce():
+            late = False
+            while late := self._reduce(late=late):
                 pass
         finally:
             self.waited_s += time.perf_counter() - start
             self.observe("reduce_wait", start)
 
-    def _reduce(self) -> bool:
-        """Reduce what has arrived; return whether any rank has gradients that came late."""
+    def _reduce(self, *, late: bool) -> bool:
+        """Reduce what has arrived, or came `late`; return whether any rank has more of these."""
         self.weight.finish()
         self._begin()
         self._agree_on_unit()
@@ -522,21 +575,26 @@ class Accumulation:
             unused = frozenset(self._parameters)  # this group has no sample
         total = held + divisor
         factor = self.weight.unit / total if divisor > 0 else 0.0
-        self._gradients.finish(factor, unused, of_held=held / total if held else 1.0)
+        # What came late is added to a mean in which those that were held have their part.
+        of_held = held / total if held and not late else 1.0
+        self._gradients.finish(factor, unused, of_held=of_held)
         if divisor > 0:
             self._hook.end_reduction(total)
         self.scaled_by_others = totals["scaled by others"] > 0
+        weighed = self.group.size * totals["squared weighed"], totals["weighed"] ** 2
+        self.weighed_by_others |= not math.isclose(*weighed)
         self._used, self.phase = set(), Phase.HELD
         self._left = self._gradients.exist
         self._stop_weighing()
         if totals["late"]:
             self._gradients.set_aside()
             came_late, self._late = self._late, []
-            for index, entry, gradient in came_late:
+            for index, entry, gradient, scale in came_late:
                 self._gradients.put(entry.spec.name, gradient)
-                self._take_or_keep(index, entry)
+                self._take_or_keep(index, entry, scale)
             return True
         self.reduced_weight += weight
+        self._weighed = 0.0
         total = total if totals["averages"] else 0.0
         self.weight.reset(divisor / self.group.size, total if self._left else None)
         return False
@@ -603,8 +661,11 @@ class Accumulation:
                 self._used.add(name)
                 self._round_begun = True
 
-    def _take(self, index: int, entry: ParameterSlice) -> None:
-        taken = self._gradients.take(index, entry, self.weight.scale)
+    def _scale_of(self, scale: float | None) -> float:
+        return self.weight.scale if scale is None else scale
+
+    def _take(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
+        taken = self._gradients.take(index, entry, self._scale_of(scale))
         if taken is not None and self._world_size > 1:
             self.finite.add(taken)
 
@@ -636,10 +697,16 @@ class Accumulation:
         message.put("missing", lambda: sum(map(len, self._missing)) - len(self._used))
         message.put("late", lambda: len(self._late))
         message.put("scaled by others", lambda: self.scaled_by_others)
+        message.put("weighed", self._ratio)
+        message.put("squared weighed", lambda: self._ratio() ** 2)
         message.put("checked", lambda: weight.has_digest)
         message.put("digest", lambda: weight.digest)
         message.put("squared digest", lambda: weight.digest**2)
         return message
+
+    def _ratio(self) -> float:
+        """Return by how much more another optimizer weighs this rank's loss; 0 if none does."""
+        return self._weighed / (self.weight.divisor or math.nan) if self._weighed else 0.0
 
     def _totals(self) -> dict[str, float]:
         """Wait until all ranks have finished, and return sums over them. Collective.

@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
@@ -273,7 +274,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Collective outside of `no_sync`, for one micro-batch. The gradient of a step is the mean
         over the samples of all its micro-batches, also if it is read between two of them. A rank
         without samples in a step calls `share(0)` instead. The weight acts on gradients, as they
-        are taken; another optimizer of the loss takes its own as those of `loss.backward()`.
+        are taken. Another optimizer of the loss takes its own as those of `loss.backward()`, and
+        its `step` raises RuntimeError where that gives another mean.
         Raises RuntimeError beside gradients of `loss.backward()` in the step.
         """
         self._check_open()
@@ -287,10 +289,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.accumulation.pass_backward()
             return
         try:
-            if weight:
-                self.scale(loss).backward()
-            else:  # only what lies below layers in which other ranks wait
-                torch.autograd.backward(layers, zeros)
+            with self.accumulation.weighs(weight):
+                if weight:
+                    self.scale(loss).backward()
+                else:  # only what lies below layers in which other ranks wait
+                    torch.autograd.backward(layers, zeros)
         except BaseException:
             self.accumulation.interrupt()
             raise
@@ -704,6 +707,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "number as loss_scale=, and multiply the loss by one of them; or drop this "
                 "optimizer's gradient by zero_grad()"
             )
+        if self.accumulation.weighed_by_others:
+            raise RuntimeError(
+                "the loss was weighed by backward(loss, weight=n) of another optimizer, and counts "
+                "otherwise in the gradient of this one: for one micro-batch, call share(n) of this "
+                "one before, on all ranks; for several, share(n) of both, and backward of "
+                "loss / micro-batches; or drop this optimizer's gradient by zero_grad()"
+            )
         return self._shard.gradients.collect()
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
@@ -718,7 +728,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.scale_gradients(sums, factor, unused)
         groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
         self._give_groups()
-        self._inner.step()
+        with _without_global_hooks():  # which run around this optimizer's own step
+            self._inner.step()
         if not self.known:
             check_state(self._shard, self._inner)
         self._warn_of_unfrozen()
@@ -916,6 +927,20 @@ def _parts_of(
         raise ValueError("the model is given as `parameters`: leave out model=")
     check_plain(parameters, size)
     return parameters.named_parameters(), parameters, True
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Enclose a step around which hooks for the steps of all optimizers do not run. Local."""
+    hooks: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [[*each.items()] for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, items in zip(hooks, kept, strict=True):
+            each.update(items)
 
 
 def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:

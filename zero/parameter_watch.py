@@ -10,7 +10,7 @@ far. That does not depend on who still holds the old one, or on garbage collecti
 it at one point.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ParameterWatch:
         # of its flat memory, or None if it may lie anywhere.
         self._trained: list[tuple[Parameter, str, tuple[Any, ...], Any, Any, int | None]] = []
         self._places: list[tuple[dict[str, Any], str, object]] = []  # holder, key, what it holds
+        self._count = 0  # of the places in the model
 
     def add(self, parameters: Mapping[str, Parameter], *, flat: bool) -> None:
         """Note parameters by name, which are views of flat memory if `flat`."""
@@ -50,10 +51,13 @@ class ParameterWatch:
 
         Before `take_over`, which may close the optimizer that trains some of them.
         """
+        self._find_others()
+        self.left = frozenset(name for name, p in self.others.items() if is_trained(p))
+
+    def _find_others(self) -> None:
         own = {id(parameter) for parameter, *_ in self._trained}
         named = self._model.named_parameters() if self._model is not None else ()
         self.others = {name: p for name, p in named if id(p) not in own}
-        self.left = frozenset(name for name, p in self.others.items() if is_trained(p))
 
     def untrained(self) -> dict[str, Parameter]:
         """Return those of the `others` that no optimizer trains now, by name."""
@@ -80,16 +84,21 @@ class ParameterWatch:
                 _refuse(name, f"is of {now}, and was of {before}")
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter that was changed, moved or replaced in the model."""
+        """Raise RuntimeError for a parameter that was changed, moved or replaced in the model.
+
+        Modules and parameters that were added since are `others` from then on.
+        """
         self.check_kinds()
         for parameter, name, _, strides, memory_order, address in self._trained:
             if parameter.stride() != strides and order(parameter) != memory_order:
                 _refuse(name, "has another memory format (channels_last, say) than")
             if address is not None and parameter.data_ptr() != address:
                 _refuse(name, "has other memory than")
-        if any(holder.get(key) is not held for holder, key, held in self._places):
+        added = sum(map(len, self._dictionaries())) != self._count
+        if added or any(holder.get(key) is not held for holder, key, held in self._places):
             self._check_replaced()
             self._note_places()
+            self._find_others()
 
     def _check_replaced(self) -> None:
         """Raise RuntimeError for a trained parameter that is not in the model any more.
@@ -109,11 +118,14 @@ class ParameterWatch:
     def _note_places(self) -> None:
         self._modules = list(self._model.modules()) if self._model is not None else []
         self._places = [
-            (holder, key, held)
-            for module in self._modules
-            for holder in (module._parameters, module._modules)
-            for key, held in holder.items()
+            (holder, key, held) for holder in self._dictionaries() for key, held in holder.items()
         ]
+        self._count = len(self._places)
+
+    def _dictionaries(self) -> Iterator[dict[str, Any]]:
+        for module in self._modules:
+            yield module._parameters
+            yield module._modules
 
 
 def _kind(parameter: Parameter) -> tuple[Any, ...]:

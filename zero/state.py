@@ -22,6 +22,7 @@ from torch import Tensor
 from zero.collectives import Collectives, gather_objects
 from zero.kernels import order
 from zero.nested import Path, leaves, map_leaves
+from zero.param_groups import hyperparameters
 from zero.shard import OptimizerShard, OwnedSlice, ParamGroup
 
 MASTER = "master"  # the key of the master weights
@@ -105,13 +106,8 @@ def check_state(owned: OptimizerShard, optimizer: torch.optim.Optimizer) -> None
     shape, numbers, strings, None, and containers of these.
     """
     state = optimizer.state
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        saved = optimizer.state_dict()["state"]
-        if len(saved) != len(state):
-            raise UnsliceableStateError(
-                f"{type(optimizer).__name__}.state_dict() has {len(saved)} states, and its `state` "
-                f"{len(state)}, so that some would be lost: give the optimizer that it wraps"
-            )
+    if lost := beyond_state(optimizer):
+        raise UnsliceableStateError(lost)
     for own in owned.pieces:
         kept = state.get(own.tensor, {})
         if not isinstance(kept, dict):
@@ -130,6 +126,33 @@ def check_state(owned: OptimizerShard, optimizer: torch.optim.Optimizer) -> None
                     f"its state {'/'.join(map(str, path))} is a {kind}{shape}, which has no part "
                     'for each element, as partition="element" needs'
                 )
+
+
+def beyond_state(optimizer: torch.optim.Optimizer) -> str:
+    """Return what `state_dict` of a class of its own does not take from `state` and groups. Local.
+
+    In a sentence; empty if there is none.
+    """
+    own, hooks = type(optimizer).state_dict, optimizer._optimizer_state_dict_post_hooks
+    if own is torch.optim.Optimizer.state_dict and not hooks:
+        return ""
+    saved = optimizer.state_dict()
+    kept = set(_paths(optimizer.state, optimizer.param_groups))
+    odd = kept.symmetric_difference(_paths(saved["state"], saved["param_groups"]))
+    if not odd:
+        return ""
+    where = "/".join(map(str, min(odd, key=str)))
+    return (
+        f"{type(optimizer).__name__}.state_dict() differs from its state and param_groups in "
+        f"{where}, which checkpoints would lose: keep it there, or give the optimizer that it wraps"
+    )
+
+
+def _paths(state: Mapping[Any, Any], groups: Iterable[dict[str, Any]]) -> Iterator[Path]:
+    """Yield the places of values in a state, by the order of its entries, and in groups."""
+    options = [hyperparameters(group) for group in groups]
+    for path, _ in leaves({"state": [*state.values()], "param_groups": options}):
+        yield path
 
 
 class UnsliceableStateError(RuntimeError):

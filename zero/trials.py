@@ -32,7 +32,7 @@ from zero.param_groups import hyperparameters
 from zero.precision import is_16_bit
 from zero.prediction import OneOfSeveral
 from zero.shard import OptimizerShard
-from zero.state import UnsliceableStateError, check_state, unnamed_state
+from zero.state import UnsliceableStateError, beyond_state, check_state, unnamed_state
 
 # The classes of torch.optim that update an element by its own gradients and state alone, with all
 # of their options. A class derived from one may do anything.
@@ -90,6 +90,8 @@ def check_drivable(optimizer: torch.optim.Optimizer) -> None:
             f"{name}.state_dict() differs from that of torch's optimizers in {', '.join(odd)}, "
             "which checkpoints would lose: give the optimizer that it wraps, or another one"
         )
+    if lost := beyond_state(optimizer):
+        raise ValueError(lost)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             f"{name} is given differentiable=True, and a step here updates parameters in place, "

@@ -59,6 +59,7 @@ from mntrain.data.source import (
     Peers,
     Source,
     divided_parts,
+    is_plain,
     rebuilt,
     share_of,
 )
@@ -513,7 +514,7 @@ class ShardedLoader:
 def _source(loader: Any, peers: Peers, division: Division | None) -> Source:
     """Return the cheapest source of a loader's batches."""
     shares = partial(_shares, peers, division)
-    if type(loader) is DataLoader:  # a subclass may change batches in any of its methods
+    if is_plain(loader):
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:

@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from torch.utils.data import DataLoader
 
@@ -119,6 +119,16 @@ def check_workers(workers: int) -> None:
             f"{len(os.fsencode(folder))} bytes, and may have {_MOST_OF_FOLDER}: set TMPDIR to a "
             "shorter path, such as /tmp, or use no workers"
         )
+
+
+def is_plain(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Return whether a loader is of torch's own class, and none of its methods was replaced.
+
+    Another one may change batches in any of them.
+    """
+    if type(loader) is not DataLoader:
+        return False
+    return not any(callable(getattr(DataLoader, name, None)) for name in vars(loader))
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

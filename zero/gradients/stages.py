@@ -677,11 +677,12 @@ class LocalGradients(Gradients):
     def finish(self, factor: float, unused: Collection[str], of_held: float = 1.0) -> None:
         """Multiply the gradients by a factor, add those that were held, and hold them."""
         self.scale_(factor)
-        for index, parameter in enumerate(self._parameters.values()):
+        for index, (name, parameter) in enumerate(self._parameters.items()):
             mean = self._aside.pop(index, None)
             if mean is not None:
                 rescale([mean], of_held)
                 parameter.grad = mean if parameter.grad is None else mean.add_(parameter.grad)
+                self._seen[name] = ref(mean)
         self.held = True
 
     @torch.no_grad()

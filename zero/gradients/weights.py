@@ -89,7 +89,7 @@ class BatchWeight:
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
-        self._begun = False  # a backward of this mean has begun
+        self.begun = False  # a backward of this mean has begun
         self.averages = False  # whether this mean is over all samples of the accumulation
         # The weight of the mean over all samples that is held; 0 for a sum of means, or None.
         self.held: float | None = None
@@ -99,6 +99,11 @@ class BatchWeight:
         self._count = 0  # of parts in this mean
         self._samples = 0.0  # in them
         self._latest = self._base = 1.0  # weight of the latest part, and of the first that has one
+
+    @property
+    def stated(self) -> bool:
+        """True if the weight of the coming backward was stated."""
+        return self._stated is not None
 
     @property
     def unit(self) -> float:
@@ -205,7 +210,7 @@ class BatchWeight:
     def _check_alike(self, *, averages: bool) -> None:
         """Raise RuntimeError for a mean over all samples beside a sum of means."""
         held = None if self.held is None else self.held > 0
-        if (before := self.averages if self._begun else held) not in (None, averages):
+        if (before := self.averages if self.begun else held) not in (None, averages):
             names = "loss.backward()", "optimizer.backward(loss, weight=...)"
             now, earlier = names if before else reversed(names)
             raise RuntimeError(
@@ -256,7 +261,7 @@ class BatchWeight:
                 "Iterate over the shard anew, or state the weight by optimizer.share(n); before a "
                 "loss of other data, call optimizer.forget_batches()"
             )
-        self._begun, self.averages = True, multiplier is not None
+        self.begun, self.averages = True, multiplier is not None
         self._stated = self._multiplier = None
         if fresh:
             if stated is None:
@@ -321,7 +326,7 @@ class BatchWeight:
 
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
-        if not self._begun:
+        if not self.begun:
             held, self.held, self._over = self.held, None, False
             self.begin_backward()
             self.held = held
@@ -354,7 +359,7 @@ class BatchWeight:
         self._current, self.held = self._batch, None
 
     def _begin_mean(self) -> None:
-        self._begun, self.averages, self._first = False, False, None
+        self.begun, self.averages, self._first = False, False, None
         self._count, self._samples, self._latest, self._base = 0, 0.0, 1.0, 1.0
         self.digest, self.has_digest = 0, False
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
-from mntrain.data.source import rebuilt
+from mntrain.data.source import is_plain, rebuilt
 from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
@@ -44,7 +44,7 @@ class RecordedWorld(World):
     def shard(self, loader: Iterable[Any], *args: Any, **options: Any) -> Any:
         """Return the shard of a loader, as `World.shard`."""
         if (
-            type(loader) is not DataLoader
+            not is_plain(loader)
             or isinstance(loader.dataset, IterableDataset)
             or loader.batch_sampler is None
         ):

@@ -227,6 +227,14 @@ class Chosen(DataLoader):
         return [[1, 0, 5], [2, 4], [3]]
 
 
+def patched(data, **options):
+    """A DataLoader of torch, one of whose methods was replaced."""
+    loader = DataLoader(data, **options)
+    own = loader._get_iterator
+    loader._get_iterator = lambda: map(partial(Scaled.scale, loader), own())
+    return loader
+
+
 PAIRS = TensorDataset(torch.arange(7.0), torch.arange(7.0) * 2)
 
 
@@ -235,11 +243,12 @@ PAIRS = TensorDataset(torch.arange(7.0), torch.arange(7.0) * 2)
     "make",
     [
         lambda: Scaled(PAIRS, batch_size=3, shuffle=True),
+        lambda: patched(PAIRS, batch_size=3),
         lambda: Scaled(PAIRS, batch_size=3, num_workers=1, multiprocessing_context="fork"),
         lambda: Chosen(PAIRS, batch_size=3),
         lambda: Scaled(StreamOfPairs(), batch_size=3),
     ],
-    ids=["shuffled", "workers", "indices", "stream"],
+    ids=["shuffled", "patched", "workers", "indices", "stream"],
 )
 def test_a_derived_loader_is_read_as_it_is(make, size):
     with SeededDraws(mixed_seed(0, 0)):

@@ -2,11 +2,13 @@
 
 import math
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero import SingleProcessCollectives
 from zero.gradients.weights import BatchSource
@@ -89,7 +91,10 @@ STEPS = {
     ),
     "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
     "weights of micro-batches": ([("weighted kept", 6, 3), ("weighted", 2, 7)], (4, 8)),
-    "every micro-batch synchronized": ([("weighted", 6, 3), ("weighted", 2, 7)], (4, 8)),
+    "every micro-batch synchronized": (
+        [("weighted", 6, 3), ("weighted", 2, 7), ("weighted", 8, 8)],
+        (6, 16),
+    ),
     "means that are read between": (
         [
             ("weighted kept", 6, 2),
@@ -147,6 +152,21 @@ def test_a_step_has_the_norm_and_the_weight_of_what_it_adds(stage, world, steps,
     optimizer.zero_grad()
     mean(model, 3).backward()  # nothing of it is left
     assert optimizer.step().grad_norm == 3
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@WORLDS
+@STAGES
+def test_a_layer_of_several_reentrant_checkpoints_counts_by_the_weight_of_each_micro_batch(
+    stage, world, syncs
+):
+    model, optimizer = one_weight(stage, world)
+    for weight, value in ((6, 3.0), (2, 7.0), (8, 8.0)):
+        with nullcontext() if syncs or weight == 8 else optimizer.no_sync():
+            x = torch.full((1, 1), value, requires_grad=True)
+            twice = [checkpoint(model, x, use_reentrant=True) for _ in range(2)]
+            optimizer.backward(torch.cat(twice).mean(), weight=weight)
+    assert optimizer.step().grad_norm == pytest.approx(6.0, rel=1e-5)
 
 
 @STAGES
@@ -332,11 +352,56 @@ def test_a_weight_is_of_one_optimizer_of_a_loss(stage, world):
     model, optimizer = one_weight(stage, world)
     other, second = one_weight(stage, world)
     for weight in (500, 7, 300):
+        if world is FirstOfTwo:  # whose other rank has no sample
+            second.share(weight)
         optimizer.backward(mean(model, 3) + mean(other, 5), weight=weight)
         norms = optimizer.step().grad_norm, second.step().grad_norm
         assert norms == pytest.approx((3.0, 5.0), rel=1e-6)
         optimizer.zero_grad()
         second.zero_grad()
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("turns", [1, 2])
+@WORLDS
+@STAGES
+def test_a_loss_that_another_optimizer_weighs_otherwise_is_refused(stage, world, turns, share):
+    model, optimizer = one_weight(stage, world)
+    other, second = one_weight(stage, world)
+    for dropped in (False, True):
+        for turn in range(turns):
+            if share:
+                second.share(6)
+            with nullcontext() if turn == turns - 1 else second.no_sync():
+                optimizer.backward(mean(model, 3) + mean(other, 5), weight=6)
+        if dropped:
+            other.zero_grad()
+            mean(other, 4).backward()
+        if dropped or (turns == 1 and (share or world is SingleProcessCollectives)):
+            assert second.step().grad_norm == (4.0 if dropped else 5.0)
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"^the loss was weighed by backward\(loss, weig"
+            ):
+                second.step()
+        optimizer.zero_grad()
+        second.zero_grad()
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@WORLDS
+@STAGES
+def test_a_loss_scale_of_others_is_refused_behind_a_gradient_that_was_dropped(stage, world, syncs):
+    (model, optimizer), (other, second) = (
+        one_weight(stage, world, loss_scale=8.0),
+        one_weight(stage, world),
+    )
+    with nullcontext() if syncs else second.no_sync():
+        mean(other, 5).backward()
+    other.zero_grad()
+    optimizer.scale(mean(model, 3) + mean(other, 5)).backward()
+    with pytest.raises(RuntimeError, match="the loss scale of another optimizer"):
+        second.step()
 
 
 @WORLDS

@@ -208,3 +208,37 @@ def test_a_hook_behind_accumulation_has_the_gradient_at_stage_0_and_in_no_micro_
     assert all(("is sharded over ranks" in words) == (stage > 0) for words in outcomes)
     if stage:
         assert optimizer.full_gradient(model.weight).tolist() == [[4.0, 4.0]]
+
+
+SETS = {
+    "dropped": lambda p: setattr(p, "grad", None),
+    "assigned": lambda p: setattr(p, "grad", torch.ones_like(p)),
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("use", SETS.values(), ids=SETS)
+@STAGES
+def test_a_hook_that_sets_a_gradient_without_reading_it_trains_as_in_torch_or_is_refused(
+    stage, use, early
+):
+    model, alone = nn.Linear(2, 1), nn.Linear(2, 1)
+    alone.load_state_dict(model.state_dict())
+    if early:
+        model.weight.register_post_accumulate_grad_hook(use)
+    optimizer = zero(model, world=FirstOfTwo, stage=stage, lr=0.1, weight_decay=0.5)
+    if not early:
+        model.weight.register_post_accumulate_grad_hook(use)
+    if stage:
+        with pytest.raises(RuntimeError, match=r"^a hook has set the gradient of weight in back"):
+            model(torch.ones(1, 2)).sum().backward()
+        return
+    alone.weight.register_post_accumulate_grad_hook(use)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, weight_decay=0.5)
+    for turn in range(3):
+        for net, syncs in ((model, optimizer.no_sync), (alone, nullcontext)):
+            with nullcontext() if turn else syncs():
+                net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    plain.step()
+    assert torch.equal(model.weight, alone.weight)

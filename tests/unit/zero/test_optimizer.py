@@ -12,6 +12,10 @@ import torch
 from first_of_two import STAGES, FirstOfTwo, assert_same_weights
 from first_of_two import zero as zero_of
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 
@@ -342,3 +346,21 @@ def test_what_is_written_into_a_parameter_replaces_its_master_weights_and_others
     after = masters_of(optimizer)
     assert torch.equal(after["0.bias"], torch.full((8,), 1 / 3))
     assert torch.equal(after["0.weight"], before["0.weight"])
+
+
+HOOKS = [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@STAGES
+def test_a_hook_for_the_steps_of_all_optimizers_runs_once_in_a_step(register, stage):
+    model = nn.Linear(2, 1)
+    optimizer = zero(model, world=FirstOfTwo, stage=stage, lr=0.1)
+    called = []
+    handle = register(lambda given, *_: called.append(given))
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    assert called == [optimizer, optimizer]

@@ -513,6 +513,36 @@ class Wrapping(torch.optim.SGD):
         return {**state, self.entry: 1} if self.entry else state
 
 
+class InGroups(torch.optim.SGD):
+    """Counts its steps in an attribute, which its state_dict has among the options of a group."""
+
+    count = 0
+
+    def state_dict(self):
+        state = super().state_dict()
+        state["param_groups"][0]["count"] = self.count
+        return state
+
+
+class InStates(torch.optim.Adam):
+    """Adds to the saved state of a parameter by a hook."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.register_state_dict_post_hook(self.more)
+
+    @staticmethod
+    def more(optimizer, state):
+        state["state"] = {key: {**own, "more": 1} for key, own in state["state"].items()}
+
+
+@pytest.mark.parametrize("kind", [InGroups, InStates])
+@STAGES
+def test_what_only_state_dict_has_is_refused(kind, stage):
+    with pytest.raises((ValueError, RuntimeError), match=r"differs from its .*/(count|more), whi"):
+        trained(optimizer_class=kind, stage=stage)
+
+
 @STAGES
 def test_state_that_would_be_lost_is_refused(stage):
     with pytest.raises(ValueError, match=r"state_dict\(\) differs from that of torch's"):

@@ -1,5 +1,7 @@
 """Parameters of a model that an optimizer does not train, as the first of two ranks sees them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from first_of_two import STAGES, FirstOfTwo, zero
@@ -67,6 +69,20 @@ def test_what_is_left_out_and_does_not_change_is_said_once(stage):
     with warned():
         step(model, body)
     step(model, body)
+
+
+@STAGES
+def test_a_module_that_is_added_later_is_compared_and_said(stage):
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = zero(model.named_parameters(), world=FirstOfTwo, model=model, stage=stage, lr=0.1)
+    for added in (False, True):
+        if added:
+            model.append(nn.Linear(2, 1))
+        with pytest.warns(UserWarning, match=TOLD) if added else nullcontext():
+            model(X).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    assert list(optimizer._shard.watch.untrained()) == ["1.weight", "1.bias"]
 
 
 def later(model, body):
