@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mntrain.comm.waits import pause
+from mntrain.comm.polling import pause
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.layout import split
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mntrain.comm import small_messages
 from mntrain.comm.engine import HISTORY, Steps, Stream
 from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.polling import pause
 from mntrain.comm.ticket import Ticket
-from mntrain.comm.waits import pause
 
 if TYPE_CHECKING:
     from mpi4py import MPI

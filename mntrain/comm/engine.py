@@ -31,9 +31,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
+from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
-from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits, pause
+from mntrain.comm.waits import Waits
 
 T = TypeVar("T")
 Test = Callable[[], bool]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mntrain.checks import launcher
 from mntrain.checks.host import check_before_mpi, expect, library_missing
 from mntrain.comm.exit_functions import leave_end_to_parent
-from mntrain.comm.waits import Backoff, pause
+from mntrain.comm.polling import Backoff, pause
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,13 +1,11 @@
-"""Waits for other ranks: how long a thread sleeps between two tests, and the time that waits take.
+"""The own time of a rank: that without its waits for others.
 
-Own time of a rank is that without waits. On a GPU the host runs ahead of the device, so it is
-measured on the device's current stream:
+On a GPU the host runs ahead of the device, so it is measured on the device's current stream:
 
     host      queue batch 1 | wait     | queue batch 2 | wait
     device    compute 1            | wait | compute 2      | wait
 """
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,69 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-
-# Policies: seconds of polling without sleeps, and the longest sleep after that, in seconds and as a
-# share of the interval between answers: the longer of both. Of a caller that waits for one
-# collective only; for one of several, while other ranks may still compute on this core; of the
-# engine's thread, while its own rank computes.
-Policy = tuple[float, float, float]
-LATENCY_BOUND = 2e-3, 0.3e-3, 1 / 16
-BANDWIDTH_BOUND = 0.0, 1e-3, 1 / 4
-BACKGROUND = 0.0, 4e-3, 1 / 4
-MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 16e-3
-LONG_SLEEP_S = 10e-3  # at most, in a long wait: sleeps are a thousandth of it
-QUICK_S = 0.5e-3  # where answers take longer, tests between them find nothing and cost a core
-
-_libc = ctypes.CDLL(None)
-
-
-def pause(seconds: float) -> None:
-    """Sleep and release the GIL; for 0 s, only yield the core to another thread or process.
-
-    (time.sleep(0) would take about 100 us, since it sets a timer.)
-    """
-    if seconds:
-        time.sleep(seconds)
-    else:
-        _libc.sched_yield()
-
-
-class Backoff:
-    """The time to sleep before the next test: half of a recent interval, then fractions of it."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._interval_s = 0.0  # moving average of the time between completions
-
-    def begin(self) -> None:
-        """Start a wait, after a time in which there was nothing to wait for."""
-        self._since = time.perf_counter()
-
-    def reset(self) -> None:
-        """Note a completion."""
-        now = time.perf_counter()
-        self._interval_s += (min(now - self._since, MAX_INTERVAL_S) - self._interval_s) / 4
-        self._since = now
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the last completion."""
-        return time.perf_counter() - self._since
-
-    @property
-    def quick(self) -> bool:
-        """True if recent answers came so quickly that polling is worth its cycles."""
-        return self._interval_s < QUICK_S
-
-    def delay(self, policy: Policy = LATENCY_BOUND) -> float:
-        """Return the seconds to sleep now; 0 while polling is eager."""
-        eager_s, max_sleep_s, share = policy
-        waited_s, interval_s = self.waited_s, self._interval_s
-        if waited_s < eager_s and self.quick:
-            return 0.0
-        most_s = max(max_sleep_s, interval_s * share, min(waited_s / 1000, LONG_SLEEP_S))
-        due_s = max(interval_s / 2 - waited_s, interval_s / 16, waited_s / 8, MIN_SLEEP_S)
-        return min(due_s, most_s)
 
 
 class Mark(NamedTuple):

@@ -22,7 +22,7 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
 from mntrain.comm.mpi import FoundMessage
-from mntrain.comm.waits import Backoff, pause
+from mntrain.comm.polling import Backoff, pause
 from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
 

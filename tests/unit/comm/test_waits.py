@@ -1,4 +1,4 @@
-"""Sleeps between tests, and a rank's own time, by clocks that are stood in for."""
+"""A rank's own time, by clocks that are stood in for."""
 
 import gc
 import weakref
@@ -7,7 +7,7 @@ import pytest
 from sharding import Clock
 
 from mntrain.comm import waits as module
-from mntrain.comm.waits import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, Waits
+from mntrain.comm.waits import Waits
 
 
 class DeviceEvent:
@@ -112,32 +112,3 @@ def test_waits_before_all_marks_are_forgotten():
     mark = waits.mark()
     gc.collect()
     assert first() is None
-
-
-# Sleeps.
-
-
-@pytest.mark.parametrize(
-    ("waited_s", "latency", "bandwidth", "background"),
-    [
-        (1e-3, 0.0, 0.125e-3, 0.125e-3),
-        (0.1, 0.3e-3, 1e-3, 4e-3),
-        (2.0, 2e-3, 2e-3, 4e-3),
-        (5.0, 5e-3, 5e-3, 5e-3),
-        (3600.0, 10e-3, 10e-3, 10e-3),
-    ],
-)
-def test_sleeps_grow_with_the_wait_up_to_a_limit(host, waited_s, latency, bandwidth, background):
-    waiting = Backoff()
-    host.now = waited_s
-    delays = [waiting.delay(policy) for policy in (LATENCY_BOUND, BANDWIDTH_BOUND, BACKGROUND)]
-    assert delays == pytest.approx([latency, bandwidth, background])
-
-
-def test_a_thread_polls_where_recent_answers_came_quickly(host):
-    waiting = Backoff()
-    for _ in range(20):
-        host.now += 0.1e-3
-        waiting.reset()
-    assert waiting.delay(LATENCY_BOUND) == 0
-    assert waiting.delay(BANDWIDTH_BOUND) == pytest.approx(50e-6, rel=0.01)
