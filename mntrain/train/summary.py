@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -17,6 +18,7 @@ from mntrain.rank_info import Place
 from mntrain.run.comparison import changed_data
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
+from mntrain.train.compiling import uncompiled
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
@@ -180,6 +182,22 @@ def _describe_resumption(job: TrainingJob) -> None:
             "checkpoint: be sure that it is the same, and give its files in "
             "compared_files() of the task to have their sizes compared"
         )
+
+
+def show_sample(job: TrainingJob) -> None:
+    """Show what the task generates with the trained model, if anything. Local.
+
+    An error is shown, too: the run is complete.
+    """
+    try:
+        with uncompiled():
+            sample = job.task.sample(job.model)
+    except Exception as error:
+        job.reporter.warn(f"no sample: {type(error).__name__}: {error}")
+        return
+    if sample:
+        job.reporter.note("sample", "bold")
+        job.reporter.note(textwrap.indent(sample, "  "))
 
 
 def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:

@@ -5,7 +5,6 @@ the gradients and means -> update -> report.
 """
 
 import gc
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -24,13 +23,12 @@ from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.rank_info import memory_now
 from mntrain.run.signals import StopRequests
-from mntrain.train.compiling import uncompiled
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import StepAgreement, errors_stop
 from mntrain.train.step_means import PartCounts, StepMeans
-from mntrain.train.summary import JobResult, describe_job, finish_report
+from mntrain.train.summary import JobResult, describe_job, finish_report, show_sample
 from mntrain.world import World
 from zero.optimizer import StepResult
 
@@ -95,7 +93,7 @@ class Trainer:
             with self._requests.deferred(), self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
             if result.status == "completed" and self._world.master:
-                self._show_sample()
+                show_sample(self.job)
             result.seconds = time.perf_counter() - start
             if result.status in ("interrupted", "preempted"):
                 result.reason = self._requests.find_reason()
@@ -108,21 +106,6 @@ class Trainer:
         if result.error:
             raise result.error
         return summary
-
-    def _show_sample(self) -> None:
-        """Show what the task generates with the trained model, if anything. Local.
-
-        An error is shown, too: the run is complete.
-        """
-        try:
-            with uncompiled():
-                sample = self.job.task.sample(self._model)
-        except Exception as error:
-            self._reporter.warn(f"no sample: {type(error).__name__}: {error}")
-            return
-        if sample:
-            self._reporter.note("sample", "bold")
-            self._reporter.note(textwrap.indent(sample, "  "))
 
     def _train(self) -> None:
         result = self._result
