@@ -110,7 +110,7 @@ with mntrain.init(device="cpu") as world, world.metrics(sys.argv[1]):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "end", ["crashes", pytest.param("is killed", marks=pytest.mark.exhaustive)]
 )

@@ -332,7 +332,7 @@ def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_does_not_come_to_the_start_ends_the_job(tmp_path, late):
     text = (
@@ -404,7 +404,7 @@ def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
     assert "late.py:23 in <module>" in said
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_path, fails):
     text = (
@@ -448,7 +448,7 @@ def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
     assert "is lost: its process has ended without the end of MPI" in result.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_error_of_a_library_user_is_printed_once(tmp_path):
     text = (
         "import mntrain\nwith mntrain.init(algorithm='ring') as world:\n    print('not reached')\n"

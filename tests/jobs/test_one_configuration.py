@@ -60,7 +60,7 @@ TASK = "from mntrain.tasks.lm import LanguageModel\nfrom widths import WIDTH\n\n
 TASK += "class Own(LanguageModel):\n    width = WIDTH\n"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_task_of_another_version_on_one_rank_is_named_by_file_and_rank(tmp_path):
     for name, width in (("here", 1), ("stale", 2)):
         (tmp_path / name).mkdir()

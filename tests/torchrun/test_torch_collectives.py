@@ -63,7 +63,10 @@ def test_both_hold_over_our_own_backend(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("raises", "has failed: .*Connection closed by peer"), ("hangs", "has failed: .*timeout")],
+    [
+        ("raises", "has failed: .*Connection closed by peer"),
+        pytest.param("hangs", "has failed: .*timeout", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):
     done = torchrun(2, SCRIPTS / "failing_rank.py", kind)
