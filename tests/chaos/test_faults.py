@@ -11,7 +11,8 @@ QUICK = {("killed", 1), ("continues", 0), ("hang", 1)}
 THREE = {"hang", "raises"}  # on three ranks, of which two wait; the others on two
 # Found nearly as another kind is, or by another test.
 ALIKE = {"link cut", "exits", "none", "held", "stopped", "exits with 0", "another order", "paused"}
-ALIKE |= {"clock shifted", "same core", "other version", "slow"}
+ALIKE |= {"clock shifted", "same core", "other version", "slow", "nan"}
+ALIKE |= {"read-only run directory", "run directory not shared"}
 ALIKE |= {"other option", "other task", "other data", "full disk", "full shared memory"}
 TIMEOUT_S = 6.0
 

@@ -28,6 +28,10 @@ _ABOVE += ("plan", "report", "timeline", "verification", "weight_checks")
 _ABOVE += ("cost", "forked", "shared_memory", "soak", "stage_cost")
 _ABOVE += ("trainer", "transports", "workers")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
+# With --all alone: other tests show most of what they do.
+RARE = ("default_device", "forked", "parameter_kinds", "plan", "rank_clipping", "rare_jobs")
+RARE += ("report", "shared_memory", "soak", "stage_cost", "stage_model", "stage_precision")
+RARE += ("timeline", "verification", "weight_checks", "weighted_exchanges", "workers")
 AT_FOUR_ALONE = ("exchanges", "staleness", "state_over_ranks", "transports")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
@@ -62,11 +66,11 @@ def test_quick_mpi_suite_passes(request):
 @pytest.mark.thorough
 @pytest.mark.timeout(960)
 def test_mpi_suite_above_the_collectives_passes(request):
-    """The other tests on three ranks."""
+    """The most important of the other tests on three ranks."""
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
-    alone = [MPI_TESTS / f"test_{name}.py" for name in AT_FOUR_ALONE]
-    check(3, [file for file in ABOVE if file not in alone])
+    others = [MPI_TESTS / f"test_{name}.py" for name in (*AT_FOUR_ALONE, *RARE)]
+    check(3, [file for file in ABOVE if file not in others])
 
 
 @pytest.mark.thorough
