@@ -105,7 +105,7 @@ CADENCE = ["--train.steps", "24", "--train.eval-every", "0", "--balance.mode", "
 CADENCE += ["--train.batch-size", "32"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_slow_rank_ends_with_a_quarter_of_the_micro_batches(tmp_path):
     write_corpus(tmp_path, 3000)
     result = train_slow(2, tmp_path, *CADENCE, "--data.workers", "2", slower=4)

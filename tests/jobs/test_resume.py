@@ -36,7 +36,7 @@ def parts(tmp_path) -> Path:
     return tmp_path / "parts"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, parts):
     options = [*ONE_EACH, "--train.steps", "120"]

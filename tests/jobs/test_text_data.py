@@ -24,7 +24,7 @@ def options(tmp_path, monkeypatch) -> list[str]:
     return ["--data.path", str(path), "--data.text-field", "story", "--data.tokenizer", given]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_on_a_saved_dataset_learns_resumes_and_its_sample_decodes(tmp_path, options):
     first = train(2, tmp_path, *options, *STEPS, "--run.stop-after", "20")
     completed(first)
