@@ -20,6 +20,8 @@ def bench(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # restores what emulated.py adds
+    for path in (ROOT / "benchmarks").glob("*.py"):  # tests/gpu is a module gpu, too
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
     with matplotlib.rc_context():
         yield import_module
 
