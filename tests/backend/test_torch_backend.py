@@ -89,7 +89,7 @@ def test_a_script_without_a_launcher_says_that_it_is_one_rank(monkeypatch):
     assert ("cuda" in done.stdout) == torch.cuda.is_available()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("imported", [True, pytest.param(False, marks=RARE)])
 def test_a_script_that_spawns_its_ranks_is_told_how_to_start(imported, tmp_path):
     script = tmp_path / "script.py"

@@ -69,7 +69,7 @@ def kill_once_diagnosed(run, ended, said):
     return ""
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["Stopped", pytest.param("Hangs", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(folder, task):
     ended = threading.Event()

@@ -141,7 +141,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
 @pytest.mark.parametrize(
     ("ranks", "task", "stage", "every"),
     [
-        pytest.param(2, "InBackward", 2, 100, marks=pytest.mark.thorough),
+        pytest.param(2, "InBackward", 2, 100, marks=pytest.mark.exhaustive),
         pytest.param(3, "Raises", 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.exhaustive),
         pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.exhaustive),
@@ -535,7 +535,7 @@ with mntrain.init(warn_after=1.0, timeout=3.0) as world:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_idle_ranks_are_told_and_unread_output_does_not_end_a_job_but_a_hang_does(tmp_path):
     (tmp_path / "pauses.py").write_text(PAUSES)
     said = tmp_path / "said"

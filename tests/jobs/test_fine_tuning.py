@@ -30,7 +30,7 @@ def tune(ranks, folder, first, *options):
     return train(ranks, folder, *SAVED, "--init.from", str(first / "run"), *options)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_takes_weights_and_trains_the_layers_that_are_not_frozen(tmp_path, first):
     frozen = ["--init.freeze", "embedding*", "blocks.0.*", "--zero.stage", "2"]
     result = completed(tune(2, tmp_path / "tuned", first, *frozen))

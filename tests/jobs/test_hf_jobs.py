@@ -51,7 +51,7 @@ def alone(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss(tmp_path, text):
     options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]
     completed(train(2, tmp_path, *options))

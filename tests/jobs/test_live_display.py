@@ -118,7 +118,7 @@ def test_lines_of_other_ranks_stay_and_leave_one_panel(tmp_path):
     assert len([line for line in lines if re.match(r"step +\d+/", line)]) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_pipe_at_mpirun_gets_a_log(tmp_path):
     words = command_line(tmp_path, "--train.steps", "20", "--train.eval-every", "0")
     lines, output, _ = emulated_run(["sh", "-c", f"{shlex.join(words)} | cat"], tmp_path, 80)

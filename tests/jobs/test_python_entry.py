@@ -89,7 +89,7 @@ def test_options_that_are_refused_are_one_line(tmp_path):
     assert result.stderr.strip() == said, result.report()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_example_runs_and_leaves_nothing_behind(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEFORE + EXAMPLE + AFTER)

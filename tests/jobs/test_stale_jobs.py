@@ -28,7 +28,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_that_a_scheduler_ends_goes_on_and_has_the_record_of_every_step(folder):
     nodes = ["--comm.ranks-per-node", "2", "--zero.stage", "2"]
     options = [*STALE, *EVALUATED, *nodes, "--task", "own:Preempted"]

@@ -83,7 +83,7 @@ def close(found, expected):
     return [pytest.approx(step, rel=1e-6) for step in expected] == found
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_stream_is_resumed_at_another_size(tmp_path, alone):
     saves = ["--checkpoint.every", "2"]
     completed(train(3, tmp_path, *saves, "--zero.stage", "2", "--run.stop-after", "6"))

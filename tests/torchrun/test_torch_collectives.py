@@ -38,6 +38,7 @@ def passed(done, ranks):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_every_collective_has_its_result(ranks):
     passed(torchrun(ranks, SCRIPTS / "collectives.py"), ranks)
