@@ -82,7 +82,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `parameters` are a model, or pairs (name, parameter), as `model.named_parameters()` yields, or
     parameter groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the
     update. Given a model, construction compares it over ranks, and ends with `start`; it is
-    `model` then. `options` may also be given by name, such as stage=2.
+    `model` then. `options` may be given by name instead, such as stage=2.
 
     Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
@@ -138,8 +138,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         pairs, model, starts = _parts_of(parameters, model, collectives.size)
-        by_name_given = {n: kwargs.pop(n) for n in Options.__dataclass_fields__ if n in kwargs}
-        self.options = options = replace(options or Options(), **by_name_given)
+        given = {name: kwargs.pop(name) for name in Options.__dataclass_fields__ if name in kwargs}
+        if options is not None and given:
+            raise ValueError(
+                f"{', '.join(given)} is given beside Options(...): give all in one of the two ways"
+            )
+        self.options = options = options or Options(**given)
         self._collectives, self._scale = collectives, LossScale(options.loss_scale)
         self._model, self._hook = model, make_hook(comm_hook)
         self.schedule = schedule or every_step(collectives)

@@ -13,7 +13,7 @@ from zero.precision import check_travel_dtype, is_positive
 
 @dataclass(frozen=True)
 class Options:
-    """What `ZeroOptimizer` shards, limits and compares. Equal on all ranks.
+    """Options of `ZeroOptimizer`, equal on all ranks.
 
     - `stage`: 0 shards nothing, 1 the optimizer state, 2 the gradients too.
     - `partition`: "element" makes shards equal to within an element, and may cut parameters;
@@ -60,8 +60,12 @@ class Options:
         if self.max_grad_norm is not None and not is_positive(self.max_grad_norm):
             found = self.max_grad_norm
             raise ValueError(f"max_grad_norm is {found!r}: give a number above 0, or None")
-        if not isinstance(self.check_every, int) or self.check_every < 0:
+        if type(self.check_every) is not int or self.check_every < 0:
             raise ValueError(f"check_every is {self.check_every!r}: give a number of steps, or 0")
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes!r}: give an int above 0")
+        if not isinstance(self.overlap_forward, bool):
+            raise ValueError(f"overlap_forward is {self.overlap_forward!r}: give True or False")
 
     @property
     def max_norm(self) -> float:

@@ -1,4 +1,4 @@
-"""How long a thread sleeps between two tests of what it waits for."""
+"""The time that a thread sleeps between two tests of what it waits for."""
 
 import ctypes
 import time

@@ -194,7 +194,10 @@ class PlannedBatch(Sequence[Any]):
         places = range(self._start, self._stop)[index]
         if isinstance(places, int):
             return self._items(places, places + 1)[0]
-        return self._items(places.start, places.stop) if places else []
+        if not places:
+            return []
+        between = self._items(min(places), max(places) + 1)
+        return between[:: places.step]
 
     def _items(self, start: int, stop: int) -> list[Any]:
         samples = self._plan.samples_at(self._epoch, start, stop).tolist()
@@ -307,10 +310,14 @@ class ShuffledBatches:
     resumed: an order is a closed form (`mntrain.data.randomness.permuted`), of which a rank
     computes its own part. Its seed is drawn from torch's default generator when a pass begins,
     which `World.shard` seeds alike on all ranks. A batch has `batch_size` samples; the last one is
-    smaller, or left out with `drop_last`. Raises ValueError as `SamplingPlan`.
+    smaller, or left out with `drop_last`. Raises ValueError for other numbers than whole ones above
+    0, and as `SamplingPlan`.
     """
 
     def __init__(self, samples: int, batch_size: int, *, drop_last: bool = False) -> None:
+        for name, number in {"samples": samples, "batch_size": batch_size}.items():
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} of ShuffledBatches is {number!r}: give an int above 0")
         self._plan = SamplingPlan(samples, batch_size, 0, drop_last=drop_last)
 
     def __iter__(self) -> Iterator[Any]:
@@ -323,7 +330,7 @@ class ShuffledBatches:
 
 
 class StepBatches:
-    """The batch sampler of a plan: the global batches of some steps, as lists of (step, sample)."""
+    """The batch sampler of a plan: the global batches of some steps, of (step, sample)."""
 
     def __init__(self, plan: SamplingPlan | CadenceSampling, steps: range) -> None:
         self._plan, self._steps = plan, steps

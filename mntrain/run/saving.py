@@ -78,7 +78,7 @@ class SaveInterval:
 
 @dataclass(frozen=True)
 class SaveReports:
-    """What is called before and after saves; each does nothing unless given."""
+    """Functions that are called before and after saves; each does nothing unless given."""
 
     note: Callable[[str], None] = lambda text: None
     warn: Callable[[str], None] = lambda text: None
@@ -146,9 +146,8 @@ class Checkpoints:
         made. Restores the model, the optimizer with the options of its parameter groups, the
         objects, and on the same number of ranks the states of random generators. Removes what
         later steps have left in the run directory. Warns if samples of a shard among the objects
-        have changed. Raises AgreedError if the checkpoint is of
-        another model or lacks an object, if no checkpoint is sound, or if the directory holds a
-        run that has ended without checkpoints.
+        have changed. Raises AgreedError if the checkpoint is of another model or lacks an object,
+        if no checkpoint is sound, or if the directory holds a run that has ended without any.
         """
         self.wait()
         self._reports.before_save()

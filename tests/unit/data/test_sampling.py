@@ -176,6 +176,7 @@ def test_a_part_of_a_batch_is_computed_alone(monkeypatch):
     assert (batch[0], batch[-1], batch[5:5]) == (whole[0], whole[-1], [])
     assert batch.keyed[1:3] == [(3, whole[1]), (3, whole[2])]
     assert asked == [12, 1, 1, 2]
+    assert (batch[3:9:2], batch[::-1], batch[9:2:-3]) == (whole[3:9:2], whole[::-1], whole[9:2:-3])
     assert list(batch) == whole
     others = [plan.batch(4), replace(plan, seed=4).batch(3), replace(plan, samples=999).batch(3)]
     assert len({batch.digest, *(other.digest for other in others)}) == 4
@@ -194,6 +195,9 @@ def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
     assert len(set(next(iter(ShuffledBatches(10**12, 64))))) == 64
     with pytest.raises(ValueError, match="fewer than a batch of 4, which drop_last"):
         ShuffledBatches(3, 4, drop_last=True)
+    for wrong in ((0, 4), (10, 0), (10, -1), (10, 2.5), (True, 2)):
+        with pytest.raises(ValueError, match=r"of ShuffledBatches is .*: give an int above 0"):
+            ShuffledBatches(*wrong)
 
 
 # ---- loading by the plan ----

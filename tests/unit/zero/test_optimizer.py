@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
+from zero import NonFiniteGradientError, Options, SingleProcessCollectives, ZeroOptimizer
 
 MODES = [
     {"stage": stage, "partition": partition}
@@ -172,6 +172,10 @@ def test_what_is_not_finite_is_named():
         ({"norm_type": math.nan}, "norm_type is nan"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
+        ({"check_every": True}, "check_every is True"),
+        ({"bucket_bytes": 0}, "bucket_bytes is 0"),
+        ({"overlap_forward": "no"}, "overlap_forward is 'no'"),
+        ({"options": Options()}, r"stage is given beside Options\(\.\.\.\)"),
         ({"lr": -1.0}, "learning rate"),
         ({"gather_dtype": torch.int8}, r"gather_dtype is torch\.int8: .*torch\.bfloat16"),
     ],
