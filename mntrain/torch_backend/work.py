@@ -256,7 +256,7 @@ def _fill(target: Tensor, source: Tensor) -> None:
         if length > 1 and stride == 0:
             own, values = own.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
     own.copy_(values)
-    if own is not target and not ((target == source) | (source != source)).all():  # noqa: PLR0124 - NaN
+    if own is not target and not ((target == source) | source.isnan()).all():
         raise ValueError(
             "elements of an expanded tensor share memory, and the result has different values for "
             "them: give a contiguous tensor"
