@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import rank_reports
 import torch
-from launch import FOLDER
+from launch import FOLDER, with_site
 
 # A busy machine is slow, not wrong: no example has a deadline.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(rank_reports)
     else:  # tensors are small, and others use the cores, too; launched jobs choose anew
         torch.set_num_threads(1)
+        os.environ["PYTHONPATH"] = with_site(os.environ.get("PYTHONPATH", ""))
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
 
 

@@ -228,8 +228,15 @@ def environment(folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
     if is_open_mpi():
         merged |= OPEN_MPI_ENVIRONMENT
     merged |= {**extra, FOLDER: str(folder)}
-    paths = [str(TESTS / "site"), merged.get("PYTHONPATH", "")]
-    return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**merged, "PYTHONPATH": with_site(merged.get("PYTHONPATH", ""))}
+
+
+def with_site(paths: str) -> str:
+    """Add the folder of what every process of a test imports to the paths of PYTHONPATH."""
+    site = str(TESTS / "site")
+    return os.pathsep.join(
+        [site, *(path for path in paths.split(os.pathsep) if path not in {"", site})]
+    )
 
 
 def processes(folder: Path) -> list[int]:
