@@ -18,13 +18,6 @@ class NonFiniteGradientError(ArithmeticError):
     """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
 
 
-class NonFiniteReplicaError(ArithmeticError):
-    """The gradient of one replica holds an infinity or a NaN. Raised by its ranks alone.
-
-    The others are in other steps (`zero.exchange.exchange.Exchange.independent`).
-    """
-
-
 def global_norm(
     collectives: Collectives,
     shards: Iterable[Tensor],

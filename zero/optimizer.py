@@ -26,7 +26,6 @@ from zero.layout import ParameterSpec, plan_buckets
 from zero.memory import Memory
 from zero.norms import (
     NonFiniteGradientError,
-    NonFiniteReplicaError,
     find_non_finite,
     global_norm,
 )
@@ -215,8 +214,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loaded states, or in what was done to `p.grad`, or if something else trains a parameter of
         the model on each rank alone, ValueError if the weights of all ranks sum to 0, and
         RuntimeError in a block of `averaged` or if the optimizer was closed.
-        In a step in which replicas do not wait for each other, one of them alone raises
-        NonFiniteReplicaError, and weights are not compared.
+        With a sync schedule, steps between two exchanges are those of each replica alone, which
+        skips one that is not finite, with a warning: all ranks raise in the exchange. What must be
+        alike on all replicas is compared in exchanges.
         """
         self._check_open()
         self._replicas.check_not_averaging()
@@ -534,7 +534,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "comm_hook": self.accumulation.hook_state(),
             "steps": self.accumulation.steps,
             "in_sync": self._replicas.equal,
-            "sync_weights": self.schedule.weights(),
+            "sync_weights": self.replica_numbers(),
         }
 
     @torch.no_grad()
@@ -566,8 +566,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.accumulation.load_hook_state(state_dict.get("comm_hook"))
         self.accumulation.resume(state_dict.get("steps", self.accumulation.steps))
-        self.schedule.load_weights(state_dict.get("sync_weights", ()))
+        self._load_replica_numbers(state_dict.get("sync_weights", ()))
         self._replicas.equal = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
+
+    def replica_numbers(self) -> list[float]:
+        """Return the numbers that a replica of a sync schedule has of its own. Local.
+
+        The weight of its steps since the last exchange, its loss scale, and its steps since that
+        has changed; empty for a single replica.
+        """
+        if self.schedule.replicas == 1:
+            return []
+        scale = self._scale.state_dict()
+        return [self.schedule.weight, scale["value"], float(scale["good_steps"])]
+
+    def _load_replica_numbers(self, numbers: Sequence[float]) -> None:
+        """Continue from what `replica_numbers` has returned; older ones have the weight alone."""
+        self.schedule.weight = numbers[0] if numbers else 0.0
+        if len(numbers) > 1:
+            own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
+            self._scale.load_state_dict(own)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -743,15 +761,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._scale.note_good_step()
 
     def _skip_or_raise(self, norm: float) -> None:
-        """Reduce the loss scale, skip the update, or raise for what is not finite. Collective."""
-        if not self._scale.shrink() and not self.options.skips:
-            alone = self.schedule.independent(self.accumulation.steps)
-            ranks = self.group if alone else self._collectives
-            shards, finite = self._shard.shards(), self.accumulation.finite
-            where = find_non_finite(ranks, shards, self._named, finite, self._collectives.rank)
-            self.accumulation.end_step(taken=False)
-            error = NonFiniteReplicaError if alone else NonFiniteGradientError
-            raise error(f"the gradient's norm is {norm}: {where}")
+        """Reduce the loss scale, skip the update, or raise for what is not finite. Collective.
+
+        A replica that takes the step alone lets the exchange raise.
+        """
+        if self._scale.shrink() or self.options.skips:
+            return
+        shards, finite = self._shard.shards(), self.accumulation.finite
+        where = find_non_finite(self.group, shards, self._named, finite, self._collectives.rank)
+        found = f"the gradient's norm is {norm}: {where}"
+        if self.schedule.alone(self.accumulation.steps):
+            self.refuse_step(found)
+            return
+        self.accumulation.end_step(taken=False)
+        raise NonFiniteGradientError(found)
+
+    def refuse_step(self, why: str) -> None:
+        """Let the next exchange raise on all ranks, in a step of this replica alone. Local.
+
+        Called by all ranks of the replica; its first one warns.
+        """
+        if self.schedule.refuse() and self._shard.sharding.rank == 0:
+            warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
 
     def _publish(self, *, updated: bool) -> float:
         """End the step: exchange what is due, and send updated shards to other ranks. Collective.
@@ -768,15 +799,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._agreement.gradient_factor = 1.0
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
+        if self.schedule.alone(step) and self.in_sync:
+            self._compare_replicas(self.param_groups, frozenset())
         return weight
 
     def _agreed_norm(self, norm_type: float, without: frozenset[str] | None = None) -> float:
-        """Return the norm of the mean gradient of this rank's group. Collective.
+        """Return the norm of the mean gradient of this rank's group. Collective in the group.
 
-        Not finite if that of any group is not, so that all ranks skip or stop together. Raises
-        ValueError on all ranks if no group has a sample. Neither if groups are independent. If the
-        names of parameters `without` a gradient are given, a step begins: raises RuntimeError
-        unless ranks have the same hyperparameters and update the same.
+        If the names of parameters `without` a gradient are given, a step begins: raises
+        RuntimeError unless ranks have the same hyperparameters and update the same.
 
         Not computed in gradient hooks: one that reads a gradient evicts backward's caches, and
         would miss later changes of it.
@@ -789,31 +820,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
             figures = self._agreement.figures(groups, without, step)
         norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
         differ = figures is not None and not self._agreement.alike(figures)
-        alone = self.schedule.independent(step) or self.group.size == self._collectives.size
-        if alone and differ:
-            together = sharding.size == self._collectives.size
+        if self.group.size > sharding.size:  # of the nodes, which are in sync
+            if without is not None:
+                self._compare_replicas(groups, without, differ=differ)
+        elif differ:
+            whole = sharding.size == self._collectives.size
             names = without or frozenset()
-            self._agreement.compare(
-                sharding, groups, names, step, in_sync=False, all_ranks=together
-            )
-        if alone:
-            return norm
-        totals = torch.tensor(
-            [norm, self.accumulation.reduced_weight, float(differ)],
-            dtype=torch.float64,
-            device="cpu",
-        )
-        if without is not None:
-            own = self._agreement.figures_of_replica(groups, step, in_sync=self.in_sync)
-            totals = torch.cat([totals, own])
+            self._agreement.compare(sharding, groups, names, step, in_sync=False, all_ranks=whole)
+        return norm
+
+    def _compare_replicas(
+        self, groups: Sequence[dict[str, Any]], without: frozenset[str], *, differ: bool = False
+    ) -> None:
+        """Compare what replicas have alike, while they are in sync. Collective over all ranks.
+
+        Raises on all of them what `StepComparison.compare` raises, also if ranks of a replica
+        `differ`.
+        """
+        step = self.accumulation.steps
+        own = self._agreement.figures_of_replica(groups, step, in_sync=self.in_sync)
+        totals = torch.cat([torch.tensor([float(differ)], dtype=torch.float64, device="cpu"), own])
         self._collectives.all_reduce(totals).wait()
-        total, weight, differing = totals[:3].tolist()
-        if without is not None and (differing or not agree(totals[3:])):
+        if totals[0] or not agree(totals[1:]):
             ranks, in_sync = self._collectives, self.in_sync
             self._agreement.compare(ranks, groups, without, step, in_sync=in_sync)
-        if not weight > 0:
-            self.accumulation.refuse_weight(weight)
-        return norm if math.isfinite(total) else total
 
     # Parameter groups, whose hyperparameters the torch optimizer has, too.
 

@@ -61,15 +61,13 @@ class Replicas:
         except NonFiniteGradientError:  # on all ranks, which keep what they have updated
             self._shard.publish()
             raise
-        nothing = exchanged == "nothing"
-        of_replica = nothing or schedule.independent(step)
-        if of_replica:
+        if exchanged == "all":
+            self._overwrite(self._collectives, self._others())
+        else:
             constant = constant and group.size == self._shard.sharding.size
             self._overwrite(group, self._buffers(constant=constant))
-        else:
-            self._overwrite(self._collectives, self._others())
         self.equal = self.equal or exchanged == "all"
-        if updated or not nothing:
+        if updated or exchanged != "nothing":
             self._shard.publish()
 
     def exchange(self, step: int) -> None:

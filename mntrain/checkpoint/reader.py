@@ -258,7 +258,7 @@ def load(
     manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     own = _has_replicas(manifest, optimizer)
-    weights = manifest.sync_weights if own else []
+    numbers = manifest.sync_weights if _same_replicas(manifest, optimizer) else []
     with world.agreement():
         states = {
             name: select(manifest.objects, name, world.rank, world.size) for name in objects or {}
@@ -273,7 +273,7 @@ def load(
                     "loss_scale": manifest.loss_scale,
                     "steps": manifest.optimizer_steps,  # the phase of the sync schedule
                     "in_sync": not own,
-                    "sync_weights": weights[optimizer.schedule.replica] if weights else [],
+                    "sync_weights": numbers[optimizer.schedule.replica] if numbers else [],
                     "comm_hook": _read_hook_state(found, world),
                     "unnamed_state": decode_unnamed(manifest.unnamed_state, world.rank, world.size),
                 }
@@ -359,9 +359,14 @@ def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
 
     The checkpoint has those of as many replicas, and the next step is not averaged over all ranks.
     """
-    same = content.world.get(REPLICAS, 1) == optimizer.schedule.replicas
     has_own = any(LOCAL in state.tensor_keys for state in content.parameter_states.values())
-    return same and has_own and _trains_alone(content, optimizer)
+    return has_own and _same_replicas(content, optimizer)
+
+
+def _same_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
+    """Return whether the next step is taken alone by as many replicas as the checkpoint has."""
+    same = content.world.get(REPLICAS, 1) == optimizer.schedule.replicas
+    return same and _trains_alone(content, optimizer)
 
 
 def _read_slices(

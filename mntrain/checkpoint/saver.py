@@ -404,7 +404,7 @@ def _own_shard(
     own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
     shapes[RANDOM] = _shapes_of(own)
     ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
-    replica, weights = optimizer.schedule.replica, optimizer.schedule.weights()
+    replica, weights = optimizer.schedule.replica, optimizer.replica_numbers()
     encoded, unnamed = encode_objects(objects), encode_unnamed(unnamed_state(optimizer.state))
     return ShardOutline(token, replica, weights, shapes, states, encoded, hook, unnamed), ranges
 

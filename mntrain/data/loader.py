@@ -14,7 +14,6 @@ step.
 
 import copy
 import math
-import sys
 import time
 import zlib
 from collections import Counter, deque
@@ -240,7 +239,7 @@ class ShardRegistry:
                 "exchange, whatever its samples; add weighted=True to its description, such as "
                 "LocalSGD(every=50, weighted=True)"
             )
-        if any(schedule.independent(sys.maxsize) for schedule in rare):
+        if not all(schedule.waits for schedule in rare):
             raise ValueError(
                 "balance=True with an optimizer that has max_staleness: its nodes do not wait for "
                 "each other, and to compare speeds ranks do; leave one of the two out"

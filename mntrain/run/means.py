@@ -11,6 +11,7 @@ from torch import Tensor
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import as_reals, wide_dtype
+from zero.optimizer import ZeroOptimizer
 from zero.step_message import StepMessage
 
 
@@ -66,20 +67,42 @@ def weight_problem(weight: object) -> str | None:
 class DelayedSums:
     """Sums over all ranks that are started in one step of an own loop, and read in the next.
 
-    They travel in the message that ends the next reduction of gradients over all ranks, which
-    `coming` returns. If there is none, or it was not sent until they are read, in one of their own.
+    They travel in the message that ends the next reduction of gradients over all ranks. If there is
+    none, or it was not sent until they are read, in one of their own.
     """
 
     def __init__(
-        self, collectives: WorldCollectives, name: str, coming: Callable[[], StepMessage | None]
+        self, collectives: WorldCollectives, name: str, latest: Callable[[], ZeroOptimizer | None]
     ) -> None:
-        """Make sums of a `name` that no others have, the same on all ranks. Local."""
-        self._collectives, self._name, self._coming = collectives, name, coming
+        """Make sums of a `name` that no others have, the same on all ranks. Local.
+
+        `latest` returns the optimizer that takes the steps of the loop, if there is one.
+        """
+        self._collectives, self._name, self._latest = collectives, name, latest
+        self._rounds: int | None = None  # of the sync schedule, when sums were last started
         self._values: dict[str, float] = {}
         self._own: dict[str, float] = {}
         self._message: StepMessage | None = None
         self.by_rank: dict[str, dict[str, float]] = {}
         """The own values of each rank with the sums that were last read, by name and rank."""
+
+    @property
+    def due(self) -> bool:
+        """True if sums may start now: nothing crosses nodes within a round. Local."""
+        optimizer = self._latest()
+        if optimizer is None or not optimizer.schedule.alone(optimizer.accumulation.steps):
+            return True
+        rounds = optimizer.schedule.rounds(optimizer.accumulation.steps)
+        if self._rounds is None:
+            self._rounds = rounds
+        return rounds > self._rounds
+
+    @property
+    def delay(self) -> int:
+        """The most steps from now to the one in which sums are read, if they are due. Local."""
+        optimizer = self._latest()
+        alone = optimizer and optimizer.schedule.alone(optimizer.accumulation.steps)
+        return 1 + optimizer.schedule.every if optimizer and alone else 1
 
     def start(self, values: Mapping[str, float], own: Mapping[str, float] | None = None) -> None:
         """Start sums of values by name. Collective; the same names in the same order.
@@ -87,10 +110,13 @@ class DelayedSums:
         All ranks learn the values in `own` of each.
         """
         self._values, self._own = dict(values), dict(own or {})
-        self._message = self._coming()
-        if self._message is None:
+        optimizer = self._latest()
+        if optimizer is not None:
+            self._rounds = optimizer.schedule.rounds(optimizer.accumulation.steps)
+        if optimizer is None or optimizer.group.size != self._collectives.size:
             self._message = self._send()
         else:
+            self._message = optimizer.accumulation.message
             self._put(self._message)
 
     def take(self) -> dict[str, float]:

@@ -3,9 +3,9 @@
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums, to_float, weight_problem
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
+T = TypeVar("T")
 
 
 class _Line(NamedTuple):
@@ -36,11 +37,32 @@ class _Line(NamedTuple):
     weight: float
     values: dict[str, float]
     times: dict[str, float]
+    own: dict[str, float]  # what ranks do not add up
 
-    def weighted(self, names: list[str]) -> dict[str, float]:
+    def told(self) -> dict[str, float]:
+        """Return the terms of the sums by which ranks see that they have the same line."""
+        names = repr((self.step, sorted(self.values)))
+        digest = zlib.crc32(names.encode()) % (1 << _DIGEST_BITS)
+        return {"digest": digest, "squared digest": digest**2, "weight": float(self.weight)}
+
+    def weighted(self, names: Iterable[str]) -> dict[str, float]:
         """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
         values = self.values if self.weight else {}  # 0 times nan is nan
         return {f"of {name}": self.weight * values.get(name, 0.0) for name in names}
+
+
+def _numbered(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """Return all entries, each under its name after the number of its dictionary."""
+    return {f"{i} {name}": value for i, one in enumerate(dicts) for name, value in one.items()}
+
+
+def _numbered_apart(entries: Mapping[str, T], count: int) -> list[dict[str, T]]:
+    """Return what `_numbered` was given, as so many dictionaries."""
+    apart: list[dict[str, T]] = [{} for _ in range(count)]
+    for key, value in entries.items():
+        number, _, name = key.partition(" ")
+        apart[int(number)][name] = value
+    return apart
 
 
 class MetricsLog:
@@ -71,7 +93,8 @@ class MetricsLog:
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
         self._sum = sums
-        self._line: _Line | None = None  # whose sums are under way
+        self._lines: list[_Line] = []  # whose sums were not started
+        self._sent: list[_Line] = []  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
         self._last: dict[str, float] = {}
         self._start = time.perf_counter()
@@ -87,7 +110,8 @@ class MetricsLog:
         the number of samples or tokens that this rank's values are means over; 0 leaves the rank
         out. Tensors have one element, and reading them waits for their device.
 
-        No rank waits for another: the line is written in the next call. It also has the seconds
+        No rank waits for another: the line is written in the next call; with a sync schedule, after
+        the round that it is of. It also has the seconds
         since the last call ("step_s"), and those in which a collective was in progress
         ("communication") and was waited for ("exposed"). Raises AgreedError for a wrong argument;
         one call later if ranks differ in the step or the names, or if all weights are 0.
@@ -100,27 +124,51 @@ class MetricsLog:
         own = of_this_rank(times, memory) if self._log.per_rank else {}
         reserved = {"step", *times, *own} & values.keys()
         self._check(step, weight, reserved, values.keys() - read.keys())
-        self.flush()
+        self._write_sent()
         self._directory.last_step = step
-        self._line = line = _Line(step, weight, read, times)
-        # A number that ranks with the same step and names have in common.
-        digest = zlib.crc32(repr((step, sorted(read))).encode()) % (1 << _DIGEST_BITS)
-        told = {"digest": digest, "squared digest": digest**2, "weight": float(weight)}
-        self._sum.start(told | line.weighted(self._names), own)
+        self._lines.append(_Line(step, weight, read, times, own))
+        if self._sum.due:
+            self._send()
 
     def flush(self) -> None:
-        """Write the last line. Collective; waits for its means."""
-        line, self._line = self._line, None
-        if line is None:
+        """Write the last lines. Collective; waits for their means."""
+        self._write_sent()
+        if self._lines:
+            self._send()
+            self._write_sent()
+
+    def _send(self) -> None:
+        lines, self._lines = self._lines, []
+        told = _numbered(line.told() | line.weighted(self._names) for line in lines)
+        self._sum.start(told, _numbered(line.own for line in lines))
+        self._sent = lines
+
+    def _write_sent(self) -> None:
+        """Write the lines whose sums are under way. Collective; waits for these."""
+        lines, self._sent = self._sent, []
+        if not lines:
             return
-        sums, by_rank = self._sum.take(), self._sum.by_rank
-        weight = sums["weight"]
-        if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
-            raise AgreedError(self._difference(line), self._world.rank)
-        if new := sorted(line.values.keys() - self._names):
+        sums = _numbered_apart(self._sum.take(), len(lines))
+        by_rank = _numbered_apart(self._sum.by_rank, len(lines))
+        for line, of_line in zip(lines, sums, strict=True):
+            if of_line["digest"] ** 2 != of_line["squared digest"] * self._world.size:
+                raise AgreedError(self._difference(line), self._world.rank)
+        names = set[str]().union(*(line.values for line in lines))
+        if new := sorted(names - {*self._names}):
             self._names += new
-            self._sum.start(line.weighted(new))
-            sums |= self._sum.take()
+            self._sum.start(_numbered(line.weighted(new) for line in lines))
+            for of_line, more in zip(
+                sums, _numbered_apart(self._sum.take(), len(lines)), strict=True
+            ):
+                of_line.update(more)
+        for line, of_line, measured in zip(lines, sums, by_rank, strict=True):
+            self._write(line, of_line, measured)
+
+    def _write(
+        self, line: _Line, sums: Mapping[str, float], by_rank: Mapping[str, dict[str, float]]
+    ) -> None:
+        """Write a line, on the master. Local; raises AgreedError on all ranks."""
+        weight = sums["weight"]
         if not weight:
             message = f"metrics.log({line.step}): the weights of all ranks are 0"
             raise AgreedError(message, self._world.rank)

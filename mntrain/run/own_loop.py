@@ -32,7 +32,6 @@ from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from zero.optimizer import ZeroOptimizer
-from zero.step_message import StepMessage
 
 
 class OwnLoop:
@@ -161,18 +160,12 @@ class OwnLoop:
     def _sums(self, name: str) -> DelayedSums:
         """Make sums over all ranks, which travel with gradients. Local."""
         name = f"{name} {next(self._sums_made)}"
-        return DelayedSums(self._world.collectives, name, self._coming_message)
+        return DelayedSums(self._world.collectives, name, self._latest)
 
-    def _coming_message(self) -> StepMessage | None:
-        """Return the message of the next reduction of the optimizer with most steps. Local.
-
-        None if there is no optimizer, or its next step is not averaged over all ranks.
-        """
+    def _latest(self) -> ZeroOptimizer | None:
+        """Return the optimizer with most steps. Local."""
         optimizers = [one for one in self._optimizers if not one.closed]
-        latest = max(optimizers, key=lambda one: one.accumulation.steps, default=None)
-        if latest is None or latest.group.size != self._world.size:
-            return None
-        return latest.accumulation.message
+        return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
 
     def settle(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""

@@ -202,15 +202,15 @@ class StopRequests:
     def poll(self) -> bool:
         """Return True, on all ranks, if any of them was asked to end before the last poll.
 
-        Collective, once a step.
+        Collective, once a step; with a sync schedule, before the last round has ended.
         """
         assert self._sums is not None, "poll serves loops without flags"
         self.end_step()
         if self.status == "running":
             if sums := self._sums.take():
                 self.agree(sums)
-            if self.status == "running":
-                self._sums.start(self.local_flags())
-            else:
+            if self.status != "running":
                 self.reason = self.find_reason()
+            elif self._sums.due:
+                self._sums.start(self.local_flags(self._sums.delay))
         return self.status != "running"

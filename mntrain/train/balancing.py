@@ -78,16 +78,19 @@ class Balancing:
     """Collects the ranks' speeds every few steps, names slow ranks, and revises their parts.
 
     Speeds are those of `OwnPace`. Plans of parts are those of `data`, if they may change; those
-    that begin after `last_step` are not reported. With a cadence, `world.batch_counts` is set in
-    each step.
+    that begin after `last_step` are not reported. All ranks wait for each other `every` few steps.
+    With a cadence, `world.batch_counts` is set in each step.
     """
 
-    def __init__(self, world: World, data: JobData, reporter: Reporter, last_step: int) -> None:
+    def __init__(
+        self, world: World, data: JobData, reporter: Reporter, last_step: int, every: int
+    ) -> None:
         self._world, self._data, self._reporter = world, data, reporter
-        self._last_step = last_step
+        self._last_step, self._rarest = last_step, max(INTERVAL, every)
         self._own = OwnPace(world.waits)
         self._stragglers = Stragglers(world.size)
-        self._compared = 0  # the latest step after which ranks may compare their speeds
+        # The latest step after which ranks could compare their speeds; None before the first.
+        self._compared: int | None = None
 
     @contextmanager
     def computing(self, step: int, timer: StepTimer) -> Iterator[None]:
@@ -103,10 +106,18 @@ class Balancing:
         self._own.end(self._data.own_samples(step), host, rest)
 
     def after_reduction(self, step: int) -> None:
-        """Exchange speeds, if that is due after this step. Collective."""
+        """Note that all ranks have the result of this step, and `compare`. Collective."""
         self._own.reduced()
+        self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Exchange speeds, if that is due after this step, which all ranks have taken. Collective.
+
+        It is after each multiple of `INTERVAL` steps, or in the first call after one.
+        """
+        before = step - 1 if self._compared is None else self._compared
         self._compared = step
-        if self._world.size == 1 or step % INTERVAL:
+        if self._world.size == 1 or step // INTERVAL == before // INTERVAL:
             return
         plans = self._data.plans
         paces = self._world.gather(self._own.take(plans.drawn if plans else BatchNumber(0, 0)))
@@ -121,7 +132,7 @@ class Balancing:
 
         None of them in steps in which ranks no longer compare their speeds.
         """
-        if step > self._compared + INTERVAL:
+        if self._compared is None or step > self._compared + self._rarest:
             return {}
         slow = (straggler for straggler in self._stragglers.found if straggler.until is None)
         return {f"{one.rank}/{one.phase}": round(one.ratio, 2) for one in slow}

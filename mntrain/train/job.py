@@ -150,7 +150,13 @@ class TrainingJob:
             self.timeline = StepTimeline(
                 world, self.run_dir, recorded, self.steps, note=note, warn=warn
             )
-        self.balancing = Balancing(world, self.data, self.reporter, self.last_step)
+        self.balancing = Balancing(
+            world,
+            self.data,
+            self.reporter,
+            self.last_step,
+            every=self.sync.every if self.sync else 1,
+        )
         with world.agreement():
             self.schedule = Schedule(self.task, self.optimizer, config.optim, self.steps)
 

@@ -1,17 +1,18 @@
 """The agreement of the ranks of a job on a step, and the end of one that fails on some rank.
 
 The means, flags and failures of a step travel in the `StepMessage` that ends the reduction of its
-gradients; where these are averaged over a node, in another one over all ranks. Steps in which nodes
-do not wait for each other (`zero.exchange.exchange`) have the means of their node. Their flags,
-requests to stop and to save, are gathered from all ranks at the end of each round of steps, and
-count after the same step on all of them: with rounds of 2 steps and max_staleness 1,
+gradients. Steps that a node takes alone, between two exchanges (`zero.exchange.exchange`), have the
+means of the node. What all ranks need is gathered at the end of such a round of steps: requests to
+stop and to save, the losses of the round, and what each rank has measured. It counts after the same
+step on all of them: at once, or, with rounds of 2 steps and max_staleness 1,
 
     step            1   2   3   4   5   6
     round 0 ends        sent    counts
     round 1 ends                sent    counts
 
-A rank whose step raises an exception takes part in the rest of it, so that all reach its end and
-learn of it there. Nothing has been updated by then: the run is saved as it was before the step.
+In a step of all ranks, a rank that raises an exception takes part in the rest of it, so that all
+reach its end and learn of it there. Nothing has been updated by then: the run is saved as it was
+before the step. In a step of a node alone, it ends the job at once.
 """
 
 import math
@@ -28,14 +29,16 @@ from mntrain.checkpoint import random_states, set_random_states
 from mntrain.checks.finding import naming
 from mntrain.comm.engine import Future
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
+from mntrain.metrics.registry import PER_RANK
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
 from zero.agreement import DifferentWeightsError
 from zero.collectives import Collectives
-from zero.norms import NonFiniteGradientError, NonFiniteReplicaError
+from zero.norms import NonFiniteGradientError
 from zero.step_message import StepMessage
 
+_LOSS, _ITEMS = "loss of a round", "items of a round"  # among the flags of a round
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
 
@@ -74,13 +77,14 @@ class StepAgreement:
         self._own_flags, self._save = own_flags, save
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
-        self._alone = self._ends_round = False  # this step; alone, its node waits for no other
-        # Flags of all ranks on their way, and `Checkpoints.progress` when they were sent.
+        self._alone = self._ends_round = False  # this step
+        # What ranks have sent after a round, and `Checkpoints.progress` then.
         self._rounds = deque[tuple[Future[list[Mapping[str, float]]], int]]()
+        self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # sums of this node's, in this round
         self._group: Collectives = world.collectives  # the ranks of the means
         self._ranks: tuple[int, ...] = ()  # of a node that is alone
         self._node_samples = 0.0
-        if job.sync and job.sync.max_staleness:  # made here, since all ranks make it together
+        if job.sync:  # made here, since all ranks make it together
             self._node = world.node_collectives
         self._message = StepMessage()  # of this step
         self._error: Exception | None = None  # of this rank in this step
@@ -88,6 +92,7 @@ class StepAgreement:
         self._states = random_states(world.device)  # before this step
         self.measured: dict[str, float] = {}  # by this rank in the step before, for all to know
         self.by_rank: dict[str, Any] = {}  # what all ranks have measured, by rank
+        self.round_loss: float | None = None  # the mean over all nodes, where a round counts
         self.means: GlobalMeans  # of this step, over all ranks or over the node
         self.flags: Mapping[str, float] = {}
         """Sums over all ranks that count after this step, alike on all; 0 of what is not known."""
@@ -104,14 +109,13 @@ class StepAgreement:
 
         It keeps an exception until all ranks know of it, unless they know it already, or it comes
         later than the message that tells of it: of all ranks as well, or of a hook after backward.
-        In a step without a wait, one is raised at once, which ends the job for all.
+        In a step of the node alone, one is raised at once, which ends the job for all.
         """
         optimizer, world = self._job.optimizer, self._world
         schedule, number = optimizer.schedule, optimizer.accumulation.steps
-        self._alone = schedule.independent(number)
+        self._alone = schedule.alone(number)
         self._ends_round = self._alone and schedule.exchange_due(number)
-        carried = self._alone or optimizer.group.size == world.size
-        self._message = optimizer.accumulation.message if carried else StepMessage()
+        self._message, self.round_loss = optimizer.accumulation.message, None
         if self._alone:
             nodes = world.topology.nodes
             self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))
@@ -157,14 +161,12 @@ class StepAgreement:
             timer.cancel()
 
     def before_update(self, step: int) -> None:
-        """Establish the means and flags. Collective; in a step without a wait, in the node.
+        """Establish the means and flags. Collective in the ranks of the step.
 
-        Unless such steps are skipped, raises for a loss that is not finite: TrainingStoppedError,
-        or NonFiniteReplicaError on the ranks of the node.
+        Unless such steps are skipped, raises TrainingStoppedError for a loss that is not finite; in
+        a step of the node alone, the exchange raises.
         """
         where, world = f"in step {step}", self._world
-        if not self._message.sent:  # under a sync schedule; all ranks end and save together
-            self._message.send(world.collectives)
         sums = self._message.read()
         self.flags = {name: sums.get(name, 0.0) for name in self._own_flags()}
         names = () if self._alone else self.measured
@@ -177,11 +179,9 @@ class StepAgreement:
             self._node_samples = sums["node samples"]
         if self.means.nonfinite and self._raises_non_finite:
             reason = f"{where}, the loss is {self.means.nonfinite}"
-            raise (
-                NonFiniteReplicaError(reason)
-                if self._alone
-                else TrainingStoppedError(reason, world.rank)
-            )
+            if not self._alone:
+                raise TrainingStoppedError(reason, world.rank)
+            self._job.optimizer.refuse_step(reason)
         if not self._alone:
             self._job.balancing.after_reduction(step)
 
@@ -208,31 +208,56 @@ class StepAgreement:
     def items(self, step: int) -> int:
         """Return the items of a step, tokens or samples, over all ranks. Local.
 
-        In a step without a wait, those of the node, in proportion to the samples of all nodes.
+        In a step of the node alone, its own, in proportion to the samples of all nodes.
         """
         if not self._alone:
             return self.means.count
         whole, node = self._job.data.batch_size(step), self._node_samples
         return round(self.means.count * whole / node) if node else 0
 
-    def after_update(self) -> None:
-        """Send the flags of a round that ends, and let those of an earlier one count.
+    def after_update(self, step: int) -> None:
+        """Send what all ranks need of a round that ends, and let that of an earlier one count.
 
         Collective at the end of a round; waits for a round only `max_staleness` later.
         """
-        sync, saves = self._job.sync, self._job.checkpoints
-        if sync is None or not self._ends_round:
+        sync, saves, means = self._job.sync, self._job.checkpoints, self.means
+        if sync is None or not self._alone:
             return
-        self._rounds.append((self._world.gather_later(self._own_flags()), saves.progress))
+        self._losses[_LOSS] += means.loss * means.count if means.count else 0.0
+        self._losses[_ITEMS] += means.count
+        if not self._ends_round:
+            return
+        own = {**self._own_flags(), **self.measured, **self._losses}
+        self._losses = dict.fromkeys(self._losses, 0.0)
+        self._rounds.append((self._world.gather_later(own), saves.progress))
         if len(self._rounds) > sync.max_staleness:
             sent, progress = self._rounds.popleft()
-            self.flags = _sums(sent.wait())
+            self._take_round(sent.wait())
             if progress != saves.progress:  # of another save
-                self.flags |= dict.fromkeys(saves.local_flags(), 0.0)
+                self.flags = {**self.flags, **dict.fromkeys(saves.local_flags(), 0.0)}
+        if self._waits:
+            self._job.balancing.compare(step)
+
+    def _take_round(self, ranks: list[Mapping[str, float]]) -> None:
+        """Let what ranks have sent after a round count. Local."""
+        sums = _sums(ranks)
+        items, loss = sums.pop(_ITEMS), sums.pop(_LOSS)
+        self.round_loss = loss / items if items else None
+        self.flags = {name: sums[name] for name in self._own_flags()}
+        self.by_rank = {
+            name: {str(rank): own[name] for rank, own in enumerate(ranks)}
+            for name in PER_RANK
+            if name in ranks[0]
+        }
+
+    @property
+    def _waits(self) -> bool:
+        """Whether all ranks wait for each other at the end of this step's round."""
+        return self._ends_round and self._job.optimizer.schedule.waits
 
     def meet(self) -> None:
-        """Let the flags count that ranks have now, after a step without a wait. Collective."""
-        if self._alone:
+        """Let the flags count that ranks have now, after a step of a node alone. Collective."""
+        if self._alone and not self._waits:
             for sent, _ in self._rounds:
                 sent.wait()
             self._rounds.clear()

@@ -177,7 +177,7 @@ class Trainer:
     def train_step(self, step: int) -> StepRecord:
         """Take one step, 1 for the first, and return its record. Collective.
 
-        Of the node, if nodes do not wait for each other (`mntrain.sync`). Raises
+        Of the node, between two exchanges (`mntrain.sync`). Raises
         TrainingStoppedError or NonFiniteGradientError; an exception before the update is raised
         when the run is saved as it was before the step. Between the update and the next forward,
         only checks and evaluations communicate: all else would wait behind the parameters that are
@@ -200,7 +200,7 @@ class Trainer:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
             self.job.schedule.after_step()
-        self._agreement.after_update()
+        self._agreement.after_update(step)
         if self._all_meet(step):
             self._agreement.meet()
         return self._complete(step, lr, update, timer.times())
@@ -230,6 +230,7 @@ class Trainer:
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
             skipped=update.skipped,
+            round_loss=self._agreement.round_loss,
             slow_ranks=job.balancing.slow_ranks(step) or None,
             **self._agreement.by_rank,
             **times,

@@ -24,7 +24,9 @@ from worlds import RANKS, first_ranks, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import saver
+from mntrain.comm.mpi import Communicator
 from mntrain.metrics import files, writers
+from mntrain.sync import DiLoCo
 from zero.step_message import StepMessage
 
 pytestmark = pytest.mark.mpi
@@ -59,11 +61,14 @@ def one_cycle(optimizer):
 class Loop:
     """A user's own loop of `STEPS` steps. Leaves it after `stop_after`, without a word."""
 
-    def __init__(self, world, run_dir, *, stage=0, dropout=0.0, schedule=cosine, **options):
+    def __init__(
+        self, world, run_dir, *, stage=0, dropout=0.0, schedule=cosine, sync=None, **options
+    ):
         torch.manual_seed(world.rank)
         self.world, self.dropout = world, dropout
         self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
-        self.optimizer = world.optimizer(self.model, torch.optim.AdamW, lr=0.05, stage=stage)
+        given = {"lr": 0.05, "stage": stage, "sync": sync}
+        self.optimizer = world.optimizer(self.model, torch.optim.AdamW, **given)
         self.scheduler = schedule(self.optimizer)
         given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         self.checkpoints = world.checkpoints(run_dir, **given, **{"every": 2, **options})
@@ -84,6 +89,7 @@ class Loop:
         self.optimizer.backward(loss, weight=count) if count else self.optimizer.share(0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.own = (count, loss.item() if count else 0.0)  # of the last step
         rate = self.scheduler.get_last_lr()[0]
         self.metrics.log(step, weight=count, loss=loss, lr=rate)
         self.scheduler.step()
@@ -244,6 +250,51 @@ def test_metrics_flags_of_saves_and_requests_travel_in_the_message_of_the_gradie
         assert len(sent) == 4
         loop.metrics.close()
     assert column(folder / "run", "step") == list(range(1, 7))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("bound", [0, 1])
+def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypatch, bound):
+    sync, own = DiLoCo(every=3, warmup=1, max_staleness=bound), []
+    calls, crossed = [], {}  # of MPI, all of which would cross nodes of one rank; by step
+
+    def spied(call):
+        return lambda comm, *a, **k: calls.append(comm) or call(comm, *a, **k)
+
+    for name in ("send", "gather_unequal", "gather_objects"):
+        monkeypatch.setattr(Communicator, name, spied(getattr(Communicator, name)))
+    with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
+        loop = Loop(world, folder / "run", sync=sync, every="100min")
+        with loop.metrics:
+            loop.checkpoints.restore()
+            for step in range(1, 12):
+                calls.clear()
+                loop.step(step)
+                own.append(loop.own)
+                loop.checkpoints.save(step)
+                stops = world.stop_requested()
+                crossed[step] = len([comm for comm in calls if comm.size > 1])
+                if step == 6 and RANK == RANKS - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if stops:
+                    break
+            lines = len(lines_of(folder / "run")) if RANK == 0 else 0
+            by_rank = world.gather(own)
+    # A round ends after steps 4, 7 and 10: what is asked for in it is sent then, and read after the
+    # next step.
+    assert step == 8
+    quiet = {step for step, count in crossed.items() if not count}
+    assert quiet >= {2, 3, 6}  # in the fifth, the lines of the first round tell their names
+    assert bound or 4 not in quiet
+    if RANK == 0:
+        assert lines == 7
+        expected = [
+            sum(w * v for w, v in one) / sum(w for w, _ in one)
+            for one in zip(*by_rank, strict=True)
+        ]
+        assert column(folder / "run", "loss") == pytest.approx(expected, rel=1e-12)
+        assert column(folder / "run", "step") == [*range(1, 9)]
+        assert summary(folder / "run")["status"] == "preempted"
 
 
 def test_metrics_are_exact_means_by_weight(folder):

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from small_jobs import Signalling, Silent, lines_of, small, steps_taken, summary
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
-from mntrain.config import CheckpointConfig, RunConfig, ZeroConfig
+from mntrain.config import CheckpointConfig, LogConfig, RunConfig, ZeroConfig
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.report import Reporter
 from mntrain.sync import SyncConfig
@@ -101,8 +102,9 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stag
         assert 2 <= summary_of(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
 
 
-def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(folder, monkeypatch):
-    by_bound, losses = [], []
+@pytest.mark.parametrize("bound", [0, 2])
+def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, monkeypatch, bound):
+    losses = []
     report = Reporter.step
 
     def noted(reporter, record):
@@ -110,44 +112,70 @@ def test_nodes_that_do_not_wait_report_their_own_losses_step_by_step(folder, mon
         report(reporter, record)
 
     monkeypatch.setattr(Reporter, "step", noted)
-    for bound in (0, 2):
-        config = replace(
-            small(folder, steps=8, check_every=4),
-            sync=SyncConfig(mode="diloco", every=3, max_staleness=bound),
-            run=RunConfig(dir=folder / f"run-{bound}"),
-        )
-        losses.clear()
-        with make_world(layout=1) as world:
-            assert Trainer(world, config).fit()["status"] == "completed"
-            by_node = world.gather(losses)
-        if RANK == 0:
-            by_bound.append(lines_of(config.run.dir))
+    every, log = 3, LogConfig(per_rank=True)
+    sync = SyncConfig(mode="diloco", every=every, max_staleness=bound)
+    config = replace(small(folder, steps=10, check_every=4), sync=sync, log=log)
+    with make_world(layout=1) as world:
+        assert Trainer(world, config).fit()["status"] == "completed"
+        by_node = world.gather(losses)
+        places = world.size
     if RANK == 0:
-        waits, goes_on = by_bound
-        assert [line["loss"] for line in goes_on] == by_node[0]
-        assert len(set(zip(*by_node, strict=True))) == 8
-        assert [line["step"] for line in goes_on] == [*range(1, 9)]
-        assert [line.keys() for line in goes_on] == [line.keys() for line in waits]
+        lines = lines_of(config.run.dir)
+        assert [line["step"] for line in lines] == [*range(1, 11)]
+        assert [line["loss"] for line in lines] == by_node[0]
+        assert len(set(zip(*by_node, strict=True))) == 10
         means = [sum(of_step) / RANKS for of_step in zip(*by_node, strict=True)]
-        # Before anything is exchanged.
-        for one, other, mean in zip(waits[:3], goes_on[:3], means[:3], strict=True):
-            assert mean == pytest.approx(one["loss"], rel=1e-6)
-            assert other["samples"] == one["samples"]
-            assert other["lr"] == one["lr"]
-        # Within a few percent of what nodes that wait have, though they go on from other rounds.
-        assert goes_on[-1]["eval_loss"] == pytest.approx(waits[-1]["eval_loss"], rel=0.1)
+        of_rounds = [sum(means[i : i + every]) / every for i in range(0, 9, every)]
+        told = {line["step"]: line["round_loss"] for line in lines if "round_loss" in line}
+        counts = [every * (1 + n + bound) for n in range(3 - bound)]
+        assert [*told] == counts
+        assert [*told.values()] == pytest.approx(of_rounds[: len(counts)], rel=1e-6)
+        measured = {line["step"] for line in lines if "rank_step_s" in line}
+        assert measured == {*counts}
+        assert all(len(line["rank_step_s"]) == places for line in lines if "rank_step_s" in line)
 
 
-def test_a_signal_ends_nodes_that_do_not_wait_after_the_same_step(folder, monkeypatch):
+@pytest.mark.parametrize(("bound", "last"), [(2, 7), (0, 3)])
+def test_a_signal_ends_nodes_after_the_same_step(folder, monkeypatch, bound, last):
     monkeypatch.setattr(Signalling, "signals", [signal.SIGTERM])
-    config = replace(small(folder, "small_jobs:Signalling", steps=50), sync=STALE)
+    sync = replace(STALE, max_staleness=bound)
+    config = replace(small(folder, "small_jobs:Signalling", steps=50), sync=sync)
     assert fit(config)[0] == 75
     if RANK == 0:
-        # It arrives in step 2, is sent after step 3, and counts two rounds later.
-        assert steps_taken(folder) == 7
+        # It arrives in step 2, is sent after step 3, and counts as many rounds later.
+        assert steps_taken(folder) == last
         (saved,) = list_checkpoints(folder / "run")
-        assert inspect(saved).step == 7
+        assert inspect(saved).step == last
         assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
+
+
+class NotANumber(Silent):
+    """Has a loss on the last rank that is not finite, in its fifth step."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        loss = super().loss(model, batch)
+        broken = self.calls == 5 and model.training and RANK == RANKS - 1
+        return replace(loss, mean=loss.mean * float("nan")) if broken else loss
+
+
+@pytest.mark.parametrize(("bound", "last"), [(0, 6), (1, 9)])
+def test_a_loss_of_one_node_that_is_not_finite_ends_the_job_for_all(folder, bound, last):
+    sync = SyncConfig(mode="diloco", every=3, max_staleness=bound)
+    config = replace(small(folder, f"{__name__}:NotANumber", steps=20), sync=sync)
+    said = f"in step {last}, a gradient or loss since the last exchange is not finite on rank "
+    with make_world(layout=1) as world:
+        warned = pytest.warns(UserWarning, match=f"in step 5, the loss is nan on rank {RANKS - 1}")
+        with (
+            pytest.raises(TrainingStoppedError, match=said),
+            warned if RANK == RANKS - 1 else nullcontext(),
+        ):
+            Trainer(world, config).fit()
+        world.barrier()
+    if RANK == 0:
+        assert summary_of(folder)["status"] == "failed"
 
 
 @pytest.mark.parametrize(("settles", "step"), [("bound", 7), ("evaluation", 4), ("save", 4)])

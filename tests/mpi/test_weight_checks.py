@@ -14,9 +14,10 @@ from worlds import RANKS
 
 from mntrain.config import ZeroConfig
 from mntrain.errors import TrainingStoppedError
-from mntrain.sync import LocalSGD
+from mntrain.sync import DiLoCo
 from mntrain.train.trainer import Trainer
 from zero.agreement import DifferentWeightsError
+from zero.exchange.exchange import EXCHANGED
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -178,19 +179,20 @@ def test_master_weights_of_which_all_ranks_hold_a_copy_are_compared(make):
     assert "first in the master weights of 3.bias" in refusal(optimizer, model, 1)
 
 
-def test_nodes_are_compared_after_an_exchange_alone(make):
+def test_nodes_are_compared_in_an_exchange_alone(make):
     model = net()
-    sync = LocalSGD(every=3)
     optimizer = make(
-        model, torch.optim.SGD, lr=0.1, sync=sync, overlap_forward=False, check_every=1
+        model, torch.optim.SGD, lr=0.1, sync=DiLoCo(every=3), overlap_forward=False, check_every=1
     )
-    for step in range(9):
+    for step in range(11):
         assert optimizer.in_sync == (step % 3 == 0)
         update(optimizer, loss(model, step))
-    assert optimizer.weight_checks[0] == 3
-    if ODD:
-        flip(model[0].weight)
-    assert f"{SIDES}, first in 0.weight" in refusal(optimizer, model, 9)
+        assert optimizer.weight_checks[0] == (step + 1) // 3
+        if step == 8 and ODD:  # after which the parameters of nodes differ anyway
+            flip(optimizer.schedule.state(model[0].weight)[EXCHANGED], byte=1)
+    assert f"after step 12, the weights differ between ranks: {SIDES}, first in 0.weight" in (
+        refusal(optimizer, model, 11)
+    )
 
 
 class Flips(Silent):

@@ -43,6 +43,9 @@ class StandIn(ModuleType):
                 return function(*call_args, **call_options)
             return self.disable(function, *args, **options)(*call_args, **call_options)
 
+        call.__code__ = call.__code__.replace(
+            co_filename=self.__spec__.origin
+        )  # torch's, in stacks
         return call
 
     def __getattr__(self, name):

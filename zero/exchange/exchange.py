@@ -40,6 +40,7 @@ from zero.state import SYNC, UNSENT
 
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
 DRIFT = "the difference between the parameters and those after the last exchange"
+REFUSED = "a gradient or loss since the last exchange"
 EXCHANGED, MOMENTUM = f"{SYNC}exchanged", f"{SYNC}momentum"  # keys of the outer state
 
 # The extent of the exchange after a step. After "some", parameters have changed, and may still
@@ -70,6 +71,7 @@ class SentExchange:
     """An agreement of all ranks on whether all is finite and what nodes weigh; messages, if any.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
+    `refused` states that a step of this rank's node since the last exchange was not finite.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SentExchange:
         weight: float,
         *,
         finite: bool = True,
+        refused: bool = False,
         what: str = DRIFT,
         messages: Sequence[MeansInFlight] = (),
         own: Mapping[Tensor, Tensor] | None = None,
@@ -90,10 +93,12 @@ class SentExchange:
         """
         self.messages, self.own = messages, own or {}
         self._what, self._ranks = what, world.size
-        # The weight, and by rank 1 + its node if that is not finite, else 0.
-        self._answers = torch.zeros(1 + world.size, dtype=torch.float64, device="cpu")
+        # The weight; by rank 1 + its node if that is not finite, else 0; the same for its steps.
+        self._answers = torch.zeros(1 + 2 * world.size, dtype=torch.float64, device="cpu")
         self._answers[0] = weight
-        if not finite:
+        if refused:
+            self._answers[1 + world.size + world.rank] = 1 + node
+        elif not finite:
             self._answers[1 + world.rank] = 1 + node
         self._work = world.all_reduce(self._answers)
 
@@ -120,16 +125,16 @@ class SentExchange:
         NonFiniteGradientError on all ranks if one answer is no.
         """
         self._work.wait()
-        weights, failed = float(self._answers[0]), self._answers[1:].tolist()
-        if any(failed):
-            where = ", ".join(
-                f"rank {rank} of node {int(node) - 1}" for rank, node in enumerate(failed) if node
-            )
+        weight, *failed = map(float, self._answers.tolist())
+        of_sent, of_steps = failed[: self._ranks], failed[self._ranks :]
+        if any(of_steps):
+            raise NonFiniteGradientError(f"{REFUSED} is not finite on {_where(of_steps)}")
+        if any(of_sent):
             raise NonFiniteGradientError(
-                f"{self._what} is not finite in fp32 on {where}, and was not exchanged: continue "
-                "from a checkpoint, with a lower learning rate"
+                f"{self._what} is not finite in fp32 on {_where(of_sent)}, and was not exchanged: "
+                "continue from a checkpoint, with a lower learning rate"
             )
-        return self._ranks / weights
+        return self._ranks / weight
 
 
 class Exchange:
@@ -137,9 +142,11 @@ class Exchange:
 
     Gradients, batch weights and buffers of a step are exchanged over `group(step)` alone; state is
     sharded over `sharding`, the ranks of this node, in every step. If no rank of a group has a
-    sample in a step, the group updates nothing. Decisions about the job are agreed over all ranks
-    in every step, but for those that are `independent`: so a step that is not finite on one node is
-    skipped, or raises, on all ranks.
+    sample in a step, the group updates nothing.
+
+    A round is the steps between two exchanges. Nothing crosses nodes in it: a node that has a step
+    that is not finite updates nothing in it. If that is an error, all ranks learn of it, and raise,
+    in the exchange.
 
     Between exchanges, parameters, buffers and optimizer state differ between nodes, the replicas.
     The tensors below are those that this rank updates, flat slices or whole parameters, in fp32 or
@@ -156,8 +163,7 @@ class Exchange:
     before, which is kept under the key `zero.state.UNSENT`.
 
     With a `max_staleness`, which needs an outer optimizer, no node waits for an exchange, up to a
-    bound, and replicas are independent after the warm-up. A round is the steps between two
-    exchanges. After its round r, a node sends its outer gradient of that round alone,
+    bound. After its round r, a node sends its outer gradient of that round alone,
     d(r): the parameters at the start of the round minus those at its end. It goes on at once, and
     waits only if the mean of round r - `max_staleness` has not arrived. G(k), the exchanged
     parameters, is G(k - 1) after an outer step by the mean of d(k) over nodes. So all nodes pass
@@ -189,13 +195,15 @@ class Exchange:
     ) -> None:
         self.sharding, self.weighted = node, weighted
         self.replica, self.replicas = cross.rank, cross.size
-        self._world, self._every, self._warmup = world, every, warmup
+        self._world, self.every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
         self._agree = partial(SentExchange, world, cross.rank)
         self._outer, self._code, self._decay = outer, code, decay
         self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
         self._max_staleness = max_staleness
-        self._since = 0.0  # the weight of the steps since the last exchange
+        self.weight = 0.0
+        """Of the steps since the last exchange: the same on all ranks of a replica."""
+        self._refused = False  # a step since the last exchange was not finite, which is an error
         self._state: dict[Tensor, dict[str, Tensor]] = {}
         self._flying: list[SentExchange] = []  # in the order in which they were sent
         self._peak = 0  # bytes in flight
@@ -205,25 +213,38 @@ class Exchange:
         """Return the ranks of step number `step`, from 0: all in the warm-up, then the node's."""
         return self._world if step < self._warmup else self.sharding
 
-    def independent(self, step: int) -> bool:
-        """Return whether replicas take a step without waiting for each other. Local.
-
-        Then each replica skips the step or raises NonFiniteReplicaError by itself, and buffers are
-        those of its own.
-        """
-        return self._max_staleness > 0 and step >= self._warmup
+    def alone(self, step: int) -> bool:
+        """Return whether a replica takes a step by itself: several do, after the warm-up. Local."""
+        return self.replicas > 1 and step >= self._warmup
 
     def exchange_due(self, step: int) -> bool:
         """Return whether a step is followed by an exchange, also if it is skipped."""
-        taken = step - self._warmup + 1
-        return taken > 0 and taken % self._every == 0
+        return self.rounds(step + 1) > self.rounds(step)
+
+    def rounds(self, steps: int) -> int:
+        """Return the number of rounds that have ended after so many steps of the run. Local."""
+        return max(0, steps - self._warmup) // self.every
+
+    @property
+    def waits(self) -> bool:
+        """True if all replicas wait for each other in an exchange."""
+        return not self._max_staleness
+
+    def refuse(self) -> bool:
+        """Let the exchange raise on all ranks, for a step of this replica. Local.
+
+        Called by all ranks of the replica. Returns False if a step since the last exchange has been
+        refused before.
+        """
+        first, self._refused = not self._refused, True
+        return first
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
         """Copy the parameters that the first step after the warm-up finds. Collective.
 
         `equal` states that all replicas hold the same.
         """
-        self._between_rounds = (step - self._warmup) % self._every == 0
+        self._between_rounds = (step - self._warmup) % self.every == 0
         if step < self._warmup:  # drop the state of an earlier job, whose warm-up was shorter
             self._state.clear()
             self._flying.clear()
@@ -240,22 +261,7 @@ class Exchange:
 
     def note_weight(self, step: int, weight: float) -> None:
         """Add the weight of a step of this node alone, such as its samples; 0 if it was skipped."""
-        if step < self._warmup:
-            self.load_weights(())
-        else:
-            self._since += weight
-
-    def weights(self) -> list[float]:
-        """Return the weight of the steps since the last exchange.
-
-        The same on all ranks of a replica; empty unless `weighted`. Saved with the optimizer's
-        state.
-        """
-        return [self._since] if self.weighted else []
-
-    def load_weights(self, weights: Sequence[float]) -> None:
-        """Continue from what `weights` has returned."""
-        self._since = max(weights, default=0.0)
+        self.weight = 0.0 if step < self._warmup else self.weight + weight
 
     def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
         """Exchange parameters, if that is due. Collective.
@@ -273,9 +279,12 @@ class Exchange:
         return "all"
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their means over nodes. Collective."""
+        """Replace tensors by their means over nodes. Collective.
+
+        Raises NonFiniteGradientError on all ranks if a node has refused a step since the exchange.
+        """
         weight = self._weight()
-        scale = self._agree(weight).check() if self.weighted else 1.0
+        scale = self._agree(weight, refused=self._refused).check()
         for tensor, mean in self._means.of(tensors, _same, weight=weight, scale=scale):
             tensor.copy_(mean)
 
@@ -338,13 +347,14 @@ class Exchange:
 
     def _weight(self) -> float:
         """Return this node's weight in a mean."""
-        return max(self._since, LEAST_WEIGHT) if self.weighted else 1.0
+        return max(self.weight, LEAST_WEIGHT) if self.weighted else 1.0
 
     def _exchange(self, tensors: Sequence[Tensor]) -> None:
         parameters, weight = self._outer is None, self._weight()
         value, what = (_same, "a parameter") if parameters else (self._value, DRIFT)
         finite = all(is_finite(value(tensor)) for tensor in tensors)
-        scale = self._agree(weight, finite=finite, what=what).check()
+        refused, self._refused = self._refused, False
+        scale = self._agree(weight, finite=finite, refused=refused, what=what).check()
         means = self._means.of(
             tensors, value, code=self._code, keep=self._keep, weight=weight, scale=scale
         )
@@ -353,7 +363,7 @@ class Exchange:
                 tensor.copy_(mean)
             else:
                 self._outer_step(tensor, mean)
-        self._since = 0.0
+        self.weight = 0.0
 
     def _send(self, own: Mapping[Tensor, Tensor]) -> None:
         """Start the exchange of this node's outer gradients of a round, by tensor. Collective.
@@ -361,7 +371,7 @@ class Exchange:
         Does not wait.
         """
         finite, weight = True, self._weight()
-        self._since = 0.0
+        self.weight = 0.0
 
         def value(tensor: Tensor) -> Tensor:
             nonlocal finite
@@ -371,7 +381,10 @@ class Exchange:
 
         sending = self._means.send([*own], value, code=self._code, keep=self._keep, weight=weight)
         messages = [*sending]
-        self._flying.append(self._agree(weight, finite=finite, messages=messages, own=own))
+        refused, self._refused = self._refused, False
+        self._flying.append(
+            self._agree(weight, finite=finite, refused=refused, messages=messages, own=own)
+        )
         self._peak = max(self._peak, sum(sent.nbytes for sent in self._flying))
 
     def _value(self, tensor: Tensor, drift: Tensor | None = None) -> Tensor:
@@ -436,6 +449,11 @@ def every_step(collectives: Collectives) -> Exchange:
     """Return the schedule that averages every step over all ranks: its warm-up does not end."""
     alone = SingleProcessCollectives()
     return Exchange(collectives, collectives, alone, sharded=False, every=1, warmup=sys.maxsize)
+
+
+def _where(failed: Sequence[float]) -> str:
+    """Return the ranks that have 1 + their node, not 0."""
+    return ", ".join(f"rank {rank} of node {int(n) - 1}" for rank, n in enumerate(failed) if n)
 
 
 def is_finite(tensor: Tensor) -> bool:

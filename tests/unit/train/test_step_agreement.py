@@ -23,7 +23,7 @@ def failing():
 
     accumulation = SimpleNamespace(steps=0, message=StepMessage(), finish_interrupted=finish)
     optimizer = SimpleNamespace(
-        schedule=SimpleNamespace(independent=lambda step: False),
+        schedule=SimpleNamespace(alone=lambda step: False),
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
