@@ -4,8 +4,9 @@
 
 Two emulated nodes of one rank train a GPT of 0.9 M parameters by DiLoCo, with an exchange every 20
 steps after 10 synchronous ones. The loop logs metrics, saves by the clock and asks for requests to
-stop in each step. What a node sends arrives so many milliseconds later; the link has no rate. Writes a table to docs/results/far.md: milliseconds of a step, the median over all
-turns, which alternate. `--before` adds the rows of another checkout of this repository.
+stop in each step. What a node sends arrives so many milliseconds later; the link has no rate.
+Writes a table to docs/results/far.md: milliseconds of a step, the median over all turns, which
+alternate. `--before` adds the rows of another checkout of this repository.
 """
 
 import argparse
