@@ -21,7 +21,6 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from mntrain.config import LogConfig
-from mntrain.metrics.files import try_summary
 from mntrain.metrics.registry import (
     METRICS,
     PHASES,
@@ -74,26 +73,24 @@ class Reporter:
         self._display_ended = False
         self._drawn_at = 0.0
         self._since_line_s = 0.0
-        self._metrics: MetricsFiles | None = None
-        self._missing: list[str] = []  # of the files that are closed
+        self._files: MetricsFiles | None = None
 
     def __enter__(self) -> Self:
         if self._master:
-            self._metrics = MetricsFiles(self._run_dir, self._log, self.warn)
+            self._files = MetricsFiles(self._run_dir, self._log, self.warn)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self, *, succeeded: bool = False) -> None:
+    def close(self) -> None:
         """End the live display, and close metrics.jsonl. May be called again."""
         try:
             self.end_display()
         finally:
-            if self._metrics is not None:
-                self._metrics.close(succeeded=succeeded)
-                self._missing = self._metrics.missing
-                self._metrics = None
+            if self._files is not None:
+                self._files.close()
+                self._files = None
 
     def end_display(self) -> None:
         """Leave the last live lines on the terminal, for good. May be called by any thread."""
@@ -122,9 +119,9 @@ class Reporter:
         """
         if not self._master:
             return
-        if self._metrics is None:
+        if self._files is None:
             raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
-        self._metrics.write(record.to_json())
+        self._files.write(record.to_json())
         first = not self._recent.values
         self._recent.add(record)
         if self._console.is_terminal and self._console.is_interactive:
@@ -144,22 +141,22 @@ class Reporter:
 
     def failed_step(self, step: int, reason: str) -> None:
         """Append a line to metrics.jsonl for a step that was not completed."""
-        if self._metrics is not None:
-            self._metrics.write({"step": step, "error": reason})
+        if self._files is not None:
+            self._files.write({"step": step, "error": reason})
 
     def finish(self, summary: Mapping[str, Any], lines: Sequence[str]) -> list[str]:
-        """Print the status and the lines of the final report; write summary.json last, atomically.
+        """Print the status and the lines of the final report, and finish the run's files.
 
         Returns what could not be written to the run's directory, a text for each file.
         """
-        if not self._master:
+        if self._files is None:
             return []
-        self.close(succeeded=summary["status"] != "failed")
+        self.end_display()
         self.note("")
         self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
         for line in lines:
             self.note(line)
-        return [*self._missing, *try_summary(self._run_dir, summary, self._missing)]
+        return self._files.finish(summary)
 
     def _line(self) -> str:
         count, *speed = self._progress()

@@ -1,4 +1,4 @@
-"""Writers of a run's metrics: metrics.jsonl, and copies for other tools.
+"""Writers of a run's metrics: metrics.jsonl, copies for other tools, and what its end leaves.
 
 metrics.jsonl is the record of a run. Lines that it cannot take, on a full disk for example, wait in
 memory until it can. At an error, a copy (`mntrain.metrics.copies`) gets no more, with a warning.
@@ -8,20 +8,29 @@ Training continues.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mntrain.config import LogConfig
 from mntrain.metrics.copies import Copy, make_copies
-from mntrain.metrics.files import METRICS_FILE, Line, append_whole, json_text
+from mntrain.metrics.files import (
+    METRICS_FILE,
+    REPORT_FILE,
+    Line,
+    append_whole,
+    json_text,
+    try_summary,
+    write_page,
+)
 
 WAITING = 10_000  # lines that wait in memory at most
 WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while the record cannot be written
 
 
 class MetricsFiles:
-    """metrics.jsonl of a run and its copies, in one process.
+    """metrics.jsonl of a run and its copies, its summary and its page, in one process.
 
     `warn` prints a warning. Continues the files that are there, which must have been rewound to the
     step that the job continues from (`mntrain.run.directory.rewind`).
@@ -31,7 +40,7 @@ class MetricsFiles:
         self.missing: list[str] = []
         """Names of what was not written, a text for each file; complete after `close`."""
         self._warn, self._open = warn, True
-        self._path = run_dir / METRICS_FILE
+        self._run_dir, self._path, self._draws = run_dir, run_dir / METRICS_FILE, log.report
         with suppress(OSError):  # the first line waits
             append_whole(self._path, b"")
         self._waiting: deque[Line] = deque()  # lines that the record lacks
@@ -68,6 +77,19 @@ class MetricsFiles:
         for name, copy in list(self._copies.items()):
             with self._guarded(name):
                 copy.close(succeeded=succeeded)
+
+    def finish(self, summary: Mapping[str, Any]) -> list[str]:
+        """Close all files, write summary.json and then the page; return what is missing.
+
+        A text for each file, which is also in the summary. A preempted job leaves no page: its time
+        may be short, and the next job does.
+        """
+        self.close(succeeded=summary["status"] != "failed")
+        missing = [*self.missing, *try_summary(self._run_dir, summary, self.missing)]
+        draws = self._draws and summary["status"] != "preempted"
+        if draws and (why := write_page(self._run_dir)):
+            self._warn(f"no {REPORT_FILE}: {why}")
+        return missing
 
     def _flush(self, now: float) -> None:
         """Write the lines that wait, as far as that is possible, and warn of a change."""

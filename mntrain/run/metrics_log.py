@@ -13,11 +13,8 @@ from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import (
     METRICS_FILE,
-    REPORT_FILE,
     append_whole,
     loss_text,
-    try_summary,
-    write_page,
 )
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
@@ -187,9 +184,11 @@ class MetricsLog:
 
     def abandon(self) -> None:
         """Close metrics.jsonl without waiting for other ranks; warn if it lacks lines. Local."""
-        self._open = False
-        if missing := self._close_files():
-            warn(loss_text(self._directory.path, missing))
+        files, self._files, self._open = self._files, None, False
+        if files is not None:
+            files.close()
+            if files.missing:
+                warn(loss_text(self._directory.path, files.missing))
 
     def __enter__(self) -> Self:
         return self
@@ -216,12 +215,10 @@ class MetricsLog:
             }
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
-            missing = self._close_files(succeeded=error is None)
+            missing = []
             if self._world.master:
-                missing += try_summary(self._directory.path, summary, missing)
-                draws = self._log.report and summary["status"] != "preempted"
-                if draws and (why := write_page(self._directory.path)):
-                    warn(f"no {REPORT_FILE}: {why}")
+                files, self._files = self._open_files(), None
+                missing = files.finish(summary)
             self._world.watchdog.at_end.remove(self._early_end)
             if missing := self._world.gather(missing)[0]:
                 text = loss_text(self._directory.path, missing)
@@ -232,18 +229,11 @@ class MetricsLog:
         finally:
             self.abandon()
 
-    def _close_files(self, *, succeeded: bool = False) -> list[str]:
-        """Close the files, if they are open; return what they lack. Local."""
-        files, self._files = self._files, None
-        if files is None:
-            return []
-        files.close(succeeded=succeeded)
-        return files.missing
-
     def _open_files(self) -> MetricsFiles:
         """Return the open files, which a rewind of the directory has replaced. Local."""
         if self._files is None or self._rewinds != self._directory.rewinds:
-            self._close_files()
+            if self._files is not None:
+                self._files.close()
             self._rewinds = self._directory.rewinds
             self._files = MetricsFiles(self._directory.path, self._log, warn)
         return self._files

@@ -12,7 +12,7 @@ from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
 from mntrain.checks.finding import alike, first_names, naming
 from mntrain.errors import AgreedError
-from mntrain.metrics.files import REPORT_FILE, json_text, write_page
+from mntrain.metrics.files import json_text
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
 from mntrain.run.comparison import changed_data
@@ -201,11 +201,10 @@ def show_sample(job: TrainingJob) -> None:
 
 
 def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
-    """Print the final report, write summary.json and then report.html. Collective.
+    """Print the final report, and write summary.json and report.html. Collective.
 
-    A preempted job writes no page: its time may be short, and the next job does. Returns the
-    content of summary.json, with what the master could not write to the run's directory as
-    "not_written", a text for each file.
+    Returns the content of summary.json, with what the master could not write to the run's directory
+    as "not_written", a text for each file.
     """
     config, reporter = job.config, job.reporter
     by_option = result.status == "stopped" and not result.reason
@@ -214,9 +213,6 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str
     summary = summarize(world, job, result)
     lines = final_lines(summary, job.steps, job.task.items)
     missing = reporter.finish(summary, lines)
-    draws = world.master and config.log.report and result.status != "preempted"
-    if draws and (why := write_page(job.run_dir)):
-        reporter.note(f"no {REPORT_FILE}: {why}")
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpoints.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""
