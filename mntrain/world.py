@@ -25,7 +25,6 @@ from mntrain.data.source import Division
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
-from mntrain.run.comparison import compare_loaders, length_of_divided
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
@@ -73,8 +72,6 @@ class World(Ranks):
         self._shards = ShardRegistry(
             world,
             self._optimizers,
-            compare_loaders,
-            length_of_divided,
             clock=self.waits,
             room=lambda: world.memory_room(),  # noqa: PLW0108 - a bound method keeps the world
             observe=self.recorder.span,

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mntrain.checks.finding import alike
+from mntrain.alike.naming import by_value
 from mntrain.recorder.autopsy_diagnosis import Autopsy, Process
 from mntrain.recorder.events import boot_id, pid_namespace, read_oom_kills, read_process
 from mntrain.recorder.late_ranks import name_ranks
@@ -196,12 +196,12 @@ def describe(autopsy: Autopsy) -> list[str]:
         lines.append("The job failed; no rank stopped first.")
     shown = first or (() if autopsy.state == "ended well" else tuple(ends))
     doing = {rank: _doing(ends[rank]) for rank in shown if rank in ends}
-    for text, ranks in alike(doing)[:_MAX_GROUPS]:
+    for text, ranks in by_value(doing)[:_MAX_GROUPS]:
         lines.append(_line("was", f"{name_ranks(ranks, hosts)} {text}" if len(doing) > 1 else text))
         lines += _last_facts(autopsy, ranks[0])
     waits = {rank: found[0][0] for rank, found in autopsy.waits.items() if rank not in first}
     calls = {rank: f"{wait}{_at(wait.site)}" for rank, wait in waits.items()}
-    for _, ranks in alike(calls)[:_MAX_GROUPS]:
+    for _, ranks in by_value(calls)[:_MAX_GROUPS]:
         wait, times = waits[ranks[0]], [max(0.0, waits[rank].seconds) for rank in ranks]
         seconds = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(times), max(times))))
         text = f"{name_ranks(ranks, hosts)} in {wait}, for {seconds} s{_at(wait.site)}"

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mntrain.checks.all_ranks import RankFacts
-from mntrain.checks.finding import alike
+from mntrain.alike.naming import by_value
+from mntrain.alike.rank_facts import RankFacts
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks, name_ranks
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
 from mntrain.watchdog.side_channel import Message, SideChannel
@@ -125,7 +125,7 @@ class Inquiry:
             for rank, wait in self.waits.items()
             if wait.stream != EXIT
         }
-        lines = [f"  {self.name(group)}: {text}" for text, group in alike(words)]
+        lines = [f"  {self.name(group)}: {text}" for text, group in by_value(words)]
         for rank in sorted(self.culprits - self.waits.keys()):
             lines += [f"  {line}" for line in self._describe(rank)]
         lines += [f"  {text}" for text in self.networks[1:]]
@@ -148,7 +148,7 @@ class Inquiry:
         """Return where all ranks are, of which none takes part in anything, in several lines."""
         lines = [f"no rank has taken a step or begun a collective for {self.idle_s:.0f} s"]
         places = {rank: status.place for rank, status in self.statuses.items()}
-        for place, ranks in alike(places):
+        for place, ranks in by_value(places):
             lines.append(f"  {self.name(ranks)}: at {place}")
             lines += [f"    {line}" for line in self.statuses[ranks[0]].stack.rstrip().splitlines()]
         lines += [f"  {self.name([r])}: does not answer: {why}" for r, why in self.silent.items()]
@@ -171,7 +171,7 @@ class Inquiry:
     def stacks(self) -> str:
         """Return the stacks of the training threads of ranks that wait, equal ones once."""
         texts = {rank: self.statuses[rank].stack.rstrip() for rank in self.waits}
-        parts = [f"stack of {self.name(group)}:\n{text}" for text, group in alike(texts)]
+        parts = [f"stack of {self.name(group)}:\n{text}" for text, group in by_value(texts)]
         return "\n".join(parts)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mntrain.checks.finding import first_names, naming
+from mntrain.alike.naming import first_names, naming
 from mntrain.comm import mpi
 from mntrain.errors import OF_ALL_RANKS, AgreedError, RemoteRankError, combined_refusals
 from mntrain.train.verify.recorded_steps import Distance, RankSteps, RecordedRun, Run
