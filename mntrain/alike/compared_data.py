@@ -143,7 +143,7 @@ def _compare_samples(ranks: Peers, first: FirstBatch, of: str, fix: str) -> None
         values = [own.get(name) for own, _ in gathered]
         if others := [rank for rank, value in enumerate(values) if value != values[0]]:
             odd[name] = others
-    if fixed := [name for name in odd if name not in changing]:
+    if fixed := sorted(odd.keys() - changing):
         where = naming("rank", sorted(set[int]().union(*(odd[name] for name in fixed))))
         fields = [f" in {name}" for name in fixed if name]
         raise AgreedError(

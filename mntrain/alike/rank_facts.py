@@ -210,7 +210,7 @@ def gpus(facts: Facts) -> Finding:
 
 def versions(facts: Facts) -> Finding:
     """Compare the versions of all ranks."""
-    hosts = [fact.host for fact in facts]
+    hosts = {rank: fact.host for rank, fact in enumerate(facts)}
     texts = {
         name: difference(name, [fact.versions.get(name, "nothing") for fact in facts], hosts)
         for name in facts[0].versions

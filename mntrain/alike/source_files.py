@@ -1,11 +1,11 @@
 """Digests of source files, to compare over ranks."""
 
-import hashlib
 import sys
 from pathlib import Path
 from types import ModuleType
 
-_DIGITS = 12
+from mntrain.alike.sample_digest import hexadecimal
+
 _INSTALLED = {"site-packages", "dist-packages"}
 _OURS = {"mntrain", "zero"}  # compared as a whole
 
@@ -20,7 +20,7 @@ def describe_sources(kind: type) -> dict[str, str]:
         if _is_compared(name):
             files |= module_files(sys.modules[name])
     return {
-        f"the source {name}": f"digest {hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]}"
+        f"the source {name}": f"digest {hexadecimal(path.read_bytes())}"
         for name, path in files.items()
     }
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from mntrain.alike.naming import first_names
+
 Status = Literal["pass", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("pass", "warn", "fail")  # from the best to the worst
 
@@ -45,8 +47,7 @@ def merge(findings: Iterable[tuple[str, Finding]]) -> Finding:
     hosts = {host: None for host, found in by_host if found.status == bad.status}
     if bad.status == "pass" or len(hosts) == len(dict(by_host)):
         return bad
-    names = ", ".join(list(hosts)[:4]) + (f" and {len(hosts) - 4} others" if len(hosts) > 4 else "")
-    return Finding(bad.status, f"{names}: {bad.text}", bad.fix)
+    return Finding(bad.status, f"{first_names(list(hosts), 4)}: {bad.text}", bad.fix)
 
 
 def print_warnings(findings: Iterable[Finding]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mntrain.alike.naming import difference
+from mntrain.alike.naming import difference, odd_ranks
 from mntrain.alike.values import compare
 from mntrain.errors import AgreedError
 
@@ -76,6 +76,26 @@ def test_values_travel_only_if_their_digests_differ():
 
 
 def test_the_hosts_of_values_are_named():
-    found = difference("x", [1, 1, 2, 1, 3, 3], ["a", "a", "b", "b", "c", "c"])
-    where = "ranks 0, 1, 3 (the first on a) have 1, rank 2 on b has 2, ranks 4, 5 on c have 3"
+    found = difference("x", [1, 1, 1, 2, 1, 1], dict(enumerate("aaabb")))
+    where = "ranks 0 to 2 on a, 4 on b, 5 have 1, rank 3 on b has 2"
     assert found == X + where
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("", []),
+        ("a", []),
+        ("aaaa", []),
+        ("aaba", [2]),
+        ("baaa", [0]),
+        ("abca", [1, 2]),
+        ("aabb", [2, 3]),
+        ("abba", [1, 2]),
+        ("ab", [1]),
+        ("abcd", [1, 2, 3]),
+        ("abbcc", [0, 3, 4]),
+    ],
+)
+def test_odd_ranks_are_those_without_the_most_common_value(values, expected):
+    assert odd_ranks(dict(enumerate(values))) == expected
