@@ -277,9 +277,7 @@ def agreement(gather: Callable[[str | None], Sequence[str | None]], rank: int) -
         del error  # its traceback holds this frame, and so what the block has made
 
 
-def start_mpi(
-    comm: "MPI.Intracomm | None" = None,
-) -> tuple[mpi.Communicator, mpi.MpiLibrary]:
+def start_mpi(comm: "MPI.Intracomm | None" = None) -> tuple[mpi.Communicator, mpi.MpiLibrary]:
     """Start MPI as `mpi.start` does. Raises AgreedError where it raises StartError.
 
     Ranks that cannot communicate leave the report to rank 0 of the job, or of the host if the

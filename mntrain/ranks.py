@@ -104,7 +104,7 @@ class Ranks:
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
-        facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
+        facts, findings: of the checks at the start (`mntrain.alike.rank_facts`), by rank and name.
         library: name, thread level and build of the MPI library.
         watchdog: the thread that finds hangs and lost ranks (`mntrain.watchdog.thread`).
     """

@@ -487,7 +487,7 @@ def init(comm: "MPI.Intracomm | None" = None, **options: Any) -> World:
 
     All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
     ValueError) on all ranks for an argument that any rank cannot accept, and for a check
-    (`mntrain.checks`) that fails, before MPI starts or after. Rank 0 prints their warnings.
+    (`mntrain.alike.rank_facts`) that fails, before MPI starts or after. Rank 0 prints warnings.
 
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.

@@ -291,10 +291,8 @@ def test_a_new_dataset_in_each_round_has_another_order(make, mode):
 
 
 def test_the_order_of_rounds_is_the_same_on_all_ranks_and_in_each_job():
-    two = [
-        registry(SimpleNamespace(rank=rank, size=2, gather=lambda value: [value] * 2))
-        for rank in (0, 1)
-    ]
+    peers = {"size": 2, "gather": lambda value: [value] * 2}
+    two = [registry(SimpleNamespace(rank=rank, **peers)) for rank in (0, 1)]
     first, second = (rounds(shards) for shards in two)
     batches = [a + b for one, other in zip(first, second, strict=True) for a, b in [(*one, *other)]]
     alone = [order for [order] in rounds(registry())]
