@@ -36,7 +36,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from mntrain.alike.compared_data import compare_loaders, length_of_divided
+from mntrain.alike.compared_loaders import compare_loaders, length_of_divided
 from mntrain.alike.sample_digest import (
     FirstBatch,
     ends,

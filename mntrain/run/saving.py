@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mntrain import checkpoint
-from mntrain.alike.compared_data import changed_data
+from mntrain.alike.compared_task import changed_data
 from mntrain.alike.values import compare
 from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
 from mntrain.checkpoint.objects import Stateful

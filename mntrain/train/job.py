@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from mntrain import checkpoint, tasks
-from mntrain.alike.compared_data import compare_task
+from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Saver, Stateful
 from mntrain.cli import to_toml

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from mntrain.alike.compared_data import changed_data
+from mntrain.alike.compared_task import changed_data
 from mntrain.alike.naming import by_value, naming
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION

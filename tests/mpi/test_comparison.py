@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 from worlds import BUT_LAST, RANKS, make_world, refusal
 
-from mntrain.alike.compared_data import compare_task
+from mntrain.alike.compared_task import compare_task
 from mntrain.config import Config
 from mntrain.tasks import Task
 
