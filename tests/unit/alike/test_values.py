@@ -1,5 +1,7 @@
 """Values that differ between ranks, and the error that names the ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mntrain.alike.naming import difference, odd_ranks
@@ -7,25 +9,18 @@ from mntrain.alike.values import compare
 from mntrain.errors import AgreedError
 
 
-class Ranks:
-    """Ranks in one process, which give these values; this one is the first. Notes what it sends."""
-
-    rank = 0
-
-    def __init__(self, *values):
-        self.values, self.size, self.sent = values, len(values), []
-
-    def gather(self, value):
-        self.sent.append(value)
-        digests = [repr(sorted(given.items())).encode() for given in self.values]
-        return digests if isinstance(value, bytes) else [*self.values]
-
-
 def compared(by_rank, fix=""):
     """Compare the values of ranks 0, 1, ..., by name or of the option "x"; return what was sent."""
-    ranks = Ranks(*(value if isinstance(value, dict) else {"x": value} for value in by_rank))
-    compare(ranks, ranks.values[0], fix)
-    return ranks.sent
+    values = [value if isinstance(value, dict) else {"x": value} for value in by_rank]
+    sent = []
+
+    def gather(value):
+        sent.append(value)
+        digests = [repr(sorted(given.items())).encode() for given in values]
+        return digests if isinstance(value, bytes) else values
+
+    compare(SimpleNamespace(rank=0, size=len(values), gather=gather), values[0], fix)
+    return sent
 
 
 def said(by_rank, fix=""):
