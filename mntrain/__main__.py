@@ -97,8 +97,8 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
         if not launched:
             raise
         parsed = refused
+    from mntrain.alike.compared_options import agree_on_options
     from mntrain.errors import AgreedError
-    from mntrain.run.comparison import agree_on_options
 
     try:
         options = agree_on_options(parsed)

@@ -7,6 +7,7 @@ other uncaught exception prints its rank, host and traceback and aborts the job.
 
 import io
 import os
+import socket
 import sys
 import threading
 import time
@@ -15,16 +16,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mntrain.checks.finding import alike, naming
+from mntrain.alike.naming import by_value, naming
+from mntrain.checks import launcher
+from mntrain.checks.host import StartError
 from mntrain.comm import mpi
 from zero.agreement import DifferentWeightsError
 from zero.norms import NonFiniteGradientError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mntrain.watchdog.thread import Watchdog
 
 OWN_THREAD = "mntrain "  # beginning of the names of this package's threads
 REMOTE_ABORT_S = 10.0  # until a rank aborts the job, which the one that failed should have aborted
+REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
 _MAX_TRACEBACK, _MAX_MESSAGE = 20_000, 4_000  # characters that other ranks get
 
 
@@ -245,7 +251,7 @@ def combined_refusals(refusals: Sequence[str | None]) -> str:
     if len(set(refusals)) == 1:
         return str(refusals[0])
     by_rank = {rank: message for rank, message in enumerate(refusals) if message is not None}
-    return "; ".join(f"{naming('rank', ranks)}: {message}" for message, ranks in alike(by_rank))
+    return "; ".join(f"{naming('rank', ranks)}: {message}" for message, ranks in by_value(by_rank))
 
 
 @contextmanager
@@ -269,3 +275,21 @@ def agreement(gather: Callable[[str | None], Sequence[str | None]], rank: int) -
             raise AgreedError(combined_refusals(refusals), rank) from error
     finally:
         del error  # its traceback holds this frame, and so what the block has made
+
+
+def start_mpi(comm: "MPI.Intracomm | None" = None) -> tuple[mpi.Communicator, mpi.MpiLibrary]:
+    """Start MPI as `mpi.start` does. Raises AgreedError where it raises StartError.
+
+    Ranks that cannot communicate leave the report to rank 0 of the job, or of the host if the
+    reason is there. The others wait, since launchers end all ranks when one exits.
+    """
+    try:
+        return mpi.start(comm)
+    except StartError as error:
+        names = launcher.LOCAL_RANK_VARIABLES if error.on_host else launcher.RANK_VARIABLES
+        rank = launcher.first_number(os.environ, names) or 0
+        ExceptionWatch(rank, 1, socket.gethostname()).install()  # silent if nobody catches it
+        if rank:
+            time.sleep(REPORT_S)
+        where = f"{socket.gethostname()}: " if error.on_host else ""
+        raise AgreedError(f"{where}{error}", rank) from error

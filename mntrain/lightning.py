@@ -14,7 +14,7 @@ import os
 
 import mntrain.torch_backend  # noqa: F401 - it sets the variables that are read here
 from mntrain.checks import launcher
-from mntrain.ranks import start_mpi
+from mntrain.errors import start_mpi
 
 try:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -38,9 +38,7 @@ class MpiEnvironment(TorchElasticEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise ValueError if `devices` and `num_nodes` do not fit MPI's ranks. Collective."""
         size, comm = self.world_size(), start_mpi()[0]
-        found = comm.gather_objects(
-            [int(os.environ[n]) for n in ("LOCAL_WORLD_SIZE", "GROUP_RANK")]
-        )
+        found = comm.gather([int(os.environ[n]) for n in ("LOCAL_WORLD_SIZE", "GROUP_RANK")])
         comm.free()
         largest, nodes = max(local for local, _ in found), len({node for _, node in found})
         fits = num_devices * num_nodes == size and num_devices >= largest

@@ -3,7 +3,6 @@
 MPI -> topology -> devices -> checks and threads -> engine -> transport -> collectives -> places
 """
 
-import os
 import secrets
 import socket
 import time
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from mntrain import device as devices
 from mntrain import errors
-from mntrain.checks import all_ranks, launcher
-from mntrain.checks.all_ranks import RankFacts, collect
+from mntrain.alike import rank_facts
+from mntrain.alike.rank_facts import RankFacts, collect
+from mntrain.alike.values import compare
 from mntrain.checks.finding import Finding
-from mntrain.checks.host import StartError
 from mntrain.comm import mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.disagreement import DisagreementWatch
@@ -38,8 +37,7 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import WorldConfig
 from mntrain.config_types import construct, port_numbers
 from mntrain.device_kernels import DeviceKernels
-from mntrain.equal_values import expect_same
-from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
+from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
@@ -56,27 +54,6 @@ T = TypeVar("T")
 TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: their own
 
 MEETING_TAGS = 1 << 15  # that every MPI library has
-REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
-
-
-def start_mpi(
-    comm: "MPI.Intracomm | None" = None,
-) -> tuple[mpi.Communicator, mpi.MpiLibrary]:
-    """Start MPI as `mpi.start` does. Raises AgreedError where it raises StartError.
-
-    Ranks that cannot communicate leave the report to rank 0 of the job, or of the host if the
-    reason is there. The others wait, since launchers end all ranks when one exits.
-    """
-    try:
-        return mpi.start(comm)
-    except StartError as error:
-        names = launcher.LOCAL_RANK_VARIABLES if error.on_host else launcher.RANK_VARIABLES
-        rank = launcher.first_number(os.environ, names) or 0
-        ExceptionWatch(rank, 1, socket.gethostname()).install()  # silent if nobody catches it
-        if rank:
-            time.sleep(REPORT_S)
-        where = f"{socket.gethostname()}: " if error.on_host else ""
-        raise AgreedError(f"{where}{error}", rank) from error
 
 
 def _select_gpu(device: torch.device) -> None:
@@ -127,7 +104,7 @@ class Ranks:
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
-        facts, findings: of the checks at the start, by rank and by name (`mntrain.checks`).
+        facts, findings: of the checks at the start (`mntrain.alike.rank_facts`), by rank and name.
         library: name, thread level and build of the MPI library.
         watchdog: the thread that finds hangs and lost ranks (`mntrain.watchdog.thread`).
     """
@@ -169,11 +146,11 @@ class Ranks:
         self._hosts = comm.node_keys()  # a key of each rank's host, by rank
         self._met = before, time.time()  # around a collective, by this host's clock
         mpi.unlink_segments(comm.size)
-        with errors.agreement(comm.gather_objects, rank):
+        with errors.agreement(comm.gather, rank):
             self.settings: WorldConfig = construct(WorldConfig, options, {n: n for n in options})
             self.topology = Topology.from_hosts(self._hosts, self.settings.ranks_per_node)
         shared = {name: value for name, value in asdict(self.settings).items() if name != "device"}
-        expect_same(comm.gather_objects(shared), rank)
+        compare(comm, shared)
         group, cross = self.topology.node_group(rank), self.topology.cross_group(rank)
         self.local_rank, self.local_size = self.topology.local_rank(rank), len(group)
         self.cross_rank, self.cross_size = cross.index(rank), len(cross)
@@ -183,7 +160,7 @@ class Ranks:
 
     def _assign_device(self) -> None:
         """Distribute the GPUs of every host over its ranks."""
-        gather = self._comm.gather_objects
+        gather = self._comm.gather
         with errors.agreement(gather, self.rank):
             visible = devices.visible_gpus(self.settings.device)
         visible_gpus = gather(visible)
@@ -211,18 +188,18 @@ class Ranks:
             size=mpi.job_size(),
             clock=self._met,
         )
-        self.facts: list[RankFacts] = self._comm.gather_objects(local)
-        self.findings: dict[str, Finding] = all_ranks.examine(self.facts)
+        self.facts: list[RankFacts] = self._comm.gather(local)
+        self.findings: dict[str, Finding] = rank_facts.examine(self.facts)
         if failed := [str(one) for one in self.findings.values() if one.status == "fail"]:
             raise AgreedError("; ".join(failed), self.rank)
         if local.cores and not local.threads:
-            torch.set_num_threads(all_ranks.fair_threads(self.facts, self.rank))
+            torch.set_num_threads(rank_facts.fair_threads(self.facts, self.rank))
 
     def _start_engine(self) -> None:
         """Start the communication thread, which makes all MPI calls from here on."""
         rank, comm = self.rank, self._comm
         own = own_addresses(), secrets.token_bytes(32)
-        interfaces, keys = zip(*comm.gather_objects(own), strict=True)
+        interfaces, keys = zip(*comm.gather(own), strict=True)
         listener, address, towards = None, None, ""
         if rank in MONITORS and rank < comm.size - 1:
             others = {
@@ -231,11 +208,11 @@ class Ranks:
                 if host != self._hosts[rank]
             }
             towards = address_towards(others.values())
-        with errors.agreement(comm.gather_objects, rank):
+        with errors.agreement(comm.gather, rank):
             if towards:
                 listener = listen(towards, port_numbers(self.settings.port_range))
                 address = listener.getsockname()[:2]
-        monitors = {r: a for r, a in enumerate(comm.gather_objects(address)) if a is not None}
+        monitors = {r: a for r, a in enumerate(comm.gather(address)) if a is not None}
         engine = self._engine = ProgressEngine(partial(_select_gpu, self.device))
         engine.main.observer = self.recorder
         self.watchdog = self._watch.others = Watchdog(
@@ -298,7 +275,7 @@ class Ranks:
             gpu=self._gpus[self.rank],
             **describe_device(self.device),
         )
-        gathered = self._engine.call(lambda: self._comm.gather_objects(place))
+        gathered = self._engine.call(lambda: self._comm.gather(place))
         self.places: list[Place] = gathered.wait()
 
     def group_collectives(

@@ -25,7 +25,6 @@ from mntrain.data.source import Division
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
-from mntrain.run.comparison import compare_loaders, length_of_divided
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
@@ -73,8 +72,6 @@ class World(Ranks):
         self._shards = ShardRegistry(
             world,
             self._optimizers,
-            compare_loaders,
-            length_of_divided,
             clock=self.waits,
             room=lambda: world.memory_room(),  # noqa: PLW0108 - a bound method keeps the world
             observe=self.recorder.span,
@@ -490,7 +487,7 @@ def init(comm: "MPI.Intracomm | None" = None, **options: Any) -> World:
 
     All arguments but `comm` and `device` must be equal on all ranks. Raises AgreedError (a
     ValueError) on all ranks for an argument that any rank cannot accept, and for a check
-    (`mntrain.checks`) that fails, before MPI starts or after. Rank 0 prints their warnings.
+    (`mntrain.alike.rank_facts`) that fails, before MPI starts or after. Rank 0 prints warnings.
 
     Args:
         comm: duplicated; stays the caller's. Default: all ranks of the job.

@@ -14,7 +14,6 @@ import time
 import warnings
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ STRIDE = 7919  # a prime, by which the sampled elements move from step to step
 CYCLE = 16  # steps after which the same elements are sampled again
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
 
-ABSENT = "no value"
+ABSENT = "nothing"
 # What to do where ranks differ in the steps, the groups, the parameters or the gradients.
 LOAD_ALIKE = "call optimizer.load_state_dict on all ranks"
 GROUPS_ALIKE = (
@@ -412,21 +411,10 @@ def _difference(reports: Sequence[Report], own: Set[Place]) -> str:
             if found := _differing_values(here, there, fact):
                 here, there = found
                 return (
-                    f"rank {report.rank} has {there} for {what}, rank {first.rank} has {here}: "
-                    f"{fact.fix}"
+                    f"{what} differs between ranks: rank {first.rank} has {here}, "
+                    f"rank {report.rank} has {there}: {fact.fix}"
                 )
     return ""
-
-
-def differing(digests: Mapping[int, Any]) -> list[int]:
-    """Return the ranks whose digest is not the most common one, of digests by rank. Pure.
-
-    If two are equally common, that of the first rank counts as right.
-    """
-    counts = Counter(digests.values())
-    first = next(iter(digests.values()), None)
-    expected = max(counts, key=lambda d: (counts[d], d == first), default=None)
-    return [rank for rank, digest in digests.items() if digest != expected]
 
 
 Sides = list[list[int]]  # ranks with equal weights, by the first rank of each side

@@ -90,13 +90,13 @@ def link_speed(comm: Communicator, topology: Topology, seconds: float) -> float:
     nbytes, passed_s, took_s = FIRST_BYTES, 0.0, 0.0
     speeds: list[float] = []
     while passed_s + 2 * took_s < seconds:
-        comm.gather_objects(None)
+        comm.gather(None)
         start = time.perf_counter()
         if lane < lanes:
             receive = comm.receive(nodes[node - 1][lane], incoming[:nbytes])
             send = comm.send(nodes[(node + 1) % len(nodes)][lane], outgoing[:nbytes])
             Requests.of(receive, send).wait()
-        took_s = max(comm.gather_objects(time.perf_counter() - start))
+        took_s = max(comm.gather(time.perf_counter() - start))
         passed_s += took_s
         speeds.append(lanes * nbytes / took_s)
         nbytes = min(2 * nbytes, MOST_BYTES)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mntrain.checks.finding import first_names
+from mntrain.alike.naming import first_names
 from zero.kernels import without_repeats
 
 _EXTRA_STATE = "_extra_state"  # the last part of the name of what `get_extra_state` returns

@@ -1,9 +1,11 @@
 """The result of a check."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from mntrain.alike.naming import first_names
 
 Status = Literal["pass", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("pass", "warn", "fail")  # from the best to the worst
@@ -45,8 +47,7 @@ def merge(findings: Iterable[tuple[str, Finding]]) -> Finding:
     hosts = {host: None for host, found in by_host if found.status == bad.status}
     if bad.status == "pass" or len(hosts) == len(dict(by_host)):
         return bad
-    names = ", ".join(list(hosts)[:4]) + (f" and {len(hosts) - 4} others" if len(hosts) > 4 else "")
-    return Finding(bad.status, f"{names}: {bad.text}", bad.fix)
+    return Finding(bad.status, f"{first_names(list(hosts), 4)}: {bad.text}", bad.fix)
 
 
 def print_warnings(findings: Iterable[Finding]) -> None:
@@ -54,29 +55,3 @@ def print_warnings(findings: Iterable[Finding]) -> None:
     for finding in findings:
         if finding.status == "warn":
             print(f"mntrain: warning: {finding}", file=sys.stderr)
-
-
-def naming(kind: str, values: Sequence[int]) -> str:
-    """Return the kind and the numbers: "rank 3", "ranks 0 to 2, 5"."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    parts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs]
-    return f"{kind}{'s' * (len(values) > 1)} {', '.join(parts)}"
-
-
-def first_names(names: Sequence[str], most: int) -> str:
-    """Return the first names, and how many more there are: "a, b and 2 more"."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def alike(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return each different text with its ranks."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        groups.setdefault(texts[rank], []).append(rank)
-    return list(groups.items())

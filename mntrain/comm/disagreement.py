@@ -17,6 +17,7 @@ from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mntrain.alike.naming import by_value, naming
 from mntrain.comm import small_messages
 from mntrain.comm.engine import HISTORY, Steps, Stream
 from mntrain.comm.mpi import Communicator, Requests
@@ -205,16 +206,14 @@ def _waiting_for_each_other(
 
 def _explain(title: str, calls: Mapping[int, tuple[Ticket, str]]) -> str:
     """Return the text of an error about what each rank calls, each with further words."""
-    ranks: dict[int, list[int]] = {}  # by digest
-    for rank, (ticket, _) in calls.items():
-        ranks.setdefault(ticket.digest, []).append(rank)
-    several = [calls[group[0]] for group in ranks.values()]
+    alike = by_value({rank: ticket.digest for rank, (ticket, _) in calls.items()})
+    several = [calls[ranks[0]] for _, ranks in alike]
     texts = [f"{ticket.signature}{words}" for ticket, words in several]
     columns = zip(*(ticket.signature.details for ticket, _ in several), strict=True)
     differs = [len(set(texts)) < len(texts) and len(set(column)) > 1 for column in columns]
     lines = [title]
-    for group, text, (ticket, _) in zip(ranks.values(), texts, several, strict=True):
-        line = f"  rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}: {text}"
+    for (_, ranks), text, (ticket, _) in zip(alike, texts, several, strict=True):
+        line = f"  {naming('rank', ranks)}: {text}"
         details = compress(ticket.signature.details, differs)
         line += f" [{', '.join(details)}]" if any(differs) else ""
         lines.append(line + (f", called at {ticket.site}" if ticket.site else ""))

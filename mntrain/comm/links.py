@@ -74,7 +74,7 @@ def measure(
     plan = list(rounds(sorted(members)))
     found: list[LinkSpeed] = []
     for pairs in plan:
-        comm.gather_objects(None)  # a barrier, in which the other ranks sleep
+        comm.gather(None)  # a barrier, in which the other ranks sleep
         at_round()
         for one, other in (sorted(pair) for pair in pairs):
             if comm.rank == one:
@@ -83,7 +83,7 @@ def measure(
                 found.append(_lead(comm, other, trips, most_bytes, round_s))
             elif comm.rank == other:
                 _follow(comm, one, most_bytes)
-    gathered = [link for links in comm.gather_objects(found) for link in links]
+    gathered = [link for links in comm.gather(found) for link in links]
     return sorted(gathered, key=lambda link: (link.one, link.other))
 
 

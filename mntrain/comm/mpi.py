@@ -152,11 +152,11 @@ class Communicator:
         """Reserve the tag of a collective in one piece; see `tags`."""
         return self.tags(digest, 1)[1][0]
 
-    def gather_objects(self, local: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return every rank's picklable object, by rank, on every rank. Collective, blocking."""
         # MPI's own collectives spin while they wait; this barrier sleeps.
         Requests([self._comm.Ibarrier()]).wait(self._abandoned)
-        return list(self._comm.allgather(local))
+        return list(self._comm.allgather(value))
 
     def node_keys(self) -> list[int]:
         """Return, for every rank, the lowest rank that shares memory with it. Collective."""
@@ -167,7 +167,7 @@ class Communicator:
             leader = int(shared.bcast(self.rank))
         finally:
             shared.Free()
-        return self.gather_objects(leader)
+        return self.gather(leader)
 
     def duplicate(self, name: str) -> Communicator:
         """Make a communicator of the same ranks, freed with this one. Collective, blocking.
@@ -184,7 +184,7 @@ class Communicator:
         return Communicator(self._comm.Split(color, key), name, self._abandoned)
 
     def abandon(self) -> None:
-        """Make `gather_objects` raise RuntimeError, here and in communicators split off. Local."""
+        """Make `gather` raise RuntimeError, here and in communicators split off. Local."""
         self._abandoned.set()
 
     def of_members(self, members: Sequence[int], tag: int, name: str) -> Communicator:

@@ -171,7 +171,7 @@ def shared_store(node: Communicator) -> tuple[Any, int]:
         except (AttributeError, OSError) as failure:
             error = str(failure)
     offer = (os.getpid(), file, _identity(file), error)
-    pid, of_leader, identity, error = node.gather_objects(offer)[0]
+    pid, of_leader, identity, error = node.gather(offer)[0]
     if not error and node.rank > 0:
         try:
             file = os.open(f"/proc/{pid}/fd/{of_leader}", os.O_RDWR | os.O_CLOEXEC)
@@ -179,7 +179,7 @@ def shared_store(node: Communicator) -> tuple[Any, int]:
                 error = "its file is another process's"
         except OSError as failure:
             error = str(failure)
-    errors = node.gather_objects(error)
+    errors = node.gather(error)
     if not any(errors):
         make: Any = torch.distributed.FileStore  # type: ignore[attr-defined] # exported at run time
         return make(f"/proc/self/fd/{file}", node.size), file

@@ -108,9 +108,9 @@ class PeerMemory:
         if hasattr(_libc, "prctl"):
             _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # an error without Yama
         token = np.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), np.uint8)
-        offers = node.gather_objects((os.getpid(), token.ctypes.data, token.tobytes()))
+        offers = node.gather((os.getpid(), token.ctypes.data, token.tobytes()))
         reached = all(_reaches(*offer) for offer in offers)
-        if all(node.gather_objects(reached)):
+        if all(node.gather(reached)):
             self._pids = [pid for pid, _, _ in offers]
 
     def __bool__(self) -> bool:

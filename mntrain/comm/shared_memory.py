@@ -85,10 +85,10 @@ class NodeSharedMemory:
         token = secrets.token_bytes(TOKEN_BYTES)
         file, own, problem = _create(nbytes, token)
         try:
-            offers = self._node.gather_objects((os.getpid(), file, token, problem, dead))
+            offers = self._node.gather((os.getpid(), file, token, problem, dead))
             self._forget([offer[-1] for offer in offers])
             parts, problem = self._attach(offers, nbytes)
-            problems = [text for text in self._node.gather_objects(problem) if text]
+            problems = [text for text in self._node.gather(problem) if text]
         finally:
             if file >= 0:
                 os.close(file)

@@ -168,7 +168,7 @@ def why_not_nccl(topology: Topology, gpus: Sequence[str]) -> str:
 
 def _first_reason(context: TransportContext, own: str) -> str:
     """Return the first rank's reason that is not empty, with the rank; "" if none. Collective."""
-    reasons = context.progress.call(lambda: context.world.gather_objects(own)).wait()
+    reasons = context.progress.call(lambda: context.world.gather(own)).wait()
     return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mntrain.checks.finding import first_names
+from mntrain.alike.naming import first_names
 from mntrain.corpus.tokenizer import import_library
 
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}

@@ -7,7 +7,7 @@ Each batch of the loader is a global batch:
 
 The ranks see the same batches because the default generators of torch, Python and numpy, from
 which a loader draws its shuffling, are seeded by (seed, epoch, dataset) while it draws. Ranks
-compare the first batch of every new loader (`mntrain.data.sample_digest`). Where the batches are
+compare the first batch of every new loader (`mntrain.alike.sample_digest`). Where the batches are
 made of indices, a digest of them goes to the optimizers, which compare it between ranks in each
 step.
 """
@@ -35,11 +35,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from mntrain.balance.loader_balance import LoaderBalance
-from mntrain.balance.own_pace import BatchNumber, OwnClock
-from mntrain.data.cutting import cut, length_of
-from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.sample_digest import (
+from mntrain.alike.compared_loaders import compare_loaders, length_of_divided
+from mntrain.alike.sample_digest import (
     FirstBatch,
     ends,
     of_batch,
@@ -47,6 +44,11 @@ from mntrain.data.sample_digest import (
     sizes_of,
     spread_digest,
 )
+from mntrain.alike.values import Peers
+from mntrain.balance.loader_balance import LoaderBalance
+from mntrain.balance.own_pace import BatchNumber, OwnClock
+from mntrain.data.cutting import cut, length_of
+from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import PlannedBatch
 from mntrain.data.source import (
     Alone,
@@ -55,7 +57,6 @@ from mntrain.data.source import (
     Part,
     Pass,
     PassRecord,
-    Peers,
     Source,
     divided_parts,
     is_plain,
@@ -100,18 +101,14 @@ class ShardRegistry:
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
     bound one would keep the world alive. `clock` and `room` are those of `LoaderBalance`; `observe`
-    is told of each load of a batch: a name, and its start by `time.perf_counter`.
-    Collective are `compare`, which raises an error on all ranks if their loaders differ, and
-    `length_of_divided`, which returns the number of batches of the longest of the ranks' own
-    loaders.
+    is told of each load of a batch: a name, and its start by `time.perf_counter`. `compare`, None
+    for one rank, is collective, and raises AgreedError on all ranks if their loaders differ.
     """
 
     def __init__(
         self,
         ranks: Peers,
         optimizers: Sequence[ZeroOptimizer],
-        compare: Callable[[Peers, FirstBatch], None],
-        length_of_divided: Callable[[Peers, Iterable[Any]], int | None],
         *,
         clock: OwnClock,
         room: Callable[[], float],
@@ -119,11 +116,10 @@ class ShardRegistry:
     ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self._clock, self._room, self.observe = clock, room, observe
-        self.compare = partial(compare, ranks) if ranks.size > 1 else None
+        self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self.samples = 0  # that this rank was handed out to train on
         self._ranks, self._optimizers = ranks, optimizers
-        self._length_of_divided = length_of_divided
         self._passes: dict[int, Passes] = {}
         self._datasets = Counter[int]()  # so far, by seed
         self.evaluations = set[object]()  # passes in progress of which the grad mode says so
@@ -162,7 +158,7 @@ class ShardRegistry:
                 "balance=True divides global batches, and neither the parts of divided=True nor "
                 "the samples of an IterableDataset: leave one of the two out"
             )
-        batches = self._length_of_divided(self._ranks, loader) if divided else None
+        batches = length_of_divided(self._ranks, loader) if divided else None
         key = id(loader), seed, id(weight), train, balance, divided
         shard = self._shards.get(key)
         if shard is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mntrain.checks.finding import naming
+from mntrain.alike.naming import naming
 
 # The beginning of torch's error in the BatchNorm of a single sample.
 BATCH_OF_ONE = "Expected more than 1 value per channel when training"

@@ -8,22 +8,13 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from torch.utils.data import DataLoader
 
+from mntrain.alike.sample_digest import FirstBatch
+from mntrain.alike.values import Peers
 from mntrain.balance.own_pace import BatchNumber
-from mntrain.data.sample_digest import FirstBatch
 from zero.layout import split
 
 # Of the 107 bytes of a socket's path, "/pymp-xxxxxxxx/listener-xxxxxxxx" of multiprocessing has 32.
 _MOST_OF_FOLDER = 107 - 32
-
-
-class Peers(Protocol):
-    """The ranks that share a loader, and the place of this one."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank. Collective."""
 
 
 class Alone:

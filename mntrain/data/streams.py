@@ -20,10 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from mntrain.data.cutting import cut, length_of
-from mntrain.data.phase_notes import noted
-from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.sample_digest import (
+from mntrain.alike.sample_digest import (
     Content,
     FirstBatch,
     can_be_read_again,
@@ -31,8 +28,12 @@ from mntrain.data.sample_digest import (
     ends,
     fields_of,
 )
+from mntrain.alike.values import Peers
+from mntrain.data.cutting import cut, length_of
+from mntrain.data.phase_notes import noted
+from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import LoaderOptions, as_it_is, cut_evenly, ignore_signals
-from mntrain.data.source import Feed, Part, Pass, Peers, agreed, positions, rebuilt, share_of
+from mntrain.data.source import Feed, Part, Pass, agreed, positions, rebuilt, share_of
 
 # Of a reader: {"samples": number read, "state": the dataset's `state_dict()`, if it has one}.
 Position: TypeAlias = dict[str, Any]

@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from mntrain.checks import all_ranks, storage
+from mntrain.alike import rank_facts
+from mntrain.checks import storage
 from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, best_of, measure
@@ -55,17 +56,17 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     # A communicator of its own, so that MPI calls made here cannot match the world's.
     comm, _ = mpi.start()
     hosts = [fact.host for fact in world.facts]
-    leaders = [ranks[0] for ranks in all_ranks.by_host(world.facts)]
-    comm.gather_objects(None)  # ranks that start together meet within less time
+    leaders = [ranks[0] for ranks in rank_facts.by_host(world.facts)]
+    comm.gather(None)  # ranks that start together meet within less time
     met = time.time()
-    comm.gather_objects(None)
-    clocks = comm.gather_objects((met, time.time()))
+    comm.gather(None)
+    clocks = comm.gather((met, time.time()))
     exact = [replace(fact, clock=clock) for fact, clock in zip(world.facts, clocks, strict=True)]
     findings = {
         "MPI library": _library(world),
         **world.findings,
-        "clocks": all_ranks.clocks(exact),
-        **storage.examine(comm.gather_objects, comm.rank, folder, hosts),
+        "clocks": rank_facts.clocks(exact),
+        **storage.examine(comm.gather, comm.rank, folder, hosts),
     }
     measured = partial(measure, comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
     expected = (options.expect, mb_per_s(options.expect)) if options.expect else None

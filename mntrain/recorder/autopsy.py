@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mntrain.checks.finding import alike
+from mntrain.alike.naming import by_value, naming
 from mntrain.recorder.autopsy_diagnosis import Autopsy, Process
 from mntrain.recorder.events import boot_id, pid_namespace, read_oom_kills, read_process
-from mntrain.recorder.late_ranks import name_ranks
 from mntrain.recorder.recording import Event, Header, Kind, Recording, read, recordings
 
 _MAX_GROUPS = 6  # of ranks that are shown
@@ -183,7 +182,7 @@ def describe(autopsy: Autopsy) -> list[str]:
     if autopsy.state == "ended well":
         lines.append(f"The job ended well: {autopsy.summary.get('status', 'all ranks closed')}.")
     elif autopsy.state == "runs":
-        behind = f"; {name_ranks(first, hosts)} behind" if first else ""
+        behind = f"; {naming('rank', first, hosts)} behind" if first else ""
         if autopsy.seen_running:
             lines.append(f"The job still runs, as far as can be seen from here{behind}.")
         else:
@@ -191,23 +190,24 @@ def describe(autopsy: Autopsy) -> list[str]:
             lines.append(f"The job still runs, or has ended within a minute: {since}{behind}.")
     elif first:
         certain = "" if autopsy.sure else "probably "
-        lines.append(f"{name_ranks(first, hosts)} {certain}stopped first.")
+        lines.append(f"{naming('rank', first, hosts)} {certain}stopped first.")
     else:
         lines.append("The job failed; no rank stopped first.")
     shown = first or (() if autopsy.state == "ended well" else tuple(ends))
     doing = {rank: _doing(ends[rank]) for rank in shown if rank in ends}
-    for text, ranks in alike(doing)[:_MAX_GROUPS]:
-        lines.append(_line("was", f"{name_ranks(ranks, hosts)} {text}" if len(doing) > 1 else text))
+    for text, ranks in by_value(doing)[:_MAX_GROUPS]:
+        who = f"{naming('rank', ranks, hosts)} " if len(doing) > 1 else ""
+        lines.append(_line("was", who + text))
         lines += _last_facts(autopsy, ranks[0])
     waits = {rank: found[0][0] for rank, found in autopsy.waits.items() if rank not in first}
     calls = {rank: f"{wait}{_at(wait.site)}" for rank, wait in waits.items()}
-    for _, ranks in alike(calls)[:_MAX_GROUPS]:
+    for _, ranks in by_value(calls)[:_MAX_GROUPS]:
         wait, times = waits[ranks[0]], [max(0.0, waits[rank].seconds) for rank in ranks]
         seconds = " to ".join(dict.fromkeys(f"{end:.0f}" for end in (min(times), max(times))))
-        text = f"{name_ranks(ranks, hosts)} in {wait}, for {seconds} s{_at(wait.site)}"
+        text = f"{naming('rank', ranks, hosts)} in {wait}, for {seconds} s{_at(wait.site)}"
         lines.append(_line("waiting", text))
     if autopsy.missing:
-        lines.append(_line("missing", f"no recording of {name_ranks(autopsy.missing, hosts)}"))
+        lines.append(_line("missing", f"no recording of {naming('rank', autopsy.missing, hosts)}"))
     known = {key: autopsy.summary.get(key) for key in ("status", "reason", "error")}
     labelled = {
         "summary": "; ".join(f"{key} {value}" for key, value in known.items() if value),

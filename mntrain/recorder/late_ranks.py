@@ -57,12 +57,3 @@ def find_culprits(waits: Mapping[int, Collection[int]], unknown: Collection[int]
     """
     awaited = {rank for late in waits.values() for rank in late}
     return (awaited - waits.keys() - set(unknown)) or (awaited - waits.keys()) or awaited
-
-
-def name_ranks(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
-    """Return ranks with their hosts, as far as known: "rank 2 on a", "ranks 0, 3 on a, 1 on b"."""
-    by_host: dict[str, list[str]] = {}
-    for rank in sorted(ranks):
-        by_host.setdefault(f" on {hosts[rank]}" if rank in hosts else "", []).append(str(rank))
-    text = ", ".join(", ".join(group) + host for host, group in by_host.items())
-    return f"rank{'s' * (len(ranks) > 1)} {text}"

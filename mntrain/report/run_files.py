@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mntrain.alike.naming import naming
 from mntrain.checkpoint.reader import inspect, list_checkpoints
-from mntrain.checks.finding import naming
 from mntrain.metrics.files import (
     CONFIG_FILE,
     METRICS_FILE,

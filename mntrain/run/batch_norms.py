@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from mntrain.equal_values import compare
+from mntrain.alike.values import compare
 from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
 from zero.sync_batchnorm import RanksOfBatch, SyncBatchNorm, convert
@@ -49,5 +49,5 @@ def convert_batch_norms(
                 "world.sync_batchnorm out"
             )
     layers = [m.path for m in model.modules() if isinstance(m, SyncBatchNorm)]
-    compare(world.gather, {"the BatchNorm layers": layers}, world.rank, "give the same model")
+    compare(world, {"the BatchNorm layers": layers}, "give the same model")
     return model

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mntrain import compression, equal_values
+from mntrain import compression
+from mntrain.alike.values import compare, describe
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
@@ -63,16 +64,13 @@ def make_optimizer(
                 "step, and with sync= nodes take steps of their own: leave one of the two out"
             )
     make = partial(optimizer_class, **kwargs)
-    description = equal_values.describe(model, options)
-    gathered = world.collectives.gather_objects(description, "world.optimizer")
-    equal_values.expect_same(gathered.wait(), world.rank)
+    compare(world, describe(model, options))
     with world.agreement():
         given = compression.select_hook(world.settings.compress, options["comm_hook"])
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
         trainable = _check_parameters(named, make, options)
-    described = {"the optimizer": describe_optimizer(make, trainable)}
-    equal_values.expect_same(world.gather(described), world.rank)
+    compare(world, {"the optimizer": describe_optimizer(make, trainable)})
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))

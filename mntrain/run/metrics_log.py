@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
+from mntrain.alike.naming import difference
 from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import (
@@ -260,9 +261,8 @@ class MetricsLog:
 
     def _difference(self, line: _Line) -> str:
         """Return the error for ranks that logged different steps or names. Collective."""
-        given = self._world.gather(f"step {line.step}: {', '.join(sorted(line.values))}")
-        other = next((rank for rank, text in enumerate(given) if text != given[0]), 0)
-        return f"metrics.log differs: rank 0 gave {given[0]}; rank {other} gave {given[other]}"
+        names = " and ".join(sorted(line.values)) or "no value"
+        return difference("metrics.log", self._world.gather(f"step {line.step} with {names}"))
 
     def _mean(self, mean: float, own: float) -> float:
         """Return a mean, or this rank's value if they differ by the rounding of the sum only."""

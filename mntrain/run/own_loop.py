@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from mntrain.alike.compared_options import compare_config
+from mntrain.alike.values import compare
 from mntrain.checkpoint import Saver
 from mntrain.checkpoint.objects import Stateful
 from mntrain.cli import toml_text
 from mntrain.config import CheckpointConfig, LogConfig
 from mntrain.config_types import construct
 from mntrain.data.loader import ShardRegistry
-from mntrain.equal_values import compare
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.ranks import Ranks
-from mntrain.run.comparison import compare_config
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
@@ -66,7 +66,7 @@ class OwnLoop:
         """Make the checkpoints of a run. Collective. See `World.checkpoints`."""
         world, options = self._world, {"every": str(every), "keep": keep}
         given = {**options, "the saved objects": sorted(objects)}
-        compare(world.gather, given, world.rank, "give the same on all ranks")
+        compare(world, given, "give the same on all ranks")
         with world.agreement():
             checked = construct(CheckpointConfig, options, {name: name for name in options})
             self._check_saved(model, optimizer, objects)
@@ -120,7 +120,7 @@ class OwnLoop:
     ) -> MetricsLog:
         """Make the metrics of a run. Collective. `copies` are fields of `LogConfig`."""
         world = self._world
-        compare(world.gather, copies, world.rank, "give the same on all ranks")
+        compare(world, copies, "give the same on all ranks")
         with world.agreement():
             log: LogConfig = construct(LogConfig, copies, {name: name for name in copies})
             if world.master:

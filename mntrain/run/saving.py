@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from mntrain import checkpoint
+from mntrain.alike.compared_task import changed_data
+from mntrain.alike.values import compare
 from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
 from mntrain.checkpoint.objects import Stateful
 from mntrain.checkpoint.reader import checkpoint_name
-from mntrain.checks.finding import first_names
 from mntrain.data.loader import ShardedLoader
-from mntrain.equal_values import expect_same
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
-from mntrain.run.comparison import changed_data
 from mntrain.run.directory import RunDirectory
 from mntrain.run.means import DelayedSums
 
@@ -320,7 +319,7 @@ class Checkpoints:
                 self._world.rank,
             )
         if eval_loss is not None:
-            expect_same(self._world.gather({"eval_loss": repr(eval_loss)}), self._world.rank)
+            compare(self._world, {"eval_loss": repr(eval_loss)})
             eval_loss = eval_loss if math.isfinite(eval_loss) else None
         progress = Manifest(
             step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss, data=self._data
@@ -374,5 +373,4 @@ class Checkpoints:
         if unused := sorted(found.manifest.objects.keys() - objects.keys()):
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):
-            names = first_names(changed, 3)
-            warn(f"the data is not that of the checkpoint: {names} changed")
+            warn(changed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mntrain.checks.finding import first_names
+from mntrain.alike.naming import first_names
 from mntrain.corpus.tokenizer import FileTokenizer, Tokenizer
 from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, HuggingFaceConfig, transformers_library
 

@@ -36,7 +36,7 @@ def read_clocks(comm: Communicator) -> ClockReading:
             comm.send(0, data, counted=False).wait()
     else:
         readings += [_ask(comm, peer, reply) for peer in range(1, comm.size)]
-    of_rank_0: list[ClockReading] = comm.gather_objects(readings)[0]
+    of_rank_0: list[ClockReading] = comm.gather(readings)[0]
     return of_rank_0[comm.rank]
 
 

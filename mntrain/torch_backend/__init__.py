@@ -32,8 +32,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from mntrain.checks import launcher
 from mntrain.comm.messages import Messages
 from mntrain.comm.mpi import Communicator
-from mntrain.errors import AgreedError
-from mntrain.ranks import start_mpi
+from mntrain.errors import AgreedError, start_mpi
 from mntrain.torch_backend.process_group import NAME, MpiProcessGroup
 from mntrain.torch_backend.work import keep_works_of_join
 from mntrain.watchdog.side_channel import address_towards, own_addresses
@@ -127,7 +126,7 @@ def _start() -> None:
             int(os.environ.get("RANK", "0")),
         )
     comm, _ = start_mpi()
-    hosts, interfaces = comm.node_keys(), comm.gather_objects(own_addresses())
+    hosts, interfaces = comm.node_keys(), comm.gather(own_addresses())
     mates = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     others = [found for found, host in zip(interfaces, hosts, strict=True) if host]
     nodes = sorted(set(hosts))  # a node is torchrun's group
@@ -144,14 +143,14 @@ def _start() -> None:
     os.environ.update(values)
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # there is no agent of torchrun
     given = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-    found = comm.gather_objects((given, left))
+    found = comm.gather((given, left))
     same = [name for name in given if all(of[name] == given[name] for of, _ in found)]
     differ = given.keys() - same
     for name in differ:
         os.environ.pop(name, None)
     if comm.rank == 0 and (names := sorted(differ.union(*(left for _, left in found)))):
         _warn(f"{', '.join(names)} of the environment were not this job's, and are replaced")
-    address = comm.gather_objects(address_towards(others))[0]
+    address = comm.gather(address_towards(others))[0]
     os.environ.setdefault("MASTER_ADDR", address)
     if "MASTER_PORT" not in os.environ:
         _Stores(comm, address).install()
@@ -183,7 +182,7 @@ class _Stores:
         _rendezvous_handlers["env"] = self._meet
 
     def _set_port(self, port: int) -> None:
-        self._port = os.environ["MASTER_PORT"] = str(self._comm.gather_objects(port)[0])
+        self._port = os.environ["MASTER_PORT"] = str(self._comm.gather(port)[0])
 
     def _meet(
         self, url: str, timeout: timedelta = default_pg_timeout, **more: Any

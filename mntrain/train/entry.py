@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mntrain import tasks
+from mntrain.alike.compared_options import agree_on_options
 from mntrain.cli import RefusedOptionsError, from_mapping
 from mntrain.config import Config
 from mntrain.errors import AgreedError, ExceptionWatch, TrainingStoppedError
-from mntrain.run.comparison import agree_on_options
 from mntrain.train.trainer import Trainer
 from mntrain.world import init
 

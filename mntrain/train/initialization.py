@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mntrain.alike.naming import first_names
 from mntrain.checkpoint.format import FILE, MODEL, open_tensors
 from mntrain.checkpoint.reader import find_sound, list_checkpoints
-from mntrain.checks.finding import first_names
 
 _INDEX = "model.safetensors.index.json"  # of Hugging Face: files by name of the tensor
 _SHOWN = 4  # names in a list

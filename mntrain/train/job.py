@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from mntrain import checkpoint, tasks
+from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Saver, Stateful
 from mntrain.cli import to_toml
@@ -15,7 +16,6 @@ from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.report import Reporter
-from mntrain.run.comparison import compare_task
 from mntrain.run.directory import RunDirectory
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline
@@ -72,7 +72,8 @@ class TrainingJob:
         self.last_step = min(config.run.stop_after or self.steps, self.steps)
         train = replace(config.train, steps=self.steps, epochs=None)
         self.task.config = replace(config, train=train)
-        self.data_facts = compare_task(world, self.task, self.data.datasets)
+        compared = self.task.compared_values, self.task.compared_files
+        self.data_facts = compare_task(world, type(self.task), *compared, self.data.datasets)
         self._make_model(world, config)
         self._make_optimizer(world, config)
         self._set_up_reports(world, config)

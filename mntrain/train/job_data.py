@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from mntrain import tasks
+from mntrain.alike.sample_digest import detached
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.own_pace import BatchNumber
 from mntrain.balance.shares import Shares
@@ -15,7 +16,6 @@ from mntrain.config import Config, TrainConfig
 from mntrain.data import sampling
 from mntrain.data.loader import ShardedLoader
 from mntrain.data.phase_notes import name_samples, noted
-from mntrain.data.sample_digest import detached
 from mntrain.data.streams import stream_loader
 from mntrain.world import World
 

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.checks.finding import naming
 from mntrain.comm.engine import Future
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK

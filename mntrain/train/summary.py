@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from mntrain.alike.compared_task import changed_data
+from mntrain.alike.naming import by_value, naming
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
-from mntrain.checks.finding import alike, first_names, naming
 from mntrain.errors import AgreedError
 from mntrain.metrics.files import json_text
 from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
-from mntrain.run.comparison import changed_data
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.train.compiling import uncompiled
@@ -115,7 +115,7 @@ def place_lines(places: Sequence[Place]) -> list[str]:
             f"node {place.node} on {place.host}: {device}, {place.memory / 2**30:.0f} GiB, "
             f"{place.cpus} CPUs, threads {place.threads}"
         )
-    lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in alike(texts)]
+    lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in by_value(texts)]
     more = len(lines) - _MAX_PLACES
     return [*lines[:_MAX_PLACES], *([f"... and {more} more lines"] if more > 0 else [])]
 
@@ -175,7 +175,7 @@ def _describe_resumption(job: TrainingJob) -> None:
     if changes := changed_options(resumed, job.config):
         reporter.note(f"changed since then: {'; '.join(changes)}")
     if changed := changed_data(manifest.data, job.data_facts):
-        reporter.warn(f"the data is not that of the checkpoint: {first_names(changed, 3)} changed")
+        reporter.warn(changed)
     if job.data.stream and not job.data_facts["files"]:
         reporter.warn(
             "the training data is a stream, whose content is not compared with that of the "

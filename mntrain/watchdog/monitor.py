@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mntrain.checks.all_ranks import RankFacts
-from mntrain.checks.finding import alike
-from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks, name_ranks
+from mntrain.alike.naming import by_value, naming
+from mntrain.alike.rank_facts import RankFacts
+from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
 from mntrain.watchdog.side_channel import Message, SideChannel
 
@@ -100,7 +100,7 @@ class Inquiry:
 
     def name(self, ranks: Collection[int]) -> str:
         """Return ranks with their hosts in words."""
-        return name_ranks(ranks, {rank: facts.host for rank, facts in enumerate(self.facts)})
+        return naming("rank", ranks, {rank: facts.host for rank, facts in enumerate(self.facts)})
 
     def headline(self) -> str:
         """Return who waits for whom in one line."""
@@ -125,7 +125,7 @@ class Inquiry:
             for rank, wait in self.waits.items()
             if wait.stream != EXIT
         }
-        lines = [f"  {self.name(group)}: {text}" for text, group in alike(words)]
+        lines = [f"  {self.name(group)}: {text}" for text, group in by_value(words)]
         for rank in sorted(self.culprits - self.waits.keys()):
             lines += [f"  {line}" for line in self._describe(rank)]
         lines += [f"  {text}" for text in self.networks[1:]]
@@ -148,7 +148,7 @@ class Inquiry:
         """Return where all ranks are, of which none takes part in anything, in several lines."""
         lines = [f"no rank has taken a step or begun a collective for {self.idle_s:.0f} s"]
         places = {rank: status.place for rank, status in self.statuses.items()}
-        for place, ranks in alike(places):
+        for place, ranks in by_value(places):
             lines.append(f"  {self.name(ranks)}: at {place}")
             lines += [f"    {line}" for line in self.statuses[ranks[0]].stack.rstrip().splitlines()]
         lines += [f"  {self.name([r])}: does not answer: {why}" for r, why in self.silent.items()]
@@ -171,7 +171,7 @@ class Inquiry:
     def stacks(self) -> str:
         """Return the stacks of the training threads of ranks that wait, equal ones once."""
         texts = {rank: self.statuses[rank].stack.rstrip() for rank in self.waits}
-        parts = [f"stack of {self.name(group)}:\n{text}" for text, group in alike(texts)]
+        parts = [f"stack of {self.name(group)}:\n{text}" for text, group in by_value(texts)]
         return "\n".join(parts)
 
 
@@ -243,7 +243,7 @@ class Monitor:
     def _warn_of_unreached(self) -> None:
         """Name the ranks that have not connected, with the fix."""
         hosts = {rank: facts.host for rank, facts in enumerate(self._facts)}
-        missing = name_ranks(set(range(1, len(self._facts))) - self._connected - self.left, hosts)
+        missing = naming("rank", hosts.keys() - {0} - self._connected - self.left, hosts)
         self._warn(
             f"{missing} cannot reach rank 0 on {hosts[0]} beside MPI, at TCP port "
             f"{self._channel.port}: if one hangs or is lost, nobody can ask it where it is. Let "
@@ -288,7 +288,7 @@ class Monitor:
 
     def _lose(self, lost: Sequence[int], how: str) -> None:
         hosts = {rank: facts.host for rank, facts in enumerate(self._facts)}
-        reason = f"{name_ranks(lost, hosts)} {'is' if len(lost) == 1 else 'are'} lost: {how}"
+        reason = f"{naming('rank', lost, hosts)} {'is' if len(lost) == 1 else 'are'} lost: {how}"
         if self._limit is None:
             self._warn(reason)
         else:

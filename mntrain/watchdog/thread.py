@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-from mntrain.checks.all_ranks import RankFacts
+from mntrain.alike.rank_facts import RankFacts
 from mntrain.comm import mpi
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from zero.agreement import differing
+from mntrain.alike.naming import odd_ranks
 
 
 @torch.no_grad()
@@ -19,4 +19,4 @@ def model_digest(model):
 
 def differing_ranks(digests, groups):
     """The ranks whose digest is not the most common one of their group; `digests` are by rank."""
-    return sorted(r for group in groups for r in differing({r: digests[r] for r in group}))
+    return sorted(r for group in groups for r in odd_ranks({r: digests[r] for r in group}))

@@ -35,6 +35,7 @@ RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
 ODD = RANK == LAST
 SIDES = "rank 0 against rank 1" if RANKS == 2 else f"rank {LAST} against the others"
+OTHER = "differs between ranks: rank 0 has"
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
@@ -87,20 +88,17 @@ def test_a_hyperparameter_that_differs_is_named(make, stage, key, usual, odd):
         shown = [v.item() if isinstance(v, torch.Tensor) else v for v in (odd, usual)]
         found = refusal(optimizer, model)
         assert found.startswith(
-            f"rank {LAST} has {shown[0]} for {key} in group 1, rank 0 has {shown[1]}: change"
+            f"{key} in group 1 {OTHER} {shown[1]}, rank {LAST} has {shown[0]}: change"
         )
 
 
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda p: setattr(p, "grad", None), "has none for p.grad of wide.weight"),
-        (lambda p: p.grad.mul_(1.02), "for the gradient of wide.weight"),
-        (
-            lambda p: setattr(p, "grad", torch.full_like(p, math.nan)),
-            "nan for the gradient of wide",
-        ),
-        (lambda p: p.grad[1:].zero_(), "for the gradient of wide.weight"),
+        (lambda p: setattr(p, "grad", None), f"p.grad of wide.weight {OTHER} one, "),
+        (lambda p: p.grad.mul_(1.02), f"the gradient of wide.weight {OTHER} "),
+        (lambda p: setattr(p, "grad", torch.full_like(p, math.nan)), f"rank {LAST} has nan: do "),
+        (lambda p: p.grad[1:].zero_(), f"the gradient of wide.weight {OTHER} "),
     ],
     ids=["none", "scaled", "not a number", "masked"],
 )
@@ -134,8 +132,8 @@ def test_a_factor_of_the_gradient_that_differs_is_named(make, stage, call):
         optimizer.clip_grad_norm_(1e9 + RANK)
         if step == 1:
             found = refusal(optimizer, model)
-            assert found.startswith(f"rank {LAST} has ")
-            assert "for the factor of clip_grad_norm_ and scale_gradients_, rank 0 has " in found
+            assert found.startswith(f"the factor of clip_grad_norm_ and scale_gradients_ {OTHER} ")
+            assert f", rank {LAST} has " in found
             continue
         if step == 3:
             optimizer.zero_grad()  # drops what differs
@@ -160,23 +158,23 @@ ALONE = {
     ),
     "freeze": (
         lambda model, _: model[0].bias.requires_grad_(False),
-        f"rank {LAST} has False for requires_grad of 0.bias, rank 0 has True: ",
+        f"requires_grad of 0.bias {OTHER} True, rank {LAST} has False: ",
     ),
     "another state": (
         lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict() | {"steps": 7}),
-        f"rank {LAST} has 7 for the optimizer's number of steps, rank 0 has 2: call",
+        f"the optimizer's number of steps {OTHER} 2, rank {LAST} has 7: call",
     ),
     "a gradient": (
         lambda model, _: setattr(model[0].weight, "grad", None),
-        f"rank {LAST} has none for p.grad of 0.weight, rank 0 has one",
+        f"p.grad of 0.weight {OTHER} one, rank {LAST} has none: ",
     ),
     "a key": (
         lambda _, optimizer: optimizer.param_groups[0].update(warm=3),
-        f"rank {LAST} has 3 for warm in group 0, rank 0 has no value",
+        f"warm in group 0 {OTHER} nothing, rank {LAST} has 3: ",
     ),
     "the same state": (
         lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-        "1 for the number of loaded states, rank 0 has 0: call optimizer.load_state",
+        f"the number of loaded states {OTHER} 0, rank {LAST} has 1: call optimizer.load_state",
     ),
 }
 
@@ -324,7 +322,7 @@ def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
         update(optimizer, loss(model, step))
     optimizer.param_groups[0]["lr"] = 0.05 if ODD else 0.1
     update(optimizer, loss(model))
-    said = f"rank {LAST} has 0.05 for lr in group 0, rank 0 has 0.1"
+    said = f"lr in group 0 {OTHER} 0.1, rank {LAST} has 0.05: "
     with pytest.raises(RuntimeError, match=said):  # in the exchange
         update(optimizer, loss(model))
 

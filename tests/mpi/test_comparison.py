@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from worlds import BUT_LAST, RANKS, make_world, refusal
 
+from mntrain.alike.compared_task import compare_task
 from mntrain.config import Config
-from mntrain.run.comparison import compare_task
 from mntrain.tasks import Task
 
 CALLS = itertools.count(os.getpid())
@@ -49,11 +49,9 @@ class ComparedTask(Task):
 
 
 def compare(world, draw, count=4, valid=lambda index: index):
-    compare_task(
-        world,
-        ComparedTask(Config()),
-        {"training": FourSamples(draw, count), "validation": FourSamples(valid)},
-    )
+    task = ComparedTask(Config())
+    datasets = {"training": FourSamples(draw, count), "validation": FourSamples(valid)}
+    compare_task(world, ComparedTask, task.compared_values, task.compared_files, datasets)
 
 
 def odd(world, usual, other):

@@ -1,4 +1,4 @@
-"""Hooks for uncaught exceptions, which end the job, and errors about values that differ."""
+"""Hooks for uncaught exceptions, which end the job."""
 
 import contextlib
 import sys
@@ -9,7 +9,6 @@ import pytest
 
 from mntrain import errors
 from mntrain.comm import mpi
-from mntrain.equal_values import compare, expect_same
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
 
 
@@ -140,69 +139,6 @@ def test_an_exception_of_an_own_thread_ends_the_job(monkeypatch, capsys):
     thread.join()
     assert codes == [1]
     assert "rank 1 of 4 on host failed" in capsys.readouterr().err
-
-
-# Values that differ between ranks
-
-
-def difference(by_rank, fix=""):
-    """The error for the values of ranks 0, 1, ..., by name or of the option "x"."""
-    values = [value if isinstance(value, dict) else {"x": value} for value in by_rank]
-    with pytest.raises(AgreedError) as error:
-        expect_same(values, 0, fix)
-    return str(error.value)
-
-
-X = "x differs between ranks: "
-SEVERAL = [{"x": 1, "y": 1, "z": 0}, {"x": 2, "z": 0, "u": None}]
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "said"),
-    [
-        ((1, 2), X + "rank 0 has 1, rank 1 has 2: give one"),
-        ("abab", X + "ranks 0, 2 have a, ranks 1, 3 have b: give one"),
-        (
-            ([1, 2, 3], [1, 2, 3], [1, 4, 5], [1]),
-            X + "ranks 0, 1 have 2, rank 2 has 4, rank 3 has no more: give one",
-        ),
-        (([1], 1), X + "rank 0 has [1], rank 1 has 1: give one"),
-        (
-            SEVERAL,
-            X + "rank 0 has 1, rank 1 has 2; "
-            "y differs between ranks: rank 0 has 1, rank 1 has nothing; "
-            "u differs between ranks: rank 0 has nothing, rank 1 has None: give one",
-        ),
-        (
-            [*[1] * 500, 2, *[1] * 523],
-            X + "ranks 0 to 499, 501 to 1023 have 1, rank 500 has 2: give one",
-        ),
-        (range(9), "rank 4 has 4, others have 4 more values: give one"),
-        ([dict.fromkeys("abcdefgh", rank) for rank in (0, 1)], "; 3 more differ: give one"),
-    ],
-)
-def test_values_that_differ_are_told_with_their_ranks_and_the_fix(by_rank, said):
-    found = difference(by_rank, "give one")
-    assert found == said if said.startswith(X) else found.endswith(said)
-    assert difference((1, 2)) == X + "rank 0 has 1, rank 1 has 2"
-
-
-def test_values_travel_only_if_their_digests_differ():
-    sent = []
-
-    def gather(others):
-        def gathered(value):
-            sent.append(value)
-            return [value, others(value)]
-
-        return gathered
-
-    compare(gather(lambda value: value), {"x": 1}, 0)
-    assert len(sent) == 1
-    assert len(sent[0]) == 32
-    compare(gather(lambda value: b"" if value == sent[0] else {"x": 1.0}), {"x": 1}, 0)
-    with pytest.raises(AgreedError, match="x differs between ranks: rank 0 has 1, rank 1 has 2"):
-        compare(gather(lambda value: b"" if value == sent[0] else {"x": 2}), {"x": 1}, 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

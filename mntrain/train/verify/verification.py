@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mntrain.checks.finding import first_names, naming
+from mntrain.alike.naming import by_value, first_names, naming, odd_ranks
 from mntrain.comm import mpi
 from mntrain.errors import OF_ALL_RANKS, AgreedError, RemoteRankError, combined_refusals
 from mntrain.train.verify.recorded_steps import Distance, RankSteps, RecordedRun, Run
 from mntrain.train.verify.recorded_world import RecordedWorld
 from mntrain.world import World, init
-from zero.agreement import differing
 from zero.norms import NonFiniteGradientError
 
 if TYPE_CHECKING:
@@ -316,7 +315,7 @@ def _unequal_ranks(by_rank: Sequence[RankSteps]) -> str:
     for number, steps in enumerate(zip(*(rank.steps for rank in by_rank), strict=False), 1):
         for name in steps[0].digests:
             digests = {rank: step.digests.get(name, 0) for rank, step in enumerate(steps)}
-            if ranks := differing(digests):
+            if ranks := odd_ranks(digests):
                 return (
                     f"after step {number}, {name} of {naming('rank', ranks)} differs from that of "
                     "the others"
@@ -345,11 +344,8 @@ def _unequal_ranks(by_rank: Sequence[RankSteps]) -> str:
 
 def _alike(by_rank: dict[int, list[Any]]) -> list[int]:
     """Return the first ranks whose lists are equal, and not empty or 0; [] if there are none."""
-    for digests in by_rank.values():
-        ranks = [rank for rank, other in by_rank.items() if other == digests and any(digests)]
-        if len(ranks) > 1:
-            return ranks
-    return []
+    groups = by_value(by_rank)
+    return next((ranks for digests, ranks in groups if len(ranks) > 1 and any(digests)), [])
 
 
 def _row(name: str, *runs: RecordedRun) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def test_the_worst_finding_of_all_hosts_counts_and_names_them():
     )
     assert merge([("a", warn), ("b", warn)]) == warn
     many = [*((f"n{i}", warn) for i in range(6)), ("n7", passed("fine"))]
-    assert merge(many).text == "n0, n1, n2, n3 and 2 others: slow"
+    assert merge(many).text == "n0, n1, n2, n3 and 2 more: slow"
 
 
 def examine(folder, hosts=("n1",), seen=None):

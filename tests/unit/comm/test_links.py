@@ -25,7 +25,7 @@ class SlowStart:
         self.windows = {"there": 10 * SEGMENT, "back": 10 * SEGMENT}
         self.order = None
 
-    def gather_objects(self, value):
+    def gather(self, value):
         return [value, []]
 
     def transfer(self, way, nbytes):

@@ -36,12 +36,8 @@ def shuffled(n=20, batch_size=3, **options):
 
 def registry(ranks=None):
     """The shards of a world of one rank."""
-    nothing = {
-        "compare": lambda ranks, first: None,
-        "length_of_divided": lambda ranks, loader: len(loader),
-    }
     hooks = {"clock": Clock(), "room": lambda: math.inf, "observe": lambda name, start: None}
-    return ShardRegistry(ranks or Alone(), [], **nothing, **hooks)
+    return ShardRegistry(ranks or Alone(), [], **hooks)
 
 
 def shard(shards, loader, seed=0, **options):
@@ -295,7 +291,8 @@ def test_a_new_dataset_in_each_round_has_another_order(make, mode):
 
 
 def test_the_order_of_rounds_is_the_same_on_all_ranks_and_in_each_job():
-    two = [registry(SimpleNamespace(rank=rank, size=2)) for rank in (0, 1)]
+    peers = {"size": 2, "gather": lambda value: [value] * 2}
+    two = [registry(SimpleNamespace(rank=rank, **peers)) for rank in (0, 1)]
     first, second = (rounds(shards) for shards in two)
     batches = [a + b for one, other in zip(first, second, strict=True) for a, b in [(*one, *other)]]
     alone = [order for [order] in rounds(registry())]

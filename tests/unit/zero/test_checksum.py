@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.agreement import Report, _differing_weights, _tell_weights, differing
+from zero.agreement import Report, _differing_weights, _tell_weights
 from zero.checksum import ROW_BYTES, checksum
 
 
@@ -76,26 +76,6 @@ def test_a_checksum_depends_on_no_memory_format_or_address():
     shifted = torch.zeros(40_001)
     shifted[1:] = values
     assert int(checksum([values])) == int(checksum([shifted[1:]]))
-
-
-@pytest.mark.parametrize(
-    ("digests", "expected"),
-    [
-        ("", []),
-        ("a", []),
-        ("aaaa", []),
-        ("aaba", [2]),
-        ("baaa", [0]),
-        ("abca", [1, 2]),
-        ("aabb", [2, 3]),
-        ("abba", [1, 2]),
-        ("ab", [1]),
-        ("abcd", [1, 2, 3]),
-        ("abbcc", [0, 3, 4]),
-    ],
-)
-def test_differing_ranks_are_those_without_the_most_common_digest(digests, expected):
-    assert differing(dict(enumerate(digests))) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from mntrain.data.sample_digest import fields_of, of_samples, spread_digest
+from mntrain.alike.sample_digest import fields_of, of_samples, spread_digest
 
 FLOATS = torch.linspace(-1, 1, 3000)
 

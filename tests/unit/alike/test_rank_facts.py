@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mntrain.checks import all_ranks
-from mntrain.checks.all_ranks import RankFacts, collect
+from mntrain.alike import rank_facts
+from mntrain.alike.rank_facts import RankFacts, collect
 from mntrain.checks.finding import Finding, passed
 
 VERSIONS = {"mntrain": "0.1.0", "torch": "2.6.0", "MPI": "MPICH 5", "mpi4py": "4", "Python": "3.12"}
@@ -24,7 +24,7 @@ def other_host(**changes):
 
 
 def names(facts):
-    return {name for name, found in all_ranks.examine(facts).items() if found.status != "pass"}
+    return {name for name, found in rank_facts.examine(facts).items() if found.status != "pass"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_job_in_order_passes_every_check(facts):
 )
 def test_hosts_of_one_name_are_one_warning(hosts, text):
     facts = [fact([rank % 4], host=name, host_key=key) for rank, (key, name) in enumerate(hosts)]
-    found = all_ranks.names(facts)
+    found = rank_facts.names(facts)
     assert found.status == ("warn" if text else "pass")
     assert text in found.text
 
@@ -79,7 +79,7 @@ def test_hosts_of_one_name_are_one_warning(hosts, text):
 def test_ranks_with_less_than_a_core_are_one_warning(sets, text):
     facts = [fact(cores, threads=1) for cores in sets]
     assert names(facts) == {"cores"}
-    found = all_ranks.cores(facts)
+    found = rank_facts.cores(facts)
     assert found.text.startswith(text)
     assert ("mpirun --bind-to" in found.fix) == ("bound" in text)
 
@@ -94,7 +94,7 @@ def test_ranks_with_less_than_a_core_are_one_warning(sets, text):
 )
 def test_more_threads_than_cores_name_the_rank_and_the_right_number(facts, rank, allowed):
     assert names(facts) == {"threads"}
-    found = all_ranks.threads(facts)
+    found = rank_facts.threads(facts)
     assert found.text.startswith(f"rank {rank} on n1 is set to ")
     assert f"OMP_NUM_THREADS={allowed}," in found.fix
 
@@ -102,7 +102,7 @@ def test_more_threads_than_cores_name_the_rank_and_the_right_number(facts, rank,
 def test_a_shared_gpu_is_reported_with_the_ranks_and_the_fix():
     facts = [fact(gpu="a"), fact(gpu="b"), other_host(gpu="a"), other_host(gpu="a")]
     assert names(facts) == {"gpus"}
-    found = all_ranks.gpus(facts)
+    found = rank_facts.gpus(facts)
     assert found.text.startswith("ranks 2, 3 share a GPU of n2")
     assert "srun --gpus-per-task=1 or --gpu-bind=none" in found.fix
 
@@ -113,29 +113,29 @@ def test_a_shared_gpu_is_reported_with_the_ranks_and_the_fix():
 )
 def test_other_versions_fail_if_they_compute_or_communicate(name, status):
     facts = [fact(), fact(), other_host(versions=VERSIONS | {name: "0"})]
-    found = all_ranks.versions(facts)
+    found = rank_facts.versions(facts)
     assert found.status == status
-    assert f"{name} differs between ranks: rank 0 on n1 has {VERSIONS[name]}, rank 2" in found.text
-    assert "(the first on n2) has 0" in found.text
+    usual = f"ranks 0, 1 on n1 have {VERSIONS[name]}"
+    assert found.text == f"{name} differs between ranks: {usual}, rank 2 on n2 has 0"
 
 
 @pytest.mark.parametrize(("shift", "word"), [(3600, "ahead of"), (-3600, "behind")])
 def test_a_clock_that_is_off_is_named(shift, word):
     facts = [fact(), other_host(clock=(100.0 + shift, 100.5 + shift))]
-    found = all_ranks.clocks(facts)
+    found = rank_facts.clocks(facts)
     assert found.status == "warn"
     off = f"3599.{9 if shift > 0 else 5}"
     assert f"the clock of n2 (rank 1) is {off} s or more {word}" in found.text
     for clock in ((100.9, 100.95), (60.0, 100.05), (100.05, 160.0), (99.5, 99.6)):
-        assert all_ranks.clocks([fact(), other_host(clock=clock)]).status == "pass"
+        assert rank_facts.clocks([fact(), other_host(clock=clock)]).status == "pass"
 
 
 def test_a_hosts_own_finding_is_named_by_host():
     bad = Finding("warn", "few files", "ulimit")
     facts = [fact(), other_host(findings={"limits": bad}), other_host(findings={"limits": bad})]
-    found = all_ranks.examine(facts)
+    found = rank_facts.examine(facts)
     assert found["limits"] == Finding("warn", "n2: few files", "ulimit")
-    assert {check.__name__ for check in all_ranks.CHECKS} < found.keys()
+    assert {check.__name__ for check in rank_facts.CHECKS} < found.keys()
 
 
 def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
@@ -144,7 +144,7 @@ def test_facts_of_this_process_pass_as_a_job_of_one(monkeypatch):
     own = collect(host="n", host_key=0, gpu="", library="MPICH 5", size=1, clock=(0.0, 0.0))
     assert own.versions["mntrain"].startswith("0.1.0 (sources ")
     assert own.physical <= len(own.cores) <= own.host_cores
-    assert all_ranks.versions([own, own]).status == "pass"
+    assert rank_facts.versions([own, own]).status == "pass"
     assert names([replace(own, findings={}, threads=0)]) == set()
 
 
@@ -159,17 +159,17 @@ def threads(monkeypatch):
     state = {"count": CORES // 2}
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.setattr(all_ranks.os, "sched_getaffinity", lambda pid: state["cores"])
-    monkeypatch.setattr(all_ranks.os, "cpu_count", lambda: CORES)
+    monkeypatch.setattr(rank_facts.os, "sched_getaffinity", lambda pid: state["cores"])
+    monkeypatch.setattr(rank_facts.os, "cpu_count", lambda: CORES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: state["count"])
-    monkeypatch.setattr(all_ranks, "_physical_core", lambda core: str(core // 2))
+    monkeypatch.setattr(rank_facts, "_physical_core", lambda core: str(core // 2))
 
     def threads(ranks, before=CORES // 2, cores=range(CORES)):
         state.update(count=before, cores=set(cores))
-        own = all_ranks.collect(
+        own = rank_facts.collect(
             host="n", host_key=0, gpu="", library="MPICH", size=ranks, clock=(0.0, 0.0)
         )
-        return own.threads or all_ranks.fair_threads([own] * ranks, 0)
+        return own.threads or rank_facts.fair_threads([own] * ranks, 0)
 
     return threads
 

@@ -6,16 +6,16 @@ from types import ModuleType
 
 import pytest
 
-from mntrain.bench.bench_options import BenchOptions
-from mntrain.cli import named_options, parse
-from mntrain.config import MAY_DIFFER, Config
-from mntrain.run.comparison import (
+from mntrain.alike.compared_options import describe_options
+from mntrain.alike.compared_task import (
     changed_data,
     describe_files,
-    describe_options,
     describe_sources,
     module_files,
 )
+from mntrain.bench.bench_options import BenchOptions
+from mntrain.cli import named_options, parse
+from mntrain.config import MAY_DIFFER, Config
 from mntrain.tasks.lm import LanguageModel
 
 
@@ -121,14 +121,12 @@ def test_changed_data_are_named_as_far_as_both_know_them():
     def facts(size, **fields):
         return {"files": {"the size of a": size}, "samples": {"the training data": fields}}
 
+    said = "the data is not that of the checkpoint: {}samples of the training data changed"
     now = facts(5, x="1", y="2")
-    assert changed_data(now, now) == []
-    assert changed_data(facts(6, x="1", y="3"), now) == [
-        "the size of a",
-        "samples of the training data",
-    ]
+    assert changed_data(now, now) == ""
+    assert changed_data(facts(6, x="1", y="3"), now) == said.format("the size of a, ")
     for before in ({}, {"files": {}, "values": {}}, {"samples": {"the validation data": {"x": 0}}}):
-        assert changed_data(before, now) == []  # of an earlier version, or other data
-    assert changed_data(facts(5, x="1"), now) == []  # y was random
-    assert changed_data(facts(5), now) == changed_data(now, facts(5)) == []  # a stream
-    assert changed_data(facts(5, z="1"), now) == ["samples of the training data"]
+        assert changed_data(before, now) == ""  # of an earlier version, or other data
+    assert changed_data(facts(5, x="1"), now) == ""  # y was random
+    assert changed_data(facts(5), now) == changed_data(now, facts(5)) == ""  # a stream
+    assert changed_data(facts(5, z="1"), now) == said.format("")

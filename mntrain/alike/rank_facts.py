@@ -1,4 +1,4 @@
-"""Checks over the facts of all ranks, by rank. A check is pure, and returns a finding."""
+"""Facts of all ranks and their hosts, and checks over them, which are pure and return a finding."""
 
 import hashlib
 import math
@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from mntrain._version import __version__
+from mntrain.alike.naming import difference, naming
 from mntrain.checks import host as host_checks
 from mntrain.checks import launcher
-from mntrain.checks.finding import Finding, merge, naming, passed
+from mntrain.checks.finding import Finding, merge, passed
 from mntrain.recorder.events import pid_namespace
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -208,23 +209,17 @@ def gpus(facts: Facts) -> Finding:
 
 
 def versions(facts: Facts) -> Finding:
-    """Compare the versions of all ranks with those of rank 0."""
-    first, parts, decisive = facts[0], [], False
-    for name, version in first.versions.items():
-        others = [rank for rank, fact in enumerate(facts) if fact.versions.get(name) != version]
-        if others:
-            other = facts[others[0]]
-            parts.append(
-                f"{name} differs between ranks: rank 0 on {first.host} has {version}, "
-                f"{naming('rank', others)} (the first on {other.host}) "
-                f"{'has' if len(others) == 1 else 'have'} {other.versions.get(name, 'none')}"
-            )
-            decisive |= name in _DECISIVE
-    if not parts:
-        return passed(", ".join(f"{name} {version}" for name, version in first.versions.items()))
+    """Compare the versions of all ranks."""
+    hosts = {rank: fact.host for rank, fact in enumerate(facts)}
+    texts = {
+        name: difference(name, [fact.versions.get(name, "nothing") for fact in facts], hosts)
+        for name in facts[0].versions
+    }
+    if not any(texts.values()):
+        return passed(", ".join(f"{name} {own}" for name, own in facts[0].versions.items()))
     return Finding(
-        "fail" if decisive else "warn",
-        "; ".join(parts),
+        "fail" if any(texts.get(name) for name in _DECISIVE) else "warn",
+        "; ".join(filter(None, texts.values())),
         "use one environment on a shared file system, or install the same versions on all hosts",
     )
 

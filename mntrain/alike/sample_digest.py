@@ -178,10 +178,11 @@ def detached(dataset: Any) -> Any:
 
 def digest_of(*parts: str) -> str:
     """Return a digest of texts, each with its length, as hexadecimal digits."""
-    return _hexadecimal(repr(parts).encode())
+    return hexadecimal(repr(parts).encode())
 
 
-def _hexadecimal(data: bytes) -> str:
+def hexadecimal(data: bytes) -> str:
+    """Return twelve hexadecimal digits of a digest."""
     return hashlib.sha256(data).hexdigest()[:_DIGITS]
 
 
@@ -225,7 +226,7 @@ def digest_field(value: Any) -> SampleDigest:
         array = np.array(value)
         value = torch.from_numpy(array) if array.dtype.kind in "biufc" else array.tolist()
     if not isinstance(value, Tensor):
-        return SampleDigest(f"{kind} {_hexadecimal(_text_of(value).encode())}")
+        return SampleDigest(f"{kind} {hexadecimal(_text_of(value).encode())}")
     kind += f" {value.dtype} {tuple(value.shape)}"
     if value.layout != torch.strided or value.is_quantized or not value.numel():
         return SampleDigest(kind)
@@ -234,7 +235,7 @@ def digest_field(value: Any) -> SampleDigest:
         elements = flat[:: math.ceil(len(flat) / _ELEMENTS)].cpu().double()
         return SampleDigest(kind, tuple(elements.tolist()))
     content = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return SampleDigest(f"{kind} {_hexadecimal(content)}")
+    return SampleDigest(f"{kind} {hexadecimal(content)}")
 
 
 def _text_of(value: Any) -> str:
