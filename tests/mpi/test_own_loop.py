@@ -261,7 +261,7 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
     def spied(call):
         return lambda comm, *a, **k: calls.append(comm) or call(comm, *a, **k)
 
-    for name in ("send", "gather_unequal", "gather_objects"):
+    for name in ("send", "gather_unequal", "gather"):
         monkeypatch.setattr(Communicator, name, spied(getattr(Communicator, name)))
     with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
         loop = Loop(world, folder / "run", sync=sync, every="100min")
