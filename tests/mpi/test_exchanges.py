@@ -602,3 +602,27 @@ def test_nodes_of_unequal_sizes_and_a_single_node_are_reported():
         with init(ranks_per_node=RANKS - 1) as unequal:
             said = refusal(unequal.optimizer, net(), ADAMW, sync=LocalSGD(2))
         assert said.startswith(f"the nodes have {RANKS - 1}+1 ranks: nodes that exchange rarely n")
+
+
+@pytest.mark.parametrize("saved_after", [1, 2])  # within a round, and after an exchange
+@pytest.mark.parametrize("stage", [0, 2])
+def test_each_node_goes_on_with_its_own_loss_scale(folder, stage, saved_after):
+    scales, options = [], {"stage": stage, "sync": LocalSGD(every=2), "loss_scale": "dynamic"}
+    for resumes in (False, True):
+        with init(ranks_per_node=PER_NODE) as world:
+            model = net()
+            optimizer = world.optimizer(model, ADAMW, **options)
+            checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+            done = checkpoints.restore()
+            assert done == (saved_after if resumes else 0)
+            for step in range(done, saved_after):
+                overflows = step == 0 and RANK == RANKS - 1
+                loss = loss_of(model, mine(world, samples(12, step)))
+                optimizer.backward(loss * (math.inf if overflows else 1), weight=1)
+                assert optimizer.step().skipped == (step == 0 and NODE == NODES - 1)
+                optimizer.zero_grad()
+                checkpoints.save(step + 1, now=step + 1 == saved_after)
+            checkpoints.close()
+            scales.append(world.gather(optimizer.state_dict()["loss_scale"]))
+    assert scales[0] == scales[1]
+    assert len({scale["value"] for scale in scales[0]}) == (2 if NODES > 1 else 1)
