@@ -42,7 +42,7 @@ class Division(Protocol):
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts of a batch. Local."""
 
-    def plan(self, batch: BatchNumber) -> int:
+    def index(self, batch: BatchNumber) -> int:
         """Return the number of revisions of the parts before a batch. Local."""
 
 

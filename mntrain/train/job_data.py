@@ -67,7 +67,7 @@ class _Division:
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         return self._plans.bounds(samples, self._step(batch))
 
-    def plan(self, batch: BatchNumber) -> int:
+    def index(self, batch: BatchNumber) -> int:
         return self._plans.index(self._step(batch))
 
     def _step(self, batch: BatchNumber) -> BatchNumber:
@@ -131,7 +131,8 @@ class JobData:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`.
 
         They are none if the rank has no sample. Who takes no more closes it, which ends the
-        workers. Collective, by step, for streams of which each reader has its own.
+        workers. Collective, by step, for streams of which each reader has its own. With a cadence,
+        `world.batch_counts` is that of the step.
         """
         steps = range(done, last_step)
         if self.stream:
@@ -140,7 +141,9 @@ class JobData:
         loader = sampling.step_loader(self.datasets["training"], self._plan, self._options, steps)
         division = _Division(self.plans, done) if self.plans else False
         shard = self._shard(loader, self._plan.seed, train=True, balance=division)
-        for batch in shard:
+        for step, batch in enumerate(shard, done + 1):
+            if isinstance(self.plans, Cadence):
+                self._world.batch_counts = self.batch_counts(step)
             yield batch if shard.sizes[0] else []
 
     def _batches_of_stream(
