@@ -46,7 +46,7 @@ class Balancing:
         self._stragglers = Stragglers(ranks.size)
         # The latest batch after which ranks could compare their paces; None before the first.
         self._compared: int | None = None
-        self._passes, self._batches = 0, 0  # of own loops
+        self._passes = 0  # of own loops
         self._handed_over = 0  # passes, when another dataset last took over
         self._largest_own: int | None = None  # samples of this rank's part of a batch
 
@@ -128,8 +128,7 @@ class Balancing:
         """Return the samples of each rank so far, and its own seconds. Collective."""
         self._own.settle()
         own = {"samples": self._own.samples, "own_s": self._own.seconds}
-        by_rank: list[dict[str, Any]] = self._ranks.gather(own)
-        return by_rank
+        return list(self._ranks.gather(own))
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: slow ranks, and the plans of parts. Local."""
@@ -171,8 +170,7 @@ class Balancing:
         """
         assert isinstance(self.plans, Shares), "own loops have no cadence"
         self._own.end(own)
-        self._batches += 1
         self.plans.samples = max(self.plans.samples, total)  # an epoch's last may be small
         self._largest_own = max(self._largest_own or 0, own)
-        self.compare(self._batches)
+        self.compare((self._compared or 0) + 1)
         self._own.begin()

@@ -149,7 +149,7 @@ class ShardRegistry:
                 "iterable of global batches"
             )
         division = None if isinstance(balance, bool) else balance
-        if division is not None and not hasattr(division, "bounds"):
+        if division is not None and not callable(division):
             raise ValueError(
                 f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
                 "(--balance.mode cadence), since a loop of one's own decides when to step"
@@ -172,7 +172,8 @@ class ShardRegistry:
                 self._datasets[seed] += 1
             if balance is True and self.size > 1:
                 passes.balance = passes.balance or self._next_balance()
-                division = passes.balance.plans
+                assert passes.balance.plans is not None, "as in every own loop"
+                division = passes.balance.plans.divide
             shard = ShardedLoader(
                 loader,
                 self,
@@ -557,8 +558,7 @@ def _shares(
             compare = None
         bounds, plan = None, 0
         if division is not None and this.stand_ins:
-            place = BatchNumber(this.number, number)
-            bounds, plan = division.bounds(samples, place), division.index(place)
+            bounds, plan = division(samples, BatchNumber(this.number, number))
         rows, part = share_of(samples, peers.rank, peers.size, bounds)
         if part.own or this.stand_ins:
             yield batch, rows, part._replace(plan=plan, number=number)

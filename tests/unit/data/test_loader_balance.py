@@ -32,7 +32,7 @@ def balanced(rank, size, gather, clock, kind="cut", *, workers=0, balance=True, 
     log, given = Log(), {"gather": gather}
     if balance:
         given["balance"] = balancing_of(size, gather, clock, **options)
-        given["division"] = given["balance"].plans
+        given["division"] = given["balance"].plans.divide
     return sharded(loader(kind, workers), rank, size, log, **given), log
 
 

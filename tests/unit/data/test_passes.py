@@ -376,7 +376,9 @@ def test_behind_the_last_batch_of_an_epoch_the_next_one_is_resumed(kind, size, d
 def test_a_balanced_loader_goes_on_with_the_next_epoch():
     def body(rank, gather):
         made = balancing_of(2, gather, Clock())
-        parts = sharded(shuffled(), rank, 2, gather=gather, division=made.plans, balance=made)
+        parts = sharded(
+            shuffled(), rank, 2, gather=gather, division=made.plans.divide, balance=made
+        )
         batches = iter(parts)
         for _ in range(7):
             next(batches)
