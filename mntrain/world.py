@@ -25,6 +25,7 @@ from mntrain.data.source import Division
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
+from mntrain.run.directory import warn
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
@@ -72,8 +73,7 @@ class World(Ranks):
         self._shards = ShardRegistry(
             world,
             self._optimizers,
-            clock=self.waits,
-            room=lambda: world.memory_room(),  # noqa: PLW0108 - a bound method keeps the world
+            warn=warn if self.master else lambda text: None,
             observe=self.recorder.span,
         )
         self._own_loop = OwnLoop(world, self._optimizers, self._shards)
@@ -201,8 +201,8 @@ class World(Ranks):
         and each dataset that the world gets with this seed, in another order. With
         `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
-        the GPU. There, a part grows only as far as memory suffices if it grows with the part. A job
-        gives the division that it revises itself.
+        the GPU. There, a part grows only as far as memory suffices if it grows with the part.
+        Rank 0 warns of slow ranks. A job gives the division that it revises itself.
         Raises ValueError if accelerate's Accelerator trains each rank alone.
         """
         self._engine.check_open()

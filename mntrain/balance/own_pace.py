@@ -33,7 +33,7 @@ class Pace(NamedTuple):
     drawn: BatchNumber
     waits: tuple[float, ...] = ()  # seconds of each step in which it did not compute
     most: int | None = None  # samples of a batch that fit into its memory; None: any
-    phases: Mapping[str, float] | None = None  # seconds; of jobs
+    phases: Mapping[str, float] | None = None  # seconds; in own loops, of one without a name
 
 
 class _Batch(NamedTuple):
@@ -43,7 +43,7 @@ class _Batch(NamedTuple):
     samples: int
     start: Any
     end: Any
-    phases: Mapping[str, float]  # seconds of the host; the rest is that of the phase `rest`
+    phases: Mapping[str, float]
     rest: str
     step_s: float | None = None  # until all ranks had its result; None: they did not wait
 
@@ -80,10 +80,11 @@ class OwnPace:
             self.settle()
         self._start, self._began_s = self._clock.mark(), time.perf_counter()
 
-    def end(
-        self, samples: int, phases: Mapping[str, float] | None = None, rest: str = "forward"
-    ) -> None:
-        """End a batch of so many samples. Does not wait for a device."""
+    def end(self, samples: int, phases: Mapping[str, float] | None = None, rest: str = "") -> None:
+        """End a batch of so many samples. Does not wait for a device.
+
+        `phases` are seconds of the host by phase; what is left is of the phase `rest`.
+        """
         if self._start is not None:
             now, counts = self._clock.mark(), not self._first
             self._pending.append(_Batch(counts, samples, self._start, now, phases or {}, rest))

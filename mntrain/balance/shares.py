@@ -76,6 +76,15 @@ class Plans:
         """Return the index in `plans` of the plan of a batch: the number of revisions before it."""
         return bisect(self.plans, batch, key=attrgetter("first")) - 1
 
+    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
+        """Return the bounds of the ranks' parts of a batch."""
+        raise NotImplementedError
+
+    def divide(self, samples: int, batch: BatchNumber, done: int = 0) -> tuple[Sequence[int], int]:
+        """Return the `bounds` and the `index` of a batch, of a pass whose first one is `done`."""
+        place = batch._replace(batch=done + batch.batch)
+        return self.bounds(samples, place), self.index(place)
+
     def _measured(self, paces: Sequence[Pace]) -> tuple[float, ...] | None:
         """Take the paces of all ranks over an interval; return their speeds if a revision is due.
 

@@ -45,8 +45,9 @@ from mntrain.alike.sample_digest import (
     spread_digest,
 )
 from mntrain.alike.values import Peers
-from mntrain.balance.loader_balance import LoaderBalance
-from mntrain.balance.own_pace import BatchNumber, OwnClock
+from mntrain.balance.balancing import Balancing
+from mntrain.balance.own_pace import BatchNumber
+from mntrain.balance.shares import Shares
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import PlannedBatch
@@ -76,7 +77,7 @@ class Passes:
     # By seed, which of the datasets that the world has had with it, in the order of their shards.
     numbers: dict[int, int] = field(default_factory=dict)
     left_early: bool = False  # the last one
-    balance: LoaderBalance | None = None  # if its batches are divided by the ranks' speeds
+    balance: Balancing | None = None  # if its batches are divided by the ranks' speeds
     compared: bool = False
 
 
@@ -100,9 +101,9 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
-    bound one would keep the world alive. `clock` and `room` are those of `LoaderBalance`; `observe`
-    is told of each load of a batch: a name, and its start by `time.perf_counter`. `compare`, None
-    for one rank, is collective, and raises AgreedError on all ranks if their loaders differ.
+    bound one would keep the world alive. `warn` is that of `Balancing`; `observe` is told of each
+    load of a batch: a name, and its start by `time.perf_counter`. `compare`, None for one rank, is
+    collective, and raises AgreedError on all ranks if their loaders differ.
     """
 
     def __init__(
@@ -110,12 +111,11 @@ class ShardRegistry:
         ranks: Peers,
         optimizers: Sequence[ZeroOptimizer],
         *,
-        clock: OwnClock,
-        room: Callable[[], float],
+        warn: Callable[[str], None],
         observe: Callable[[str, float], None],
     ) -> None:
         self.rank, self.size = ranks.rank, ranks.size
-        self._clock, self._room, self.observe = clock, room, observe
+        self._warn, self.observe = warn, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self.samples = 0  # that this rank was handed out to train on
@@ -124,7 +124,7 @@ class ShardRegistry:
         self._datasets = Counter[int]()  # so far, by seed
         self.evaluations = set[object]()  # passes in progress of which the grad mode says so
         self._batch: DrawnBatch | None = None  # of a pass in progress
-        self._balances: list[LoaderBalance] = []
+        self._balances: list[Balancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
 
@@ -145,7 +145,7 @@ class ShardRegistry:
                 "iterable of global batches"
             )
         division = None if isinstance(balance, bool) else balance
-        if division is not None and not hasattr(division, "bounds"):
+        if division is not None and not callable(division):
             raise ValueError(
                 f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
                 "(--balance.mode cadence), since a loop of one's own decides when to step"
@@ -168,7 +168,8 @@ class ShardRegistry:
                 self._datasets[seed] += 1
             if balance is True and self.size > 1:
                 passes.balance = passes.balance or self._next_balance()
-                division = passes.balance
+                assert passes.balance.plans is not None, "as in every own loop"
+                division = passes.balance.plans.divide
             shard = ShardedLoader(
                 loader,
                 self,
@@ -178,6 +179,7 @@ class ShardRegistry:
                 train=train,
                 known=passes_of(self._passes, loader),
                 division=division,
+                balance=passes.balance if balance is True else None,
                 divided=divided,
                 batches=batches,
             )
@@ -190,16 +192,15 @@ class ShardRegistry:
         self._datasets.clear()
         self._shards.clear()
 
-    def _next_balance(self) -> LoaderBalance:
+    def _next_balance(self) -> Balancing:
         """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
 
         An epoch may have a dataset of its own, too short to measure speeds in it.
         """
         known = next((one for one in self._balances if one.hand_over()), None)
         if known is None:
-            known = LoaderBalance(
-                self.size, self.gather, self._clock, self._room, self._check_schedules
-            )
+            plans, warn = Shares(self.size, 0), self._warn
+            known = Balancing(self._ranks, plans, note=warn, warn=warn, own_loop=True)
             self._balances.append(known)
         return known
 
@@ -225,7 +226,7 @@ class ShardRegistry:
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
-    def _check_schedules(self) -> None:
+    def check_schedules(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
         schedules = (one.schedule for one in self._open())
         rare = [schedule for schedule in schedules if schedule.replicas > 1]
@@ -297,6 +298,7 @@ class ShardedLoader:
         train: bool | None = None,
         known: Passes | None = None,
         division: Division | None = None,
+        balance: Balancing | None = None,
         divided: bool = False,
         batches: int | None = None,
     ) -> None:
@@ -311,7 +313,7 @@ class ShardedLoader:
         self._loader, self._shards, self._passes = loader, shards, passes
         self._seed, self._weight, self._known = seed, weight, known
         self._train = train
-        self._balance = division if isinstance(division, LoaderBalance) else None
+        self._balance = balance
         self._divided, self._batches = divided, batches
         self._drawn = BatchSource(balanced=divided or division is not None)
         if divided:
@@ -351,7 +353,10 @@ class ShardedLoader:
         number = self._passes.numbers.get(self._seed, 0)
         seed = mixed_seed(self._seed, state["epoch"], *([number] if number else []))
         seeds = seed, mixed_seed(seed, self._shards.rank)
-        number = self._balance.begin_pass() if training and self._balance else 0
+        number = 0
+        if training and self._balance:
+            self._shards.check_schedules()
+            number = self._balance.begin_pass()
         due = self._shards.compare is not None and not (self._known and self._known.compared)
         compare = self._compare if due else None
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
@@ -549,8 +554,7 @@ def _shares(
             compare = None
         bounds, plan = None, 0
         if division is not None and this.stand_ins:
-            place = BatchNumber(this.number, number)
-            bounds, plan = division.bounds(samples, place), division.plan(place)
+            bounds, plan = division(samples, BatchNumber(this.number, number))
         rows, part = share_of(samples, peers.rank, peers.size, bounds)
         if part.own or this.stand_ins:
             yield batch, rows, part._replace(plan=plan, number=number)

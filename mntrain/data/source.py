@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from torch.utils.data import DataLoader
 
@@ -27,14 +27,9 @@ class Alone:
         return [value]
 
 
-class Division(Protocol):
-    """The parts of the ranks in the batches of a loader, if these are not equal."""
-
-    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
-        """Return the bounds of the ranks' parts of a batch. Local."""
-
-    def plan(self, batch: BatchNumber) -> int:
-        """Return the number of revisions of the parts before a batch. Local."""
+# Of so many samples, a batch of a loader whose parts are not equal: the bounds of the ranks' parts,
+# and the number of revisions of the parts before it. Local.
+Division: TypeAlias = Callable[[int, BatchNumber], tuple[Sequence[int], int]]
 
 
 class Pass(NamedTuple):

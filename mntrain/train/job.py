@@ -7,6 +7,7 @@ import torch
 
 from mntrain import checkpoint, tasks
 from mntrain.alike.compared_task import compare_task
+from mntrain.balance.balancing import Balancing
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Saver, Stateful
 from mntrain.cli import to_toml
@@ -22,7 +23,6 @@ from mntrain.run.signals import Deadline
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
-from mntrain.train.balancing import Balancing
 from mntrain.train.compiling import (
     PRECISIONS,
     check_compiler,
@@ -151,11 +151,14 @@ class TrainingJob:
             self.timeline = StepTimeline(
                 world, self.run_dir, recorded, self.steps, note=note, warn=warn
             )
+        advice = "; --balance.mode throughput would give it a smaller part of each batch"
         self.balancing = Balancing(
             world,
-            self.data,
-            self.reporter,
-            self.last_step,
+            self.data.plans,
+            note=note,
+            warn=warn,
+            advice="" if self.data.plans or self.data.stream else advice,
+            last_step=self.last_step,
             every=self.sync.every if self.sync else 1,
         )
         with world.agreement():

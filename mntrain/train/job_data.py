@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -9,7 +10,6 @@ from torch.utils.data import Dataset, IterableDataset
 from mntrain import tasks
 from mntrain.alike.sample_digest import detached
 from mntrain.balance.cadence import Cadence
-from mntrain.balance.own_pace import BatchNumber
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.config import Config, TrainConfig
@@ -56,22 +56,6 @@ class StreamPosition:
         """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
         self._shard.load_state_dict(state)
         self._begin = self._settled = dict(state)
-
-
-class _Division:
-    """The parts of the ranks by a job's plans, which the job revises. The first step is `done`."""
-
-    def __init__(self, plans: Shares | Cadence, done: int) -> None:
-        self._plans, self._done = plans, done
-
-    def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
-        return self._plans.bounds(samples, self._step(batch))
-
-    def plan(self, batch: BatchNumber) -> int:
-        return self._plans.index(self._step(batch))
-
-    def _step(self, batch: BatchNumber) -> BatchNumber:
-        return BatchNumber(0, self._done + batch.batch)
 
 
 class JobData:
@@ -131,16 +115,19 @@ class JobData:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`.
 
         They are none if the rank has no sample. Who takes no more closes it, which ends the
-        workers. Collective, by step, for streams of which each reader has its own.
+        workers. Collective, by step, for streams of which each reader has its own. With a cadence,
+        `world.batch_counts` is that of the step.
         """
         steps = range(done, last_step)
         if self.stream:
             yield from self._batches_of_stream(self.stream, steps)
             return
         loader = sampling.step_loader(self.datasets["training"], self._plan, self._options, steps)
-        division = _Division(self.plans, done) if self.plans else False
+        division = partial(self.plans.divide, done=done) if self.plans else False
         shard = self._shard(loader, self._plan.seed, train=True, balance=division)
-        for batch in shard:
+        for step, batch in enumerate(shard, done + 1):
+            if isinstance(self.plans, Cadence):
+                self._world.batch_counts = self.batch_counts(step)
             yield batch if shard.sizes[0] else []
 
     def _batches_of_stream(

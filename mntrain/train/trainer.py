@@ -184,7 +184,9 @@ class Trainer:
         being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        with self._agreement.computing(step), self.job.balancing.computing(step, timer):
+        own_samples = partial(self.job.data.own_samples, step)
+        measured = self.job.balancing.computing(own_samples, timer.times)
+        with self._agreement.computing(step), measured:
             with timer("data"):
                 micro_batches = next(self.job.batches)
             self._forward_backward(step, micro_batches, timer)

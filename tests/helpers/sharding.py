@@ -1,11 +1,14 @@
 """One process in the place of several ranks that share a loader."""
 
+import math
 import threading
 from types import SimpleNamespace
 
 import torch
 from torch.utils.data import Dataset
 
+from mntrain.balance.balancing import Balancing
+from mntrain.balance.shares import Shares
 from mntrain.config import Config
 from mntrain.data.loader import Passes, ShardedLoader
 from mntrain.train.job_data import JobData
@@ -64,6 +67,9 @@ class Log:
         self.expected.append((batch.own, batch.total, batch.digest))
         batch.source.used = batch.number if self.trains else 0
 
+    def check_schedules(self):
+        """There is no optimizer with a sync schedule."""
+
     def forget(self, *, drawn):
         self.forgotten += drawn
         self.ended += not drawn
@@ -77,6 +83,15 @@ def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **op
     log = log or Log()
     log.rank, log.size, log.gather = rank, size, gather
     return ShardedLoader(loader, log, passes or Passes(), **options)
+
+
+def balancing_of(size, gather, clock, *, room=math.inf, warnings=None):
+    """The balancing of a loader, with a memory that may grow by a factor; it appends warnings."""
+    places = [SimpleNamespace(host=f"host{number}") for number in range(size)]
+    ranks = SimpleNamespace(size=size, gather=gather, waits=clock, places=places)
+    ranks.memory_room = lambda: room
+    warn = [].append if warnings is None else warnings.append
+    return Balancing(ranks, Shares(size, 0), note=warn, warn=warn, own_loop=True)
 
 
 def world_of(rank=0, size=1, gather=alone):

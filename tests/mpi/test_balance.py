@@ -75,7 +75,7 @@ def trained_alone():
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage):
+def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage, capfd):
     alone, whole = trained_alone()
     model = make_model()
     optimizer = make(model, SGD, stage=stage)
@@ -88,6 +88,8 @@ def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage)
     assert by_rank[-1][0] == BATCH // world.size
     expect_few_on_the_last_rank(world, sizes[-1])
     assert_close(model, alone, 1e-4, 1e-5)
+    named = f"rank {world.size - 1} on {world.places[-1].host} takes "
+    assert (named in capfd.readouterr().err) == world.master
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -5,10 +5,8 @@ from itertools import chain
 
 import pytest
 import torch
-from sharding import Clock, Log, in_turns, sharded
+from sharding import Clock, Log, balancing_of, in_turns, sharded
 from torch.utils.data import DataLoader, TensorDataset
-
-from mntrain.balance.loader_balance import LoaderBalance
 
 SAMPLES, BATCH = 150, 6
 
@@ -29,12 +27,13 @@ class CutLoader:
         return (tuple(batch) for batch in self.made)
 
 
-def balanced(rank, size, gather, clock, kind="cut", **options):
+def balanced(rank, size, gather, clock, kind="cut", *, workers=0, balance=True, **options):
     """A rank's parts of a loader, and what it was told of them."""
-    log, workers = Log(), options.get("workers", 0)
-    plan = LoaderBalance(size, gather, clock, options.get("room", lambda: math.inf), int)
-    plan = plan if options.get("balance", True) else None
-    return sharded(loader(kind, workers), rank, size, log, gather=gather, division=plan), log
+    log, given = Log(), {"gather": gather}
+    if balance:
+        given["balance"] = balancing_of(size, gather, clock, **options)
+        given["division"] = given["balance"].plans.divide
+    return sharded(loader(kind, workers), rank, size, log, **given), log
 
 
 def parts_by_rank(costs, kind="indexed", *, passes=1, saves=False, rooms=(), **options):
@@ -47,7 +46,7 @@ def parts_by_rank(costs, kind="indexed", *, passes=1, saves=False, rooms=(), **o
     def body(rank, gather):
         clock, taken = Clock(), []
         room = rooms[rank] if rooms else math.inf
-        parts, log = balanced(rank, len(costs), gather, clock, kind, room=lambda: room, **options)
+        parts, log = balanced(rank, len(costs), gather, clock, kind, room=room, **options)
         for _ in range(passes):
             taken.append([])
             for (batch,) in parts:
@@ -71,7 +70,8 @@ def whole(by_rank, number):
 
 @pytest.mark.parametrize(("kind", "workers"), [("indexed", 0), ("cut", 0), ("indexed", 2)])
 def test_parts_follow_speeds_and_the_order_of_samples_stays(kind, workers):
-    by_rank = parts_by_rank([1.0, 2.0], kind, passes=2, workers=workers)
+    warnings = []
+    by_rank = parts_by_rank([1.0, 2.0], kind, passes=2, workers=workers, warnings=warnings)
     equal = parts_by_rank([1.0, 2.0], kind, passes=2, balance=False)
     for number in range(2):
         assert whole(by_rank, number)[0] == whole(equal, number)[0]
@@ -80,6 +80,8 @@ def test_parts_follow_speeds_and_the_order_of_samples_stays(kind, workers):
     assert first[:10] == [(3, 3)] * 10
     assert first[10 + 2 * workers :] == [(4, 2)] * (15 - 2 * workers)
     assert second == [(4, 2)] * 25
+    named = "since batch 1, rank 1 on host1 takes 2.0 times as long for a sample as the other ranks"
+    assert warnings == [f"{named} (median)"] * 2  # of both ranks
 
 
 @pytest.mark.parametrize(
@@ -98,8 +100,10 @@ def test_parts_grow_only_as_far_as_memory_may(rooms, last):
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_equal_ranks_keep_equal_parts_and_evaluations_have_them_always(saves):
-    _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves), 0)
+    warnings = []
+    _, shares = whole(parts_by_rank([1.0, 1.0, 1.0], saves=saves, warnings=warnings), 0)
     assert shares == [(2, 2, 2)] * 25
+    assert warnings == []
     seen = [seen for _, seen in parts_by_rank([1.0, 2.0, 1.0])]
     assert [len(samples) for samples in seen] == [50, 50, 50]
     assert sorted(chain(*seen)) == list(range(SAMPLES))

@@ -1,6 +1,5 @@
 """Passes over a shard: whether they train, the order of each, and where a resumed one begins."""
 
-import math
 import threading
 from functools import partial
 from itertools import chain
@@ -8,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sharding import Clock, Log, Numbers, concatenated, in_turns, sharded
+from sharding import Clock, Log, Numbers, balancing_of, concatenated, in_turns, sharded
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from mntrain.balance.loader_balance import LoaderBalance
 from mntrain.data.loader import ShardRegistry
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.source import Alone
@@ -36,7 +34,7 @@ def shuffled(n=20, batch_size=3, **options):
 
 def registry(ranks=None):
     """The shards of a world of one rank."""
-    hooks = {"clock": Clock(), "room": lambda: math.inf, "observe": lambda name, start: None}
+    hooks = {"warn": print, "observe": lambda name, start: None}
     return ShardRegistry(ranks or Alone(), [], **hooks)
 
 
@@ -374,9 +372,10 @@ def test_behind_the_last_batch_of_an_epoch_the_next_one_is_resumed(kind, size, d
 
 def test_a_balanced_loader_goes_on_with_the_next_epoch():
     def body(rank, gather):
-        clock = Clock()
-        plan = LoaderBalance(2, gather, clock, lambda: math.inf, int)
-        parts = sharded(shuffled(), rank, 2, gather=gather, division=plan)
+        made = balancing_of(2, gather, Clock())
+        parts = sharded(
+            shuffled(), rank, 2, gather=gather, division=made.plans.divide, balance=made
+        )
         batches = iter(parts)
         for _ in range(7):
             next(batches)

@@ -1,4 +1,4 @@
-"""Speeds in a job: a rank's own time, by a clock that tests set, and ranks that are slow."""
+"""Paces in a job: a rank's own time, by a clock that tests set, and ranks that are slow."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,9 @@ import torch
 from sharding import Clock
 
 from mntrain.balance import own_pace
+from mntrain.balance.balancing import Balancing
 from mntrain.balance.own_pace import BatchNumber, Pace
-from mntrain.train.balancing import Balancing, Straggler, Stragglers
+from mntrain.balance.stragglers import Straggler, Stragglers
 
 PHASES = {"data": 0.5, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.0}
 
@@ -29,18 +30,16 @@ def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
         waits=clock,
         gather=lambda own: sent.append(own) or [own, own],
     )
-    data = SimpleNamespace(plans=None, own_samples=lambda step: 4)
-    balancing = Balancing(world, data, None, 100)
-    timer = SimpleNamespace(times=lambda: PHASES)
+    balancing = Balancing(world, None, note=print, warn=print)
     for step in range(1, 11):
-        with balancing.computing(step, timer):
+        with balancing.computing(lambda: 4, lambda: PHASES):
             clock.now += 100.0 if step == 1 else 2.0  # the first step compiles
             clock.now += 7.0  # waiting for other ranks
             clock.waited += 7.0
         clock.now += 0.5  # the rest of the step
         balancing.after_reduction(step)
         clock.now += 5.0  # an evaluation
-    [pace] = sent
+    [(_, pace)] = sent
     assert (pace.samples, pace.seconds) == (9 * 4, pytest.approx(9 * 2.0))
     assert pace.waits == pytest.approx([7.5] * 9)
     assert pace.phases == pytest.approx(phases)
@@ -102,3 +101,32 @@ def test_other_ranks_are_not_named(intervals):
     watch = Stragglers(len(intervals[0]))
     for step in range(10, 200, 10):
         assert watch.update(step, intervals[step // 10 % len(intervals)]) == []
+
+
+def test_slow_ranks_are_told_of_and_are_in_the_metrics_while_ranks_compare():
+    own, told, compared = 1.0, [], []
+
+    def gather(value):
+        compared.append(step)
+        return [(value[0], pace) for pace in interval(1.0, own, phase="data")]
+
+    places = [SimpleNamespace(host=name) for name in "ab"]
+    world = SimpleNamespace(size=2, waits=Clock(), gather=gather, places=places)
+    balancing = Balancing(
+        world, None, note=told.append, warn=told.append, advice="; advice", every=12
+    )
+    for step in range(3, 60, 3):  # an exchange every third step
+        own = 2.0 if 18 < step <= 45 else 1.0
+        balancing.compare(step)
+        assert balancing.slow_ranks(step) == ({"1/data": 2.0} if step >= 30 else {})
+    assert compared == [12, 21, 30, 42, 51]
+    assert balancing.slow_ranks(57 + 12) == {"1/data": 2.0}
+    assert balancing.slow_ranks(57 + 13) == {}
+    own = 1.0
+    for step in (60, 70):
+        balancing.compare(step)
+    assert told == [
+        "since step 11, rank 1 on b takes 2.0 times as long for a sample as the other ranks "
+        "(median), mostly in data; advice",
+        "rank 1 on b is no longer slow after step 40",
+    ]

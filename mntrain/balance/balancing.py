@@ -1,0 +1,176 @@
+"""Comparison of the ranks' paces: slow ranks are named, and the plans of their parts revised."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from mntrain.balance.cadence import Cadence
+from mntrain.balance.own_pace import INTERVAL, BatchNumber, OwnPace
+from mntrain.balance.shares import Shares
+from mntrain.balance.stragglers import Straggler, Stragglers
+
+
+class Balancing:
+    """Collects the ranks' paces every few batches, names slow ranks, and revises `plans`.
+
+    Of a job, whose batches are its steps, or of the training passes over the loaders of a dataset,
+    or of several in turn, in an `own_loop`. Own time (`OwnPace`) is that of `computing` in a job;
+    in an own loop, that from one request for a batch to the next (waits for a future of
+    `World.gather_later` count as its own), by the median batch, since between some of them a loop
+    evaluates or saves.
+
+    `ranks` is the world or a weak proxy of it. `warn` is told of a slow rank, with `advice`; `note`
+    of one that has recovered, and of new plans, unless these begin after `last_step`. All ranks
+    wait for each other `every` few batches.
+    """
+
+    def __init__(
+        self,
+        ranks: Any,
+        plans: Shares | Cadence | None,
+        *,
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+        advice: str = "",
+        last_step: int = 0,
+        every: int = 1,
+        own_loop: bool = False,
+    ) -> None:
+        self.plans = plans
+        self._ranks, self._note, self._warn, self._advice = ranks, note, warn, advice
+        self._last_step, self._rarest = last_step, max(INTERVAL, every)
+        self._own = OwnPace(ranks.waits, robust=own_loop)
+        self._batch = "batch" if own_loop else "step"
+        self._stragglers = Stragglers(ranks.size)
+        # The latest batch after which ranks could compare their paces; None before the first.
+        self._compared: int | None = None
+        self._passes = 0  # of own loops
+        self._handed_over = 0  # passes, when another dataset last took over
+        self._largest_own: int | None = None  # samples of this rank's part of a batch
+
+    @contextmanager
+    def computing(
+        self, samples: Callable[[], int], times: Callable[[], Mapping[str, float]]
+    ) -> Iterator[None]:
+        """Measure the loading and computing of a step. Local; does not wait for a device.
+
+        At the end, `samples` returns those of this rank, and `times` its seconds by phase.
+        """
+        self._own.begin()
+        yield
+        phases, rest = times(), "forward"
+        host = {"data": phases["data"], "backward": phases["backward"]}
+        if self._ranks.device.type == "cuda":  # computes behind its host
+            host, rest = {"data": phases["data"]}, "forward and backward"
+        self._own.end(samples(), host, rest)
+
+    def after_reduction(self, step: int) -> None:
+        """Note that all ranks have the result of this step, and `compare`. Collective."""
+        self._own.reduced()
+        self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Exchange paces, if that is due after this step, which all ranks have taken. Collective.
+
+        It is after each multiple of `INTERVAL` steps, or in the first call after one. Waits for
+        the device. Raises RuntimeError on all ranks if they are not at the same batch.
+        """
+        before = step - 1 if self._compared is None else self._compared
+        self._compared = step
+        if self._ranks.size == 1 or step // INTERVAL == before // INTERVAL:
+            return
+        place, plans = (self._passes, step), self.plans
+        pace = self._own.take(plans.drawn if plans else BatchNumber(0, 0), self._most())
+        gathered = self._ranks.gather((place, pace))
+        if any(other != place for other, _ in gathered):
+            places = ", ".join(f"rank {r}: pass {p}" for r, ((p, _), _) in enumerate(gathered))
+            raise RuntimeError(
+                f"ranks have begun other passes over world.shard(balance=True) ({places}): iterate "
+                "over it equally often on all ranks; to look at a batch, use the loader itself"
+            )
+        paces = [pace for _, pace in gathered]
+        for straggler in self._stragglers.update(step, paces):
+            self._report(straggler)
+        plan = plans.revise(paces) if plans else None
+        if plans and plan and plan.first.batch < self._last_step:
+            self._note(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
+
+    def _most(self) -> int | None:
+        """Return the samples of a batch that fit into memory, which grows no faster than a part."""
+        if self._largest_own is None or (room := self._ranks.memory_room()) == math.inf:
+            return None
+        return int(self._largest_own * max(1.0, room))
+
+    def _report(self, straggler: Straggler) -> None:
+        name = f"rank {straggler.rank} on {self._ranks.places[straggler.rank].host}"
+        if straggler.until is not None:
+            self._note(f"{name} is no longer slow after {self._batch} {straggler.until}")
+            return
+        phase = f", mostly in {straggler.phase}" if straggler.phase else ""
+        self._warn(
+            f"since {self._batch} {straggler.since}, {name} takes {straggler.ratio:.1f} times as "
+            f"long for a sample as the other ranks (median){phase}{self._advice}"
+        )
+
+    def slow_ranks(self, step: int) -> dict[str, float]:
+        """Return the ratio of each rank that is slow, by "rank/phase": see `Straggler`. Local.
+
+        None of them in steps in which ranks no longer compare their paces.
+        """
+        if self._compared is None or step > self._compared + self._rarest:
+            return {}
+        slow = (straggler for straggler in self._stragglers.found if straggler.until is None)
+        return {f"{one.rank}/{one.phase}": round(one.ratio, 2) for one in slow}
+
+    def by_rank(self) -> list[dict[str, Any]]:
+        """Return the samples of each rank so far, and its own seconds. Collective."""
+        self._own.settle()
+        own = {"samples": self._own.samples, "own_s": self._own.seconds}
+        return list(self._ranks.gather(own))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entries of summary.json: slow ranks, and the plans of parts. Local."""
+        found = self._stragglers.found
+        entries: dict[str, Any] = {"stragglers": [asdict(straggler) for straggler in found]}
+        if plans := self.plans:
+            begun = (plan for plan in plans.plans if plan.first.batch < self._last_step)
+            entries[plans.name] = [entry for plan in begun if (entry := plans.entry(plan))]
+        return entries
+
+    def begin_pass(self) -> int:
+        """Begin a training pass, and return its number, which is the same on all ranks. Local."""
+        self._passes += 1
+        self._own.begin()
+        return self._passes
+
+    def hand_over(self) -> bool:
+        """Return True if the next dataset may go on with these paces, once after a pass. Local.
+
+        Not while a pass is under way: two loaders at a time need clocks of their own.
+        """
+        free = not self._own.running and self._passes > self._handed_over
+        if free:
+            self._handed_over = self._passes
+        return free
+
+    def end_pass(self, number: int) -> None:
+        """End a training pass, unless another one has begun. Local; waits for no device.
+
+        No mark outlives it: a clock keeps what follows its marks.
+        """
+        if number == self._passes:
+            self._own.drop()
+
+    def batch_done(self, own: int, total: int) -> None:
+        """Count a batch, of which this rank had `own` samples of `total`. Collective: `compare`.
+
+        Called when the next one is asked for.
+        """
+        assert isinstance(self.plans, Shares), "own loops have no cadence"
+        self._own.end(own)
+        self.plans.samples = max(self.plans.samples, total)  # an epoch's last may be small
+        self._largest_own = max(self._largest_own or 0, own)
+        self.compare((self._compared or 0) + 1)
+        self._own.begin()
