@@ -68,9 +68,13 @@ OF_ALL_RANKS = (AgreedError, NonFiniteGradientError, DifferentWeightsError)
 
 
 def raised_by_all(error: BaseException | None) -> bool:
-    """Return True if all ranks leave a block together: without an error, or with one of all."""
+    """Return True if all ranks leave a block together: without an error, or with one of all.
+
+    False in a forked child of a rank, whose parent is in the block still.
+    """
     clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-    return error is None or isinstance(error, OF_ALL_RANKS) or clean_exit
+    together = error is None or isinstance(error, OF_ALL_RANKS) or clean_exit
+    return together and not mpi.of_parent()
 
 
 class TrainingStoppedError(AgreedError):

@@ -248,6 +248,17 @@ def clocks(facts: Facts) -> Finding:
     return passed(f"no clocks differ by more than a second (measured to {widest:.3g} s)")
 
 
+def hosts_apart(facts: Facts) -> list[str]:
+    """Return the host of each rank, with its lowest rank where several hosts have one name."""
+    keys: dict[str, set[int]] = {}
+    for fact in facts:
+        keys.setdefault(fact.host, set()).add(fact.host_key)
+    return [
+        fact.host if len(keys[fact.host]) == 1 else f"{fact.host} (rank {fact.host_key})"
+        for fact in facts
+    ]
+
+
 def names(facts: Facts) -> Finding:
     """Find hosts of one name, which reports cannot tell apart."""
     by_name: dict[str, list[list[int]]] = {}

@@ -84,7 +84,8 @@ def _list(options: Namespace, console: Console) -> int:
         try:
             contents[path] = inspect(path)
         except (OSError, ValueError) as error:
-            problems[path] = f"{path}: {error}"
+            if path.exists():  # else the run has removed it meanwhile
+                problems[path] = f"{path}: {error}"
     # The best is by the metric of the newest checkpoint.
     metric = next((content.scored_by for content in contents.values()), "eval_loss")
     best = next(iter(scores(contents, metric)), None)
@@ -93,6 +94,7 @@ def _list(options: Namespace, console: Console) -> int:
         if path in problems:
             table.add_row(path.name, *[""] * 5, "unsound")
             _fail(problems[path], DAMAGED)
+        if path not in contents:
             continue
         content = contents[path]
         date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])

@@ -1,6 +1,7 @@
 """Finding, verifying and loading checkpoints, by any number of ranks and at any stage."""
 
 import math
+import os
 import re
 import shutil
 import time
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mntrain.checkpoint.format import (
+    ABSENT,
     FILE,
     FILES,
     MODEL,
@@ -64,11 +67,17 @@ def checkpoint_name(step: int) -> str:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, complete or not, by step, the newest first."""
+    """Return the checkpoint folders of a run, complete or not, by step, the newest first.
+
+    Raises OSError if it has some, or may have, and they cannot be listed.
+    """
+    folder, names = run_dir / "checkpoints", list[str]()
+    with suppress(*ABSENT):
+        names = os.listdir(folder)  # Path.glob would hide an error: a run that seems to have none
     steps = {
-        path: int(match[1])
-        for path in (run_dir / "checkpoints").glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", path.name))
+        folder / name: int(match[1])
+        for name in names
+        if (match := re.fullmatch(r"step-(\d+)", name))
     }
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
@@ -107,15 +116,20 @@ def inspect(path: Path) -> Manifest:
     """
     content = read_manifest(path)
     for name in FILES:
-        if not (path / name).is_file():
+        about = None
+        with suppress(*ABSENT):
+            about = (
+                path / name
+            ).stat()  # Path.is_file may hide an error: a file that seems missing
+        if about is None or not S_ISREG(about.st_mode):
             raise ValueError(f"{name} is missing")
         length = 0
         for part in content.checksums[name]:
             if part.start != length:
                 raise ValueError(f"{FILE} has no checksum of byte {length} of {name}")
             length += part.length
-        if (nbytes := (path / name).stat().st_size) != length:
-            raise ValueError(f"{name} has {nbytes} bytes, and was written with {length}")
+        if about.st_size != length:
+            raise ValueError(f"{name} has {about.st_size} bytes, and was written with {length}")
     return content
 
 
@@ -193,9 +207,13 @@ def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
     """Return the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
 
     Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged, and
-    if a rank cannot read one that it comes to: it may be sound.
+    if a rank cannot read one that it comes to, or rank 0 cannot list them: they may be sound.
     """
-    paths = world.gather([where] if (where / FILE).exists() else list_checkpoints(where))[0]
+    paths: list[Path] = []
+    with world.agreement():
+        if world.master:
+            paths = _tried_again(where, lambda: _checkpoints_at(where))
+    paths = world.gather(paths)[0]
     skipped: dict[Path, str] = {}
     for path in paths:
         with world.agreement():
@@ -213,14 +231,30 @@ def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
 def _read_all(path: Path, rank: int, size: int) -> Manifest | str:
     """Return the manifest of a checkpoint, or what is damaged in the part that a rank verifies.
 
-    Raises OSError, after some tries, if it cannot be read.
+    Raises OSError as `_tried_again`.
     """
-    for wait in (*RETRY_AFTER_S, None):
+
+    def read() -> Manifest | str:
         try:
             content = inspect(path)
             verify(path, content, FILES, rank, size)
         except ValueError as error:
             return str(error)
+        return content
+
+    return _tried_again(path, read)
+
+
+def _checkpoints_at(where: Path) -> list[Path]:
+    """Return a checkpoint given by its path, or those of a run. Raises as `list_checkpoints`."""
+    return [where] if (where / FILE).exists() else list_checkpoints(where)
+
+
+def _tried_again(path: Path, read: Callable[[], T]) -> T:
+    """Return what `read` returns of a path. Raises OSError, after some tries, if it cannot."""
+    for wait in (*RETRY_AFTER_S, None):
+        try:
+            return read()
         except OSError as error:
             if wait is None:
                 raise OSError(
@@ -228,8 +262,6 @@ def _read_all(path: Path, rank: int, size: int) -> Manifest | str:
                     "start the job again when it can, or give --run.resume another checkpoint"
                 ) from error
             time.sleep(wait)
-        else:
-            return content
     raise AssertionError
 
 

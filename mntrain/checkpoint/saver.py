@@ -590,14 +590,14 @@ def _make_valid(save: Save, content: Manifest) -> None:
 def remove_old(run_dir: Path, keep: int, metric: str) -> None:
     """Remove all but the newest `keep` checkpoints and the first with the lowest score by a metric.
 
-    A folder that cannot be removed is left to the next call, and all where a manifest cannot be
-    read: it may be that of the best. Files of others stay.
+    A folder that cannot be removed is left to the next call, and all where they cannot be listed or
+    a manifest cannot be read: it may be that of the best. Files of others stay.
     """
     with suppress(OSError):
         for leftover in (run_dir / "checkpoints").glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    paths = list_checkpoints(run_dir)
     try:
+        paths = list_checkpoints(run_dir)
         best = next(iter(scores(paths, metric)), None)
     except OSError:
         return

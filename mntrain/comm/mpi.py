@@ -362,6 +362,11 @@ OPEN_MPI = {
 THREADS = {0: "single", 1: "funneled", 2: "serialized", 3: "multiple"}
 
 
+def of_parent() -> bool:
+    """Return whether this process is a forked child of a rank, which MPI does not know. Local."""
+    return _of_parent.is_set()
+
+
 def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, MpiLibrary]:
     """Start MPI unless it runs, and duplicate `comm` (by default that of all ranks).
 
@@ -370,7 +375,7 @@ def start(comm: MPI.Intracomm | None = None) -> tuple[Communicator, MpiLibrary]:
     for the null communicator; RuntimeError if MPI was started without support for communication
     from several threads, and in a forked child.
     """
-    if _of_parent.is_set():
+    if of_parent():
         raise RuntimeError(
             "this process is a forked child of a rank and cannot be a rank itself: call "
             "`mntrain.init` before the fork, and leave communication to the rank"

@@ -55,7 +55,7 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     """Run all checks, and report them on rank 0; tell `moved` of progress. Collective."""
     # A communicator of its own, so that MPI calls made here cannot match the world's.
     comm, _ = mpi.start()
-    hosts = [fact.host for fact in world.facts]
+    hosts = rank_facts.hosts_apart(world.facts)
     leaders = [ranks[0] for ranks in rank_facts.by_host(world.facts)]
     comm.gather(None)  # ranks that start together meet within less time
     met = time.time()

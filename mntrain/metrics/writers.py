@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mntrain.comm.forked import call_in_child
 from mntrain.config import LogConfig
 from mntrain.metrics.copies import Copy, make_copies
 from mntrain.metrics.files import (
@@ -51,6 +52,7 @@ class MetricsFiles:
         for name, make in make_copies(run_dir, log).items():
             with self._guarded(name):
                 self._copies[name] = make()
+        call_in_child(self._leave_to_parent)
 
     def write(self, line: Line) -> None:
         """Append a line, with its step; it is on disk, or on its way, or waits in memory."""
@@ -77,6 +79,10 @@ class MetricsFiles:
         for name, copy in list(self._copies.items()):
             with self._guarded(name):
                 copy.close(succeeded=succeeded)
+
+    def _leave_to_parent(self) -> None:
+        """Let `close` do nothing in a forked child: the files and the copies go on."""
+        self._open = False
 
     def finish(self, summary: Mapping[str, Any]) -> list[str]:
         """Close all files, write summary.json and then the page; return what is missing.

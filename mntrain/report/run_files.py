@@ -66,6 +66,8 @@ class RunFiles:
             try:
                 content = inspect(path)
             except (OSError, ValueError) as error:
+                if not path.exists():  # the run has removed it meanwhile
+                    continue
                 yield {"checkpoint": path.name, "saved by": f"unsound: {error}"}
                 continue
             yield {

@@ -1,7 +1,7 @@
 """Children of ranks that end in every way: each has its exit code, and the job goes on.
 
-The argument is who starts MPI. Each child prints "last words" in a handler of its end, unless it
-leaves by the kernel alone.
+The arguments are who starts MPI, and a folder. Each child prints "last words" in a handler of its
+end, unless it leaves by the kernel alone.
 """
 
 import atexit
@@ -68,6 +68,7 @@ WAYS = {
     "sys.exit": (lambda: sys.exit(2), 2),
     "SystemExit": (lambda: leave("a reason"), 1),
     "an exception": (fail, 1),
+    "an end without an error": (sys.exit, 0),
     "the end of the script": (lambda: None, 0),
     "os._exit": (lambda: os._exit(3), 3),
     "a child of its own": (fork_again, 5),
@@ -115,5 +116,11 @@ def rank():
 
 
 with mntrain.init(device="cpu") as world:
-    if rank():
+    model = torch.nn.Linear(2, 1)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+    saved = world.checkpoints(sys.argv[2], model=model, optimizer=optimizer)
+    with world.metrics(sys.argv[2]) as log, saved:
+        log.log(1, loss=0.5)
+        goes_on = rank()
+    if goes_on:
         world.print(f"{SPOKEN * world.size} last words; the job goes on")

@@ -488,9 +488,10 @@ def test_threads_and_caught_errors_end_without_the_job(tmp_path):
     "started_by",
     ["mntrain", *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ("mpi4py", "script"))],
 )
-def test_children_end_in_every_way_without_ending_mpi_for_their_rank(started_by):
+def test_children_end_in_every_way_without_ending_mpi_for_their_rank(tmp_path, started_by):
     script = Path(__file__).parents[1] / "helpers" / "ends_of_children.py"
-    result = completed(mpirun(2, [sys.executable, script, started_by], timeout=250))
+    words = [sys.executable, script, started_by, tmp_path / "run"]
+    result = completed(mpirun(2, words, timeout=250))
     said = re.search(r"(\d+) last words; the job goes on", result.stdout)
     assert said, result.report()
     assert result.stdout.count("last words\n") == int(said[1])

@@ -622,6 +622,22 @@ def test_what_cannot_be_read_is_tried_again_and_then_refused_and_is_not_damaged(
         if RANKS > 1:
             assert str(error.value).startswith(f"rank {RANKS - 1}: {paths[1]} cannot be read (")
     assert checkpoint.newest(world, folder).path == paths[1]
+    left = [2]  # a run whose checkpoints cannot be listed is not one without checkpoints
+
+    def refuse(*_):
+        left[0] -= 1
+        if left[0] < 0:
+            return list_folder(folder / "checkpoints")
+        raise OSError(code, os.strerror(code))
+
+    list_folder = os.listdir
+    for name in ("listdir", "scandir") if world.master else ():
+        monkeypatch.setattr(os, name, refuse)
+    assert checkpoint.newest(world, folder).path == paths[1]
+    left[0] = 3
+    with pytest.raises(mntrain.AgreedError, match=f"{folder} cannot be read") as error:
+        checkpoint.newest(world, folder)
+    assert os.strerror(code) in str(error.value)
 
 
 def test_a_manifest_that_cannot_be_read_is_no_reason_to_remove_the_best(

@@ -64,6 +64,11 @@ def test_hosts_of_one_name_are_one_warning(hosts, text):
     found = rank_facts.names(facts)
     assert found.status == ("warn" if text else "pass")
     assert text in found.text
+    told = rank_facts.hosts_apart(facts)
+    for rank, host in enumerate(hosts):
+        assert [other == told[rank] for other in told] == [other == host for other in hosts]
+        assert told[rank].startswith(host[1])
+        assert text or told[rank] == host[1]
 
 
 @pytest.mark.parametrize(

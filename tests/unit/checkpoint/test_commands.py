@@ -239,6 +239,14 @@ def test_of_a_run_that_removes_its_newest_checkpoint_the_newer_one_is_read(
     assert str(newest(run)) not in said
 
 
+def test_a_list_leaves_out_a_checkpoint_that_is_removed_meanwhile(run, ckpt, monkeypatch):
+    removed_once(monkeypatch, commands, "inspect", run)
+    code, said, err = ckpt("list", run)
+    assert (code, err) == (0, "")
+    assert "step-00000002" not in said
+    assert "step-00000001" in said
+
+
 def test_an_export_of_a_checkpoint_that_is_removed_is_one_of_the_newer(run, ckpt, monkeypatch):
     out, newer = run / "model.safetensors", removed_once(monkeypatch, commands, "export_file", run)
     code, said, err = ckpt("export", run, out)

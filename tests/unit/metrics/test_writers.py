@@ -264,3 +264,22 @@ def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path, monke
     with pytest.raises(FileExistsError):
         write_whole(path, b"newest")
     assert (path.read_text(), victim.read_text()) == ("newer", "words")
+
+
+def test_a_forked_child_does_not_end_the_copies_of_its_parent(tmp_path, monkeypatch, disk):
+    """The child leaves blocks that close them; their servers would take the run for ended."""
+    ended = tmp_path / "ended"
+    copy = SimpleNamespace(write=lambda line: None, close=lambda succeeded: ended.touch())
+    monkeypatch.setattr(writers, "make_copies", lambda *_: {"a server": lambda: copy})
+    files = MetricsFiles(tmp_path, NONE, print)
+    disk.full = True
+    files.write(line(1))
+    disk.full = False
+    if (child := os.fork()) == 0:
+        files.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not ended.exists()
+    files.close()
+    assert ended.exists()
+    assert [one["step"] for one in read_metrics(tmp_path)] == [1]
