@@ -117,10 +117,8 @@ def inspect(path: Path) -> Manifest:
     content = read_manifest(path)
     for name in FILES:
         about = None
-        with suppress(*ABSENT):
-            about = (
-                path / name
-            ).stat()  # Path.is_file may hide an error: a file that seems missing
+        with suppress(*ABSENT):  # not Path.is_file: with an error, a file would seem missing
+            about = (path / name).stat()
         if about is None or not S_ISREG(about.st_mode):
             raise ValueError(f"{name} is missing")
         length = 0

@@ -493,7 +493,7 @@ def _write(
     written: Checksums = {name: [] for name in layouts}
     with ExitStack() as stack:
         for name, layout in layouts.items():
-            files[name] = file = _open(save.folder / name)
+            files[name] = file = _open(save.folder / name, made_here=world.master)
             stack.callback(os.close, file)
             # No posix_fallocate: where the file system lacks it, glibc writes zeros over the parts
             # of ranks that are ahead. Every node sets the length, which clients may not ask for
@@ -550,16 +550,19 @@ def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dic
     }
 
 
-def _open(path: Path) -> int:
-    """Open a file in the new folder, which is seen late on some network file systems.
+def _open(path: Path, *, made_here: bool) -> int:
+    """Open a file in the new folder, which other ranks see late on some network file systems.
 
-    Raises OSError, also if only the master sees the folder.
+    Raises OSError: at once if this rank has made the folder, and it was removed or moved since, and
+    later if only the master sees the folder.
     """
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:
             return os.open(path, _NEW_FILE, 0o666)
         except FileNotFoundError as error:
+            if made_here:
+                raise FileNotFoundError(f"{path.parents[1]} was removed or moved") from error
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
                     f"{path.parents[1]} is not what rank 0 sees: is it on a file system that all "

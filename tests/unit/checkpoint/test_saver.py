@@ -1,6 +1,9 @@
 """The folder of a new checkpoint, and which old ones are removed."""
 
 import os
+import time
+
+import pytest
 
 from mntrain.checkpoint import saver
 from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints
@@ -66,5 +69,12 @@ def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
     monkeypatch.setattr(saver.os, "open", opened)
     monkeypatch.setattr(saver.os, "listdir", listed)
     monkeypatch.setattr(saver, "_VISIBLE_WITHIN_S", 1.0)
-    os.close(saver._open(folder / "file"))
+    os.close(saver._open(folder / "file", made_here=False))
     assert list(folder.iterdir()) == [folder / "file"]
+
+
+def test_a_folder_that_is_moved_is_not_waited_for_by_the_rank_that_made_it(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(FileNotFoundError, match=f"^{tmp_path} was removed or moved$"):
+        saver._open(tmp_path / ".step-00000001.a1b2" / "file", made_here=True)
+    assert time.monotonic() - start < saver._VISIBLE_WITHIN_S / 2
