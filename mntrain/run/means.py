@@ -79,23 +79,25 @@ class DelayedSums:
         `latest` returns the optimizer that takes the steps of the loop, if there is one.
         """
         self._collectives, self._name, self._latest = collectives, name, latest
-        self._rounds: int | None = None  # of the sync schedule, when sums were last started
+        self._steps: int | None = None  # of the optimizer, when it was last asked
         self._values: dict[str, float] = {}
         self._own: dict[str, float] = {}
         self._message: StepMessage | None = None
         self.by_rank: dict[str, dict[str, float]] = {}
         """The own values of each rank with the sums that were last read, by name and rank."""
 
-    @property
     def due(self) -> bool:
-        """True if sums may start now: nothing crosses nodes within a round. Local."""
+        """Return whether sums may start now. Local; asked after each step, alike on all ranks.
+
+        Nothing crosses nodes within a round of a sync schedule, unless the loop takes no steps.
+        """
         optimizer = self._latest()
-        if optimizer is None or not optimizer.schedule.alone(optimizer.accumulation.steps):
+        if optimizer is None:
             return True
-        rounds = optimizer.schedule.rounds(optimizer.accumulation.steps)
-        if self._rounds is None:
-            self._rounds = rounds
-        return rounds > self._rounds
+        schedule, steps = optimizer.schedule, optimizer.accumulation.steps
+        before, self._steps = self._steps, steps
+        ended = before is not None and schedule.rounds(steps) > schedule.rounds(before)
+        return not schedule.alone(steps) or ended or steps == before
 
     @property
     def delay(self) -> int:
@@ -111,8 +113,6 @@ class DelayedSums:
         """
         self._values, self._own = dict(values), dict(own or {})
         optimizer = self._latest()
-        if optimizer is not None:
-            self._rounds = optimizer.schedule.rounds(optimizer.accumulation.steps)
         if optimizer is None or optimizer.group.size != self._collectives.size:
             self._message = self._send()
         else:

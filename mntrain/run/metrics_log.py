@@ -125,7 +125,7 @@ class MetricsLog:
         self._write_sent()
         self._directory.last_step = step
         self._lines.append(_Line(step, weight, read, times, own))
-        if self._sum.due:
+        if self._sum.due():
             self._send()
 
     def flush(self) -> None:

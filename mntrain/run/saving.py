@@ -329,7 +329,7 @@ class Checkpoints:
         elif not again:
             assert self._flags is not None, "save_if_due serves loops without flags"
             self.save_if_due(progress, self._flags.take() or {"save_due": 0.0, "save_ready": 0.0})
-            if (self._interval.by_clock or self._saver.saving) and self._flags.due:
+            if (self._interval.by_clock or self._saver.saving) and self._flags.due():
                 self._flags.start(self.local_flags())
 
     def _check(self, step: int) -> None:

@@ -211,6 +211,6 @@ class StopRequests:
                 self.agree(sums)
             if self.status != "running":
                 self.reason = self.find_reason()
-            elif self._sums.due:
+            elif self._sums.due():
                 self._sums.start(self.local_flags(self._sums.delay))
         return self.status != "running"

@@ -391,6 +391,21 @@ def test_a_step_of_one_node_that_is_not_finite_ends_all_in_the_exchange(
         update(optimizer, loss_of(model, mine(world, samples(12, 4))))
 
 
+def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make):
+    model = net()
+    optimizer = make(model, sync=LocalSGD(every=2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    factor = math.nan if NODE == NODES - 1 else 1.0
+    warned = pytest.warns(UserWarning, match="the next exchange")
+    with warned if factor != 1 and RANK % PER_NODE == 0 else nullcontext():
+        update(optimizer, loss_of(model, mine(world, samples(12))) * factor)
+    optimizer.wait_for_parameters()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    take_steps(world, model, optimizer, range(2))
+    assert optimizer.in_sync
+
+
 def whole(world, optimizer, key):
     """A tensor of the outer state by parameter, of every node: a list of flat tensors."""
     parts = world.gather(

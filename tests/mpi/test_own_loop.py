@@ -297,6 +297,25 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
         assert summary(folder / "run")["status"] == "preempted"
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_loop_that_takes_no_steps_within_a_round_hears_of_requests(folder):
+    with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
+        loop = Loop(world, folder / "run", sync=DiLoCo(every=100), every="100min")
+        loop.checkpoints.restore()
+        for step in (1, 2):
+            loop.step(step)
+            loop.checkpoints.save(step)
+            assert not world.stop_requested()
+        if RANK == RANKS - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        asked = 1  # such as between the batches of a long evaluation
+        while not world.stop_requested():
+            asked += 1
+            assert asked <= 3
+        loop.metrics.close()
+    assert column(folder / "run", "step") == [1, 2]
+
+
 def test_metrics_are_exact_means_by_weight(folder):
     with world_of() as world, world.metrics(folder, config={"lr": 0.1, "a": {"b": None}}) as log:
         weights, values = range(RANKS), [1.5 * rank + 1 for rank in range(RANKS)]

@@ -327,9 +327,11 @@ class Exchange:
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
         """Restore the outer state; without any, the next step copies the parameters.
 
-        Of another schedule's, what this one keeps beside begins with zeros.
+        Of another schedule's, what this one keeps beside begins with zeros. Refused steps are
+        forgotten.
         """
         self._flying.clear()
+        self._refused = False
         self._state.pop(tensor, None)
         if self._outer is None or EXCHANGED not in state:
             return
