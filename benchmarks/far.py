@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from emulated import Layout, nodes
 from results import DOCS, facts, heading, ms, table, write
@@ -45,12 +46,18 @@ def main() -> None:
                     for kind, seconds in job["seconds"].items():
                         row[kind] += seconds
             print(f"{delay:g} ms", file=sys.stderr)
-    page |= {"seconds": found, "versions": job["versions"]}
-    rows = [[name, *(ms(median(row[kind])) for kind in KINDS)] for name, row in found.items()]
+    publish(page | {"seconds": found, "versions": job["versions"]}, "far", DOCS)
+
+
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page."""
+    rows = [
+        [delay, *(ms(median(seconds[kind])) for kind in KINDS)]
+        for delay, seconds in page["seconds"].items()
+    ]
     title = "Steps on nodes that are far apart"
-    lines = heading(page, title, job["versions"], "Milliseconds, the median over all turns.")
-    head = ["each way", *KINDS.values()]
-    write(DOCS, "far", page, [*lines, *table(head, rows)])
+    lines = heading(page, title, page["versions"], "Milliseconds, the median over all turns.")
+    write(output, name, page, [*lines, *table(["each way", *KINDS.values()], rows)])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import checkpoint
 import collectives
+import far
 import gpu
 import slow_links
 import step
@@ -20,6 +21,7 @@ PUBLISHERS = {
     "cadence": unequal.publish_losses,
     "checkpoint": checkpoint.publish,
     "collectives": collectives.publish,
+    "far": far.publish,
     "gpu": gpu.publish,
     "slow": slow_links.publish,
     "step": step.publish,

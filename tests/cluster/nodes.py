@@ -33,7 +33,7 @@ from namespaces import TOOLS, Namespaces, run
 _DIRECTORY = "mntrain-nodes-"  # then the owner's pid: in the temporary directory
 _INTERFACE = "mn"  # then the owner's pid: at most 15 characters in all
 
-FAR = str(Path(__file__).with_name("far.py"))
+FAR = str(Path(__file__).with_name("late_packets.py"))
 
 _serial = itertools.count()  # of the clusters of this process
 

@@ -1,6 +1,6 @@
 """A node's network device whose packets leave later: the place of netem, which few kernels have.
 
-    python far.py NODE_PID SWITCH_PID DEVICE PORT MILLISECONDS
+    python late_packets.py NODE_PID SWITCH_PID DEVICE PORT MILLISECONDS
 
 Makes the device in the node's network namespace and the port in the switch's, and passes packets
 between both: what the node sends is late by so many milliseconds, and what it receives is not.
