@@ -22,6 +22,8 @@ INTERRUPT = signal.SIGINT
 # A scheduler wants the node back: SIGTERM before it kills, SIGUSR1 or SIGUSR2 if a script asks so.
 PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
+REQUESTS = ("stopped", "preempted", "interrupted")  # the first of several counts
+
 # Spare time for what steps and saves have not shown yet: a fraction of the job's time, up to a
 # maximum; in an allocation at least _MIN_ALLOCATION_SPARE_S, since its end kills every process.
 _SPARE_FRACTION = 0.05
@@ -130,6 +132,9 @@ class StopRequests:
     may differ. `longest_save_s` returns the seconds that a save has taken so far. A job whose ranks
     do not agree within `grace_s` seconds after a signal is ended; `option` is what the user sets
     these with. `sums` are those of `poll`, which a loop with a message of its own lacks.
+
+    The `status` is "running" until ranks agree on a request: of a rank's own code ("stopped"), of
+    a scheduler or the end of the time ("preempted"), or of a user ("interrupted").
     """
 
     def __init__(
@@ -142,12 +147,13 @@ class StopRequests:
         option: str,
         sums: DelayedSums | None = None,
     ) -> None:
-        self.status = "running"  # until a request is agreed: "preempted" or "interrupted"
+        self.status = "running"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
         self._signals = SignalRequests(world, grace_s, option)
         self._sums = sums
         self._longest_step_s, self._step_began = 0.0, time.monotonic()
+        self._asked: str | None = None  # why, by this rank's code
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
@@ -169,6 +175,14 @@ class StopRequests:
         self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_began)
         self.begin_step()
 
+    def ask(self, reason: str | None) -> None:
+        """Ask all ranks to stop, with a reason; with None, ask nothing. Local."""
+        self._asked = reason or self._asked
+
+    def stop(self, reason: str) -> None:
+        """Stop, with a reason that all ranks know. Local, on each of them."""
+        self.status, self._asked = "stopped", reason
+
     def local_flags(self, delay: int = 1) -> dict[str, float]:
         """Return this rank's flags, whose sums over all ranks `agree` takes. Local.
 
@@ -177,22 +191,28 @@ class StopRequests:
         step_s = self._longest_step_s * delay
         near = self._deadline.near(step_s, self._longest_save_s())
         return {
-            "interrupted": float(self._signals.interrupted),
+            "stopped": float(self._asked is not None),
             "preempted": float(self._signals.preempted or near),
+            "interrupted": float(self._signals.interrupted),
         }
 
     def agree(self, summed_flags: Mapping[str, float]) -> None:
         """Take the sums of the flags: the status is that of a request, if a rank has one. Local."""
-        if any(summed_flags[name] for name in ("interrupted", "preempted")):
+        asked = [name for name in REQUESTS if summed_flags[name]]
+        if self.status == "running" and asked:
             self.end()
-            self.status = "preempted" if summed_flags["preempted"] else "interrupted"
+            self.status = asked[0]
 
     def end(self) -> None:
         """Note that all ranks will end the job together. Local."""
         self._signals.agreed()
 
-    def find_reason(self) -> str:
-        """Return the signal and rank, or the deadline, that ends the job early. Collective."""
+    def find_reason(self) -> str | None:
+        """Return which request ends the job early, and whose; None without one. Collective."""
+        if self.status == "running":
+            return None
+        if self.status == "stopped":
+            return next(filter(None, self._world.gather(self._asked)))
         first = self._signals.first
         for rank, name in enumerate(self._world.gather(first.name if first else None)):
             if name:

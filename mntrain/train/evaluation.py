@@ -26,25 +26,32 @@ EVAL_LOSS = "eval_loss"
 
 
 def evaluate(
-    world: World, task: Task, data: JobData, means: StepMeans, forward: Callable[[Any], Any]
+    world: World,
+    task: Task,
+    model: nn.Module,
+    data: JobData,
+    *,
+    means: StepMeans,
+    forward: Callable[[Any], Any],
 ) -> tuple[float, dict[str, float]]:
     """Return the exact means of the loss and the metrics over all validation sets. Collective.
 
     `forward` adds a batch to the `means`. Raises TrainingStoppedError if a loss is not finite.
     """
     by_set = {}
-    for name in data.validation_sets:
-        for samples, batch in data.validation_batches(name):
-            with noted(world.rank, f"evaluation of {samples}"):
-                forward(batch)
-        where = f"in evaluation of {name}" if name else "in evaluation"
-        found = means.reduce(world.collectives, where)
-        if found.nonfinite:
-            reason = f"{where}, the loss is {found.nonfinite}"
-            raise TrainingStoppedError(reason, world.rank)
-        with noted(world.rank, f"metrics {where}"):
-            metrics = task.derive(found.loss, found.metrics)
-        by_set[name] = replace(found, metrics=metrics)
+    with evaluating(model):
+        for name in data.validation_sets:
+            for samples, batch in data.validation_batches(name):
+                with noted(world.rank, f"evaluation of {samples}"):
+                    forward(batch)
+            where = f"in evaluation of {name}" if name else "in evaluation"
+            found = means.reduce(world.collectives, where)
+            if found.nonfinite:
+                reason = f"{where}, the loss is {found.nonfinite}"
+                raise TrainingStoppedError(reason, world.rank)
+            with noted(world.rank, f"metrics {where}"):
+                metrics = task.derive(found.loss, found.metrics)
+            by_set[name] = replace(found, metrics=metrics)
     return merge_sets(by_set)
 
 

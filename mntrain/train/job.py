@@ -9,17 +9,18 @@ from mntrain import checkpoint, tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.balancing import Balancing
 from mntrain.balance.shares import Shares
-from mntrain.checkpoint import Saver, Stateful
+from mntrain.checkpoint import Manifest, Saver, Stateful
 from mntrain.cli import to_toml
 from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE
+from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.run.directory import RunDirectory
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
-from mntrain.run.signals import Deadline
+from mntrain.run.signals import Deadline, StopRequests
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
@@ -46,7 +47,7 @@ class TrainingJob:
 
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         # Only the master's deadline counts, since clocks of nodes may differ.
-        self.deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
+        self._deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
         self.directory = RunDirectory(world, config.run.dir)
         self.run_dir = self.directory.path
         try:
@@ -85,10 +86,42 @@ class TrainingJob:
         # Seeds dropout.
         torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
         self.batches = self.data.batches(self.done, self.last_step)
+        self.requests = StopRequests(
+            world,
+            self._deadline,
+            longest_save_s=lambda: self.checkpoints.longest_s,
+            grace_s=config.run.grace,
+            option="--run.grace",
+        )
+        self._saved_config = resumption.to_json(config)
         self._begin_run(world, config)
         self.directory.start_recording(config.run.recorder)
         if resumed:
             checkpoint.restore_randomness(resumed, world)
+        world.watchdog.at_end += [
+            self.directory.write_early_end,
+            lambda *_: self.reporter.end_display(),
+        ]
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether an evaluation follows a step. Local."""
+        every = self.config.train.eval_every
+        due = step == self.steps or (every > 0 and step % every == 0)
+        return due and bool(self.data.validation_sets)
+
+    def progress(self, record: StepRecord, skipped_steps: int) -> Manifest:
+        """Return what a checkpoint after a step records of the run. Local."""
+        return Manifest(
+            step=record.step,
+            config=self._saved_config,
+            samples=self.data.samples,
+            skipped_steps=skipped_steps,
+            eval_loss=record.eval_loss,
+            data=self.data_facts,
+            scored_by=self.best.text,
+            position=self.data.position(record.step),
+            score=self.best.score(record),
+        )
 
     def _begin_run(self, world: World, config: Config) -> None:
         """Begin in the run's directory, or continue in it. Collective."""

@@ -28,8 +28,10 @@ from typing import Any
 from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
 from mntrain.comm.engine import Future
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
+from mntrain.run.signals import REQUESTS
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
@@ -57,24 +59,21 @@ class StepAgreement:
     """The means, flags and failures that the ranks of a job establish together in each step.
 
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order,
-    and then `meet`, where they need each other.
+    and then `meet_if_needed`. Forward and backward add to `losses`, and take the
+    weights of their parts from `counts`.
 
-    Construction is collective. `own_flags` returns the flags of this rank, under the same names on
-    all; `save` saves the last completed step.
+    Construction is collective. `save` saves the last completed step, or returns why that failed.
     """
 
     def __init__(
         self,
         world: World,
         job: TrainingJob,
-        means: StepMeans,
-        counts: PartCounts,
-        *,
-        own_flags: Callable[[], Mapping[str, float]],
-        save: Callable[[], None],
+        save: Callable[[], AgreedError | None],
     ) -> None:
-        self._world, self._job, self._accumulator, self._counts = world, job, means, counts
-        self._own_flags, self._save = own_flags, save
+        self._world, self._job, self._save = world, job, save
+        self.losses = StepMeans(world.rank)
+        self.counts = PartCounts(job.task, job.config.task, self._averaged_over, world.waits)
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step
@@ -119,7 +118,7 @@ class StepAgreement:
         if self._alone:
             nodes = world.topology.nodes
             self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))
-            self._accumulator.put(self._message, self._ranks)
+            self.losses.put(self._message, self._ranks)
             self._message.put("node samples", float(self._job.data.own_samples(step)))
             yield
             return
@@ -129,7 +128,7 @@ class StepAgreement:
             self._message.put(name, partial(self._own_flag, name))
         for name, value in self.measured.items():
             self._message.put(name, value, "max")
-        self._accumulator.put(self._message)
+        self.losses.put(self._message)
         self._states = random_states(world.device)
         try:
             yield
@@ -141,8 +140,20 @@ class StepAgreement:
             self._error = error
             self._finish_failed(error)
 
+    def _own_flags(self) -> dict[str, float]:
+        """Return what this rank asks for; sums over all ranks count after the step. Local."""
+        return {
+            **self._job.requests.local_flags(self.delay),
+            **self._job.checkpoints.local_flags(),
+        }
+
     def _own_flag(self, name: str) -> float:
         return self._own_flags()[name]
+
+    def _averaged_over(self) -> WorldCollectives:
+        """Return the ranks that the current step is averaged over, for more than gradients."""
+        whole = self._job.optimizer.group.size == self._world.size
+        return self._world.collectives if whole else self._world.node_collectives
 
     def _finish_failed(self, error: Exception) -> None:
         """Take part in the rest of the step. Collective.
@@ -153,7 +164,7 @@ class StepAgreement:
         timer.daemon = True
         timer.start()
         try:
-            self._counts.finish_interrupted()
+            self.counts.finish_interrupted()
             self._job.optimizer.accumulation.finish_interrupted()
         except Exception:
             raise error from None  # communication has failed, too
@@ -161,12 +172,14 @@ class StepAgreement:
             timer.cancel()
 
     def before_update(self, step: int) -> None:
-        """Establish the means and flags. Collective in the ranks of the step.
+        """Wait for the gradients, means and flags. Collective in the ranks of the step.
 
         Unless such steps are skipped, raises TrainingStoppedError for a loss that is not finite; in
         a step of the node alone, the exchange raises.
         """
         where, world = f"in step {step}", self._world
+        self.counts.end_step()
+        self._job.optimizer.synchronize()
         sums = self._message.read()
         self.flags = {name: sums.get(name, 0.0) for name in self._own_flags()}
         names = () if self._alone else self.measured
@@ -174,7 +187,7 @@ class StepAgreement:
         self._failed = bool(sums.get("failed"))
         if self._failed:
             return
-        self.means = self._accumulator.take(self._message, self._group, where, self._ranks)
+        self.means = self.losses.take(self._message, self._group, where, self._ranks)
         if self._alone:
             self._node_samples = sums["node samples"]
         if self.means.nonfinite and self._raises_non_finite:
@@ -199,7 +212,8 @@ class StepAgreement:
             text = f"mntrain: step {step} failed on {naming('rank', failed)}: the report is of one"
             print(text, file=sys.stderr)
         set_random_states(self._states, world.device)
-        self._save()
+        if why := self._save():
+            self._job.reporter.warn(str(why))
         if self._error is not None and world.rank == failed[0]:
             raise self._error
         while True:
@@ -255,9 +269,21 @@ class StepAgreement:
         """Whether all ranks wait for each other at the end of this step's round."""
         return self._ends_round and self._job.optimizer.schedule.waits
 
-    def meet(self) -> None:
-        """Let the flags count that ranks have now, after a step of a node alone. Collective."""
-        if self._alone and not self._waits:
+    def meet_if_needed(self, step: int) -> None:
+        """Let the flags count that ranks have now, where all need each other. Collective then.
+
+        They do after a step at which an evaluation or a save follows, or the job ends. Only steps
+        of a node alone leave flags of others unknown.
+        """
+        job, flags = self._job, self.flags
+        needed = (
+            step == job.last_step
+            or job.evaluates(step)
+            or job.timeline.meets_after(step)
+            or any(flags[name] for name in REQUESTS)
+            or job.checkpoints.acts(step, flags)
+        )
+        if needed and self._alone and not self._waits:
             for sent, _ in self._rounds:
                 sent.wait()
             self._rounds.clear()

@@ -14,20 +14,15 @@ from itertools import count
 from typing import Any
 
 from mntrain import tasks
-from mntrain.checkpoint import Manifest
-from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.rank_info import memory_now
-from mntrain.run.signals import StopRequests
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob
-from mntrain.train.resumption import to_json
 from mntrain.train.step_agreement import StepAgreement, errors_stop
-from mntrain.train.step_means import PartCounts, StepMeans
 from mntrain.train.summary import JobResult, describe_job, finish_report, show_sample
 from mntrain.world import World
 from zero.optimizer import StepResult
@@ -42,32 +37,11 @@ class Trainer:
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         self._world = world
         self.job = job = TrainingJob(world, config, task)
-        self._config = config = job.config
         self._model, self._optimizer = job.model, job.optimizer
-        self._reporter = job.reporter
-        self._requests = StopRequests(
-            world,
-            job.deadline,
-            longest_save_s=lambda: job.checkpoints.longest_s,
-            grace_s=config.run.grace,
-            option="--run.grace",
-        )
-        self._early_end = job.directory.write_early_end
-        world.watchdog.at_end += [self._early_end, lambda *_: job.reporter.end_display()]
-        self._means = StepMeans(world.rank)
-        self._counts = PartCounts(job.task, config.task, self._step_group, world.waits)
+        self._reporter, self._requests = job.reporter, job.requests
         skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
-        self._saved_config = to_json(config)
-        self._asked_to_stop: str | None = None  # why, by this rank's task
-        self._agreement = StepAgreement(
-            world,
-            job,
-            self._means,
-            self._counts,
-            own_flags=self._own_flags,
-            save=self._save_before_error,
-        )
+        self._agreement = StepAgreement(world, job, self._save_last)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until any rank asks to end; return the summary. Collective.
@@ -95,12 +69,9 @@ class Trainer:
             if result.status == "completed" and self._world.master:
                 show_sample(self.job)
             result.seconds = time.perf_counter() - start
-            if result.status in ("interrupted", "preempted"):
-                result.reason = self._requests.find_reason()
-            elif result.error:
-                result.reason = str(result.error)
+            result.reason = str(result.error) if result.error else self._requests.find_reason()
             summary = finish_report(self._world, self.job, result)
-            self._world.watchdog.at_end.remove(self._early_end)
+            self._world.watchdog.at_end.remove(self.job.directory.write_early_end)
         if missing := summary.get("not_written"):
             AgreedError(loss_text(self.job.run_dir, missing), self._world.rank).report()
         if result.error:
@@ -117,61 +88,42 @@ class Trainer:
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
                 self._reporter.step(record)
-                self._asked_to_stop = self.job.task.on_step(record) or self._asked_to_stop
+                self._requests.ask(self.job.task.on_step(record))
                 result.status = self._status(step)
                 if result.status != "running":
                     self._requests.end()
                     return
                 saving = self._world.recorder.phase("checkpoint", step)
                 with saving, errors_stop(self._world, step):
-                    self.job.checkpoints.save_if_due(self._progress(record), self._agreement.flags)
+                    progress = self.job.progress(record, result.skipped_steps)
+                    self.job.checkpoints.save_if_due(progress, self._agreement.flags)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
                 return
             self._requests.end_step()
 
-    def _progress(self, record: StepRecord) -> Manifest:
-        """Return what a checkpoint after a step records of the run. Local."""
-        job = self.job
-        return Manifest(
-            step=record.step,
-            config=self._saved_config,
-            samples=job.data.samples,
-            skipped_steps=self._result.skipped_steps,
-            eval_loss=record.eval_loss,
-            data=job.data_facts,
-            scored_by=job.best.text,
-            position=job.data.position(record.step),
-            score=job.best.score(record),
-        )
-
-    def _save_last(self, *, wanted: bool) -> AgreedError | None:
-        """Save the last completed step, if wanted and it is not saved; return why that failed."""
-        last, checkpoints = self._result.last, self.job.checkpoints
+    def _save_last(self) -> AgreedError | None:
+        """Save the last completed step, if that is wanted and not done; return why that failed."""
+        result, checkpoints = self._result, self.job.checkpoints
+        last, wanted = result.last, self.job.saves or result.status == "preempted"
         checkpoints.wait()
-        if last is None or not wanted:
+        if last is None or result.error or not wanted:
             return None
         try:
             with errors_stop(self._world, last.step):
-                checkpoints.save_now(self._progress(last))
+                checkpoints.save_now(self.job.progress(last, result.skipped_steps))
         except AgreedError as error:
             return error
         return None
 
     def _save_at_end(self) -> None:
-        """Save if wanted or preempted; a failure is the job's result. Collective."""
-        result = self._result
-        saves = self.job.saves or result.status == "preempted"
-        error = self._save_last(wanted=saves and not result.error)
+        """Save the last completed step; a failure is the job's result. Collective."""
+        result, error = self._result, self._save_last()
         if error and result.status != "interrupted":
             result.status = "failed"
             result.error = TrainingStoppedError(str(error), self._world.rank)
         elif error:
-            self._reporter.warn(str(error))
-
-    def _save_before_error(self) -> None:
-        if error := self._save_last(wanted=self.job.saves):
             self._reporter.warn(str(error))
 
     def train_step(self, step: int) -> StepRecord:
@@ -191,8 +143,6 @@ class Trainer:
                 micro_batches = next(self.job.batches)
             self._forward_backward(step, micro_batches, timer)
         with timer("reduce_wait"):
-            self._counts.end_step()
-            self._optimizer.synchronize()
             self._agreement.before_update(step)
         self._agreement.end_if_failed(step)
         lr = self.job.schedule.lr
@@ -203,8 +153,7 @@ class Trainer:
             self._optimizer.zero_grad()
             self.job.schedule.after_step()
         self._agreement.after_update(step)
-        if self._all_meet(step):
-            self._agreement.meet()
+        self._agreement.meet_if_needed(step)
         return self._complete(step, lr, update, timer.times())
 
     def _complete(
@@ -217,7 +166,7 @@ class Trainer:
             norm = update.grad_norm
             self._reporter.warn(f"step {step} was skipped: the gradient's norm is {norm}")
         self._result.add(items, times["step_s"], skipped=update.skipped)
-        if self._config.log.per_rank:
+        if job.config.log.per_rank:
             self._agreement.measured = of_this_rank(times, memory_now(self._world.device))
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = job.task.derive(means.loss, means.metrics)
@@ -245,7 +194,7 @@ class Trainer:
         """
         rank, optimizer = self._world.rank, self._optimizer
         with noted(rank, f"counts of step {step}"):
-            self._counts.start(micro_batches)
+            self._agreement.counts.start(micro_batches)
         waited_s = optimizer.accumulation.waited_s
         for number, batch in enumerate(micro_batches):
             samples = partial(self.job.data.name_micro_batch, step, number)
@@ -253,7 +202,7 @@ class Trainer:
             with timer("forward"), noted(rank, f"forward in step {step} of", samples):
                 loss = self._forward(batch)
             with timer("backward"), held, noted(rank, f"backward in step {step} of", samples):
-                optimizer.backward(*self._counts.weigh(loss, timer))
+                optimizer.backward(*self._agreement.counts.weigh(loss, timer))
         if not micro_batches:
             self._optimizer.forget_batches()
             self._optimizer.share(0)
@@ -261,75 +210,36 @@ class Trainer:
 
     def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
         """Return the task's loss of a micro-batch, and add up its means. Local."""
-        task, precision = self.job.task, self.job.precision
-        loss = self._counts.checked(precision.loss(task, self._model, batch, self._world.device))
-        self._means.add_loss(loss)
+        job, agreement = self.job, self._agreement
+        loss = job.precision.loss(job.task, self._model, batch, self._world.device)
+        agreement.losses.add_loss(agreement.counts.checked(loss))
         return loss
 
-    def _own_flags(self) -> dict[str, float]:
-        """Return what this rank asks for; sums over all ranks count after the step. Local."""
-        return {
-            **self._requests.local_flags(self._agreement.delay),
-            "asked_to_stop": float(self._asked_to_stop is not None),
-            **self.job.checkpoints.local_flags(),
-        }
-
-    def _all_meet(self, step: int) -> bool:
-        """Return whether all ranks need each other after a step, alike on all of them."""
-        flags = self._agreement.flags
-        return (
-            step == self.job.last_step
-            or self._evaluates(step)
-            or self.job.timeline.meets_after(step)
-            or any(flags[name] for name in ("interrupted", "preempted", "asked_to_stop"))
-            or self.job.checkpoints.acts(step, flags)
-        )
-
-    def _evaluates(self, step: int) -> bool:
-        every = self._config.train.eval_every
-        due = step == self.job.steps or (every > 0 and step % every == 0)
-        return due and bool(self.job.data.validation_sets)
-
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
-        if not self._evaluates(record.step):
+        """Return the record of a step with its evaluation, if there is one. Collective."""
+        job, requests = self.job, self._requests
+        if not job.evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
-            loss, metrics = self.evaluate()
+            means, forward = self._agreement.losses, self._forward
+            given = self._world, job.task, self._model, job.data
+            loss, metrics = evaluate(*given, means=means, forward=forward)
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
-        self.job.schedule.after_evaluation(loss)
+        job.schedule.after_evaluation(loss)
         try:
-            score = self.job.best.score(record)
+            score = job.best.score(record)
         except ValueError as error:
             raise TrainingStoppedError(str(error), self._world.rank) from None
-        self._result.reason = self.job.best.after_evaluation(score)
-        self._asked_to_stop = self.job.task.on_evaluation(record) or self._asked_to_stop
+        if reason := job.best.after_evaluation(score):
+            requests.stop(reason)
+        requests.ask(job.task.on_evaluation(record))
         return record
 
-    def evaluate(self) -> tuple[float, dict[str, float]]:
-        """Return the exact means of the loss and the metrics over all validation sets. Collective.
-
-        Raises TrainingStoppedError if a loss is not finite.
-        """
-        task, data = self.job.task, self.job.data
-        with tasks.evaluating(self._model):
-            return evaluate(self._world, task, data, self._means, self._forward)
-
-    def _step_group(self) -> WorldCollectives:
-        """Return the ranks that the current step is averaged over, for more than gradients."""
-        whole = self._optimizer.group.size == self._world.size
-        return self._world.collectives if whole else self._world.node_collectives
-
     def _status(self, step: int) -> str:
-        flags = self._agreement.flags
         if step == self.job.steps:
             return "completed"
         if step == self.job.last_step:
             return "stopped"
-        if flags["asked_to_stop"]:
-            reasons = self._world.gather(self._asked_to_stop)
-            self._result.reason = next(filter(None, reasons))
-        if self._result.reason:
-            return "stopped"
-        self._requests.agree(flags)
+        self._requests.agree(self._agreement.flags)
         return self._requests.status

@@ -6,11 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 import mntrain
+from mntrain.config import Config
 from mntrain.errors import AgreedError
+from mntrain.tasks import Task
 from mntrain.train import step_agreement
 from mntrain.train.step_agreement import StepAgreement
-from mntrain.train.step_means import StepMeans
 from zero.step_message import StepMessage
+
+
+class OneLoss(Task):
+    dataset = loss = model = None
 
 
 @pytest.fixture
@@ -27,12 +32,19 @@ def failing():
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
-    config = SimpleNamespace(optim=SimpleNamespace(non_finite="stop"))
+    config = SimpleNamespace(optim=SimpleNamespace(non_finite="stop"), task="mine:Task")
     precision = SimpleNamespace(loss_scale=None)
-    job = SimpleNamespace(optimizer=optimizer, config=config, precision=precision, sync=None)
-    counts = SimpleNamespace(finish_interrupted=lambda: None)
+    job = SimpleNamespace(
+        optimizer=optimizer,
+        config=config,
+        precision=precision,
+        sync=None,
+        task=OneLoss(Config()),
+        requests=SimpleNamespace(local_flags=lambda delay: {}),
+        checkpoints=SimpleNamespace(local_flags=dict),
+    )
     with mntrain.init(device="cpu") as world:
-        made = StepAgreement(world, job, StepMeans(0), counts, own_flags=dict, save=lambda: None)
+        made = StepAgreement(world, job, lambda: None)
         yield made, others
 
 
