@@ -37,6 +37,11 @@ class StepMessage:
         """Number of the ranks that it was sent to; 0: it was not sent yet."""
         return self._size
 
+    @property
+    def arrived(self) -> bool:
+        """True if `read` would not wait."""
+        return self.sent and self._work.done()
+
     def take_back(self, name: str) -> None:
         """Remove a number that was put. Local; not once the message was sent."""
         assert not self.sent, f"{name} is taken out of a message that was sent"

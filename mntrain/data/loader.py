@@ -236,7 +236,7 @@ class ShardRegistry:
                 "exchange, whatever its samples; add weighted=True to its description, such as "
                 "LocalSGD(every=50, weighted=True)"
             )
-        if not all(schedule.waits for schedule in rare):
+        if any(schedule.max_staleness for schedule in rare):
             raise ValueError(
                 "balance=True with an optimizer that has max_staleness: its nodes do not wait for "
                 "each other, and to compare speeds ranks do; leave one of the two out"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from numbers import Complex
-from typing import SupportsFloat
+from typing import NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import as_reals, wide_dtype
 from zero.optimizer import ZeroOptimizer
-from zero.step_message import StepMessage
+from zero.step_message import StepMessage, Value
 
 
 def weighted_mean(
@@ -64,11 +64,51 @@ def weight_problem(weight: object) -> str | None:
     return f"weight is {weight!r}: give a finite number of samples or tokens, 0 or more"
 
 
-class DelayedSums:
-    """Sums over all ranks that are started in one step of an own loop, and read in the next.
+class Sums(NamedTuple):
+    """Sums over all ranks by name, and the own values of each by name and rank."""
 
-    They travel in the message that ends the next reduction of gradients over all ranks. If there is
-    none, or it was not sent until they are read, in one of their own.
+    sums: dict[str, float]
+    by_rank: dict[str, dict[str, float]]
+
+
+class _Started(NamedTuple):
+    """Values in a message, whose names there have a prefix."""
+
+    message: StepMessage
+    # Rounds of steps that must have ended before they count, once the message was sent; None if
+    # that is as soon as they are asked for.
+    rounds: int | None
+    prefix: str
+    values: Mapping[str, Value]
+    own: Mapping[str, Value]
+
+    def put(self) -> None:
+        for name, value in self.values.items():
+            self.message.put(self.prefix + name, value)
+        for name, value in self.own.items():
+            self.message.put(self.prefix + name, value, "max")
+
+    def take_back(self) -> None:
+        """Take the values out of a message that was not sent."""
+        if not self.message.sent:
+            for name in [*self.values, *self.own]:
+                self.message.take_back(self.prefix + name)
+
+    def read(self) -> Sums:
+        sums = self.message.read()
+        return Sums(
+            {name: sums[self.prefix + name] for name in self.values},
+            {name: self.message.by_rank(self.prefix + name) for name in self.own},
+        )
+
+
+class DelayedSums:
+    """Sums over all ranks that are started after one step of a loop, and taken after a later one.
+
+    They travel in what all ranks send next: in the message of the next step, or where nodes train
+    alone, in that of the exchange at the end of the round, and count then; with a `max_staleness`,
+    so many rounds later. If that is not sent until they are taken, since the loop takes no steps,
+    they have a message of their own. All methods are called alike on all ranks.
     """
 
     def __init__(
@@ -79,71 +119,89 @@ class DelayedSums:
         `latest` returns the optimizer that takes the steps of the loop, if there is one.
         """
         self._collectives, self._name, self._latest = collectives, name, latest
-        self._steps: int | None = None  # of the optimizer, when it was last asked
-        self._values: dict[str, float] = {}
-        self._own: dict[str, float] = {}
-        self._message: StepMessage | None = None
-        self.by_rank: dict[str, dict[str, float]] = {}
-        """The own values of each rank with the sums that were last read, by name and rank."""
+        self._steps: int | None = None  # of the optimizer, at the last `take`
+        self._started: list[_Started] = []
+        self._number = 0  # of what was started
 
-    def due(self) -> bool:
-        """Return whether sums may start now. Local; asked after each step, alike on all ranks.
-
-        Nothing crosses nodes within a round of a sync schedule, unless the loop takes no steps.
-        """
-        optimizer = self._latest()
-        if optimizer is None:
-            return True
-        schedule, steps = optimizer.schedule, optimizer.accumulation.steps
-        before, self._steps = self._steps, steps
-        ended = before is not None and schedule.rounds(steps) > schedule.rounds(before)
-        return not schedule.alone(steps) or ended or steps == before
+    @property
+    def waiting(self) -> bool:
+        """True if anything that was started is not sent yet. Local."""
+        return any(not one.message.sent for one in self._started)
 
     @property
     def delay(self) -> int:
-        """The most steps from now to the one in which sums are read, if they are due. Local."""
+        """The most steps from a message to the one in which the next message counts. Local."""
         optimizer = self._latest()
-        alone = optimizer and optimizer.schedule.alone(optimizer.accumulation.steps)
-        return 1 + optimizer.schedule.every if optimizer and alone else 1
+        if optimizer is None or not optimizer.schedule.alone(optimizer.accumulation.steps):
+            return 1
+        return (optimizer.schedule.max_staleness + 1) * optimizer.schedule.every
 
-    def start(self, values: Mapping[str, float], own: Mapping[str, float] | None = None) -> None:
-        """Start sums of values by name. Collective; the same names in the same order.
+    def start(self, values: Mapping[str, Value], own: Mapping[str, Value] | None = None) -> None:
+        """Start sums of values by name; all ranks learn the values in `own` of each. Collective.
 
-        All ranks learn the values in `own` of each.
+        The same names in the same order on all ranks. Functions are called when they are sent.
         """
-        self._values, self._own = dict(values), dict(own or {})
+        optimizer, message, rounds = self._latest(), StepMessage(), None
+        if optimizer is not None:
+            schedule, steps = optimizer.schedule, optimizer.accumulation.steps
+            if schedule.alone(steps):
+                message, rounds = schedule.message, 0
+                if schedule.max_staleness:
+                    rounds = schedule.rounds(steps) + 1 + schedule.max_staleness
+            elif optimizer.group.size == self._collectives.size:
+                message = optimizer.accumulation.message
+            else:
+                optimizer = None
+        self._number += 1
+        prefix = f"{self._name} {self._number}: "
+        self._started.append(_Started(message, rounds, prefix, values, own or {}))
+        self._started[-1].put()
+        if optimizer is None:
+            message.send(self._collectives)
+
+    def take(self) -> list[Sums]:
+        """Return the sums that count now, in the order of their starts. Collective.
+
+        At most once after each step.
+        """
         optimizer = self._latest()
-        if optimizer is None or optimizer.group.size != self._collectives.size:
-            self._message = self._send()
-        else:
-            self._message = optimizer.accumulation.message
-            self._put(self._message)
+        steps = optimizer.accumulation.steps if optimizer else None
+        idle, self._steps = steps == self._steps, steps
+        rounds = optimizer.schedule.rounds(steps) if optimizer and steps is not None else 0
+        number = 0
+        for one in self._started:
+            sent = one.message.sent and rounds >= (one.rounds or 0)
+            if not (one.rounds is None or idle or sent):
+                break
+            number += 1
+        return self._take(number)
 
-    def take(self) -> dict[str, float]:
-        """Return the sums that were last started, once; empty if there are none. Collective."""
-        message, self._message = self._message, None
-        if message is None:
-            return {}
-        if message.ranks != self._collectives.size:
-            if not message.sent:
-                for name in [*self._values, *self._own]:
-                    message.take_back(self._full(name))
-            message = self._send()
-        sums = message.read()
-        self.by_rank = {name: message.by_rank(self._full(name)) for name in self._own}
-        return {name: sums[self._full(name)] for name in self._values}
+    def take_all(self) -> list[Sums]:
+        """Return all sums that were started and not taken. Collective; waits for them."""
+        return self._take(len(self._started))
 
-    def _send(self) -> StepMessage:
+    def now(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return sums of values by name, in a message of their own. Collective."""
+        alone = _Started(StepMessage(), None, "", values, {})
+        alone.put()
+        alone.message.send(self._collectives)
+        return alone.read().sums
+
+    def drop(self) -> None:
+        """Forget all sums that were started and not taken. Local."""
+        for one in self._started:
+            one.take_back()
+        self._started.clear()
+
+    def _take(self, number: int) -> list[Sums]:
+        """Return the sums that were started first, those that were not sent in one message."""
+        taken, self._started = self._started[:number], self._started[number:]
         message = StepMessage()
-        self._put(message)
-        message.send(self._collectives)
-        return message
-
-    def _put(self, message: StepMessage) -> None:
-        for name, value in self._values.items():
-            message.put(self._full(name), value)
-        for name, value in self._own.items():
-            message.put(self._full(name), value, "max")
-
-    def _full(self, name: str) -> str:
-        return f"{self._name}: {name}"
+        for index, one in enumerate(taken):
+            if one.message.ranks != self._collectives.size:
+                one.take_back()
+                taken[index] = again = one._replace(message=message)
+                again.put()
+        if any(one.message is message for one in taken):
+            message.send(self._collectives)
+        return [one.read() for one in taken]

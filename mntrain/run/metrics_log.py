@@ -3,9 +3,10 @@
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -22,10 +23,9 @@ from mntrain.metrics.writers import MetricsFiles
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.means import DelayedSums, to_float, weight_problem
+from mntrain.run.means import DelayedSums, Sums, to_float, weight_problem
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
-T = TypeVar("T")
 
 
 class _Line(NamedTuple):
@@ -35,7 +35,6 @@ class _Line(NamedTuple):
     weight: float
     values: dict[str, float]
     times: dict[str, float]
-    own: dict[str, float]  # what ranks do not add up
 
     def told(self) -> dict[str, float]:
         """Return the terms of the sums by which ranks see that they have the same line."""
@@ -47,20 +46,6 @@ class _Line(NamedTuple):
         """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
         values = self.values if self.weight else {}  # 0 times nan is nan
         return {f"of {name}": self.weight * values.get(name, 0.0) for name in names}
-
-
-def _numbered(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
-    """Return all entries, each under its name after the number of its dictionary."""
-    return {f"{i} {name}": value for i, one in enumerate(dicts) for name, value in one.items()}
-
-
-def _numbered_apart(entries: Mapping[str, T], count: int) -> list[dict[str, T]]:
-    """Return what `_numbered` was given, as so many dictionaries."""
-    apart: list[dict[str, T]] = [{} for _ in range(count)]
-    for key, value in entries.items():
-        number, _, name = key.partition(" ")
-        apart[int(number)][name] = value
-    return apart
 
 
 class MetricsLog:
@@ -90,9 +75,8 @@ class MetricsLog:
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._sum = sums
-        self._lines: list[_Line] = []  # whose sums were not started
-        self._sent: list[_Line] = []  # whose sums are under way
+        self._sums = sums
+        self._lines = deque[_Line]()  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
         self._last: dict[str, float] = {}
         self._start = time.perf_counter()
@@ -108,11 +92,11 @@ class MetricsLog:
         the number of samples or tokens that this rank's values are means over; 0 leaves the rank
         out. Tensors have one element, and reading them waits for their device.
 
-        No rank waits for another: the line is written in the next call; with a sync schedule, after
-        the round that it is of. It also has the seconds
-        since the last call ("step_s"), and those in which a collective was in progress
-        ("communication") and was waited for ("exposed"). Raises AgreedError for a wrong argument;
-        one call later if ranks differ in the step or the names, or if all weights are 0.
+        No rank waits for another: the line is written in the next call; with a sync schedule, in
+        the first call after its round. It also has the seconds since the last call ("step_s"), and
+        those in which a collective was in progress ("communication") and was waited for
+        ("exposed"). Raises AgreedError for a wrong argument; one call later if ranks differ in the
+        step or the names, or if all weights are 0.
         """
         times = {k: v for k, v in self._timer.times().items() if k not in PHASES}
         self._timer = StepTimer(self._world.collectives)
@@ -122,45 +106,35 @@ class MetricsLog:
         own = of_this_rank(times, memory) if self._log.per_rank else {}
         reserved = {"step", *times, *own} & values.keys()
         self._check(step, weight, reserved, values.keys() - read.keys())
-        self._write_sent()
+        self._write_lines(self._sums.take())
         self._directory.last_step = step
-        self._lines.append(_Line(step, weight, read, times, own))
-        if self._sum.due():
-            self._send()
+        line = _Line(step, weight, read, times)
+        self._lines.append(line)
+        self._sums.start(line.told() | line.weighted(self._names), own)
 
     def flush(self) -> None:
         """Write the last lines. Collective; waits for their means."""
-        self._write_sent()
-        if self._lines:
-            self._send()
-            self._write_sent()
+        self._write_lines(self._sums.take_all())
 
-    def _send(self) -> None:
-        lines, self._lines = self._lines, []
-        told = _numbered(line.told() | line.weighted(self._names) for line in lines)
-        self._sum.start(told, _numbered(line.own for line in lines))
-        self._sent = lines
+    def _write_lines(self, taken: Sequence[Sums]) -> None:
+        """Write the lines that were logged first, by their sums. Collective if they have new names.
 
-    def _write_sent(self) -> None:
-        """Write the lines whose sums are under way. Collective; waits for these."""
-        lines, self._sent = self._sent, []
-        if not lines:
-            return
-        sums = _numbered_apart(self._sum.take(), len(lines))
-        by_rank = _numbered_apart(self._sum.by_rank, len(lines))
-        for line, of_line in zip(lines, sums, strict=True):
-            if of_line["digest"] ** 2 != of_line["squared digest"] * self._world.size:
+        Raises AgreedError on all ranks.
+        """
+        lines = [self._lines.popleft() for _ in taken]
+        lacking: dict[str, float] = {}
+        for number, (line, (sums, _)) in enumerate(zip(lines, taken, strict=True)):
+            if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
                 raise AgreedError(self._difference(line), self._world.rank)
-        names = set[str]().union(*(line.values for line in lines))
-        if new := sorted(names - {*self._names}):
-            self._names += new
-            self._sum.start(_numbered(line.weighted(new) for line in lines))
-            for of_line, more in zip(
-                sums, _numbered_apart(self._sum.take(), len(lines)), strict=True
-            ):
-                of_line.update(more)
-        for line, of_line, measured in zip(lines, sums, by_rank, strict=True):
-            self._write(line, of_line, measured)
+            new = [name for name in sorted(line.values) if f"of {name}" not in sums]
+            self._names += [name for name in new if name not in self._names]
+            lacking |= {f"{number} {key}": value for key, value in line.weighted(new).items()}
+        if lacking:
+            for key, value in self._sums.now(lacking).items():
+                number_text, _, name = key.partition(" ")
+                taken[int(number_text)].sums[name] = value
+        for line, (sums, by_rank) in zip(lines, taken, strict=True):
+            self._write(line, sums, by_rank)
 
     def _write(
         self, line: _Line, sums: Mapping[str, float], by_rank: Mapping[str, dict[str, float]]

@@ -81,8 +81,8 @@ class OwnLoop:
         )
         saver = Saver(world, model, optimizer, directory.path, checked.keep, objects=objects)
         interval = SaveInterval(checked.every)
-        flags = self._sums("checkpoints")
-        made = Checkpoints(world, directory, saver, interval, reports, flags=flags)
+        sums = self._sums("checkpoints")
+        made = Checkpoints(world, directory, saver, interval, reports, sums=sums)
         self._checkpoints[directory] = made
         return made
 

@@ -106,14 +106,14 @@ class Checkpoints:
         interval: SaveInterval,
         reports: SaveReports,
         *,
-        flags: DelayedSums | None = None,
+        sums: DelayedSums,
         scored_by: str = "eval_loss",
         may_save: bool = True,
     ) -> None:
         """Check that all can be saved, unless it `may_save` nothing.
 
-        `flags` are the sums of the flags of `save`, which a loop with a message of its own lacks.
-        `scored_by` names the metric of which the lowest score is kept.
+        `sums` carry the flags of each rank to all. `scored_by` names the metric of which the lowest
+        score is kept.
         """
         self._world, self._directory, self._saver = world, directory, saver
         self._interval, self._reports = interval, reports
@@ -122,12 +122,11 @@ class Checkpoints:
             directory.expect_shared()
             with world.agreement():
                 saver.check()
-        self._flags = flags
+        self._sums = sums
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
-        self.progress = 0  # phases of saves that have begun or ended, the same on all ranks
         self._waited_s = 0.0  # by training
         self.longest_s = 0.0
         """The most seconds that a checkpoint has taken from the copy to the disk."""
@@ -183,8 +182,7 @@ class Checkpoints:
 
     def wait(self, *, warns: bool = True) -> None:
         """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
-        if self._flags:
-            self._flags.take()
+        self._sums.drop()  # flags of another save
         if self._saver.saving:
             self._report(self._saver.finish, warns=warns)
 
@@ -195,7 +193,7 @@ class Checkpoints:
         if raised_by_all(error):
             self.wait(warns=error is not None)
 
-    # For a loop that adds the flags to a message of its own, and makes manifests: that of a job.
+    # For a loop that makes manifests: that of a job.
 
     def load(
         self,
@@ -210,38 +208,34 @@ class Checkpoints:
         model, optimizer, options = self._saver.model, self._saver.optimizer, kept_options
         checkpoint.load(found, model, optimizer, self._world, objects=objects, kept_options=options)
 
-    def local_flags(self) -> dict[str, float]:
-        """Return this rank's flags, whose sums over all ranks `save_if_due` takes. Local.
-
-        save_due: 1 on the master if its clock says that a save is due; save_ready: the progress of
-        the save that is being written.
-        """
-        due = self._world.master and self._interval.due_now()
-        return {"save_due": float(due), "save_ready": float(self._saver.ready())}
-
-    def acts(self, step: int, summed_flags: Mapping[str, float]) -> bool:
-        """Return whether `save_if_due` communicates, unless an evaluation is the best. Local."""
-        return self._due(step, summed_flags) or self._advances(summed_flags)
-
-    def save_if_due(self, progress: Manifest, summed_flags: Mapping[str, float]) -> None:
+    def save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""
+        due = ready = 0.0
+        for found in self._sums.take():
+            due, ready = found.sums["save due"], found.sums["save ready"]
         self._step = progress.step
         if self._may_save:
             self._saver.check_state()
-        if self._advances(summed_flags):
-            self.progress += 1
+        if self._saver.saving and ready >= self._world.size:
+            self._sums.drop()  # flags of the phase that ends
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
-        if self._due(progress.step, summed_flags) or (improved and self._interval.wanted):
+        due = due or self._interval.due_after(progress.step)
+        if due or (improved and self._interval.wanted):
             self._reports.before_save()
             start = time.perf_counter()
             self.wait()
             copy_start = time.perf_counter()
             self._saver.begin(progress)
-            self.progress += 1
             end = time.perf_counter()
             self._interval.saved(end - copy_start)
             self._waited_s += end - start
+        if (self._interval.by_clock or self._saver.saving) and not self._sums.waiting:
+            self._sums.start({"save due": self._save_due, "save ready": self._saver.ready})
+
+    def _save_due(self) -> bool:
+        """Return whether the master's clock says that a save is due."""
+        return self._world.master and self._interval.due_now()
 
     def save_now(self, progress: Manifest) -> None:
         """Save and wait until that is complete. Raises AgreedError on failure."""
@@ -267,12 +261,6 @@ class Checkpoints:
             "checkpoint": str(self._last) if self._last else None,
             "checkpoints": counts | seconds,
         }
-
-    def _due(self, step: int, summed_flags: Mapping[str, float]) -> bool:
-        return bool(summed_flags["save_due"]) or self._interval.due_after(step)
-
-    def _advances(self, summed_flags: Mapping[str, float]) -> bool:
-        return self._saver.saving and summed_flags["save_ready"] >= self._world.size
 
     def _improves(self, progress: Manifest) -> bool:
         """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
@@ -327,10 +315,7 @@ class Checkpoints:
         if now:
             self.save_now(progress)
         elif not again:
-            assert self._flags is not None, "save_if_due serves loops without flags"
-            self.save_if_due(progress, self._flags.take() or {"save_due": 0.0, "save_ready": 0.0})
-            if (self._interval.by_clock or self._saver.saving) and self._flags.due():
-                self._flags.start(self.local_flags())
+            self.save_if_due(progress)
 
     def _check(self, step: int) -> None:
         """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -131,7 +132,7 @@ class StopRequests:
     A context manager, which notes signals. Only the master's deadline counts, since clocks of nodes
     may differ. `longest_save_s` returns the seconds that a save has taken so far. A job whose ranks
     do not agree within `grace_s` seconds after a signal is ended; `option` is what the user sets
-    these with. `sums` are those of `poll`, which a loop with a message of its own lacks.
+    these with. `sums` carry the requests of each rank to all.
 
     The `status` is "running" until ranks agree on a request: of a rank's own code ("stopped"), of
     a scheduler or the end of the time ("preempted"), or of a user ("interrupted").
@@ -145,14 +146,15 @@ class StopRequests:
         longest_save_s: Callable[[], float],
         grace_s: float,
         option: str,
-        sums: DelayedSums | None = None,
+        sums: DelayedSums,
     ) -> None:
         self.status = "running"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
         self._signals = SignalRequests(world, grace_s, option)
         self._sums = sums
-        self._longest_step_s, self._step_began = 0.0, time.monotonic()
+        self._longest_step_s = 0.0
+        self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code
 
     def __enter__(self) -> Self:
@@ -166,51 +168,53 @@ class StopRequests:
         """Keep a second SIGINT from raising while a checkpoint is written inside."""
         return self._signals.deferred()
 
-    def begin_step(self) -> None:
-        """Begin to measure a step. Local."""
-        self._step_began = time.monotonic()
-
-    def end_step(self) -> None:
-        """Count the time of a step, and begin the next one. Local."""
-        self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_began)
-        self.begin_step()
-
     def ask(self, reason: str | None) -> None:
         """Ask all ranks to stop, with a reason; with None, ask nothing. Local."""
         self._asked = reason or self._asked
 
     def stop(self, reason: str) -> None:
         """Stop, with a reason that all ranks know. Local, on each of them."""
-        self.status, self._asked = "stopped", reason
-
-    def local_flags(self, delay: int = 1) -> dict[str, float]:
-        """Return this rank's flags, whose sums over all ranks `agree` takes. Local.
-
-        `delay` is the number of steps until they count.
-        """
-        step_s = self._longest_step_s * delay
-        near = self._deadline.near(step_s, self._longest_save_s())
-        return {
-            "stopped": float(self._asked is not None),
-            "preempted": float(self._signals.preempted or near),
-            "interrupted": float(self._signals.interrupted),
-        }
-
-    def agree(self, summed_flags: Mapping[str, float]) -> None:
-        """Take the sums of the flags: the status is that of a request, if a rank has one. Local."""
-        asked = [name for name in REQUESTS if summed_flags[name]]
-        if self.status == "running" and asked:
-            self.end()
-            self.status = asked[0]
+        self.status, self.reason = "stopped", reason
 
     def end(self) -> None:
         """Note that all ranks will end the job together. Local."""
         self._signals.agreed()
 
-    def find_reason(self) -> str | None:
-        """Return which request ends the job early, and whose; None without one. Collective."""
+    def poll(self) -> bool:
+        """Return True, on all ranks, if any of them was asked to end. Collective, once a step.
+
+        Requests count from the poll on that follows what all ranks send next.
+        """
+        now, began = time.monotonic(), self._step_began
+        self._longest_step_s = max(self._longest_step_s, now - (began or now))
+        self._step_began = now
         if self.status == "running":
-            return None
+            for found in self._sums.take():
+                self._agree(found.sums)
+            if self.status != "running":
+                self.reason = self._find_reason()
+            elif not self._sums.waiting:
+                self._sums.start({name: partial(self._asks, name) for name in REQUESTS})
+        return self.status != "running"
+
+    def _asks(self, request: str) -> bool:
+        """Return whether this rank has a request, when it is sent to all."""
+        if request == "stopped":
+            return self._asked is not None
+        if request == "interrupted":
+            return self._signals.interrupted
+        step_s = self._longest_step_s * self._sums.delay
+        return self._signals.preempted or self._deadline.near(step_s, self._longest_save_s())
+
+    def _agree(self, summed: Mapping[str, float]) -> None:
+        """Take the sums of requests: the status is that of the first one that a rank has."""
+        asked = [name for name in REQUESTS if summed[name]]
+        if self.status == "running" and asked:
+            self.end()
+            self.status = asked[0]
+
+    def _find_reason(self) -> str:
+        """Return which request ends the job early, and whose. Collective."""
         if self.status == "stopped":
             return next(filter(None, self._world.gather(self._asked)))
         first = self._signals.first
@@ -218,19 +222,3 @@ class StopRequests:
             if name:
                 return f"{name} on rank {rank}"
         return self._world.gather(self._deadline.reason)[0]
-
-    def poll(self) -> bool:
-        """Return True, on all ranks, if any of them was asked to end before the last poll.
-
-        Collective, once a step; with a sync schedule, before the last round has ended.
-        """
-        assert self._sums is not None, "poll serves loops without flags"
-        self.end_step()
-        if self.status == "running":
-            if sums := self._sums.take():
-                self.agree(sums)
-            if self.status != "running":
-                self.reason = self.find_reason()
-            elif self._sums.due():
-                self._sums.start(self.local_flags(self._sums.delay))
-        return self.status != "running"

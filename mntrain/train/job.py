@@ -19,6 +19,7 @@ from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.run.directory import RunDirectory
+from mntrain.run.means import DelayedSums
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from mntrain.sync import LocalSGD
@@ -92,6 +93,7 @@ class TrainingJob:
             longest_save_s=lambda: self.checkpoints.longest_s,
             grace_s=config.run.grace,
             option="--run.grace",
+            sums=DelayedSums(world.collectives, "requests", lambda: self.optimizer),
         )
         self._saved_config = resumption.to_json(config)
         self._begin_run(world, config)
@@ -215,6 +217,7 @@ class TrainingJob:
             Saver(world, self.model, self.optimizer, self.run_dir, keep, objects=objects),
             interval,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
+            sums=DelayedSums(world.collectives, "checkpoints", lambda: self.optimizer),
             scored_by=self.best.text,
             may_save=self.saves,
         )

@@ -1,14 +1,8 @@
 """The agreement of the ranks of a job on a step, and the end of one that fails on some rank.
 
-The means, flags and failures of a step travel in the `StepMessage` that ends the reduction of its
+The means and failures of a step travel in the `StepMessage` that ends the reduction of its
 gradients. Steps that a node takes alone, between two exchanges (`zero.exchange.exchange`), have the
-means of the node. What all ranks need is gathered at the end of such a round of steps: requests to
-stop and to save, the losses of the round, and what each rank has measured. It counts after the same
-step on all of them: at once, or, with rounds of 2 steps and max_staleness 1,
-
-    step            1   2   3   4   5   6
-    round 0 ends        sent    counts
-    round 1 ends                sent    counts
+means of the node: all ranks learn the losses of such a round in its exchange.
 
 In a step of all ranks, a rank that raises an exception takes part in the rest of it, so that all
 reach its end and learn of it there. Nothing has been updated by then: the run is saved as it was
@@ -19,19 +13,17 @@ import math
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.comm.engine import Future
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
-from mntrain.run.signals import REQUESTS
+from mntrain.run.means import DelayedSums
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
@@ -40,7 +32,7 @@ from zero.collectives import Collectives
 from zero.norms import NonFiniteGradientError
 from zero.step_message import StepMessage
 
-_LOSS, _ITEMS = "loss of a round", "items of a round"  # among the flags of a round
+_LOSS, _ITEMS = "loss", "items"
 _PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
 
@@ -58,9 +50,8 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
 class StepAgreement:
     """The means, flags and failures that the ranks of a job establish together in each step.
 
-    All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order,
-    and then `meet_if_needed`. Forward and backward add to `losses`, and take the
-    weights of their parts from `counts`.
+    All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
+    Forward and backward add to `losses`, and take the weights of their parts from `counts`.
 
     Construction is collective. `save` saves the last completed step, or returns why that failed.
     """
@@ -77,9 +68,9 @@ class StepAgreement:
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step
-        # What ranks have sent after a round, and `Checkpoints.progress` then.
-        self._rounds = deque[tuple[Future[list[Mapping[str, float]]], int]]()
-        self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # sums of this node's, in this round
+        # What ranks tell each other of a step in the next one, or of a round in its exchange.
+        self._told = DelayedSums(world.collectives, "of a round", lambda: job.optimizer)
+        self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._group: Collectives = world.collectives  # the ranks of the means
         self._ranks: tuple[int, ...] = ()  # of a node that is alone
         self._node_samples = 0.0
@@ -93,14 +84,7 @@ class StepAgreement:
         self.by_rank: dict[str, Any] = {}  # what all ranks have measured, by rank
         self.round_loss: float | None = None  # the mean over all nodes, where a round counts
         self.means: GlobalMeans  # of this step, over all ranks or over the node
-        self.flags: Mapping[str, float] = {}
-        """Sums over all ranks that count after this step, alike on all; 0 of what is not known."""
-
-    @property
-    def delay(self) -> int:
-        """The most steps from a flag to the step after which it counts."""
-        sync = self._job.sync
-        return (sync.max_staleness + 1) * sync.every if self._alone and sync else 1
+        self._tell()
 
     @contextmanager
     def computing(self, step: int) -> Iterator[None]:
@@ -114,7 +98,7 @@ class StepAgreement:
         schedule, number = optimizer.schedule, optimizer.accumulation.steps
         self._alone = schedule.alone(number)
         self._ends_round = self._alone and schedule.exchange_due(number)
-        self._message, self.round_loss = optimizer.accumulation.message, None
+        self._message = optimizer.accumulation.message
         if self._alone:
             nodes = world.topology.nodes
             self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))
@@ -124,10 +108,6 @@ class StepAgreement:
             return
         self._group, self._ranks = world.collectives, ()
         self._message.put("failed", lambda: float(self._error is not None))
-        for name in self._own_flags():
-            self._message.put(name, partial(self._own_flag, name))
-        for name, value in self.measured.items():
-            self._message.put(name, value, "max")
         self.losses.put(self._message)
         self._states = random_states(world.device)
         try:
@@ -139,16 +119,6 @@ class StepAgreement:
                 raise
             self._error = error
             self._finish_failed(error)
-
-    def _own_flags(self) -> dict[str, float]:
-        """Return what this rank asks for; sums over all ranks count after the step. Local."""
-        return {
-            **self._job.requests.local_flags(self.delay),
-            **self._job.checkpoints.local_flags(),
-        }
-
-    def _own_flag(self, name: str) -> float:
-        return self._own_flags()[name]
 
     def _averaged_over(self) -> WorldCollectives:
         """Return the ranks that the current step is averaged over, for more than gradients."""
@@ -172,7 +142,7 @@ class StepAgreement:
             timer.cancel()
 
     def before_update(self, step: int) -> None:
-        """Wait for the gradients, means and flags. Collective in the ranks of the step.
+        """Wait for the gradients and means. Collective in the ranks of the step.
 
         Unless such steps are skipped, raises TrainingStoppedError for a loss that is not finite; in
         a step of the node alone, the exchange raises.
@@ -181,15 +151,14 @@ class StepAgreement:
         self.counts.end_step()
         self._job.optimizer.synchronize()
         sums = self._message.read()
-        self.flags = {name: sums.get(name, 0.0) for name in self._own_flags()}
-        names = () if self._alone else self.measured
-        self.by_rank = {name: self._message.by_rank(name) for name in names}
         self._failed = bool(sums.get("failed"))
         if self._failed:
             return
         self.means = self.losses.take(self._message, self._group, where, self._ranks)
         if self._alone:
             self._node_samples = sums["node samples"]
+            self._losses[_LOSS] += self.means.loss * self.means.count if self.means.count else 0.0
+            self._losses[_ITEMS] += self.means.count
         if self.means.nonfinite and self._raises_non_finite:
             reason = f"{where}, the loss is {self.means.nonfinite}"
             if not self._alone:
@@ -230,65 +199,33 @@ class StepAgreement:
         return round(self.means.count * whole / node) if node else 0
 
     def after_update(self, step: int) -> None:
-        """Send what all ranks need of a round that ends, and let that of an earlier one count.
+        """Take what ranks have told of an earlier step or round. Collective.
 
-        Collective at the end of a round; waits for a round only `max_staleness` later.
+        Waits for other nodes only where the exchange does.
         """
-        sync, saves, means = self._job.sync, self._job.checkpoints, self.means
-        if sync is None or not self._alone:
-            return
-        self._losses[_LOSS] += means.loss * means.count if means.count else 0.0
-        self._losses[_ITEMS] += means.count
-        if not self._ends_round:
-            return
-        own = {**self._own_flags(), **self.measured, **self._losses}
-        self._losses = dict.fromkeys(self._losses, 0.0)
-        self._rounds.append((self._world.gather_later(own), saves.progress))
-        if len(self._rounds) > sync.max_staleness:
-            sent, progress = self._rounds.popleft()
-            self._take_round(sent.wait())
-            if progress != saves.progress:  # of another save
-                self.flags = {**self.flags, **dict.fromkeys(saves.local_flags(), 0.0)}
-        if self._waits:
+        self.by_rank, self.round_loss = {}, None
+        for sums, by_rank in self._told.take():
+            if self.measured:  # there is nothing before the first step
+                self.by_rank = by_rank
+            if items := sums.get(_ITEMS):
+                self.round_loss = sums[_LOSS] / items
+        self._tell()
+        if self._ends_round and not self._job.optimizer.schedule.max_staleness:
             self._job.balancing.compare(step)
 
-    def _take_round(self, ranks: list[Mapping[str, float]]) -> None:
-        """Let what ranks have sent after a round count. Local."""
-        sums = _sums(ranks)
-        items, loss = sums.pop(_ITEMS), sums.pop(_LOSS)
-        self.round_loss = loss / items if items else None
-        self.flags = {name: sums[name] for name in self._own_flags()}
-        self.by_rank = {
-            name: {str(rank): own[name] for rank, own in enumerate(ranks)}
-            for name in PER_RANK
-            if name in ranks[0]
-        }
+    def _tell(self) -> None:
+        """Let ranks tell each other of the next step or round, unless that is under way."""
+        optimizer = self._job.optimizer
+        alone = optimizer.schedule.alone(optimizer.accumulation.steps)
+        names = PER_RANK if self._job.config.log.per_rank else ()
+        if (alone or names) and not self._told.waiting:
+            losses = {name: partial(self._loss_to_tell, name) for name in self._losses}
+            own = {name: partial(self._measured_as, name) for name in names}
+            self._told.start(losses if alone else {}, own)
 
-    @property
-    def _waits(self) -> bool:
-        """Whether all ranks wait for each other at the end of this step's round."""
-        return self._ends_round and self._job.optimizer.schedule.waits
+    def _measured_as(self, name: str) -> float:
+        return self.measured.get(name, math.nan)
 
-    def meet_if_needed(self, step: int) -> None:
-        """Let the flags count that ranks have now, where all need each other. Collective then.
-
-        They do after a step at which an evaluation or a save follows, or the job ends. Only steps
-        of a node alone leave flags of others unknown.
-        """
-        job, flags = self._job, self.flags
-        needed = (
-            step == job.last_step
-            or job.evaluates(step)
-            or job.timeline.meets_after(step)
-            or any(flags[name] for name in REQUESTS)
-            or job.checkpoints.acts(step, flags)
-        )
-        if needed and self._alone and not self._waits:
-            for sent, _ in self._rounds:
-                sent.wait()
-            self._rounds.clear()
-            self.flags = _sums(self._world.gather(self._own_flags()))
-
-
-def _sums(by_rank: list[Mapping[str, float]]) -> dict[str, float]:
-    return {name: math.fsum(own[name] for own in by_rank) for name in by_rank[0]}
+    def _loss_to_tell(self, name: str) -> float:
+        value, self._losses[name] = self._losses[name], 0.0
+        return value

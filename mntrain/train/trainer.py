@@ -69,7 +69,7 @@ class Trainer:
             if result.status == "completed" and self._world.master:
                 show_sample(self.job)
             result.seconds = time.perf_counter() - start
-            result.reason = str(result.error) if result.error else self._requests.find_reason()
+            result.reason = str(result.error) if result.error else self._requests.reason
             summary = finish_report(self._world, self.job, result)
             self._world.watchdog.at_end.remove(self.job.directory.write_early_end)
         if missing := summary.get("not_written"):
@@ -80,9 +80,9 @@ class Trainer:
 
     def _train(self) -> None:
         result = self._result
+        self._requests.poll()
         for step in count(self.job.done + 1):
             self.job.timeline.before_step(step)
-            self._requests.begin_step()
             try:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
@@ -96,12 +96,11 @@ class Trainer:
                 saving = self._world.recorder.phase("checkpoint", step)
                 with saving, errors_stop(self._world, step):
                     progress = self.job.progress(record, result.skipped_steps)
-                    self.job.checkpoints.save_if_due(progress, self._agreement.flags)
+                    self.job.checkpoints.save_if_due(progress)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self._reporter.failed_step(step, str(error))
                 return
-            self._requests.end_step()
 
     def _save_last(self) -> AgreedError | None:
         """Save the last completed step, if that is wanted and not done; return why that failed."""
@@ -153,7 +152,6 @@ class Trainer:
             self._optimizer.zero_grad()
             self.job.schedule.after_step()
         self._agreement.after_update(step)
-        self._agreement.meet_if_needed(step)
         return self._complete(step, lr, update, timer.times())
 
     def _complete(
@@ -241,5 +239,5 @@ class Trainer:
             return "completed"
         if step == self.job.last_step:
             return "stopped"
-        self._requests.agree(self._agreement.flags)
+        self._requests.poll()
         return self._requests.status

@@ -280,20 +280,20 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
                     break
             lines = len(lines_of(folder / "run")) if RANK == 0 else 0
             by_rank = world.gather(own)
-    # A round ends after steps 4, 7 and 10: what is asked for in it is sent then, and read after the
-    # next step.
-    assert step == 8
+    # A round ends after steps 4, 7 and 10: what is asked for in it is sent with the exchange, and
+    # counts then, or one round later.
+    assert step == (10 if bound else 7)
     quiet = {step for step, count in crossed.items() if not count}
-    assert quiet >= {2, 3, 6}  # in the fifth, the lines of the first round tell their names
+    assert quiet >= ({2, 3, 6} if bound else {2, 3, 5, 6})  # the exchange may take until step 5
     assert bound or 4 not in quiet
     if RANK == 0:
-        assert lines == 7
+        assert lines == 6
         expected = [
             sum(w * v for w, v in one) / sum(w for w, _ in one)
             for one in zip(*by_rank, strict=True)
         ]
         assert column(folder / "run", "loss") == pytest.approx(expected, rel=1e-12)
-        assert column(folder / "run", "step") == [*range(1, 9)]
+        assert column(folder / "run", "step") == [*range(1, step + 1)]
         assert summary(folder / "run")["status"] == "preempted"
 
 

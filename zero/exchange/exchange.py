@@ -25,9 +25,8 @@ send at different times: there of each node that arrives, here of a round of all
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, takewhile
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
 from zero.norms import NonFiniteGradientError
 from zero.state import SYNC, UNSENT
+from zero.step_message import StepMessage
 
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
 DRIFT = "the difference between the parameters and those after the last exchange"
@@ -71,11 +71,13 @@ class SentExchange:
     """An agreement of all ranks on whether all is finite and what nodes weigh; messages, if any.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
-    `refused` states that a step of this rank's node since the last exchange was not finite.
+    `refused` states that a step of this rank's node since the last exchange was not finite. The
+    answers travel in a `message`, with what others have put into it.
     """
 
     def __init__(
         self,
+        message: StepMessage,
         world: Collectives,
         node: int,
         weight: float,
@@ -92,15 +94,12 @@ class SentExchange:
         gradients in messages of a round of its own pace.
         """
         self.messages, self.own = messages, own or {}
-        self._what, self._ranks = what, world.size
-        # The weight; by rank 1 + its node if that is not finite, else 0; the same for its steps.
-        self._answers = torch.zeros(1 + 2 * world.size, dtype=torch.float64, device="cpu")
-        self._answers[0] = weight
-        if refused:
-            self._answers[1 + world.size + world.rank] = 1 + node
-        elif not finite:
-            self._answers[1 + world.rank] = 1 + node
-        self._work = world.all_reduce(self._answers)
+        self._what, self._ranks, self._message = what, world.size, message
+        message.put("weight of nodes", weight)
+        # By rank, 1 + its node if that is not finite, else 0.
+        message.put(REFUSED, refused * (1.0 + node), "max")
+        message.put(DRIFT, (not finite and not refused) * (1.0 + node), "max")
+        message.send(world)
 
     @property
     def nbytes(self) -> int:
@@ -113,10 +112,10 @@ class SentExchange:
 
         False for what is not finite: it is an error, which all ranks raise after the same step.
         """
-        if not self._work.done() or not all(m.work.done() for m in self.messages):
+        if not self._message.arrived or not all(m.work.done() for m in self.messages):
             return False
-        self._work.wait()
-        return not bool(self._answers[1:].any())
+        sums = self._message.read()
+        return not (sums[REFUSED] or sums[DRIFT])
 
     def check(self) -> float:
         """Wait for the answers, and return 1 / the mean weight of nodes.
@@ -124,17 +123,19 @@ class SentExchange:
         With it, a mean of what nodes have multiplied by their weights is the weighted mean. Raises
         NonFiniteGradientError on all ranks if one answer is no.
         """
-        self._work.wait()
-        weight, *failed = map(float, self._answers.tolist())
-        of_sent, of_steps = failed[: self._ranks], failed[self._ranks :]
-        if any(of_steps):
-            raise NonFiniteGradientError(f"{REFUSED} is not finite on {_where(of_steps)}")
-        if any(of_sent):
+        sums = self._message.read()
+        if sums[REFUSED]:
+            raise NonFiniteGradientError(f"{REFUSED} is not finite on {self._where(REFUSED)}")
+        if sums[DRIFT]:
             raise NonFiniteGradientError(
-                f"{self._what} is not finite in fp32 on {_where(of_sent)}, and was not exchanged: "
-                "continue from a checkpoint, with a lower learning rate"
+                f"{self._what} is not finite in fp32 on {self._where(DRIFT)}, and was not "
+                "exchanged: continue from a checkpoint, with a lower learning rate"
             )
-        return self._ranks / weight
+        return self._ranks / sums["weight of nodes"]
+
+    def _where(self, answer: str) -> str:
+        by_rank = self._message.by_rank(answer)
+        return ", ".join(f"rank {rank} of node {int(n) - 1}" for rank, n in by_rank.items() if n)
 
 
 class Exchange:
@@ -197,7 +198,8 @@ class Exchange:
         self.replica, self.replicas = cross.rank, cross.size
         self._world, self.every, self._warmup = world, every, warmup
         self._means = NodeMeans(node, cross, sharded=sharded)
-        self._agree = partial(SentExchange, world, cross.rank)
+        self.message = StepMessage()
+        """What all ranks send together next, in an exchange: others may put numbers into it."""
         self._outer, self._code, self._decay = outer, code, decay
         self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
         self._max_staleness = max_staleness
@@ -226,9 +228,9 @@ class Exchange:
         return max(0, steps - self._warmup) // self.every
 
     @property
-    def waits(self) -> bool:
-        """True if all replicas wait for each other in an exchange."""
-        return not self._max_staleness
+    def max_staleness(self) -> int:
+        """Rounds by which a replica may be ahead of others; with 0, all wait in an exchange."""
+        return self._max_staleness
 
     def refuse(self) -> bool:
         """Let the exchange raise on all ranks, for a step of this replica. Local.
@@ -347,6 +349,11 @@ class Exchange:
         kept = chain.from_iterable(state.values() for state in self._state.values())
         return sum(tensor.nbytes for tensor in kept) + self._peak
 
+    def _agree(self, weight: float, **answers: Any) -> SentExchange:
+        """Send this rank's answers, as `SentExchange` takes them. Collective."""
+        message, self.message = self.message, StepMessage()
+        return SentExchange(message, self._world, self.replica, weight, **answers)
+
     def _weight(self) -> float:
         """Return this node's weight in a mean."""
         return max(self.weight, LEAST_WEIGHT) if self.weighted else 1.0
@@ -451,11 +458,6 @@ def every_step(collectives: Collectives) -> Exchange:
     """Return the schedule that averages every step over all ranks: its warm-up does not end."""
     alone = SingleProcessCollectives()
     return Exchange(collectives, collectives, alone, sharded=False, every=1, warmup=sys.maxsize)
-
-
-def _where(failed: Sequence[float]) -> str:
-    """Return the ranks that have 1 + their node, not 0."""
-    return ", ".join(f"rank {rank} of node {int(n) - 1}" for rank, n in enumerate(failed) if n)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -32,7 +32,11 @@ def failing():
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
-    config = SimpleNamespace(optim=SimpleNamespace(non_finite="stop"), task="mine:Task")
+    config = SimpleNamespace(
+        optim=SimpleNamespace(non_finite="stop"),
+        log=SimpleNamespace(per_rank=False),
+        task="mine:Task",
+    )
     precision = SimpleNamespace(loss_scale=None)
     job = SimpleNamespace(
         optimizer=optimizer,
