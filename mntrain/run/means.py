@@ -74,6 +74,7 @@ class Sums(NamedTuple):
 class _Started(NamedTuple):
     """Values in a message, whose names there have a prefix."""
 
+    optimizer: ZeroOptimizer | None  # whose message it is
     message: StepMessage
     # Rounds of steps that must have ended before they count, once the message was sent; None if
     # that is as soon as they are asked for.
@@ -107,8 +108,8 @@ class DelayedSums:
 
     They travel in what all ranks send next: in the message of the next step, or where nodes train
     alone, in that of the exchange at the end of the round, and count then; with a `max_staleness`,
-    so many rounds later. If that is not sent until they are taken, since the loop takes no steps,
-    they have a message of their own. All methods are called alike on all ranks.
+    so many rounds later. If the loop takes no steps until they are taken, or those of another
+    optimizer, they have a message of their own. All methods are called alike on all ranks.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class DelayedSums:
                 optimizer = None
         self._number += 1
         prefix = f"{self._name} {self._number}: "
-        self._started.append(_Started(message, rounds, prefix, values, own or {}))
+        self._started.append(_Started(optimizer, message, rounds, prefix, values, own or {}))
         self._started[-1].put()
         if optimizer is None:
             message.send(self._collectives)
@@ -170,8 +171,8 @@ class DelayedSums:
         rounds = optimizer.schedule.rounds(steps) if optimizer and steps is not None else 0
         number = 0
         for one in self._started:
-            sent = one.message.sent and rounds >= (one.rounds or 0)
-            if not (one.rounds is None or idle or sent):
+            waits = not (one.message.sent and rounds >= (one.rounds or 0))
+            if waits and one.rounds is not None and not idle and one.optimizer is optimizer:
                 break
             number += 1
         return self._take(number)
@@ -182,7 +183,7 @@ class DelayedSums:
 
     def now(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return sums of values by name, in a message of their own. Collective."""
-        alone = _Started(StepMessage(), None, "", values, {})
+        alone = _Started(None, StepMessage(), None, "", values, {})
         alone.put()
         alone.message.send(self._collectives)
         return alone.read().sums

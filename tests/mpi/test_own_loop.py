@@ -316,6 +316,22 @@ def test_a_loop_that_takes_no_steps_within_a_round_hears_of_requests(folder):
     assert column(folder / "run", "step") == [1, 2]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_loop_that_goes_on_with_another_optimizer_hears_of_requests(folder):
+    with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
+        loop = Loop(world, folder / "run", sync=DiLoCo(every=100))
+        loop.step(1)
+        assert not world.stop_requested()
+        other = Loop(world, folder / "other", sync=DiLoCo(every=4))
+        if RANK == RANKS - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(1, 9):
+            other.step(step)
+            if step > 1 and world.stop_requested():  # it has taken most steps then
+                break
+        assert step == 2
+
+
 def test_metrics_are_exact_means_by_weight(folder):
     with world_of() as world, world.metrics(folder, config={"lr": 0.1, "a": {"b": None}}) as log:
         weights, values = range(RANKS), [1.5 * rank + 1 for rank in range(RANKS)]
