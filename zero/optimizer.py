@@ -177,6 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             self._inner = self._make_inner(self._shard.groups(plain_groups))
             check_drivable(self._inner)
+            self._check_state()
             super().__init__(plain_groups, self._inner.defaults)
             self._shard.watch.note_others()
             take_over(self, named)
@@ -752,13 +753,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._give_groups()
         with _without_global_hooks():  # which run around this optimizer's own step
             self._inner.step()
-        if not self.known:
-            check_state(self._shard, self._inner)
+        self._check_state()
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))
         self._agreement.after_update(groups, before)
         self._scale.note_good_step()
+
+    def _check_state(self) -> None:
+        if not self.known:
+            check_state(self._shard, self._inner)
 
     def _skip_or_raise(self, norm: float) -> None:
         """Reduce the loss scale, skip the update, or raise for what is not finite. Collective.

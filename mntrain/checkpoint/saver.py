@@ -167,7 +167,7 @@ class Saver:
         self._reads_back = len(world.topology.nodes) > 1
 
     def check(self) -> None:
-        """Raise ValueError for a model, an option or an object that cannot be restored. Local.
+        """Raise ValueError for a model, options, state or an object that cannot be restored. Local.
 
         From then on, `check_state`, `begin` and `save` raise TrainingStoppedError if a model as
         this one is now could not be given the state of then.
@@ -176,6 +176,7 @@ class Saver:
         check_restorable(self.model, (p for group in groups for p in group["params"]))
         for group in groups:
             encode_options(hyperparameters(group))
+        self._check_values()
         encode_objects(self.objects)
         encode_hook(self.optimizer.accumulation.hook_state())
         FileLayout(_shapes_of(self.model.state_dict()))
@@ -187,11 +188,14 @@ class Saver:
         Known optimizers have none. Called after every step, since it may appear later. What is
         wrong with the model is mostly seen after the first one.
         """
-        if not self.optimizer.known:
-            check_values(self.optimizer.state)
+        self._check_values()
         if not self._stepped:
             self._stepped = True
             self._check_model()
+
+    def _check_values(self) -> None:
+        if not self.optimizer.known:
+            check_values(self.optimizer.state)
 
     def _check_model(self) -> None:
         """Raise TrainingStoppedError if the master's model could not be restored. Collective."""

@@ -37,9 +37,10 @@ _WIDTH = 1000  # of the text in bytes: a new number is written over the old one,
 class RunLock:
     """The lock of a run's directory, held until `close` or the end of the process.
 
-    `on_lost` is called by a thread, with a sentence, when another job has taken the lock. Raises
-    ValueError if another process holds the lock, and OSError if no files can be made. Takes up to
-    SILENT_S if a process on another host has left the lock. Local.
+    `on_lost` is called by a thread, with a sentence, when another job has taken the lock, or when
+    another folder is in the place of the directory. Raises ValueError if another process holds the
+    lock, and OSError if no files can be made. Takes up to SILENT_S if a process on another host has
+    left the lock. Local.
     """
 
     def __init__(self, run_dir: Path, on_lost: Callable[[str], None]) -> None:
@@ -55,6 +56,7 @@ class RunLock:
             time.sleep(SETTLE_S)  # others may have found the same holder dead
             if not self._is_own(found := read(self._path)):
                 raise _in_use(run_dir, found)
+        self._folder = run_dir.stat()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="mntrain run lock", daemon=True)
         self._thread.start()
@@ -76,6 +78,13 @@ class RunLock:
                     self._on_lost(
                         f"{self._path.parent} was taken by another job ({_words(found)}), which "
                         f"had found no sign of this one for {SILENT_S:g} s: this job ends"
+                    )
+                    return
+                # Not by the number of the folder alone, which some file systems change.
+                if not found and not os.path.samestat(self._folder, self._path.parent.stat()):
+                    self._on_lost(
+                        f"{self._path.parent} was removed or moved, and there is another folder in "
+                        "its place: this job ends"
                     )
                     return
                 write(self._path, self._own)

@@ -237,23 +237,33 @@ def test_state_of_no_parameter_that_differs_is_restored_on_as_many_ranks(worlds,
 
 
 class Odd(Lamb):
-    """Keeps what no checkpoint holds, from a step on."""
+    """Keeps what no checkpoint holds, from a step on; 0: from the start."""
 
-    def __init__(self, params, odd, lr=0.01):
+    def __init__(self, params, odd, first=8, lr=0.01):
         super().__init__(params, lr)
-        self.odd, self.steps = odd, 0
+        self.odd, self.first, self.steps = odd, first, 0
+        self.keep()
 
     def step(self, closure=None):
         super().step()
         self.steps += 1
-        if self.steps == 8:
+        self.keep()
+
+    def keep(self):
+        if self.steps == self.first:
             self.state[self.odd or self.param_groups[0]["params"][0]]["odd"] = object()
 
 
 @pytest.mark.parametrize("odd", [None, "key"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_state_that_no_checkpoint_holds_is_refused_in_its_first_step(worlds, folder, stage, odd):
+def test_state_that_no_checkpoint_holds_is_refused_as_soon_as_it_is_there(
+    worlds, folder, stage, odd
+):
     world, model = worlds(), net()
+    early = world.optimizer(model, functools.partial(Odd, odd="key", first=0), stage=stage)
+    with pytest.raises(AgreedError, match=r"has optimizer.state.*odd, a object"):
+        world.checkpoints(folder, model=model, optimizer=early, every=1000)
+    early.close()
     optimizer = world.optimizer(model, functools.partial(Odd, odd=odd), stage=stage)
     checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=1000)
     checkpoints.restore()

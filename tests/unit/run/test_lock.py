@@ -128,6 +128,19 @@ def test_a_forked_child_does_not_let_go(tmp_path):
             take(tmp_path)
 
 
+def test_a_folder_that_is_replaced_is_told_of_and_gets_no_lock(tmp_path):
+    folder, told = tmp_path / "run", []
+    folder.mkdir()
+    with closing(RunLock(folder, told.append)):
+        folder.rename(tmp_path / "old")
+        folder.mkdir()
+        until(lambda: told or lock.read(folder / ".lock"))
+    assert told == [
+        f"{folder} was removed or moved, and there is another folder in its place: this job ends"
+    ]
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", [b"", b"{"])
 def test_a_file_that_was_removed_or_damaged_is_written_again(tmp_path, text, monkeypatch):
     monkeypatch.setattr(lock, "EMPTY_S", 0.3)

@@ -489,7 +489,12 @@ def test_what_has_no_part_for_each_element_is_refused_when_it_is_seen(name, star
 
 
 class OneTensor(torch.optim.SGD):
-    """Keeps a tensor for a parameter, in no dictionary."""
+    """Keeps a tensor for a parameter, in no dictionary; with `early`, from the start."""
+
+    def __init__(self, params, early=False):
+        super().__init__(params)
+        if early:
+            self.step()
 
     def step(self, closure=None):
         super().step()
@@ -547,6 +552,8 @@ def test_what_only_state_dict_has_is_refused(kind, stage):
 def test_state_that_would_be_lost_is_refused(stage):
     with pytest.raises(ValueError, match=r"state_dict\(\) differs from that of torch's"):
         zero(net(), partial(Wrapping, entry="more"), stage=stage)
+    with pytest.raises((ValueError, RuntimeError), match="keeps a Tensor as the state"):
+        zero(net(), partial(OneTensor, early=True), stage=stage)
     for kind, words in ((OneTensor, "keeps a Tensor as the state"), (Wrapping, "wraps")):
         with pytest.raises((ValueError, RuntimeError), match=words):
             trained(optimizer_class=kind, stage=stage)
