@@ -30,7 +30,7 @@ from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import Collectives, CompletedWork, SingleProcessCollectives, Work
+from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.exchange.exchange import Exchange
 from zero.gradients.weights import BatchWeight, DrawnBatch
@@ -242,6 +242,7 @@ class Accumulation:
         if begins and not self._shard.sharded:
             self._gradients.collect()
             self._gradients.set_aside()
+            self._gradients.void()
 
     @contextmanager
     def weighs(self, weight: float) -> Iterator[None]:
@@ -415,7 +416,7 @@ class Accumulation:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._begin_backward(task)
-            if not self.weight.multiplied:
+            if not (self.weight.multiplied or self._shard.sharded):
                 self._gradients.void()
         factor = self.weight.factor
         if factor == 1:
@@ -431,7 +432,6 @@ class Accumulation:
             self._begin_backward(task, entry.spec.name)
         self._take_or_keep(index, entry)
         self._arrived.add(entry.spec.name)
-        self._gradients.arrived_in(task, entry.spec.name)
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:
         """Note a backward that has begun, or another one nested in it or around it."""
@@ -588,6 +588,8 @@ class Accumulation:
         self._stop_weighing()
         if totals["late"]:
             self._gradients.set_aside()
+            if not self._shard.sharded:
+                self._gradients.void()
             came_late, self._late = self._late, []
             for index, entry, gradient, scale in came_late:
                 self._gradients.put(entry.spec.name, gradient)
@@ -645,7 +647,8 @@ class Accumulation:
 
     def _send(self, index: int) -> None:
         self._take_missing(index)
-        self._gradients.launched(index, self._launch(index))
+        if self.group.size > 1:
+            self._gradients.launched(index, self._launch(index))
 
     def _take_missing(self, index: int) -> None:
         self._note_assigned(index)
@@ -671,10 +674,7 @@ class Accumulation:
 
     def _launch(self, index: int) -> Work:
         """Start the communication hook on a bucket, which owns its memory until it has finished."""
-        group = self.group
-        if group.size == 1:
-            return CompletedWork()
-        plan = self._shard.plan
+        group, plan = self.group, self._shard.plan
         bucket = ReducibleBucket(
             index,
             plan[index],

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.stages import Gradients, LocalGradients, ShardedGradients
+from zero.gradients.stages import Gradients, LocalGradients, RefusedGradients, ShardedGradients
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
@@ -92,13 +92,8 @@ class OptimizerShard:
         self.stage, self.sharding = (stage if sharding.size > 1 else 0), sharding
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
-        self.gradients: Gradients
-        if alone:
-            self.gradients = LocalGradients(sharding)
-        elif self.stage == 2:
-            self.gradients = ShardedGradients(sharding)
-        else:
-            self.gradients = Gradients(sharding, self.stage)
+        kinds = (Gradients, RefusedGradients, ShardedGradients)
+        self.gradients = (LocalGradients if alone else kinds[self.stage])(sharding)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)

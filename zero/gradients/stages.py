@@ -108,12 +108,11 @@ class UnavailableGradient(Tensor):
 
 
 class Gradients:
-    """The gradients of this rank's parameters, summed over ranks: flat buckets for stages 0 and 1.
+    """The gradients of this rank's parameters, summed over ranks: stage 0, with flat buckets.
 
     At the first backward parameters have no gradients, so autograd hands over its own tensor, which
     is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
-    micro-batches accumulate in place. At stage 0, `parameter.grad` is a view of the bucket; stage 1
-    keeps this rank's shard of it.
+    micro-batches accumulate in place. `parameter.grad` is a view of the bucket.
 
     Between `finish` and `clear`, the means of what this rank keeps are `held`. Kept tensors are
     flat, and have the elements of a parameter in the order in which it lies in memory.
@@ -121,12 +120,12 @@ class Gradients:
 
     hides = True  # whether `take` hides a gradient from autograd and the user until `finish`
 
-    def __init__(self, collectives: Collectives, stage: int) -> None:
-        self._collectives, self._stage = collectives, stage
-        self._slot = collectives.slot(collectives.rank) if stage else None
+    _owner: int | None = None  # the slot of the shard that this rank keeps; None for all
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
         self._parameters: dict[str, Parameter] = {}
         self._buckets: list[Bucket] = []
-        self._unavailable: dict[str, UnavailableGradient] = {}  # by name; empty at stage 0
         self._aside: dict[int, Tensor] = {}  # kept means of earlier reductions, by bucket
         self._aside_names: set[str] = set()
         self.held = False
@@ -148,8 +147,6 @@ class Gradients:
         """
         self._buckets.extend(buckets)
         self._parameters.update(parameters)
-        for name, parameter in parameters.items() if self._stage else ():
-            self._unavailable[name] = UnavailableGradient(parameter, name, self._stage)
         self._allocate(buckets, parameters)
         self._note_peak()
 
@@ -157,7 +154,7 @@ class Gradients:
         for bucket in buckets:
             device = parameters[bucket.entries[0].spec.name].device
             # At stage 1, half of a 16-bit bucket fits in fp32.
-            padding = bucket.numel % 2 if self._stage and is_16_bit(bucket.dtype) else 0
+            padding = 0 if self._owner is None else bucket.numel % 2 * is_16_bit(bucket.dtype)
             memory = self._collectives.allocate(bucket.numel + padding, bucket.dtype, device)
             self._memory.append(memory)
             for entry in bucket.entries:
@@ -166,8 +163,6 @@ class Gradients:
 
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
-        if self._stage:
-            self.set_aside()
         self._wide.clear()
 
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
@@ -175,23 +170,19 @@ class Gradients:
 
         Returns the scaled gradient, or None where there was none: that contributes zeros.
         """
-        name = entry.spec.name
-        slot, accumulated = self._views[name], not self._stage and self.keeps(name)
-        gradient = self.pop(name)
-        if accumulated or gradient is slot:
-            rescale([slot], scale)
-            return slot
-        self._leave_to_user(name)
-        return copy_scaled(slot, gradient, scale)
+        place, gradient = self._place(index, entry), self.pop(entry.spec.name)
+        if gradient is not place:
+            return copy_scaled(place, gradient, scale)
+        rescale([place], scale)  # it has accumulated there
+        return place
+
+    def _place(self, index: int, entry: ParameterSlice) -> Tensor:
+        return self._views[entry.spec.name]
 
     def accumulate(self, index: int, entry: ParameterSlice) -> None:
         """Keep a parameter's gradient for the reduction that a later backward finishes. Local."""
-        name = entry.spec.name
         self.take(index, entry, 1.0)
-        if self._stage:
-            self._unavailable[name].arrived = self._views[name]
-        else:
-            self._parameters[name].grad = self._published(name)
+        self._parameters[entry.spec.name].grad = self._published(entry.spec.name)
 
     def flat(self, index: int) -> Tensor:
         """Return the flat gradients of a bucket, of which every gradient was taken."""
@@ -255,7 +246,7 @@ class Gradients:
 
     def _range(self, index: int) -> tuple[int, int]:
         bucket = self._buckets[index]
-        return (0, bucket.numel) if self._slot is None else bucket.shard(self._slot)
+        return (0, bucket.numel) if self._owner is None else bucket.shard(self._owner)
 
     # Means, and the `grad` of parameters.
 
@@ -275,7 +266,6 @@ class Gradients:
                 if piece.spec.name in gone:
                     self._aside[index][piece.start - low : piece.stop - low].zero_()
             self._aside_names |= names - gone
-        self.void()
         self._note_peak(sum(tensor.nbytes for tensor in self._aside.values()))
 
     @torch.no_grad()
@@ -286,7 +276,7 @@ class Gradients:
         module's table says; None for names in `unused`.
         """
         self.wait()
-        rescale([self.kept(index) for index in range(len(self._buckets))], factor)
+        self.scale_(factor)
         for index, mean in self._aside.items():
             self.kept(index).add_(mean, alpha=of_held)
         self._aside.clear()
@@ -308,9 +298,10 @@ class Gradients:
 
     def void(self) -> None:
         """Drop what `parameter.grad` holds of an earlier mean at stage 0. Local."""
-        for parameter in self._parameters.values() if not self._stage else ():
+        for parameter in self._parameters.values():
             parameter.grad = None
 
+    @torch.no_grad()
     def scale_(self, factor: float) -> None:
         """Multiply the held means by a factor, after `collect`."""
         rescale([self.kept(index) for index in range(len(self._buckets))], factor)
@@ -323,18 +314,15 @@ class Gradients:
             absent = set_to_none or parameter.grad is None
             parameter.grad = None if absent else self._published(name)
         if not set_to_none:
-            for index in range(len(self._buckets)):
-                self.kept(index).zero_()
+            self.scale_(0)
             self.held = True
 
     def forget(self) -> None:
         """Forget what is kept, after every `p.grad` was dropped."""
-        for unavailable in self._unavailable.values():
-            unavailable.arrived = None
         self._aside.clear()
         self._aside_names.clear()
-        self._wide.clear()
         self.held = False
+        self.begin()
 
     def close(self, unfinished: Collection[str]) -> None:
         """Leave `parameter.grad` to others, who are refused what is no gradient of a whole batch.
@@ -342,11 +330,10 @@ class Gradients:
         `unfinished` are the names of parameters with a gradient that was not reduced.
         """
         for name, parameter in self._parameters.items():
-            left = self._unavailable.get(name)
             if parameter.grad is not None and name in unfinished:
-                parameter.grad = left = UnavailableGradient(parameter, name, self._stage)
-            if left is not None and left is parameter.grad:
-                left.outlive()
+                parameter.grad = UnavailableGradient(parameter, name, 0)
+            if isinstance(parameter.grad, UnavailableGradient):
+                parameter.grad.outlive()
 
     @property
     def all_dropped(self) -> bool:
@@ -356,17 +343,10 @@ class Gradients:
     @property
     def exist(self) -> bool:
         """True if any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters.values())
-
-    def arrived_in(self, task: int, name: str) -> None:
-        """Note the backward that has made a parameter's gradient, by autograd's number of it."""
-        if (unavailable := self._unavailable.get(name)) is not None:
-            unavailable.task = task
+        return not all(map(self.dropped, self._parameters))
 
     def keeps(self, name: str) -> bool:
         """Return whether a parameter's `grad` is still what this object has made of it."""
-        if self._stage:
-            return self._parameters[name].grad is self._unavailable[name]
         return self._alias(name) is self._parameters[name].grad is not None
 
     def dropped(self, name: str) -> bool:
@@ -375,33 +355,27 @@ class Gradients:
 
     def has_gradient(self, entry: ParameterSlice) -> bool:
         """Return whether a parameter has a gradient to take, which the user may have assigned."""
-        gradient = self._parameters[entry.spec.name].grad
-        unavailable = self._unavailable.get(entry.spec.name)
-        if unavailable is not None and gradient is unavailable:
-            return unavailable.arrived is not None
-        return gradient is not None
+        return not self.dropped(entry.spec.name)
 
     def pop(self, name: str) -> Tensor | None:
-        """Return a parameter's gradient, and hide it until `finish`."""
-        parameter, unavailable = self._parameters[name], self._unavailable.get(name)
-        gradient, parameter.grad = parameter.grad, unavailable
-        if unavailable is not None:
-            arrived, unavailable.arrived = unavailable.arrived, None
-            gradient = arrived if gradient is unavailable else gradient
+        """Return a parameter's gradient, or its place if it is there; hide it until `finish`."""
+        parameter, kept = self._parameters[name], self.keeps(name)
+        gradient, parameter.grad = parameter.grad, None
+        if kept:
+            return self._views[name]
+        shown = self._shown.pop(name, None)
+        held = shown() if shown is not None else None
+        if held is not None:  # by the user, to whom the last gradient is left, as in torch
+            held.data = held.clone()
         return gradient
 
     def put(self, name: str, gradient: Tensor) -> None:
         """Give a parameter a gradient to take, after `set_aside`; adds to one that it has."""
         before = self.pop(name)
-        gradient = gradient if before is None else before + gradient
-        if self._stage:
-            self._unavailable[name].arrived = gradient
-        else:
-            self._parameters[name].grad = gradient
+        self._parameters[name].grad = gradient if before is None else before + gradient
 
     def _published(self, name: str) -> Tensor:
-        if self._stage:
-            return self._unavailable[name]
+        """Return what `parameter.grad` becomes in `finish`."""
         alias = self._alias(name)
         if alias is None:
             alias = self._views[name].detach()
@@ -414,36 +388,79 @@ class Gradients:
         alias = shown() if shown is not None else None
         return alias if alias is not None and alias.is_set_to(self._views[name]) else None
 
-    def _leave_to_user(self, name: str) -> None:
-        """Give the last gradient memory of its own, if the user still holds it, as in torch."""
-        shown = self._shown.pop(name, None)
-        held = shown() if shown is not None else None
-        if held is not None:
-            held.data = held.clone()
-
     def _adopt(self, index: int, entry: ParameterSlice) -> bool:
         """Take over a parameter's `grad`; return False if it is None."""
         name = entry.spec.name
-        parameter = self._parameters[name]
-        gradient = parameter.grad
-        if not self._stage:
-            if not self.keeps(name):
-                self._leave_to_user(name)
-                copy_scaled(self._views[name], gradient, 1.0)  # the user's own, or zeros
-                parameter.grad = None if gradient is None else self._published(name)
-        elif gradient is None:
+        if not self.keeps(name) and self.take(index, entry, 1.0) is not None:  # the user's own
+            self._parameters[name].grad = self._published(name)
+        return not self.dropped(name)
+
+
+class RefusedGradients(Gradients):
+    """The same for stage 1: a rank keeps its shard of a bucket, and `parameter.grad` refuses."""
+
+    def __init__(self, collectives: Collectives, stage: int = 1) -> None:
+        super().__init__(collectives)
+        self._owner, self._stage = collectives.slot(collectives.rank), stage
+        self._unavailable: dict[str, UnavailableGradient] = {}  # by parameter name
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate memory for more buckets, of parameters by name. Collective."""
+        super().add(buckets, parameters)
+        for name, parameter in parameters.items():
+            self._unavailable[name] = UnavailableGradient(parameter, name, self._stage)
+
+    def begin(self) -> None:
+        """Set held means aside, and prepare for the first gradient of a reduction."""
+        self.set_aside()
+        super().begin()
+
+    def accumulate(self, index: int, entry: ParameterSlice) -> None:
+        """Keep a parameter's gradient for the reduction that a later backward finishes. Local."""
+        self._unavailable[entry.spec.name].arrived = self.take(index, entry, 1.0)
+
+    def forget(self) -> None:
+        """Forget what is kept and what has arrived, after every `p.grad` was dropped."""
+        super().forget()
+        for unavailable in self._unavailable.values():
+            unavailable.arrived = None
+
+    def keeps(self, name: str) -> bool:
+        """Return whether a parameter's `grad` is still the refusal."""
+        return self._parameters[name].grad is self._unavailable[name]
+
+    def has_gradient(self, entry: ParameterSlice) -> bool:
+        """Return whether a parameter has a gradient to take: arrived, or assigned by the user."""
+        name = entry.spec.name
+        arrived = self._unavailable[name].arrived is not None
+        return arrived if self.keeps(name) else not self.dropped(name)
+
+    def pop(self, name: str) -> Tensor | None:
+        """Return a parameter's gradient, and refuse it to later hooks of this backward."""
+        parameter, unavailable = self._parameters[name], self._unavailable[name]
+        gradient = unavailable.arrived if self.keeps(name) else parameter.grad
+        parameter.grad, unavailable.arrived = unavailable, None
+        unavailable.task = torch._C._current_graph_task_id()
+        return gradient
+
+    def _published(self, name: str) -> Tensor:
+        return self._unavailable[name]
+
+    def _adopt(self, index: int, entry: ParameterSlice) -> bool:
+        name = entry.spec.name
+        if self.dropped(name):
             for piece in self._buckets[index].pieces(*self._range(index)):
                 if piece.spec.name == name:
                     self.reduced(index, piece).zero_()
-        elif gradient is not self._unavailable[name]:
+        elif not self.keeps(name):
             raise RuntimeError(
                 f"a gradient of {name} was assigned after backward, but at stage {self._stage} "
                 "each rank keeps a shard: assign it before backward, or use stage 0"
             )
-        return gradient is not None
+        return not self.dropped(name)
 
 
-class ShardedGradients(Gradients):
+class ShardedGradients(RefusedGradients):
     """Gradient shards for stage 2, and a few working tensors in which all buckets take turns.
 
     A gradient is copied into its bucket's working tensor as it arrives. When the reduction has
@@ -473,11 +490,8 @@ class ShardedGradients(Gradients):
         for size in self._sizes:
             self._add_working(self._collectives.allocate(size, torch.uint8, self._device))
 
-    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
-        """Copy the gradient into its bucket's working tensor."""
-        name = entry.spec.name
-        slot = view(self.flat(index), entry.start, self._parameters[name])
-        return copy_scaled(slot, self.pop(name), scale)
+    def _place(self, index: int, entry: ParameterSlice) -> Tensor:
+        return view(self.flat(index), entry.start, self._parameters[entry.spec.name])
 
     def flat(self, index: int) -> Tensor:
         """Return the bucket's part of the working tensor that it is filled into."""
@@ -520,23 +534,13 @@ class ShardedGradients(Gradients):
         self._keep(index, wide)
         return wide
 
-    def set_aside(self) -> None:
-        """Keep held means apart, and begin new shards."""
-        if self.held:
-            super().set_aside()
-            self._shards = [None for _ in self._buckets]
-
-    def clear(self, set_to_none: bool) -> None:
-        """Discard the kept shards, and free the working tensors."""
-        super().clear(set_to_none)
+    def begin(self) -> None:
+        """Begin new shards, after the reductions in flight, and free the working tensors."""
+        super().begin()
+        self.wait()
+        self._shards = [None for _ in self._buckets]
         self._free.extend(self._filling.values())
         self._filling.clear()
-
-    def forget(self) -> None:
-        """Forget the kept shards, after the reductions in flight."""
-        self.wait()
-        super().forget()
-        self._shards = [None for _ in self._buckets]
 
     @property
     def _bytes(self) -> int:
@@ -603,7 +607,7 @@ class LocalGradients(Gradients):
     hides = False
 
     def __init__(self, collectives: Collectives) -> None:
-        super().__init__(collectives, stage=0)
+        super().__init__(collectives)
         self._addresses: dict[int, str] = {}  # of gradients in this reduction, with their names
         self._seen: dict[str, ReferenceType[Tensor]] = {}  # gradients that have been taken
 
@@ -639,9 +643,6 @@ class LocalGradients(Gradients):
     def own(self) -> list[Tensor]:
         """Return the gradients that there are."""
         return [p.grad for p in self._parameters.values() if p.grad is not None]
-
-    def launched(self, index: int, work: Work) -> None:
-        """Do nothing: the work has finished."""
 
     def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
         """Return a slice of the gradient; an empty tensor if there is none."""
