@@ -25,6 +25,8 @@ class StepMessage:
         self._values: dict[str, tuple[Value, bool]] = {}  # with True for a maximum
         self._numbers = torch.zeros(0, dtype=torch.float64, device="cpu")  # on their way
         self._work: Work = CompletedWork()
+        self._parts: dict[str, Tensor] = {}  # of what has arrived, by name
+        self._sums: dict[str, float] = {}
         self._size = 0  # ranks that it was sent to; 0: not sent yet
 
     @property
@@ -68,21 +70,25 @@ class StepMessage:
         on_device = iter(_read(tensors))
         numbers = [next(on_device) if isinstance(v, Tensor) else float(v) for v in asked]
         self._size, self._numbers = group.size, self._pack(group, numbers)
+        self._parts = {}
         self._work = group.all_reduce(self._numbers) if group.size > 1 else CompletedWork()
 
     def read(self) -> dict[str, float]:
-        """Return the reduced numbers by name. Waits for the ranks that it was sent to."""
+        """Return the reduced numbers by name. Waits for the ranks that it was sent to.
+
+        The same dictionary each time, since several may read a message of many numbers.
+        """
         assert self.sent, "the message was not sent"
         self._work.wait()
-        return {name: float(part.max()) for name, part in self._parts().items()}
+        if not self._parts:
+            widths = [self._size if maximum else 1 for _, maximum in self._values.values()]
+            self._parts = dict(zip(self._values, self._numbers.split(widths), strict=True))
+            self._sums = {name: float(part.max()) for name, part in self._parts.items()}
+        return self._sums
 
     def by_rank(self, name: str) -> dict[str, float]:
         """Return the numbers that a maximum is taken of, by rank. After `read`."""
-        return {str(rank): number for rank, number in enumerate(self._parts()[name].tolist())}
-
-    def _parts(self) -> dict[str, Tensor]:
-        widths = [self._size if maximum else 1 for _, maximum in self._values.values()]
-        return dict(zip(self._values, self._numbers.split(widths), strict=True))
+        return {str(rank): number for rank, number in enumerate(self._parts[name].tolist())}
 
     def _pack(self, group: Collectives, numbers: list[float]) -> Tensor:
         """Return what is summed: a maximum has a place for each rank."""

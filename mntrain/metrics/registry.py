@@ -105,7 +105,7 @@ class StepRecord:
     round_loss: Annotated[
         float | None, Metric("mean", label="of all nodes", format=_loss_text, row="line")
     ] = None
-    """Where nodes train alone, at an exchange: the loss of all their steps since the last one."""
+    """Where nodes train alone, after all have met: the loss of all steps since they met before."""
     slow_ranks: Annotated[dict[str, float] | None, Metric("same", named=True)] = None
     """By "rank/phase": how many times as long a slow rank takes for a sample as the others."""
     rank_step_s: Annotated[dict[str, float] | None, _OF_EACH] = None

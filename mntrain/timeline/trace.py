@@ -174,10 +174,6 @@ class StepTimeline:
                 self._timeline.__enter__()
         self._step, self._start = step, time.perf_counter()
 
-    def meets_after(self, step: int) -> bool:
-        """Return whether all ranks meet between a step and the next one. Local."""
-        return self._last > 0 and step in (self._first - 1, self._last)
-
     def __enter__(self) -> Self:
         return self
 

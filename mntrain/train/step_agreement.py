@@ -48,7 +48,7 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
 
 
 class StepAgreement:
-    """The means, flags and failures that the ranks of a job establish together in each step.
+    """The means and failures that the ranks of a job establish together in each step.
 
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
     Forward and backward add to `losses`, and take the weights of their parts from `counts`.

@@ -1,0 +1,30 @@
+"""What a message of many numbers gives to those who read it, in one process."""
+
+import pytest
+
+from zero.collectives import SingleProcessCollectives
+from zero.step_message import StepMessage
+
+
+@pytest.fixture
+def message():
+    """A message with a sum and a maximum, whose values are functions."""
+    message, counts = StepMessage(), iter([1.0, 2.0])
+    message.put("count", lambda: next(counts))
+    message.put("most", lambda: 5.0, "max")
+    return message
+
+
+def test_several_readers_share_one_result(message):
+    message.send(SingleProcessCollectives())
+    assert message.read() == {"count": 1.0, "most": 5.0}
+    assert message.read() is message.read()
+    assert message.by_rank("most") == {"0": 5.0}
+
+
+def test_a_message_that_is_sent_again_has_the_values_of_then(message):
+    group = SingleProcessCollectives()
+    message.send(group)
+    assert message.read()["count"] == 1.0
+    message.send(group)
+    assert message.read() == {"count": 2.0, "most": 5.0}
