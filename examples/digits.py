@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from mntrain.config import Config
+from mntrain.options.config import Config
 from mntrain.tasks import Loss, Split, Task
 
 

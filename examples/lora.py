@@ -10,7 +10,7 @@ ckpt export RUN lora.safetensors` writes both.
 
 from torch import nn
 
-from mntrain.config import Config
+from mntrain.options.config import Config
 from mntrain.tasks.hf import HuggingFaceTask
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Subset
 from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-from mntrain.config import Config
+from mntrain.options.config import Config
 from mntrain.tasks import Loss, Split, Task
 
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The default command is train. Every rank parses its words before MPI starts; then the ranks
     agree, so all exit alike, and rank 0 alone prints. Without a launcher, raises SystemExit as
-    `cli.parse_options` does. A KeyboardInterrupt ends the process with exit code 130 and one line.
+    `parse_options` does. A KeyboardInterrupt ends the process with exit code 130 and one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     prints = not launcher.first_number(os.environ, launcher.RANK_VARIABLES)
@@ -81,19 +81,19 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
     Returns 2 if a rank refuses its words, if options differ, or if the launcher's ranks do not form
     one MPI world.
     """
-    from mntrain import cli
     from mntrain.bench import bench_options
+    from mntrain.options import command_line
 
     launched = launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
     quiet = launched and not {"-h", "--help"} & set(words)  # the ranks first tell each other
-    parse: Callable[..., Any] = cli.parse if command == "train" else bench_options.parse
+    parse: Callable[..., Any] = command_line.parse if command == "train" else bench_options.parse
     if command == "verify":
         from mntrain.train.verify import verify_command
 
         parse = verify_command.parse
     try:
         parsed = parse(words, print_errors=prints and not quiet)
-    except cli.RefusedOptionsError as refused:
+    except command_line.RefusedOptionsError as refused:
         if not launched:
             raise
         parsed = refused
@@ -114,7 +114,7 @@ def _run_on_all_ranks(command: str, words: Sequence[str], prints: bool) -> int:
     except AgreedError as error:
         of_host = isinstance(error.__cause__, StartError) and error.rank == 0
         if prints or of_host:
-            cli.print_problems(str(error))
+            command_line.print_problems(str(error))
     _wait_for_rank_0()
     return 2
 

@@ -34,10 +34,10 @@ from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import WorldCollectives
-from mntrain.config import WorldConfig
-from mntrain.config_types import construct, port_numbers
 from mntrain.device_kernels import DeviceKernels
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
+from mntrain.options.config import WorldConfig
+from mntrain.options.types import construct, port_numbers
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
@@ -100,7 +100,7 @@ class Ranks:
         collectives: a `zero.Collectives` over all ranks.
         kernels: sums on the device (`mntrain.device_kernels.DeviceKernels`).
         algorithm: name of the algorithm that reduces full buckets.
-        settings: the options (`mntrain.config.WorldConfig`).
+        settings: the options (`mntrain.options.config.WorldConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from mntrain.config_types import STRICT, OrNone
+from mntrain.options.types import STRICT, OrNone
 
 if TYPE_CHECKING:
     from zero.collectives import Collectives

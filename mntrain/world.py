@@ -19,10 +19,10 @@ from mntrain.checks.finding import print_warnings
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.comm.world_collectives import WorldCollectives
-from mntrain.config import WorldConfig
 from mntrain.data.loader import ShardedLoader, ShardRegistry
 from mntrain.data.source import Division
 from mntrain.errors import AgreedError
+from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
 from mntrain.run.directory import warn
@@ -286,7 +286,7 @@ class World(Ranks):
         the run.
         Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
         ranks give it other values, the directory cannot be written, or another job uses it. Options
-        that are named device, rank, local_rank or alike may differ (`mntrain.config.RANK_OPTIONS`).
+        that are named device, rank, local_rank or alike may differ (`RANK_OPTIONS`).
         """
         copies = {
             "tensorboard": tensorboard,

@@ -9,7 +9,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mntrain.lightning import MpiEnvironment
+from mntrain.torch_backend.lightning import MpiEnvironment
 
 
 def main() -> None:

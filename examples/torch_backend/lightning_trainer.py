@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mntrain.lightning import MpiEnvironment
+from mntrain.torch_backend.lightning import MpiEnvironment
 
 
 class Regression(L.LightningModule):

@@ -7,10 +7,10 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from mntrain.alike.values import Peers, compare
-from mntrain.cli import RefusedOptionsError, named_options
-from mntrain.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
-from mntrain.config_types import words_of
 from mntrain.errors import AgreedError, agreement, start_mpi
+from mntrain.options.command_line import RefusedOptionsError, named_options
+from mntrain.options.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
+from mntrain.options.types import words_of
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 
 T = TypeVar("T")

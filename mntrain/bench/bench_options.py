@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from mntrain.cli import parse_options
 from mntrain.comm import algorithms
-from mntrain.config import Device
-from mntrain.config_types import STRICT, OptionalPath, OrNone, unique
+from mntrain.options.command_line import parse_options
+from mntrain.options.config import Device
+from mntrain.options.types import STRICT, OptionalPath, OrNone, unique
 
 _PROGRAM = "python -m mntrain bench"
 _DESCRIPTION = f"""Measure the collectives of this cluster, and the share of the link's bandwidth
@@ -89,7 +89,7 @@ class BenchOptions:
 
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> BenchOptions:
-    """Return the options of a command line; errors as in `mntrain.cli.parse_options`."""
+    """Return the options of a command line; errors as in `parse_options`."""
     return parse_options(
         BenchOptions, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
     )

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.bench.bench_options import size_label
-from mntrain.config import CommConfig
 from mntrain.metrics.registry import short_time
+from mntrain.options.config import CommConfig
 from zero.layout import MIB
 
 _PARAMETERS = 100_000_000  # of the example

@@ -28,7 +28,7 @@ from mntrain.corpus.tokenizer import (
     TOKENIZER_FILE,
     FileTokenizer,
 )
-from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, transformers_library
+from mntrain.options.huggingface import CONFIG_FILE, RUN_FOLDER, transformers_library
 
 # Files of a folder that another export may have left, and `from_pretrained` would read.
 _EXPORTED = {"generation_config.json", MODEL, f"{MODEL}.index.json", TOKENIZER_FILE, SETTINGS_FILE}

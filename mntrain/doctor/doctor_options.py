@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from mntrain.cli import parse_options
-from mntrain.config_types import STRICT, OptionalPath
+from mntrain.options.command_line import parse_options
+from mntrain.options.types import STRICT, OptionalPath
 
 _PROGRAM = "python -m mntrain doctor"
 _DESCRIPTION = f"""Check in a few seconds that this cluster is fit to train: the launcher and MPI,
@@ -68,7 +68,7 @@ class DoctorOptions:
 
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> DoctorOptions:
-    """Return the options of a command line; errors as in `mntrain.cli.parse_options`."""
+    """Return the options of a command line; errors as in `parse_options`."""
     return parse_options(
         DoctorOptions, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
     )

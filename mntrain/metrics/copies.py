@@ -19,7 +19,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from mntrain.config import LogConfig
 from mntrain.metrics.files import (
     CONFIG_FILE,
     Line,
@@ -30,6 +29,7 @@ from mntrain.metrics.files import (
     write_whole,
 )
 from mntrain.metrics.registry import METRICS, Metric
+from mntrain.options.config import LogConfig
 
 TENSORBOARD_FOLDER, PROMETHEUS_FILE = "tensorboard", "metrics.prom"
 WANDB_ID_FILE, MLFLOW_ID_FILE = ".wandb-id", ".mlflow-id"

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from mntrain.config import LogConfig
 from mntrain.metrics.registry import (
     METRICS,
     PHASES,
@@ -31,6 +30,7 @@ from mntrain.metrics.registry import (
 )
 from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit
 from mntrain.metrics.writers import MetricsFiles
+from mntrain.options.config import LogConfig
 
 _STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"}
 _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mntrain.comm.forked import call_in_child
-from mntrain.config import LogConfig
 from mntrain.metrics.copies import Copy, make_copies
 from mntrain.metrics.files import (
     METRICS_FILE,
@@ -25,6 +24,7 @@ from mntrain.metrics.files import (
     try_summary,
     write_page,
 )
+from mntrain.options.config import LogConfig
 
 WAITING = 10_000  # lines that wait in memory at most
 WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while the record cannot be written

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from mntrain.cli import to_toml
-from mntrain.config import Config
 from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
 from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
+from mntrain.options.command_line import to_toml
+from mntrain.options.config import Config
 from mntrain.report import charts, scaling
 from mntrain.report.charts import Curve, colours_of
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words

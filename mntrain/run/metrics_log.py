@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from mntrain.alike.naming import difference
-from mntrain.config import LogConfig
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import (
     METRICS_FILE,
@@ -20,6 +19,7 @@ from mntrain.metrics.files import (
 )
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
+from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn

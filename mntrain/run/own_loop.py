@@ -16,13 +16,13 @@ from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
 from mntrain.checkpoint import Saver
 from mntrain.checkpoint.objects import Stateful
-from mntrain.cli import toml_text
-from mntrain.config import CheckpointConfig, LogConfig
-from mntrain.config_types import construct
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE, write_whole
+from mntrain.options.command_line import toml_text
+from mntrain.options.config import CheckpointConfig, LogConfig
+from mntrain.options.types import construct
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines

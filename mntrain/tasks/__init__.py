@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from mntrain.config import Config
 from mntrain.metrics.registry import StepRecord
+from mntrain.options.config import Config
 
 __all__ = ["Loss", "Losses", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 

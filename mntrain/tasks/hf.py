@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from mntrain.config import Config
 from mntrain.corpus.text_files import CorpusFiles, find_files
 from mntrain.corpus.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from mntrain.corpus.training_tokens import (
@@ -20,6 +19,7 @@ from mntrain.corpus.training_tokens import (
     open_training_tokens,
     refuse_shared,
 )
+from mntrain.options.config import Config
 from mntrain.tasks import Loss, Split
 from mntrain.tasks.hf_model import ModelFolder
 from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows

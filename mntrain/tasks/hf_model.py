@@ -10,7 +10,12 @@ from torch import nn
 
 from mntrain.alike.naming import first_names
 from mntrain.corpus.tokenizer import FileTokenizer, Tokenizer
-from mntrain.huggingface import CONFIG_FILE, RUN_FOLDER, HuggingFaceConfig, transformers_library
+from mntrain.options.huggingface import (
+    CONFIG_FILE,
+    RUN_FOLDER,
+    HuggingFaceConfig,
+    transformers_library,
+)
 
 _AUTO = {
     "causal-lm": "AutoModelForCausalLM",

@@ -5,10 +5,10 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mntrain.config import Config
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.corpus.training_tokens import TrainingTokens, open_training_tokens
-from mntrain.huggingface import RUN_FOLDER
+from mntrain.options.config import Config
+from mntrain.options.huggingface import RUN_FOLDER
 from mntrain.tasks import Loss, Split
 from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
 from mntrain.tasks.transformer import Transformer

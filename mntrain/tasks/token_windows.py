@@ -7,7 +7,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from mntrain.config import Config
 from mntrain.corpus.training_tokens import (
     Corpus,
     TrainingTokens,
@@ -15,6 +14,7 @@ from mntrain.corpus.training_tokens import (
     named_in_errors,
     open_validation_tokens,
 )
+from mntrain.options.config import Config
 from mntrain.tasks import Split, Task, evaluating
 
 _SCANNED = 1 << 31  # token ids that are checked before training begins

@@ -7,9 +7,9 @@ from typing import Any
 
 from mntrain import tasks
 from mntrain.alike.compared_options import agree_on_options
-from mntrain.cli import RefusedOptionsError, from_mapping
-from mntrain.config import Config
 from mntrain.errors import AgreedError, ExceptionWatch, TrainingStoppedError
+from mntrain.options.command_line import RefusedOptionsError, from_mapping
+from mntrain.options.config import Config
 from mntrain.train.trainer import Trainer
 from mntrain.world import init
 

@@ -10,14 +10,14 @@ from mntrain.alike.compared_task import compare_task
 from mntrain.balance.balancing import Balancing
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Manifest, Saver, Stateful
-from mntrain.cli import to_toml
-from mntrain.config import Config
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.report import Reporter
+from mntrain.options.command_line import to_toml
+from mntrain.options.config import Config
 from mntrain.run.directory import RunDirectory
 from mntrain.run.means import DelayedSums
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports

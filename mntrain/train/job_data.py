@@ -12,11 +12,11 @@ from mntrain.alike.sample_digest import detached
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.config import Config, TrainConfig
 from mntrain.data import sampling
 from mntrain.data.loader import ShardedLoader
 from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.streams import stream_loader
+from mntrain.options.config import Config, TrainConfig
 from mntrain.world import World
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from mntrain.config import OptimConfig
 from mntrain.optim import Muon, muon_groups
+from mntrain.options.config import OptimConfig
 from mntrain.tasks import Task, errors_of_task, import_class
 from zero.optimizer import ZeroOptimizer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.config import Config, flag_of
-from mntrain.config_types import as_mapping
 from mntrain.errors import AgreedError
+from mntrain.options.config import Config, flag_of
+from mntrain.options.types import as_mapping
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.

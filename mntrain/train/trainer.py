@@ -14,11 +14,11 @@ from itertools import count
 from typing import Any
 
 from mntrain import tasks
-from mntrain.config import Config
 from mntrain.data.phase_notes import noted
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
+from mntrain.options.config import Config
 from mntrain.rank_info import memory_now
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from mntrain.cli import parse
+from mntrain.options.command_line import parse
 
 
 def refused(*argv: object) -> list[str]:

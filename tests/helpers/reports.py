@@ -8,10 +8,10 @@ from pathlib import Path
 import pyte
 from rich.console import Console
 
-from mntrain.config import LogConfig
 from mntrain.metrics.registry import METRICS, StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import MetricsFiles
+from mntrain.options.config import LogConfig
 from mntrain.rank_info import Place, Usage
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from mntrain.balance.balancing import Balancing
 from mntrain.balance.shares import Shares
-from mntrain.config import Config
 from mntrain.data.loader import Passes, ShardedLoader
+from mntrain.options.config import Config
 from mntrain.train.job_data import JobData
 
 

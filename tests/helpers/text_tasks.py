@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corpora import write_records
 
-from mntrain.config import Config
+from mntrain.options.config import Config
 from mntrain.tasks import Task, load
 
 

@@ -35,7 +35,7 @@ def test_help_is_printed_without_importing_torch_or_mpi():
     assert result.stdout.startswith("usage: python -m mntrain")
     assert "--train.batch-size INT" in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "mntrain.cli" in imported
+    assert "mntrain.options.command_line" in imported
     assert not imported & {"torch", "mpi4py", "mntrain.train.trainer"}
 
 

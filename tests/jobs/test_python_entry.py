@@ -20,7 +20,7 @@ threads = threading.enumerate()
 """
 AFTER = """
 from mntrain import AgreedError
-from mntrain.config import Config, RunConfig, TrainConfig
+from mntrain.options.config import Config, RunConfig, TrainConfig
 from mntrain.errors import TrainingStoppedError
 from mpi4py import MPI
 

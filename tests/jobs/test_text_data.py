@@ -39,7 +39,7 @@ def test_a_job_on_a_saved_dataset_learns_resumes_and_its_sample_decodes(tmp_path
     whole.mkdir()
     completed(train(2, whole, *options, *STEPS))
     assert losses(whole) == found
-    begin = "import mntrain.cli"  # of the lines of job.md that generate text
+    begin = "import mntrain.options.command_line"  # of the lines of job.md that generate text
     lines = begin + PAGE.read_text().partition(begin)[2].partition('"\n```')[0]
     for of_page, here in {"runs/text": "run", "00001000": "00000030", "Once": "12 and 13"}.items():
         assert of_page in lines

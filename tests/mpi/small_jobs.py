@@ -8,7 +8,7 @@ from mpi4py import MPI
 from worlds import RANKS
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-from mntrain.config import (
+from mntrain.options.config import (
     Config,
     DataConfig,
     ModelConfig,

@@ -18,9 +18,16 @@ from worlds import RANKS, first_ranks
 
 import mntrain
 from mntrain.balance.own_pace import OwnPace
-from mntrain.balance_config import BalanceConfig
-from mntrain.config import CheckpointConfig, Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.data.randomness import permuted
+from mntrain.options.balance import BalanceConfig
+from mntrain.options.config import (
+    CheckpointConfig,
+    Config,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from mntrain.tasks import Loss, Task
 from mntrain.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from worlds import BUT_LAST, RANKS, make_world, refusal
 
 from mntrain.alike.compared_task import compare_task
-from mntrain.config import Config
+from mntrain.options.config import Config
 from mntrain.tasks import Task
 
 CALLS = itertools.count(os.getpid())

@@ -18,9 +18,9 @@ from torch import nn
 from worlds import RANKS, first_ranks, meet, refusal, shared_folder
 
 import mntrain
-from mntrain.cli import parse
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
+from mntrain.options.command_line import parse
 from mntrain.run.lock import RunLock
 from mntrain.tasks import Loss
 from mntrain.train.entry import exit_code

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS, make_world
 
-from mntrain.config import Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.data.sampling import SamplingPlan
+from mntrain.options.config import Config, OptimConfig, RunConfig, TrainConfig, ZeroConfig
 from mntrain.tasks import Losses, Mean, Sum, Task
 from mntrain.train.step_agreement import StepAgreement
 from mntrain.train.trainer import Trainer

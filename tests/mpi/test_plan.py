@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import RANKS, meet
 
-from mntrain.config import CommConfig, Config, OptimConfig, ZeroConfig
+from mntrain.options.config import CommConfig, Config, OptimConfig, ZeroConfig
 from mntrain.tasks import Loss, Task
 from mntrain.train.entry import run_command
 from mntrain.train.plan.job_plan import JobPlan

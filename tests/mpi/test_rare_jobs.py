@@ -14,9 +14,9 @@ from small_jobs import Signalling, Silent, lines_of, small, steps_taken, summary
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
-from mntrain.config import CheckpointConfig, LogConfig, RunConfig, ZeroConfig
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.report import Reporter
+from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig, ZeroConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer

@@ -14,7 +14,7 @@ from worlds import RANKS, make_world
 from mntrain.checkpoint import Saver
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.comm.world_collectives import WorldCollectives
-from mntrain.config import CheckpointConfig, ZeroConfig
+from mntrain.options.config import CheckpointConfig, ZeroConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer

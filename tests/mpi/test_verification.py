@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import mntrain
-from mntrain.config import CommConfig, Config, DataConfig, ModelConfig, TrainConfig
 from mntrain.errors import AgreedError
+from mntrain.options.config import CommConfig, Config, DataConfig, ModelConfig, TrainConfig
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.verify.verify_command import parse, run, verify_task

@@ -12,8 +12,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from worlds import RANKS
 
-from mntrain.config import ZeroConfig
 from mntrain.errors import TrainingStoppedError
+from mntrain.options.config import ZeroConfig
 from mntrain.sync import DiLoCo
 from mntrain.train.trainer import Trainer
 from zero.agreement import DifferentWeightsError

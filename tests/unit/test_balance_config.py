@@ -2,8 +2,8 @@
 
 import pytest
 
-from mntrain.balance_config import BalanceConfig
-from mntrain.config import Config, TrainConfig, ZeroConfig
+from mntrain.options.balance import BalanceConfig
+from mntrain.options.config import Config, TrainConfig, ZeroConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.job_data import choose_plans
 

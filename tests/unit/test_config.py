@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from mntrain import compression
-from mntrain.cli import parse, to_toml
-from mntrain.config import (
+from mntrain.options.command_line import parse, to_toml
+from mntrain.options.config import (
     CommConfig,
     Config,
     DataConfig,
@@ -23,7 +23,7 @@ from mntrain.config import (
     ZeroConfig,
     flag_of,
 )
-from mntrain.config_types import option_name
+from mntrain.options.types import option_name
 from zero.comm_hooks.between_nodes import BetweenNodesHook
 
 

@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mntrain import sync
-from mntrain.cli import parse
-from mntrain.config import CommConfig, Config, TrainConfig
+from mntrain.options.command_line import parse
+from mntrain.options.config import CommConfig, Config, TrainConfig
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, SyncConfig
 from mntrain.train.job import choose_sync
 

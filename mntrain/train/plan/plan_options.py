@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from mntrain.cli import parse_options
-from mntrain.config import Config
-from mntrain.config_types import STRICT, OrNone, unique
+from mntrain.options.command_line import parse_options
+from mntrain.options.config import Config
+from mntrain.options.types import STRICT, OrNone, unique
 
 _PROGRAM = "python -m mntrain plan"
 _DESCRIPTION = f"""Say what a job will take, before it runs: the memory of a rank by role, and the
@@ -71,5 +71,5 @@ class PlanOptions(Config):
 
 
 def parse(argv: Sequence[str]) -> PlanOptions:
-    """Return the options of a command line; errors as in `mntrain.cli.parse_options`."""
+    """Return the options of a command line; errors as in `parse_options`."""
     return parse_options(PlanOptions, argv, prog=_PROGRAM, description=_DESCRIPTION)

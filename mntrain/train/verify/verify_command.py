@@ -16,10 +16,10 @@ from pathlib import Path
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mntrain.balance_config import BalanceConfig
-from mntrain.cli import parse_options
-from mntrain.config import CheckpointConfig, Config, LogConfig
 from mntrain.errors import AgreedError
+from mntrain.options.balance import BalanceConfig
+from mntrain.options.command_line import parse_options
+from mntrain.options.config import CheckpointConfig, Config, LogConfig
 from mntrain.train.trainer import Trainer
 from mntrain.train.verify.recorded_steps import Distance, RecordedRun
 from mntrain.train.verify.recorded_world import RecordedWorld

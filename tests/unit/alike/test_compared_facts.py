@@ -14,8 +14,8 @@ from mntrain.alike.compared_task import (
     module_files,
 )
 from mntrain.bench.bench_options import BenchOptions
-from mntrain.cli import named_options, parse
-from mntrain.config import MAY_DIFFER, Config
+from mntrain.options.command_line import named_options, parse
+from mntrain.options.config import MAY_DIFFER, Config
 from mntrain.tasks.lm import LanguageModel
 
 

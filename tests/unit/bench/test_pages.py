@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mntrain.cli import parse
+from mntrain.options.command_line import parse
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from mntrain.checkpoint.exports import export_folder
-from mntrain.config import Config, DataConfig, ModelConfig
-from mntrain.config_types import as_mapping
 from mntrain.corpus.tokenizer import FileTokenizer
+from mntrain.options.config import Config, DataConfig, ModelConfig
+from mntrain.options.types import as_mapping
 from mntrain.tasks.lm import LanguageModel
 from mntrain.tasks.transformer import Transformer
 

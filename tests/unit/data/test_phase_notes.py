@@ -6,9 +6,9 @@ import pytest
 from sharding import data_of, sharded, world_of
 from torch.utils.data import Dataset, IterableDataset
 
-from mntrain.config import Config, TrainConfig
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sampling import LoaderOptions, SamplingPlan, step_loader
+from mntrain.options.config import Config, TrainConfig
 
 BROKEN = 7
 

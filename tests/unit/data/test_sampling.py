@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sharding import Numbers, data_of, sharded, world_of
 from torch.utils.data import DataLoader
 
-from mntrain.config import Config, DataConfig, TrainConfig
 from mntrain.data.phase_notes import name_samples
 from mntrain.data.sampling import (
     LoaderOptions,
@@ -19,6 +18,7 @@ from mntrain.data.sampling import (
     ShuffledBatches,
     step_loader,
 )
+from mntrain.options.config import Config, DataConfig, TrainConfig
 
 PLANS = st.builds(
     SamplingPlan,

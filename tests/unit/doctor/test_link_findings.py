@@ -2,10 +2,10 @@
 
 import pytest
 
-from mntrain.cli import RefusedOptionsError
 from mntrain.comm.links import LinkSpeed
 from mntrain.doctor.doctor_options import mb_per_s, parse
 from mntrain.doctor.link_findings import judge, slowest_node
+from mntrain.options.command_line import RefusedOptionsError
 
 HOSTS = ["n1", "n1", "n2", "n3"]
 GBIT = "1gbit", 125.0

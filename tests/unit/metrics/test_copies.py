@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from reports import line, write
 
-from mntrain.config import LogConfig
 from mntrain.metrics import copies
 from mntrain.metrics.files import flatten
 from mntrain.metrics.writers import MetricsFiles
+from mntrain.options.config import LogConfig
 from mntrain.run.directory import rewind
 
 MLFLOW, PROMETHEUS = LogConfig(mlflow="digits & <b>"), LogConfig(prometheus=True)

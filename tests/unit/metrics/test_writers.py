@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from reports import line, write
 
-from mntrain.config import LogConfig
 from mntrain.metrics import files as files_module
 from mntrain.metrics import writers
 from mntrain.metrics.copies import expect_installed
@@ -26,6 +25,7 @@ from mntrain.metrics.files import (
     write_whole,
 )
 from mntrain.metrics.writers import MetricsFiles
+from mntrain.options.config import LogConfig
 from mntrain.run.directory import rewind
 
 NONE, BOARD = LogConfig(), LogConfig(tensorboard=True)

@@ -16,10 +16,10 @@ from pages import Page
 from reports import rank, record, summary
 
 from mntrain.__main__ import main
-from mntrain.cli import to_toml
-from mntrain.config import Config, TrainConfig
 from mntrain.metrics import files
 from mntrain.metrics.registry import PHASES
+from mntrain.options.command_line import to_toml
+from mntrain.options.config import Config, TrainConfig
 from mntrain.recorder.events import Recorder
 from mntrain.report import charts, report_command
 from mntrain.report.report_command import phase_means

@@ -10,8 +10,8 @@ from pages import Page
 from reports import rank, record, summary
 
 from mntrain.__main__ import main
-from mntrain.cli import to_toml
-from mntrain.config import Config, ModelConfig, TrainConfig
+from mntrain.options.command_line import to_toml
+from mntrain.options.config import Config, ModelConfig, TrainConfig
 
 pytest.importorskip("matplotlib")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mntrain.config import CheckpointConfig
+from mntrain.options.config import CheckpointConfig
 from mntrain.run.saving import SaveInterval
 
 

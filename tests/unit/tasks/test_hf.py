@@ -12,9 +12,9 @@ from text_tasks import write_reviews
 from torch.utils.data import default_collate
 from transformers import RobertaConfig, ViTConfig
 
-from mntrain.config import Config, DataConfig
 from mntrain.corpus.tokenizer import FileTokenizer
-from mntrain.huggingface import HuggingFaceConfig
+from mntrain.options.config import Config, DataConfig
+from mntrain.options.huggingface import HuggingFaceConfig
 from mntrain.tasks import load
 from mntrain.tasks.hf import pad_batch
 
@@ -226,6 +226,6 @@ def test_token_ids_outside_the_vocabulary_of_the_model_are_refused(tmp_path):
 
 
 def test_the_library_that_is_not_installed_is_named(tmp_path, monkeypatch, text):
-    monkeypatch.setattr("mntrain.huggingface.find_spec", lambda name: None)
+    monkeypatch.setattr("mntrain.options.huggingface.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install transformers"):
         task(write_gpt2(tmp_path / "gpt2"), text)

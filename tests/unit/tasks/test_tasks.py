@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mntrain.config import Config, RunConfig
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import Corpus
+from mntrain.options.config import Config, RunConfig
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load, make_model
 from mntrain.tasks.token_windows import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer

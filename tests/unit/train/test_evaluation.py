@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mntrain.checkpoint.objects import encode_objects, merge, select
-from mntrain.config import Config, TrainConfig
+from mntrain.options.config import Config, TrainConfig
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task
 from mntrain.train.compiling import Precision
 from mntrain.train.evaluation import BestMetric, try_evaluation

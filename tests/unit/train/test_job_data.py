@@ -8,10 +8,10 @@ import torch
 from sharding import data_of, world_of
 from torch.utils.data import IterableDataset, TensorDataset
 
-from mntrain.balance_config import BalanceConfig
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.config import Config, TrainConfig
 from mntrain.data.sampling import BEGIN, Position
+from mntrain.options.balance import BalanceConfig
+from mntrain.options.config import Config, TrainConfig
 from mntrain.train.job_data import _find_origin
 
 

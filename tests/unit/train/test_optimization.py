@@ -7,8 +7,8 @@ from gpu.place import ON, gpu
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mntrain.config import Config, OptimConfig
 from mntrain.optim import Muon
+from mntrain.options.config import Config, OptimConfig
 from mntrain.tasks import Task
 from mntrain.train.optimization import (
     Schedule,

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mntrain.__main__ import main
-from mntrain.config import Config
+from mntrain.options.config import Config
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.tasks.transformer import Transformer
 from mntrain.train.compiling import PRECISIONS, recompute_regions

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.cli import parse, to_toml
-from mntrain.config import Config, TrainConfig
 from mntrain.errors import AgreedError
+from mntrain.options.command_line import parse, to_toml
+from mntrain.options.config import Config, TrainConfig
 from mntrain.train.resumption import (
     changed_options,
     check_left,

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 import mntrain
-from mntrain.config import Config
 from mntrain.errors import AgreedError
+from mntrain.options.config import Config
 from mntrain.tasks import Task
 from mntrain.train import step_agreement
 from mntrain.train.step_agreement import StepAgreement

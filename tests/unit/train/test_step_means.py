@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mntrain.comm.waits import Waits
-from mntrain.config import Config
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
+from mntrain.options.config import Config
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.train.evaluation import merge_sets
 from mntrain.train.step_means import PartCounts, StepMeans

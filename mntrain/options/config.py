@@ -1,7 +1,8 @@
 """Options of a training job, as frozen dataclasses that validate their values.
 
 An option is declared once. Its name in a file, its command-line flag, its help and its check
-(`mntrain.cli`) follow from the field. Constructors raise pydantic's ValidationError, a ValueError.
+(`options.command_line`) follow from the field. Constructors raise pydantic's
+ValidationError, a ValueError.
 """
 
 from pathlib import Path
@@ -11,9 +12,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain import compression
-from mntrain.balance_config import BalanceConfig
 from mntrain.comm import algorithms
-from mntrain.config_types import (
+from mntrain.options.balance import BalanceConfig
+from mntrain.options.huggingface import HuggingFaceConfig
+from mntrain.options.types import (
     STRICT,
     Interval,
     NamedPaths,
@@ -25,7 +27,6 @@ from mntrain.config_types import (
     Table,
     parse_names,
 )
-from mntrain.huggingface import HuggingFaceConfig
 from mntrain.sync import SyncConfig
 
 # Options that may differ between ranks, by name, with the reason. The ranks compare all others.

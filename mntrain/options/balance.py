@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from mntrain.config_types import STRICT, OrNone, parse_names
+from mntrain.options.types import STRICT, OrNone, parse_names
 
 # Options of `BalanceConfig`, and the modes in which they have an effect.
 _MODES = {

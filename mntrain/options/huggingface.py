@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mntrain.config_types import STRICT, OptionalPath
+from mntrain.options.types import STRICT, OptionalPath
 
 CONFIG_FILE = "config.json"
 RUN_FOLDER = "hf"  # in a run directory: the files of an exported folder besides the weights

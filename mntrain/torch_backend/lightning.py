@@ -2,7 +2,7 @@
 
     import lightning as L
     from lightning.pytorch.strategies import DDPStrategy
-    from mntrain.lightning import MpiEnvironment
+    from mntrain.torch_backend.lightning import MpiEnvironment
 
     strategy = DDPStrategy(process_group_backend="mntrain")
     trainer = L.Trainer(devices=4, strategy=strategy, plugins=[MpiEnvironment()])
@@ -19,7 +19,7 @@ from mntrain.errors import start_mpi
 try:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("mntrain.lightning needs Lightning: pip install lightning") from error
+    raise ModuleNotFoundError(f"{__name__} needs Lightning: pip install lightning") from error
 
 
 class MpiEnvironment(TorchElasticEnvironment):

@@ -1,4 +1,4 @@
-"""Options from the command line and from a TOML file, for the dataclasses of `mntrain.config`.
+"""Options from the command line and from a TOML file, for those of `mntrain.options.config`.
 
 argparse splits the command line; the dataclasses validate the values.
 """
@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from mntrain.config import Config, flag_of
-from mntrain.config_types import as_mapping, construct, option_name, words_of
+from mntrain.options.config import Config, flag_of
+from mntrain.options.types import as_mapping, construct, option_name, words_of
 
 T = TypeVar("T")
 
