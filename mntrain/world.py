@@ -396,7 +396,7 @@ class World(Ranks):
         self.recorder.begin_phase("close")
         try:
             if not self._engine.abandoned:
-                self._own_loop.settle()
+                self._own_loop.flush()
                 for optimizer in self._optimizers:
                     optimizer.close()
                 self._engine.finish(Ticket(Signature("world.close"), call_site())).wait()

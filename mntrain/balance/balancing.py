@@ -126,7 +126,7 @@ class Balancing:
 
     def by_rank(self) -> list[dict[str, Any]]:
         """Return the samples of each rank so far, and its own seconds. Collective."""
-        self._own.settle()
+        self._own.count_pending()
         own = {"samples": self._own.samples, "own_s": self._own.seconds}
         return list(self._ranks.gather(own))
 

@@ -77,7 +77,7 @@ class OwnPace:
     def begin(self) -> None:
         """Begin a batch. Does not wait for a device, unless many batches have gone by."""
         if len(self._pending) > INTERVAL:
-            self.settle()
+            self.count_pending()
         self._start, self._began_s = self._clock.mark(), time.perf_counter()
 
     def end(self, samples: int, phases: Mapping[str, float] | None = None, rest: str = "") -> None:
@@ -102,7 +102,7 @@ class OwnPace:
 
     def take(self, drawn: BatchNumber, most: int | None = None) -> Pace:
         """Return the pace since the last call. Waits for the device."""
-        self.settle()
+        self.count_pending()
         samples = sum(own for own, _ in self._interval)
         seconds = sum(own_s for _, own_s in self._interval)
         if self._robust and samples:
@@ -111,7 +111,7 @@ class OwnPace:
         self._begin_interval()
         return pace
 
-    def settle(self) -> None:
+    def count_pending(self) -> None:
         """Add up the batches of which the time was not known. Waits for the device."""
         for batch in self._pending:
             own_s = self._clock.own_s(batch.start, batch.end)

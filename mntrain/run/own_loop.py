@@ -167,7 +167,7 @@ class OwnLoop:
         optimizers = [one for one in self._optimizers if not one.closed]
         return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""
         for log in self._logs.values():
             with suppress(AgreedError):
@@ -218,7 +218,7 @@ class OwnLoop:
 
     def _describe(self, directory: RunDirectory, wall_s: float) -> dict[str, Any]:
         """Return the entries of summary.json that are no metrics. Collective."""
-        self.settle()
+        self.flush()
         checkpoints, stop = self._checkpoints.get(directory), self._stop
         return {
             "status": "completed" if stop is None or stop.status == "running" else stop.status,

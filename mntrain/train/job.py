@@ -34,7 +34,7 @@ from mntrain.train.compiling import (
 from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.initialization import freeze, load_weights
 from mntrain.train.job_data import JobData
-from mntrain.train.optimization import Schedule, choose_optimizer
+from mntrain.train.optimization import LearningRates, choose_optimizer
 from mntrain.world import World
 from zero.layout import split
 
@@ -197,11 +197,11 @@ class TrainingJob:
             every=self.sync.every if self.sync else 1,
         )
         with world.agreement():
-            self.schedule = Schedule(self.task, self.optimizer, config.optim, self.steps)
+            self.learning_rates = LearningRates(self.task, self.optimizer, config.optim, self.steps)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
         """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""
-        objects: dict[str, Stateful] = {**self.schedule.objects}
+        objects: dict[str, Stateful] = {**self.learning_rates.objects}
         if self.data.stream:
             objects["data"] = self.data.stream
         if self.best.patience:
@@ -227,9 +227,9 @@ class TrainingJob:
                 known.pop("early stopping", None)
             # This job's options count, even if the checkpoint was made with others. Only a learning
             # rate that a scheduler with a state has set is the checkpoint's.
-            kept = ["weight_decay"] if self.schedule.objects else ["weight_decay", "lr"]
+            kept = ["weight_decay"] if self.learning_rates.objects else ["weight_decay", "lr"]
             self.checkpoints.load(self.resumed, known, kept)
-        self.schedule.start(self.done)
+        self.learning_rates.start(self.done)
 
 
 def choose_sync(world: World, config: Config, *, weighted: bool = False) -> LocalSGD | None:

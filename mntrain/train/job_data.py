@@ -24,12 +24,12 @@ class StreamPosition:
     """The position of a job in its stream, behind the last two steps. Local.
 
     A step may fail after its batch was drawn, so checkpoints hold the position behind the step that
-    `settle` has named.
+    `keep_behind` has named.
     """
 
     def __init__(self, shard: ShardedLoader) -> None:
         self._shard = shard
-        self._settled = self._begin = shard.state_dict()
+        self._kept = self._begin = shard.state_dict()
         # The position behind each of the last two steps, and the samples of the step: those of this
         # rank, and all.
         self._steps: dict[int, tuple[dict[str, Any], tuple[int, int]]] = {}
@@ -43,19 +43,19 @@ class StreamPosition:
         """Return the samples of this rank in one of the last two steps, and those of all."""
         return self._steps[step][1]
 
-    def settle(self, step: int) -> tuple[int, int]:
+    def keep_behind(self, step: int) -> tuple[int, int]:
         """Let the state be that behind one of the last two steps; return its epoch and batches."""
-        self._settled = self._steps[step][0] if step in self._steps else self._begin
-        return self._settled["epoch"], self._settled["batches"]
+        self._kept = self._steps[step][0] if step in self._steps else self._begin
+        return self._kept["epoch"], self._kept["batches"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the settled step: that of the shard."""
-        return dict(self._settled)
+        """Return the state behind the step that is kept: that of the shard."""
+        return dict(self._kept)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
         self._shard.load_state_dict(state)
-        self._begin = self._settled = dict(state)
+        self._begin = self._kept = dict(state)
 
 
 class JobData:
@@ -251,7 +251,7 @@ class JobData:
         Of a stream, whose state becomes that after the step: its epoch and batches.
         """
         if self.stream:
-            return self.stream.settle(step)
+            return self.stream.keep_behind(step)
         _, epoch, offset = self._plan.at(step).position(step)
         return epoch, offset
 

@@ -109,7 +109,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     return [group for group in groups if group["params"]]
 
 
-class Schedule:
+class LearningRates:
     """The learning-rate schedule of a run of `steps` steps; `start` it before the first one.
 
     That of the task, whose state checkpoints hold (`objects`), or that of --optim.schedule, which

@@ -87,7 +87,7 @@ def describe_job(world: World, job: TrainingJob) -> None:
         reporter.warn(
             f"--sync.mode {config.sync.mode}: there is one node, so every step is synchronous"
         )
-    reporter.note(f"optimizer: {job.optimizer_name}, schedule {job.schedule}")
+    reporter.note(f"optimizer: {job.optimizer_name}, schedule {job.learning_rates}")
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
     if nodes:

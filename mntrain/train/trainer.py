@@ -144,13 +144,13 @@ class Trainer:
         with timer("reduce_wait"):
             self._agreement.before_update(step)
         self._agreement.end_if_failed(step)
-        lr = self.job.schedule.lr
+        lr = self.job.learning_rates.lr
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._optimizer.step()
             if step == self.job.steps:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
-            self.job.schedule.after_step()
+            self.job.learning_rates.after_step()
         self._agreement.after_update(step)
         return self._complete(step, lr, update, timer.times())
 
@@ -224,7 +224,7 @@ class Trainer:
             loss, metrics = evaluate(*given, means=means, forward=forward)
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
-        job.schedule.after_evaluation(loss)
+        job.learning_rates.after_evaluation(loss)
         try:
             score = job.best.score(record)
         except ValueError as error:

@@ -11,14 +11,14 @@ pytestmark = pytest.mark.cluster
 MORE = pytest.mark.exhaustive
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
         ((2, 2), "wire"),
-        pytest.param((2, 2), "parity", marks=MORE),
-        pytest.param((1,) * 8, "levels", marks=MORE),
+        ((2, 2), "parity"),
+        ((1,) * 8, "levels"),
     ],
 )
 def test_mpi_suite_passes_on_nodes(make_cluster, ranks, name):
@@ -53,9 +53,9 @@ def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, 
     assert counted <= sum(crossed) <= 1.5 * counted + 5 * 2**20
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(  # of the second, shards are in another order
-    "ranks", [pytest.param((2, 1), marks=MORE), (2, 2)]
+    "ranks", [(2, 1), (2, 2)]
 )
 def test_every_verb_of_the_torch_backend_has_its_result_between_nodes(make_cluster, ranks):
     script = MPI_TESTS.parent / "backend" / "scripts" / "torch_verbs.py"

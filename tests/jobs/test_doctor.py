@@ -84,7 +84,7 @@ def test_the_doctor_shows_why_mpi_cannot_start():
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("ro", "/dev/shm is read-only"),
+        pytest.param("ro", "/dev/shm is read-only", marks=pytest.mark.exhaustive),
         ("size=3m", "/dev/shm has 3.1 MB free, and MPI needs 4.4 MB"),
     ],
 )

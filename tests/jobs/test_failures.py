@@ -307,8 +307,8 @@ def run(folder, text, ranks, *words, **options):
     return mpirun(ranks, [sys.executable, script, *words], cwd=folder, timeout=250, **options)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("late", ["before", pytest.param("during", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("late", ["before", "during"])
 def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp_path, late):
     text = (
         "import os, sys, time, torch, mntrain\n"

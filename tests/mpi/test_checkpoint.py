@@ -189,7 +189,7 @@ WAYS = [  # classes and partitions of what saves and what loads
 ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_state_of_every_kind_goes_on_from_a_checkpoint(worlds, folder, stage):
     world = worlds()
     for number, (kind, saves, loads) in enumerate(WAYS):

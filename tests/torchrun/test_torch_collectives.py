@@ -61,12 +61,12 @@ def test_both_hold_over_our_own_backend(name):
     passed(done, 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("raises", "has failed: .*Connection closed by peer"),
-        pytest.param("hangs", "has failed: .*timeout", marks=pytest.mark.exhaustive),
+        ("hangs", "has failed: .*timeout"),
     ],
 )
 def test_ranks_that_wait_for_one_that_fails_raise_an_error(kind, words):

@@ -11,7 +11,7 @@ from mntrain.optim import Muon
 from mntrain.options.config import Config, OptimConfig
 from mntrain.tasks import Task
 from mntrain.train.optimization import (
-    Schedule,
+    LearningRates,
     choose_optimizer,
     lr_factor,
     resolve_optimizer,
@@ -243,13 +243,13 @@ def test_a_task_that_brings_no_partial_or_no_scheduler_is_told_what_to_return(wr
         choose_optimizer(Plain(wrong), WithGain(), OptimConfig(), CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     with pytest.raises(ValueError, match=r"schedule\(\) of the task returned a float"):
-        Schedule(Plain(scheduled=0.5), optimizer, OptimConfig(), 5)
+        LearningRates(Plain(scheduled=0.5), optimizer, OptimConfig(), 5)
 
 
 def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
     def rates(done, steps):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
-        schedule = Schedule(Plain(), optimizer, OptimConfig(warmup_steps=2), 9)
+        schedule = LearningRates(Plain(), optimizer, OptimConfig(warmup_steps=2), 9)
         schedule.start(done)
         found = []
         for _ in range(steps):
@@ -266,7 +266,7 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
 def test_a_scheduler_of_plateaus_sees_evaluations_only():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    schedule = Schedule(Plain(scheduled=plateau), optimizer, OptimConfig(), 9)
+    schedule = LearningRates(Plain(scheduled=plateau), optimizer, OptimConfig(), 9)
     schedule.start(0)
     found = []
     for loss in (3.0, 4.0, 5.0):
@@ -307,7 +307,7 @@ def test_an_error_of_the_task_is_a_sentence_with_its_line():
     optimizer = torch.optim.SGD(WithGain().parameters())
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, gamma=0.5)
     with pytest.raises(ValueError, match=r"^--task lm: schedule\(\) fails: TypeError: Step" + line):
-        Schedule(task, optimizer, OptimConfig(), 10)
+        LearningRates(task, optimizer, OptimConfig(), 10)
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1)
     with pytest.raises(ValueError, match="define either total_steps" + line):
-        Schedule(task, optimizer, OptimConfig(), 10)
+        LearningRates(task, optimizer, OptimConfig(), 10)
