@@ -1,7 +1,7 @@
-"""Reports of a run: shown to a person, and written to the run's directory.
+"""What a person is shown of a run.
 
-Only the master reports. A terminal gets a few lines that are redrawn in place, a log gets a line
-now and then, and the directory gets metrics.jsonl and summary.json.
+Only the master reports. A terminal gets a few lines that are redrawn in place, and a log gets a
+line now and then.
 
 Text from outside (hosts, names of metrics, directories) is shown literally: it is not read as
 markup and cannot send escape sequences to the terminal.
@@ -11,10 +11,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
@@ -29,8 +28,6 @@ from mntrain.metrics.registry import (
     short_time,
 )
 from mntrain.metrics.terminal import LiveLines, console_on, find_terminal, fit
-from mntrain.metrics.writers import MetricsFiles
-from mntrain.options.config import LogConfig
 
 _STATUS_STYLES = {"completed": "green", "stopped": "green", "failed": "bold red"}
 _REDRAW_S = 0.25  # a redraw takes some ms, during which all ranks wait for the master
@@ -46,24 +43,16 @@ def plain(text: str, encoding: str, style: str = "") -> Text:
 
 
 class Reporter:
-    """Reporter of a rank, silent on all but the master. A context manager; all methods are local.
+    """Reporter of a rank, silent on all but the master. All methods are local.
 
-    Entering it makes the run's directory if there is none. `steps` is the number of the last step.
-    `console` stands in for stdout and stderr. `log` selects copies of metrics.jsonl. The
-    attribute `items` names what losses count.
+    A context manager, whose end is that of the live display. `steps` is the number of the last
+    step, `items` names what losses count, and `console` stands in for stdout and stderr.
     """
 
     def __init__(
-        self,
-        master: bool,
-        run_dir: Path,
-        steps: int,
-        console: Console | None = None,
-        log: LogConfig | None = None,
+        self, master: bool, steps: int, items: str = "items", console: Console | None = None
     ) -> None:
-        self.items = "items"
-        self._log = log or LogConfig()
-        self._master, self._run_dir, self._steps = master, run_dir, steps
+        self._master, self._steps, self._items = master, steps, items
         self._terminal = find_terminal(sys.stdout) if master and console is None else None
         self._console = console or console_on(self._terminal)
         self._errors = console or Console(stderr=True)
@@ -73,24 +62,12 @@ class Reporter:
         self._display_ended = False
         self._drawn_at = 0.0
         self._since_line_s = 0.0
-        self._files: MetricsFiles | None = None
 
     def __enter__(self) -> Self:
-        if self._master:
-            self._files = MetricsFiles(self._run_dir, self._log, self.warn)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the live display, and close metrics.jsonl. May be called again."""
-        try:
-            self.end_display()
-        finally:
-            if self._files is not None:
-                self._files.close()
-                self._files = None
+        self.end_display()
 
     def end_display(self) -> None:
         """Leave the last live lines on the terminal, for good. May be called by any thread."""
@@ -113,15 +90,9 @@ class Reporter:
             console.print(warning, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        """Append a step to metrics.jsonl, and redraw the live lines or print a line if one is due.
-
-        Raises RuntimeError on a master that is not entered.
-        """
+        """Redraw the live lines, or print a line if one is due."""
         if not self._master:
             return
-        if self._files is None:
-            raise RuntimeError(f"step {record.step} was reported outside of the reporter's block")
-        self._files.write(record.to_json())
         first = not self._recent.values
         self._recent.add(record)
         if self._console.is_terminal and self._console.is_interactive:
@@ -139,24 +110,13 @@ class Reporter:
         if record.step == self._steps:
             self.end_display()
 
-    def failed_step(self, step: int, reason: str) -> None:
-        """Append a line to metrics.jsonl for a step that was not completed."""
-        if self._files is not None:
-            self._files.write({"step": step, "error": reason})
-
-    def finish(self, summary: Mapping[str, Any], lines: Sequence[str]) -> list[str]:
-        """Print the status and the lines of the final report, and finish the run's files.
-
-        Returns what could not be written to the run's directory, a text for each file.
-        """
-        if self._files is None:
-            return []
+    def finish(self, status: str, lines: Sequence[str]) -> None:
+        """End the live display, and print the status and the lines of the final report."""
         self.end_display()
         self.note("")
-        self.note(summary["status"], _STATUS_STYLES.get(summary["status"], "yellow"))
+        self.note(status, _STATUS_STYLES.get(status, "yellow"))
         for line in lines:
             self.note(line)
-        return self._files.finish(summary)
 
     def _line(self) -> str:
         count, *speed = self._progress()
@@ -173,7 +133,7 @@ class Reporter:
         step_s = statistics.median(record.step_s for record in self._recent.values)
         rate = statistics.median(record.tokens_per_s for record in self._recent.values)
         left = timedelta(seconds=round((self._steps - last.step) * step_s))
-        speed = f"{count_text(rate)} {self.items}/s"
+        speed = f"{count_text(rate)} {self._items}/s"
         return [count, f"left {left}", speed, f"{short_time(step_s)}/step"]
 
     def _live_lines(self, width: int) -> list[Text]:

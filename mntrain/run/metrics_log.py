@@ -18,12 +18,12 @@ from mntrain.metrics.files import (
     loss_text,
 )
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
-from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums, Sums, to_float, weight_problem
+from mntrain.run.record import RunRecord
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
 
@@ -70,19 +70,16 @@ class MetricsLog:
         given the seconds since now.
         """
         self._world, self._directory, self._describe = world, directory, describe
-        self._log, self._rewinds = log, 0
-        self._files: MetricsFiles | None = None  # opened for the first line, on the master
+        self._per_rank = log.per_rank
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._sums = sums
+        self._record, self._sums = RunRecord(world, directory, log, warn), sums
         self._lines = deque[_Line]()  # whose sums are under way
         self._names: list[str] = []  # of all values so far, the same on all ranks
         self._last: dict[str, float] = {}
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
-        self._early_end = directory.write_early_end
-        world.watchdog.at_end.append(self._early_end)
         self._open = True
 
     def log(self, step: int, *, weight: float = 1.0, **values: float | Tensor) -> None:
@@ -103,7 +100,7 @@ class MetricsLog:
         numbers = {name: to_float(value) for name, value in values.items()}
         read = {name: number for name, number in numbers.items() if number is not None}
         memory = memory_now(self._world.device)
-        own = of_this_rank(times, memory) if self._log.per_rank else {}
+        own = of_this_rank(times, memory) if self._per_rank else {}
         reserved = {"step", *times, *own} & values.keys()
         self._check(step, weight, reserved, values.keys() - read.keys())
         self._write_lines(self._sums.take())
@@ -146,8 +143,7 @@ class MetricsLog:
             raise AgreedError(message, self._world.rank)
         means = {n: self._mean(sums[f"of {n}"] / weight, own) for n, own in line.values.items()}
         self._last |= means
-        if self._world.master:
-            self._open_files().write({"step": line.step, **means, **line.times, **by_rank})
+        self._record.write({"step": line.step, **means, **line.times, **by_rank})
 
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time.
@@ -159,11 +155,8 @@ class MetricsLog:
 
     def abandon(self) -> None:
         """Close metrics.jsonl without waiting for other ranks; warn if it lacks lines. Local."""
-        files, self._files, self._open = self._files, None, False
-        if files is not None:
-            files.close()
-            if files.missing:
-                warn(loss_text(self._directory.path, files.missing))
+        self._open = False
+        self._record.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -190,12 +183,7 @@ class MetricsLog:
             }
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
-            missing = []
-            if self._world.master:
-                files, self._files = self._open_files(), None
-                missing = files.finish(summary)
-            self._world.watchdog.at_end.remove(self._early_end)
-            if missing := self._world.gather(missing)[0]:
+            if missing := self._record.finish(summary):
                 text = loss_text(self._directory.path, missing)
                 if error is None:
                     raise AgreedError(text, self._world.rank)
@@ -203,15 +191,6 @@ class MetricsLog:
                     warn(text)
         finally:
             self.abandon()
-
-    def _open_files(self) -> MetricsFiles:
-        """Return the open files, which a rewind of the directory has replaced. Local."""
-        if self._files is None or self._rewinds != self._directory.rewinds:
-            if self._files is not None:
-                self._files.close()
-            self._rewinds = self._directory.rewinds
-            self._files = MetricsFiles(self._directory.path, self._log, warn)
-        return self._files
 
     def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:
         """Raise AgreedError for arguments that this rank cannot accept. Local."""

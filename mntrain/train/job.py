@@ -20,6 +20,7 @@ from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.run.directory import RunDirectory
 from mntrain.run.means import DelayedSums
+from mntrain.run.record import RunRecord
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from mntrain.sync import LocalSGD
@@ -100,10 +101,8 @@ class TrainingJob:
         self.directory.start_recording(config.run.recorder)
         if resumed:
             checkpoint.restore_randomness(resumed, world)
-        world.watchdog.at_end += [
-            self.directory.write_early_end,
-            lambda *_: self.reporter.end_display(),
-        ]
+        self.record = RunRecord(world, self.directory, config.log, self.reporter.warn)
+        world.watchdog.at_end.append(lambda *_: self.reporter.end_display())
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows a step. Local."""
@@ -179,8 +178,7 @@ class TrainingJob:
             try_evaluation(self.task, self.model, self.data, self.precision, self.best)
 
     def _set_up_reports(self, world: World, config: Config) -> None:
-        self.reporter = Reporter(world.master, self.run_dir, self.steps, log=config.log)
-        self.reporter.items = self.task.items
+        self.reporter = Reporter(world.master, self.steps, self.task.items)
         note, warn, recorded = self.reporter.note, self.reporter.warn, config.log.timeline
         with world.agreement():
             self.timeline = StepTimeline(

@@ -212,7 +212,8 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str
         result.reason = f"--run.stop-after {config.run.stop_after}"
     summary = summarize(world, job, result)
     lines = final_lines(summary, job.steps, job.task.items)
-    missing = reporter.finish(summary, lines)
+    reporter.finish(summary["status"], lines)
+    missing = job.record.finish(summary)
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpoints.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""

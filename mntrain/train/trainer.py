@@ -60,7 +60,7 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         start = time.perf_counter()
         result = self._result
-        with self.job.directory, self._reporter, self._requests:
+        with self.job.directory, self.job.record, self._reporter, self._requests:
             describe_job(self._world, self.job)
             with closing(self.job.batches), self.job.timeline:
                 self._train()
@@ -71,7 +71,6 @@ class Trainer:
             result.seconds = time.perf_counter() - start
             result.reason = str(result.error) if result.error else self._requests.reason
             summary = finish_report(self._world, self.job, result)
-            self._world.watchdog.at_end.remove(self.job.directory.write_early_end)
         if missing := summary.get("not_written"):
             AgreedError(loss_text(self.job.run_dir, missing), self._world.rank).report()
         if result.error:
@@ -87,6 +86,7 @@ class Trainer:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
+                self.job.record.write(record.to_json())
                 self._reporter.step(record)
                 self._requests.ask(self.job.task.on_step(record))
                 result.status = self._status(step)
@@ -99,7 +99,7 @@ class Trainer:
                     self.job.checkpoints.save_if_due(progress)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
-                self._reporter.failed_step(step, str(error))
+                self.job.record.write({"step": step, "error": str(error)})
                 return
 
     def _save_last(self) -> AgreedError | None:

@@ -1,8 +1,6 @@
 """Consoles, and what to report on them, for the tests of what a person sees of a run."""
 
-import contextlib
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyte
@@ -125,28 +123,26 @@ def summary(**changes) -> dict:
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 
 
-def finish(reporter: Reporter, **changes) -> list[str]:
-    """End the report of a job of 4 steps; return what could not be written."""
+def finish(reporter: Reporter, **changes) -> None:
+    """End the report of a job of 4 steps."""
     whole = summary(**changes)
-    return reporter.finish(whole, final_lines(whole, 4, "items"))
+    reporter.finish(whole["status"], final_lines(whole, 4, "items"))
 
 
-@contextlib.contextmanager
-def reporting(directory: Path, on: Console, steps: int = 4) -> Iterator[Reporter]:
-    with Reporter(True, directory, steps, on) as reporter:
-        yield reporter
+def reporting(on: Console, steps: int = 4) -> Reporter:
+    return Reporter(True, steps, "items", on)
 
 
-def run_steps(directory: Path, on: Console, numbers: range, steps: int, **changes) -> None:
-    with reporting(directory, on, steps) as reporter:
+def run_steps(on: Console, numbers: range, steps: int, **changes) -> None:
+    with reporting(on, steps) as reporter:
         for number in numbers:
             reporter.step(record(number, **changes))
 
 
-def finished(directory: Path, **changes) -> list[str]:
+def finished(**changes) -> list[str]:
     """The lines with which a run ends."""
     on = console(False)
-    with reporting(directory, on) as reporter:
+    with reporting(on) as reporter:
         reporter.step(record(4))
         finish(reporter, **changes)
     return [line.strip() for line in on.file.getvalue().splitlines()[1:]]

@@ -1,9 +1,7 @@
-"""Output of the master's reporter, on real rich consoles, and its files."""
+"""Output of the master's reporter, on real rich consoles."""
 
 import io
-import json
 import math
-import os
 import re
 import sys
 from dataclasses import replace
@@ -14,7 +12,6 @@ from reports import (
     finish,
     finished,
     places,
-    rank,
     record,
     reporting,
     run_steps,
@@ -43,17 +40,16 @@ def strip(text: str) -> str:
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
 
 
-def test_silent_reporter_prints_and_writes_nothing(tmp_path, capfd):
+def test_silent_reporter_prints_nothing(capfd):
     on = console(True)
     for given in ((on,), ()):
-        with Reporter(False, tmp_path / "run", 4, *given) as reporter:
+        with Reporter(False, 4, "items", *given) as reporter:
             reporter.note("lm: 0.83 M parameters", "bold")
             reporter.step(record(1, eval_loss=1.0))
             reporter.warn("careful")
-            assert finish(reporter) == []
+            finish(reporter)
     assert on.file.getvalue() == ""
     assert capfd.readouterr() == ("", "")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -102,22 +98,22 @@ def test_ranks_that_are_alike_share_a_line_and_the_first_16_lines_are_shown():
         (range(57, 62), 200, 0.5, [57, 60]),  # a resumed run
     ],
 )
-def test_a_log_has_a_line_now_and_then(tmp_path, steps, of, step_s, said):
+def test_a_log_has_a_line_now_and_then(steps, of, step_s, said):
     on = console(False)
-    run_steps(tmp_path, on, steps, of, step_s=step_s)
+    run_steps(on, steps, of, step_s=step_s)
     text = on.file.getvalue()
     assert [int(step) for step in re.findall(r"^step +(\d+)/", text, re.MULTILINE)] == said
     assert "\x1b" not in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(tmp_path, terminal):
+def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(terminal):
     changes = {"loss": math.nan, "grad_norm": math.inf, "eval_loss": -math.inf}
     odd = record(2, **changes, eval_metrics={"accuracy": 0.93})
     shown = []
     for second in (odd, skipped(2)):
         on = console(terminal)
-        with reporting(tmp_path, on) as reporter:
+        with reporting(on) as reporter:
             reporter.step(record(1))
             reporter.step(second)
         shown.append(screen(on))
@@ -126,9 +122,9 @@ def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(tmp_p
     assert any("loss 2.4312  lr 2.9e-03" in line and "norm" not in line for line in shown[1])
 
 
-def test_a_line_tells_loss_rate_norm_speed_and_time_left_and_rates_leave_out_the_warm_up(tmp_path):
+def test_a_line_tells_loss_rate_norm_speed_and_time_left_and_rates_leave_out_the_warm_up():
     on = console(False, width=200)
-    with reporting(tmp_path, on, 174) as reporter:
+    with reporting(on, 174) as reporter:
         for step, step_s in zip(range(41, 46), (60.0, 30.0, 31.0, 1.0, 3.0), strict=True):
             rate = {"tokens_per_s": 1.0} if step_s > 3 else {}
             reporter.step(record(step, step_s=step_s, metrics={"accuracy": 0.31}, **rate))
@@ -139,12 +135,12 @@ def test_a_line_tells_loss_rate_norm_speed_and_time_left_and_rates_leave_out_the
     assert last == f"step  45/174  {values}  left 0:04:18  12,300 items/s  2.00 s/step"
 
 
-def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters(tmp_path):
+def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters():
     dumb = console(True, _environ={"TERM": "dumb"})
     ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     latin = console(True, file=ascii_file)
     for on in (dumb, latin):
-        with reporting(tmp_path, on) as reporter:
+        with reporting(on) as reporter:
             for number in (1, 4):
                 reporter.step(record(number, eval_loss=1.0, metrics={"é": 1.0}))
             reporter.note("café")
@@ -169,9 +165,9 @@ def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters(tmp_path
         (27, ["s/step", "items/s", "lr", "norm", "wait", "backward", "other", "optimizer", "bar"]),
     ],
 )
-def test_live_display_ends_with_one_frame_that_fits(tmp_path, width, absent):
+def test_live_display_ends_with_one_frame_that_fits(width, absent):
     on = console(True, width=width)
-    with reporting(tmp_path, on, 200) as reporter:
+    with reporting(on, 200) as reporter:
         for number in range(1, 151):
             reporter.step(record(number, loss=4 - number / 50, metrics={"accuracy": 0.31}))
     assert on.file.getvalue().count("loss") < 75  # it is not redrawn at every step
@@ -189,18 +185,18 @@ def test_live_display_ends_with_one_frame_that_fits(tmp_path, width, absent):
 
 
 @pytest.mark.parametrize("height", [5, 4, 3, 2, 1])
-def test_live_display_of_a_low_terminal_leaves_no_repeated_lines(tmp_path, height):
+def test_live_display_of_a_low_terminal_leaves_no_repeated_lines(height):
     on = console(True, height=height)
-    run_steps(tmp_path, on, range(1, 21), 20)
+    run_steps(on, range(1, 21), 20)
     assert on.file.getvalue().count("step ") > 1
     lines = [line for line in screen(on) if line]
     assert [line.split()[0] for line in lines] == ["step", "loss", "data"][: min(3, height)]
     assert "step 20/20" in lines[0]
 
 
-def test_lines_stay_above_the_live_display(tmp_path):
+def test_lines_stay_above_the_live_display():
     on = console(True)
-    with reporting(tmp_path, on, 200) as reporter:
+    with reporting(on, 200) as reporter:
         reporter.step(record(1))
         reporter.step(record(2, eval_loss=2.31, eval_metrics={"accuracy": 0.93}))
         reporter.warn("rank 3 is slow")
@@ -217,12 +213,12 @@ def test_lines_stay_above_the_live_display(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
+def test_exception_stops_the_live_display_and_passes_through(error):
     on = console(True)
     stdout, stderr = sys.stdout, sys.stderr
 
     def fail() -> None:
-        with reporting(tmp_path, on) as reporter:
+        with reporting(on) as reporter:
             reporter.step(record(1))
             on.print("live")
             assert on.file.getvalue().endswith(UP)
@@ -241,9 +237,9 @@ def test_exception_stops_the_live_display_and_passes_through(tmp_path, error):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, terminal):
+def test_markup_and_escape_sequences_are_shown_not_interpreted(terminal):
     on = console(terminal, width=200)
-    with reporting(tmp_path, on, 2) as reporter:
+    with reporting(on, 2) as reporter:
         reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
         reporter.warn(NASTY)
         reporter.note(NASTY)
@@ -254,8 +250,8 @@ def test_markup_and_escape_sequences_are_shown_not_interpreted(tmp_path, termina
     assert "\x1b]0" not in on.file.getvalue()
 
 
-def test_warnings_go_to_stderr_and_a_long_line_of_a_log_is_not_cut(tmp_path, capsys):
-    with Reporter(True, tmp_path, 4) as reporter:
+def test_warnings_go_to_stderr_and_a_long_line_of_a_log_is_not_cut(capsys):
+    with Reporter(True, 4) as reporter:
         reporter.warn("careful, " * 20 + "please")
         reporter.note("x" * 200 + "\n\n  indented [b]y[/b]")
     out, err = capsys.readouterr()
@@ -367,77 +363,10 @@ def test_memory_has_least_most_the_rank_that_peaks_and_what_was_predicted_and_sa
 
 @pytest.mark.parametrize("loss", [math.nan, None])  # None: of a run that made no step
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
-def test_statistics_of_a_run_that_did_not_complete(tmp_path, status, loss):
+def test_statistics_of_a_run_that_did_not_complete(status, loss):
     changes = {"final_loss": loss, "eval_loss": None, "eval_metrics": None, "ranks": []}
-    lines = finished(tmp_path, status=status, **changes)
+    lines = finished(status=status, **changes)
     assert lines[1] == status
     assert facts_of(lines).get("final loss") == (None if loss is None else "nan")
     assert "eval loss" not in facts_of(lines)
     assert lines[-1] == "runs/a"
-
-
-# Files
-
-
-def strict(text: str) -> dict:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def test_each_step_is_a_line_of_json_at_once_and_numbers_that_json_lacks_are_null(tmp_path):
-    nan, inf = math.nan, math.inf
-    steps = [record(1), record(2, loss=nan, metrics={"a": -inf, "b": 1.0}), skipped(3, loss=inf)]
-    with reporting(tmp_path, console(False)) as reporter:
-        for number, step in enumerate(steps, 1):
-            reporter.step(step)
-            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-            assert [strict(line)["step"] for line in lines] == list(range(1, number + 1))
-        finish(reporter, final_loss=nan, ranks=[rank(0, share=nan)])
-    first, done, left_out = map(strict, lines)
-    assert first == record(1).to_json()
-    assert done["loss"] is done["metrics"]["a"] is left_out["loss"] is None
-    assert done["metrics"]["b"] == 1.0
-    assert {"grad_norm", "clip_coef", "clipped_norm"} == done.keys() - left_out.keys() - {"metrics"}
-    assert (done["skipped"], left_out["skipped"]) == (False, True)
-    written = strict((tmp_path / "summary.json").read_text())
-    assert written["final_loss"] is written["ranks"][0]["share"] is None
-
-
-def test_summary_is_written_after_all_else(tmp_path):
-    written = tmp_path / "summary.json"
-
-    class Watched(io.StringIO):
-        def write(self, text: str) -> int:
-            assert not written.exists()
-            return super().write(text)
-
-    on = console(True, file=Watched())
-    with Reporter(True, tmp_path, 4, on) as reporter:
-        reporter.step(record(1))
-        finish(reporter)
-        assert strict(written.read_text()) == summary()
-        reporter.close()
-    with pytest.raises(RuntimeError, match="step 2 was reported outside"):
-        reporter.step(record(2))
-
-
-def test_summary_replaces_an_old_one_as_a_whole_or_leaves_it(tmp_path, monkeypatch):
-    path, files = tmp_path / "summary.json", ["metrics.jsonl", "summary.json"]
-    path.write_text("old")
-    with path.open() as reader:
-        finished(tmp_path, run_dir=tmp_path)
-        assert reader.read() == "old"  # who had it open keeps the old file
-    assert strict(path.read_text())["run_dir"] == str(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == files
-
-    def full(descriptor: int) -> None:
-        raise OSError("no space left")
-
-    path.write_text("old")
-    monkeypatch.setattr(os, "fsync", full)
-    with reporting(tmp_path, console(False)) as reporter:
-        assert finish(reporter) == ["summary.json (no space left)"]
-    assert path.read_text() == "old"
-    assert sorted(p.name for p in tmp_path.iterdir()) == files

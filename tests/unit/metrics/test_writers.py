@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from reports import line, write
+from reports import line, rank, record, skipped, summary, write
 
 from mntrain.metrics import files as files_module
 from mntrain.metrics import writers
@@ -283,3 +283,49 @@ def test_a_forked_child_does_not_end_the_copies_of_its_parent(tmp_path, monkeypa
     files.close()
     assert ended.exists()
     assert [one["step"] for one in read_metrics(tmp_path)] == [1]
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_each_step_is_a_line_of_json_at_once_and_numbers_that_json_lacks_are_null(tmp_path):
+    nan, inf = math.nan, math.inf
+    steps = [record(1), record(2, loss=nan, metrics={"a": -inf, "b": 1.0}), skipped(3, loss=inf)]
+    files = MetricsFiles(tmp_path, NONE, pytest.fail)
+    for number, step in enumerate(steps, 1):
+        files.write(step.to_json())
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [strict(line)["step"] for line in lines] == list(range(1, number + 1))
+    assert files.finish(summary(final_loss=nan, ranks=[rank(0, share=nan)])) == []
+    first, done, left_out = map(strict, lines)
+    assert first == record(1).to_json()
+    assert done["loss"] is done["metrics"]["a"] is left_out["loss"] is None
+    assert done["metrics"]["b"] == 1.0
+    assert {"grad_norm", "clip_coef", "clipped_norm"} == done.keys() - left_out.keys() - {"metrics"}
+    assert (done["skipped"], left_out["skipped"]) == (False, True)
+    written = strict((tmp_path / "summary.json").read_text())
+    assert written["final_loss"] is written["ranks"][0]["share"] is None
+
+
+def test_summary_replaces_an_old_one_as_a_whole_or_leaves_it(tmp_path, monkeypatch):
+    path, names = tmp_path / "summary.json", ["metrics.jsonl", "summary.json"]
+    path.write_text("old")
+    with path.open() as reader:
+        MetricsFiles(tmp_path, NONE, pytest.fail).finish(summary(run_dir=str(tmp_path)))
+        assert reader.read() == "old"  # who had it open keeps the old file
+    assert strict(path.read_text())["run_dir"] == str(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+    def full(descriptor):
+        raise OSError("no space left")
+
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    files = MetricsFiles(tmp_path, NONE, pytest.fail)
+    assert files.finish(summary()) == ["summary.json (no space left)"]
+    assert path.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
