@@ -51,8 +51,11 @@ class Messages:
         self._headers: list[tuple[int, int, int]] = []
         engine.streams.append(self._stream)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> CollectiveWork:
-        """Start to send a tensor, which must not change before. Raises ValueError for a bad tag."""
+    def send(self, tensor: Tensor, peer: int, tag: int, *, wake: bool = True) -> CollectiveWork:
+        """Start to send a tensor, which must not change before. Raises ValueError for a bad tag.
+
+        `wake`: as of `ProgressEngine.submit`; False for a caller that waits at once.
+        """
         _check_tag(tag)
         data = as_bytes(tensor)
 
@@ -68,10 +71,11 @@ class Messages:
 
         to = self._ranks[peer]
         what = f"send of {data.nbytes} bytes to rank {to}, tag {tag}"
-        return self._work(steps(), what, [to], lambda: True)  # its receive may have begun
+        # Its receive may have begun.
+        return self._work(steps(), what, [to], lambda: True, wake=wake)
 
     def receive(
-        self, tensor: Tensor, peer: int | None, tag: int
+        self, tensor: Tensor, peer: int | None, tag: int, *, wake: bool = True
     ) -> tuple[CollectiveWork, FoundMessage]:
         """Start to receive into a tensor; with None, from any peer. Raises as `send`.
 
@@ -97,7 +101,11 @@ class Messages:
         sources = [self._ranks[r] for r in (others if peer is None else [peer])]
         source = "any rank" if peer is None else f"rank {self._ranks[peer]}"
         what = f"recv of {data.nbytes} bytes from {source}, tag {tag}"
-        return self._work(steps(), what, sources, lambda: peer is None or found.source >= 0), found
+
+        def may_end() -> bool:
+            return peer is None or found.source >= 0
+
+        return self._work(steps(), what, sources, may_end, wake=wake), found
 
     def _looked_for(self, found: FoundMessage) -> Callable[[], bool]:
         """Return the condition that a message is here, after those of earlier receives of the kind.
@@ -152,10 +160,16 @@ class Messages:
         return self._engine.submit(steps(), stream=self._stream, message=call)
 
     def _work(
-        self, steps: Steps[Work], what: str, peers: Sequence[int], may_end: Callable[[], bool]
+        self,
+        steps: Steps[Work],
+        what: str,
+        peers: Sequence[int],
+        may_end: Callable[[], bool],
+        *,
+        wake: bool,
     ) -> CollectiveWork:
         call = MessageCall(what, call_site(), peers, may_end)
-        future = self._engine.submit(steps, stream=self._stream, message=call)
+        future = self._engine.submit(steps, wake=wake, stream=self._stream, message=call)
         return CollectiveWork(self._engine, [future])
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import mntrain.torch_backend  # noqa: F401 - registers the backend
+from mntrain.comm.engine import ProgressEngine
 
 # Older torch's names.
 if not hasattr(dist, "all_gather_single"):
@@ -425,6 +426,29 @@ def test_messages(group, ranks, own):
             sources.append(dist.recv(received, None, group=group, tag=tag))
             equal(received, values(sources[-1], 5))
         assert sorted(sources) == sorted(ranks[1:])
+
+
+def test_a_message_wakes_the_thread_for_a_caller_that_goes_on(group, ranks, own):
+    """And not for `send` and `recv`, which wait at once."""
+    place, woken, submit = ranks.index(own), [], ProgressEngine.submit
+    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+
+    def watched(*arguments, **options):
+        woken.append(options["wake"])
+        return submit(*arguments, **options)
+
+    if len(ranks) == 1:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgressEngine, "submit", watched)
+        dist.send(values(own, 5), after, group=group)
+        dist.recv(received := torch.zeros(5), before, group=group)
+        works = [dist.isend(values(own, 7), after, group=group)]
+        works += [dist.irecv(torch.zeros(7), before, group=group)]
+    for work in works:
+        work.wait()
+    assert woken == [False, False, True, True]
+    assert torch.equal(received, values(before, 5))
 
 
 def test_tags(group, ranks, own):
