@@ -8,6 +8,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # A module may import those of lower layers, and a package's modules each other: the rows of the
@@ -137,6 +139,7 @@ def run(program):
     return done.stdout.split()
 
 
+@pytest.mark.thorough
 def test_importing_everything_looks_for_no_mpi_or_cupy_and_starts_no_thread_and_takes_no_hook():
     # The backend of torch.distributed starts MPI, for scripts that read the variables of torchrun.
     starting = {"mntrain.__main__", "mntrain.torch_backend.lightning", "mntrain.torch_backend"}

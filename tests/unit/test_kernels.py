@@ -32,7 +32,7 @@ FEW = [0, 1, 7, 2048, 2049, 4_099]  # elements, for the threads of the host
     scope="module",
     params=[
         "torch",
-        pytest.param("source", marks=WITH_COMPILER),
+        pytest.param("source", marks=[WITH_COMPILER, pytest.mark.thorough]),
         pytest.param("torch on gpu", marks=gpu),
         pytest.param("cupy", marks=[*gpu, WITH_CUPY]),
     ],

@@ -228,6 +228,7 @@ def test_charts_are_files_on_request(tmp_path):
     assert {ElementTree.parse(path).getroot().tag for path in found} == {f"{{{charts.SVG}}}svg"}
 
 
+@pytest.mark.thorough
 def test_a_job_writes_in_a_process_of_its_own_or_says_why_not(tmp_path, monkeypatch):
     assert files.write_page(tmp_path).endswith("config.toml: give the folder of a run")
     own_loop(tmp_path / "own")

@@ -79,6 +79,7 @@ def _fresh():
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # torch's own, in its compiler
 @pytest.mark.timeout(600)  # to compile takes a while on a busy machine
 def test_buckets_of_a_layer_leave_before_the_gradients_of_the_one_below():

@@ -156,6 +156,7 @@ def test_frozen_parameters_and_buffers_are_in_the_total(precision):
     assert smallest(frozen, frozen[0].untrained) is None
 
 
+@pytest.mark.thorough
 def test_the_command_prints_tables_and_starts_no_mpi():
     words = ["--task", "test_plan_command:Tokens", "--precisions", "bf16-pure", "--ranks", "1", "2"]
     words += ["--memory", "40G", "--ranks-per-node", "1"]

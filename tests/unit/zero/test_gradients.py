@@ -155,6 +155,7 @@ def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
     assert not math.isfinite(norm(odd))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world", "stage"), [(SingleProcessCollectives, 0), (FirstOfTwo, 2)])
 def test_compiled_autograd_is_refused_by_its_name(world, stage):
     torch.compiler.reset()
