@@ -229,7 +229,7 @@ class VirtualTime:
             self.wait(lambda: "something to happen", seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a time, as one who computes does."""
+        """Wait for a time, as one who computes does, on another core than communication."""
         thread = current()
         thread.vain_looks, thread.waits = 0, True
 
@@ -237,7 +237,7 @@ class VirtualTime:
             self._happened_at = self.now
             self.wake(thread)
 
-        self.at(self.work(thread.rank, seconds), awake)
+        self.at(self.local_now() + seconds, awake)
         self._suspend(lambda: f"the end of {seconds} s of work")
 
     def wait(
