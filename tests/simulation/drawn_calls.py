@@ -12,7 +12,9 @@ from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.collectives import Work
 
-VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+SUMS = ("all_reduce", "reduce_scatter")
+VERBS = (*SUMS, "all_gather", "broadcast")
+WIDE = (torch.float32, torch.float64)  # that may travel in 16 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 
 
@@ -42,6 +44,7 @@ class Call:
     choice: AlgorithmChoice
     root: int = 0
     bounds: tuple[int, ...] | None = None
+    wire: torch.dtype | None = None
     gathered_bytes: int = 0
     salt: int = 0
     delays: tuple[float, ...] = ()
@@ -68,12 +71,13 @@ class Call:
             choice=self.choice, small_message_bytes=self.gathered_bytes
         )
         given = {"broadcast": [self.root], "all_reduce": []}.get(self.verb, [self.bounds])
-        work: Work = getattr(collectives, self.verb)(tensor, *given)
+        options = {"wire": self.wire} if self.verb in SUMS else {}
+        work: Work = getattr(collectives, self.verb)(tensor, *given, **options)
         return work, tensor
 
     def check(self, rank: Rank, tensor: torch.Tensor) -> None:
         """Assert that this rank has the result."""
-        if self.verb in ("all_reduce", "reduce_scatter"):
+        if self.verb in SUMS:
             expected = total(self.numel, self.dtype, self.salt, rank.size)
         else:
             expected = self.values(self.root if self.verb == "broadcast" else 0)
@@ -126,6 +130,7 @@ def draw_call(common: random.Random, size: int, sizes: list[int]) -> Call:
         common.choice([choice, choice.among_others()]),
         root=common.randrange(size),
         bounds=common.choice([None, (0, *inner, numel)]),
+        wire=common.choice([None, torch.bfloat16, torch.float16] if dtype in WIDE else [None]),
         gathered_bytes=common.choice([0, 1 << 20]),
         salt=common.randrange(11),
         delays=tuple(common.choice([0.0, 1e-5, 1e-3]) for _ in range(size)) if late else (),

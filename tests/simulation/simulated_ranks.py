@@ -14,7 +14,6 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -114,14 +113,14 @@ class SimulatedRanks:
         self.job = simulated_mpi.Job(self.time, self.network, places)
         self.time.describe = self.job.describe
 
-    def run(self, program: Callable[[Rank], Any], *, errors: bool = False) -> list[Any]:
+    def run(self, program: Callable[[Any], Any], *, errors: bool = False) -> list[Any]:
         """Return what the program returns on each rank; with `errors`, also what it raises.
 
         Raises SimulationError otherwise, and DeadlockError, both with the seed and the last events.
         """
 
         def on_rank(number: int) -> Any:
-            rank = Rank(self, Communicator(self.job.comm(number), "world"))
+            rank = self.make_rank(number)
             result = program(rank)
             rank.close()
             return result
@@ -146,44 +145,48 @@ class SimulatedRanks:
                     text = self.time.report(f"rank {number}: {type(error).__name__}: {error}")
                     raise SimulationError(text) from error
 
-        with self._in_place_of_the_host():
+        with pytest.MonkeyPatch.context() as patch:
+            self.take_the_place_of_the_host(patch)
             self.time.run([partial(guarded, number) for number in range(self.size)])
         return results
 
-    @contextmanager
-    def _in_place_of_the_host(self):
+    def make_rank(self, number: int) -> Rank:
+        """Return what a program has of its rank. Called by all ranks together."""
+        return Rank(self, Communicator(self.job.comm(number), "world"))
+
+    def take_the_place_of_the_host(self, patch: pytest.MonkeyPatch) -> None:
         """Let the library use the simulation's clock, threads, MPI and memory."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clock, "now", self.time.local_now)
-            patch.setattr(clock, "pause", self.time.pause)
-            threading = Threading()
-            if not self.threads:
-                threading.Thread = _NoThread  # type: ignore[misc]
-            patch.setattr(engine, "threading", threading)
-            module = simulated_mpi.module(self.size)
-            patch.setitem(sys.modules, "mpi4py", module)
-            patch.setitem(sys.modules, "mpi4py.MPI", module.MPI)
-            # What the library keeps for forked children, and for the life of the process.
-            patch.setattr(engine, "call_in_child", lambda method: None)
-            patch.setattr(shared_memory, "PrivateCopies", lambda: SimpleNamespace(add=list))
-            for kept in (engine, resources):
-                patch.setattr(kept, "atexit", SimpleNamespace(register=lambda *given: None))
-            # Memory of the other ranks of a node is memory of this process.
-            segments: dict[bytes, NDArray[np.uint8]] = {}
-            patch.setattr(shared_memory, "_create", partial(_create, segments))
-            patch.setattr(
-                shared_memory,
-                "_map",
-                lambda path, nbytes, token: torch.from_numpy(segments[token][:]),
-            )
-            patch.setattr(peer_memory, "_copy", _copy)
-            if not self.private:
-                patch.setattr(peer_memory, "_reaches", lambda *offer: False)
-            # A rank that writes its flags ends the waits of those that read them.
-            flags = shared_memory.SharedFlags
-            for name in ("enter", "leave"):
-                patch.setattr(flags, name, self._told(getattr(flags, name)))
-            yield
+        patch.setattr(clock, "now", self.time.local_now)
+        patch.setattr(clock, "pause", self.time.pause)
+        threading = Threading()
+        if not self.threads:
+            threading.Thread = _NoThread  # type: ignore[misc]
+        patch.setattr(engine, "threading", threading)
+        module = simulated_mpi.module(self.size)
+        patch.setitem(sys.modules, "mpi4py", module)
+        patch.setitem(sys.modules, "mpi4py.MPI", module.MPI)
+        # What the library keeps for forked children, and for the life of the process.
+        patch.setattr(engine, "call_in_child", lambda method: None)
+        patch.setattr(
+            shared_memory, "PrivateCopies", lambda: SimpleNamespace(add=lambda tensor: None)
+        )
+        for kept in (engine, resources):
+            patch.setattr(kept, "atexit", SimpleNamespace(register=lambda *given: None))
+        # Memory of the other ranks of a node is memory of this process.
+        segments: dict[bytes, NDArray[np.uint8]] = {}
+        patch.setattr(shared_memory, "_create", partial(_create, segments))
+        patch.setattr(
+            shared_memory,
+            "_map",
+            lambda path, nbytes, token: torch.from_numpy(segments[token][:]),
+        )
+        patch.setattr(peer_memory, "_copy", _copy)
+        if not self.private:
+            patch.setattr(peer_memory, "_reaches", lambda *offer: False)
+        # A rank that writes its flags ends the waits of those that read them.
+        flags = shared_memory.SharedFlags
+        for name in ("enter", "leave"):
+            patch.setattr(flags, name, self._told(getattr(flags, name)))
 
     def _told(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **options: Any) -> Any:
