@@ -5,27 +5,21 @@ Each ends with the right result on every rank, or with an error on every rank. T
     SIMULATED_PROGRAMS=10000 python -m pytest -n 0 tests/simulation/test_programs.py
 """
 
-import os
 import random
 from dataclasses import dataclass
 from functools import partial
 
 from drawn_calls import SPOILS, Call, draw_call, end_calls, run_calls, spoil, start_calls
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from network import Link, NetworkModel
+from search import searched
 from simulated_ranks import SimulatedRanks
 from virtual_time import Thread
 
 from mntrain.errors import AgreedError
 
-ENV = "SIMULATED_PROGRAMS"
 SIZES = [0, 1, 2, 7, 64, 1000, 4099, 9000]
-searched = settings(
-    max_examples=int(os.environ.get(ENV, "50")),  # of each of two tests
-    derandomize=ENV not in os.environ,
-    database=None,
-)
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def programs(most_streams: int) -> st.SearchStrategy[Program]:
     )
 
 
-@searched
+@searched(50)
 @given(programs(most_streams=3))
 def test_every_rank_has_every_result(program):
     calls = program.draw()
@@ -114,7 +108,7 @@ def test_every_rank_has_every_result(program):
     assert not ranks.job.unreceived()
 
 
-@searched
+@searched(50)
 @given(programs(most_streams=1), st.integers(0, 6), st.sampled_from(SPOILS))
 def test_a_rank_that_calls_otherwise_is_an_error_on_every_rank(program, odd, kind):
     (calls,) = program.draw()
