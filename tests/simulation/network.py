@@ -1,4 +1,4 @@
-"""The network of a simulation: when a message has left its sender, and when it has arrived.
+"""The network of a simulation: when the first and the last byte of a message arrive.
 
 Between nodes, a node sends one message after the other at the rate of its link, and receives so,
 both at once. A message is under way for the latency, and is late by a random time on top. Left out:
@@ -58,28 +58,35 @@ class Network:
         same = self._nodes[source] == self._nodes[target]
         return (self.model.inside if same else self.model.between).latency_s
 
-    def send(self, now: float, source: int, target: int, nbytes: int) -> tuple[float, float]:
-        """Return when a message has left the rank that sends it, and when it has arrived.
+    def leave(self, now: float, source: int, target: int, nbytes: int) -> float:
+        """Send a message, and return when its first byte is with its receiver.
 
-        It never arrives (math.inf) where a link is cut.
+        Never (math.inf) where a link is cut.
         """
+        here, there = self._nodes[source], self._nodes[target]
+        if here == there:
+            return now + self.model.inside.latency_s
+        factor = self._factor(now, here, there)
+        if math.isinf(factor):
+            return math.inf
+        begun = max(now, self._free[here, "out"])
+        rate = self.model.rates.get((here, "out"), self.model.between.rate)
+        self._free[here, "out"] = begun + nbytes * factor / rate
+        return begun + self.model.between.latency_s * factor
+
+    def enter(self, now: float, source: int, target: int, nbytes: int) -> float:
+        """Receive a message whose first byte is there, and return when all of it is."""
         here, there = self._nodes[source], self._nodes[target]
         late_s = self._random.uniform(0, self.model.late_s) if self.model.late_s else 0.0
         if here == there:
-            link = self.model.inside
-            left = now + nbytes / link.rate
-            return left, left + link.latency_s + late_s
-        link = self.model.between
-        factor = self._factor(now, here, there)
+            return now + nbytes / self.model.inside.rate + late_s
+        factor, own = self._factor(now, here, there), self.model.between.rate
         if math.isinf(factor):
-            return now, math.inf
-        out_s = nbytes * factor / self.model.rates.get((here, "out"), link.rate)
-        in_s = nbytes * factor / self.model.rates.get((there, "in"), link.rate)
-        left = max(now, self._free[here, "out"]) + out_s
-        arrived = max(left + link.latency_s * factor, self._free[there, "in"] + in_s)
-        arrived = max(arrived, left - out_s + link.latency_s * factor + in_s)
-        self._free[here, "out"], self._free[there, "in"] = left, arrived
-        return left, arrived + late_s
+            return math.inf
+        slowest = min(self.model.rates.get(end, own) for end in ((here, "out"), (there, "in")))
+        received = max(now, self._free[there, "in"]) + nbytes * factor / slowest
+        self._free[there, "in"] = received
+        return received + late_s
 
     def _factor(self, now: float, here: int, there: int) -> float:
         pairs = ((here, None), (there, None), (here, there), (there, here))

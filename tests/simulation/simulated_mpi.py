@@ -47,6 +47,33 @@ class Job:
         """Return the communicator of all ranks, for one of them."""
         return Comm(self.world, rank)
 
+    def carry(
+        self,
+        ready: float,
+        source: int,
+        target: int,
+        nbytes: int,
+        *,
+        then: Callable[[], None],
+        before: list[float] | None = None,
+    ) -> None:
+        """Carry bytes over the network, and call a function when they are there.
+
+        `before` are the times at which the first and the last byte of the message before have come,
+        which this one does not overtake.
+        """
+        times = before or [0.0, 0.0]
+
+        def at(place: int, when: float, action: Callable[[], None]) -> None:
+            if not math.isinf(when):
+                times[place] = max(when, math.nextafter(times[place], math.inf))
+                self.time.at(times[place], action)
+
+        def enter() -> None:
+            at(1, self.network.enter(self.time.now, source, target, nbytes), then)
+
+        at(0, self.network.leave(ready, source, target, nbytes), enter)
+
     def describe(self) -> list[str]:
         """Return what ranks wait for: receives without a message, and collectives."""
         return [line for context in self.contexts for line in context.describe()]
@@ -164,7 +191,8 @@ class Context:
         self.name = f"communicator {len(job.contexts)}"
         job.contexts.append(self)
         self.mailboxes = [Mailbox() for _ in self.members]
-        self._last: defaultdict[tuple[int, int], float] = defaultdict(float)  # arrivals, by pair
+        # When the last message of a pair has come: its first and its last byte.
+        self._last: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._meetings: dict[int, Meeting] = {}
         self._met = [0] * len(self.members)  # collectives that each rank has called
 
@@ -188,13 +216,9 @@ class Context:
         self, ready: float, message: Message, nbytes: int, then: Callable[[Message], None]
     ) -> None:
         """Let so many bytes of a message arrive, after those before of the same pair."""
-        job, pair = self.job, (message.source, message.target)
         source, target = self.members[message.source], self.members[message.target]
-        _, at = job.network.send(ready, source, target, nbytes)
-        if math.isinf(at):
-            return
-        at = self._last[pair] = max(at, math.nextafter(self._last[pair], math.inf))
-        job.time.at(at, lambda: then(message))
+        before = self._last[message.source, message.target]
+        self.job.carry(ready, source, target, nbytes, then=lambda: then(message), before=before)
 
     def _announced(self, message: Message) -> None:
         rank = self.members[message.target]
@@ -232,9 +256,7 @@ class Context:
             if source in job.time.lost:
                 return
             ready = job.time.work(source, job.network.model.message_s)
-            _, at = job.network.send(ready, source, target, message.nbytes)
-            if not math.isinf(at):
-                job.time.at(at, end)
+            job.carry(ready, source, target, message.nbytes, then=end)
 
         def end() -> None:
             if hashlib.blake2b(message.view).digest() != sent:

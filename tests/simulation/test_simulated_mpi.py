@@ -98,6 +98,27 @@ def test_a_link_carries_one_message_after_the_other_in_each_direction():
     assert ranks.time.now == pytest.approx(405e-6, abs=1e-6)
 
 
+def test_a_link_receives_what_comes_first_although_it_was_sent_later():
+    """Rank 0 sends to rank 2 when it has sent more to rank 1; rank 3 does meanwhile."""
+    model = NetworkModel(between=Link(5e-6, 1e9), eager_bytes=1 << 20)
+
+    def program(comm):
+        rank = comm.Get_rank()
+        if rank == 0:
+            complete(comm.Isend(number(0, 100_000), 1, 0), comm.Isend(number(0), 2, 0))
+        elif rank == 3:
+            current().time.sleep(1e-6)
+            complete(comm.Isend(number(0), 2, 0))
+        else:
+            complete(comm.Irecv(number(0, 100_000 if rank == 1 else 8), 3 * (rank == 2), 0))
+            return comm.context.job.time.now
+        return None
+
+    _, long_s, short_s, _ = SimulatedRanks([1] * 4, network=model).run_on_mpi(program)
+    assert long_s == pytest.approx(105e-6, abs=1e-6)
+    assert short_s == pytest.approx(6e-6, abs=1e-6)
+
+
 def test_communicators_are_split_and_their_messages_kept_apart():
     def program(comm):
         rank = comm.Get_rank()
