@@ -102,7 +102,8 @@ def publish(page: dict[str, Any], name: str, output: Any) -> None:
     """Write the page."""
     about = (
         f"Links of 100 Gbit/s and 5 us; simulated in {page['took_s']} s. Microseconds of virtual "
-        "time. Latencies: of one message after the other along a binary tree, log2 of the nodes. "
+        "time. Latencies: log2 of the nodes, as of a binary tree; fewer are possible where a node "
+        "sends to several at once. "
         "Bytes: what every node must send and receive at least, at the rate of its link. The last "
         "columns are of the rank that sends most."
     )
