@@ -55,8 +55,8 @@ test: $(VENV)/.ready-dev $(SYSTEM)
 	$(PYTEST) $(ARGS)
 
 test-more: $(VENV)/.ready-dev $(SYSTEM)
-	$(BIN)/python -m pytest --thorough -m thorough tests/unit $(ARGS)
-	$(BIN)/python -m pytest --thorough tests --ignore=tests/unit --deselect tests/jobs/test_mpi_suite.py::test_quick_mpi_suite_passes $(ARGS)
+	$(BIN)/python -m pytest --thorough -m thorough tests/unit tests/simulation $(ARGS)
+	$(BIN)/python -m pytest --thorough tests --ignore=tests/unit --ignore=tests/simulation --deselect tests/jobs/test_mpi_suite.py::test_quick_mpi_suite_passes $(ARGS)
 
 test-all: $(VENV)/.ready-dev $(SYSTEM)
 	$(PYTEST) --all tests $(ARGS)

@@ -12,6 +12,7 @@ import checkpoint
 import collectives
 import far
 import gpu
+import scale
 import slow_links
 import step
 import unequal
@@ -23,6 +24,7 @@ PUBLISHERS = {
     "collectives": collectives.publish,
     "far": far.publish,
     "gpu": gpu.publish,
+    "scale": scale.publish,
     "slow": slow_links.publish,
     "step": step.publish,
     "unequal": unequal.publish,

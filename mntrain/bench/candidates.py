@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mntrain.comm.polling import pause
+from mntrain.comm import clock
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.layout import split
 
@@ -169,4 +169,4 @@ def rendezvous(comm: Any) -> None:
     for nap_s in (2e-4, 0.0):
         barrier = comm.Ibarrier()
         while not barrier.Test():
-            pause(nap_s)
+            clock.pause(nap_s)

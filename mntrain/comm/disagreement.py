@@ -10,7 +10,6 @@ however long it takes. Rank 0 sends what it finds to all ranks, and they raise i
 At most one report of a rank is on its way. Nothing is sent while collectives make progress.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,10 +17,9 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mntrain.alike.naming import by_value, naming
-from mntrain.comm import small_messages
+from mntrain.comm import clock, small_messages
 from mntrain.comm.engine import HISTORY, Steps, Stream
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.polling import pause
 from mntrain.comm.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -116,15 +114,15 @@ class DisagreementWatch:
         text = find_disagreement(self._reports)
         if text is None:
             return None
-        now = time.monotonic()
+        now = clock.now()
         if self._found_at is None:
             self._found_at = now
         if len(self._reports) < self._comm.size and now < self._found_at + GATHER_S:
             return None
         others = range(1, self._comm.size)
         sent = Requests([self._mpi.isend(text, peer, _ERROR) for peer in others])
-        while not sent.test() and time.monotonic() < now + SEND_S:
-            pause(1e-3)
+        while not sent.test() and clock.now() < now + SEND_S:
+            clock.pause(1e-3)
         return text
 
     def _test_and_receive(self, test: Callable[[], bool]) -> bool:

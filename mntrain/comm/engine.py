@@ -23,15 +23,15 @@ import atexit
 import math
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
-from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff, pause
+from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
 from mntrain.comm.waits import Waits
@@ -488,7 +488,7 @@ class ProgressEngine:
             return
         self._check_not_abandoned()
         self._turn_to()
-        waiter = future, time.monotonic()
+        waiter = future, clock.now()
         self._waiters.append(waiter)
         try:
             if self._turn.locked():
@@ -526,7 +526,7 @@ class ProgressEngine:
         """
         futures = list(futures)
         for future in futures:
-            future.awaited_since = time.monotonic()
+            future.awaited_since = clock.now()
         self.progress(futures)
 
     def finish(self, ticket: Ticket) -> Future[None]:
@@ -614,7 +614,7 @@ class ProgressEngine:
     def busy_s(self) -> float:
         """Seconds so far in which a collective was active."""
         since = self._busy_since
-        return self._busy_before_s + (time.perf_counter() - since if since is not None else 0.0)
+        return self._busy_before_s + (clock.now() - since if since is not None else 0.0)
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # it is woken already
@@ -667,13 +667,13 @@ class ProgressEngine:
             if stream.queue or stream.active:
                 moved = stream.progress() or moved
         if moved:
-            now, busy = time.perf_counter(), any(stream.active for stream in self.streams)
+            now, busy = clock.now(), any(stream.active for stream in self.streams)
             if busy and self._busy_since is None:
                 self._busy_since = now
             elif not busy and self._busy_since is not None:
                 self._busy_before_s, self._busy_since = self.busy_s, None
             self._backoff.reset()
-            self._moved_at = time.monotonic()
+            self._moved_at = now
         elif self.watch is not None and self._backoff.waited_s > STALL_S:
             error = self.watch.look(self._waits_in())
             if error is not None:
@@ -690,10 +690,10 @@ class ProgressEngine:
         active = [task for stream in self.streams for task in stream.active]
         if moved and (self._backoff.quick or all(task.alone for task in active)):
             if not all(task.alone for task in active):
-                pause(0)
+                clock.pause(0)
         elif not self._waiters:
             self._sleep.acquire(timeout=self._backoff.delay(BACKGROUND))
         elif all(task.latency_bound for task in active):
-            pause(self._backoff.delay(LATENCY_BOUND))
+            clock.pause(self._backoff.delay(LATENCY_BOUND))
         else:
-            pause(self._backoff.delay(BANDWIDTH_BOUND))
+            clock.pause(self._backoff.delay(BANDWIDTH_BOUND))

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mntrain.checks import launcher
 from mntrain.checks.host import check_before_mpi, expect, library_missing
+from mntrain.comm import clock
 from mntrain.comm.exit_functions import leave_end_to_parent
-from mntrain.comm.polling import Backoff, pause
+from mntrain.comm.polling import Backoff
 
 if TYPE_CHECKING:
     import numpy as np
@@ -242,7 +243,7 @@ class Requests:
         while not self.test():
             if abandoned is not None and abandoned.is_set():
                 raise RuntimeError("this world was abandoned while a rank waited for the others")
-            pause(backoff.delay())
+            clock.pause(backoff.delay())
 
 
 class CheckedRequests(Requests):

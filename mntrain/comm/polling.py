@@ -1,7 +1,6 @@
 """The time that a thread sleeps between two tests of what it waits for."""
 
-import ctypes
-import time
+from mntrain.comm import clock
 
 # Policies: seconds of polling without sleeps, and the longest sleep after that, in seconds and as a
 # share of the interval between answers: the longer of both. Of a caller that waits for one
@@ -15,41 +14,28 @@ MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 16e-3
 LONG_SLEEP_S = 10e-3  # at most, in a long wait: sleeps are a thousandth of it
 QUICK_S = 0.5e-3  # where answers take longer, tests between them find nothing and cost a core
 
-_libc = ctypes.CDLL(None)
-
-
-def pause(seconds: float) -> None:
-    """Sleep and release the GIL; for 0 s, only yield the core to another thread or process.
-
-    (time.sleep(0) would take about 100 us, since it sets a timer.)
-    """
-    if seconds:
-        time.sleep(seconds)
-    else:
-        _libc.sched_yield()
-
 
 class Backoff:
     """The time to sleep before the next test: half of a recent interval, then fractions of it."""
 
     def __init__(self) -> None:
-        self._since = time.perf_counter()
+        self._since = clock.now()
         self._interval_s = 0.0  # moving average of the time between completions
 
     def begin(self) -> None:
         """Start a wait, after a time in which there was nothing to wait for."""
-        self._since = time.perf_counter()
+        self._since = clock.now()
 
     def reset(self) -> None:
         """Note a completion."""
-        now = time.perf_counter()
+        now = clock.now()
         self._interval_s += (min(now - self._since, MAX_INTERVAL_S) - self._interval_s) / 4
         self._since = now
 
     @property
     def waited_s(self) -> float:
         """Seconds since the last completion."""
-        return time.perf_counter() - self._since
+        return clock.now() - self._since
 
     @property
     def quick(self) -> bool:

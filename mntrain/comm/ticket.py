@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import sys
-import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -11,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import zero
+from mntrain.comm import clock
 from mntrain.comm.algorithms import AlgorithmChoice
 
 _MASK = (1 << 63) - 1
@@ -68,7 +68,7 @@ class Ticket:
     """One collective of a stream on this rank. `number` and `digest` are set when it begins.
 
     `plain`: bytes that it would send without compression, for each that it sends. `queued`: when it
-    was made, in seconds of `time.perf_counter`.
+    was made, in seconds of `clock.now`.
     """
 
     __slots__ = ("digest", "number", "plain", "queued", "signature", "site")
@@ -76,7 +76,7 @@ class Ticket:
     def __init__(self, signature: Signature, site: str, plain: float = 1) -> None:
         self.signature, self.site, self.plain = signature, site, plain
         self.number = self.digest = 0
-        self.queued = time.perf_counter()
+        self.queued = clock.now()
 
     def begin(self, number: int, previous: int) -> None:
         """Set the number, and the digest of 63 bits by which ranks compare the collective.

@@ -7,10 +7,11 @@ On a GPU the host runs ahead of the device, so it is measured on the device's cu
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mntrain.comm import clock
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +54,12 @@ class Waits:
         if getattr(self._thread, "waits", False):
             yield
             return
-        began_s, start, self._thread.waits = time.perf_counter(), self._event(), True
+        began_s, start, self._thread.waits = clock.now(), self._event(), True
         try:
             yield
         finally:
             self._thread.waits = False
-            waited_s, end = time.perf_counter() - began_s, self._event()
+            waited_s, end = clock.now() - began_s, self._event()
             self.observe("wait", began_s)
             with self._lock:
                 if gather:
@@ -74,7 +75,7 @@ class Waits:
         """Return this point in the work of the calling thread. Does not wait for the device."""
         if self.copier is not None and self._following is None:
             self._following = []
-        own_s = time.perf_counter() - self.collectives_s - self.gathers_s
+        own_s = clock.now() - self.collectives_s - self.gathers_s
         following = [] if self._following is None else self._following
         return Mark(own_s, self._event(), None, following)
 

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,8 +20,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
+from mntrain.comm import clock
 from mntrain.comm.mpi import FoundMessage
-from mntrain.comm.polling import Backoff, pause
+from mntrain.comm.polling import Backoff
 from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
 
@@ -106,11 +106,11 @@ class Call(TorchWork):
         """Wait for the result; raise the error of the call. `timeout`: none if it is 0."""
         if timeout:
             expect(self._works)
-            backoff, deadline = Backoff(), time.monotonic() + timeout.total_seconds()
+            backoff, deadline = Backoff(), clock.now() + timeout.total_seconds()
             while not self.is_completed():
-                if time.monotonic() > deadline:
+                if clock.now() > deadline:
                     raise RuntimeError(f"the call has not ended within {timeout}")
-                pause(backoff.delay())
+                clock.pause(backoff.delay())
         self._complete()
         if self._error is not None:
             raise self._error

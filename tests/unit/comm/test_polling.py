@@ -3,16 +3,16 @@
 import pytest
 from sharding import Clock
 
-from mntrain.comm import polling
+from mntrain.comm import clock
 from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
 
 
 @pytest.fixture
 def host(monkeypatch):
     """The clock of the host, in seconds."""
-    clock = Clock()
-    monkeypatch.setattr(polling, "time", clock)
-    return clock
+    host = Clock()
+    monkeypatch.setattr(clock, "now", host.perf_counter)
+    return host
 
 
 @pytest.mark.parametrize(

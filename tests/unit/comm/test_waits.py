@@ -6,7 +6,7 @@ import weakref
 import pytest
 from sharding import Clock
 
-from mntrain.comm import waits as module
+from mntrain.comm import clock
 from mntrain.comm.waits import Waits
 
 
@@ -38,9 +38,9 @@ class Device:
 @pytest.fixture
 def host(monkeypatch):
     """The clock of the host, in seconds."""
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+    host = Clock()
+    monkeypatch.setattr(clock, "now", host.perf_counter)
+    return host
 
 
 def test_own_time_of_a_host_is_that_outside_of_waits(host):

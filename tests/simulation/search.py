@@ -1,0 +1,14 @@
+"""The number of random programs that tests run: as always, or as SIMULATED_PROGRAMS says."""
+
+import os
+
+from hypothesis import settings
+
+WANTED = os.environ.get("SIMULATED_PROGRAMS")
+
+
+def searched(usual: int) -> settings:
+    """Return settings of a test that runs the same programs each time; others if more are asked."""
+    return settings(
+        max_examples=int(WANTED or usual), derandomize=WANTED is None, database=None, deadline=None
+    )

@@ -1,0 +1,134 @@
+"""Every collective on simulated nodes of every shape, against closed forms."""
+
+import random
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from drawn_calls import DTYPES, VERBS, Call, run_calls
+from network import NetworkModel
+from simulated_ranks import SimulatedRanks
+from virtual_time import DeadlockError
+
+from mntrain.comm import algorithms
+from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.errors import AgreedError
+
+NODES = [[1, 1], [3], [2, 2], [1, 2], [2, 1, 3], [4, 4], [1] * 5, [4, 2, 1, 3], [1] * 12, [2] * 8]
+SIZES = [0, 1, 3, 1003, 4099, 20011]  # none divides among ranks, lanes or chunks
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=lambda nodes: "+".join(map(str, nodes)))
+def test_every_collective_of_every_dtype_gives_its_closed_form(nodes):
+    common, size = random.Random(len(nodes)), sum(nodes)
+    few = size <= 6
+    for algorithm in algorithms.names() if few else ("lanes", "leader"):
+        calls = [
+            Call(
+                verb,
+                numel,
+                dtype,
+                AlgorithmChoice(algorithm, 16 << 10, min_chunks=3),
+                root=common.randrange(size),
+                bounds=(0, *sorted(common.choices(range(numel + 1), k=size - 1)), numel),
+                gathered_bytes=common.choice([0, 1 << 20]),
+                salt=common.randrange(11),
+            )
+            for verb, dtype in product(VERBS, DTYPES)
+            for numel in common.sample(SIZES, 2 if few else 1)
+        ]
+        late = NetworkModel(late_s=20e-6, eager_bytes=4 << 10)
+        ranks = SimulatedRanks(nodes, seed=size, network=late)
+        ranks.run(partial(run_calls, calls=calls))
+        assert not ranks.job.unreceived()
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("hosts", [[0, 1, 0, 1, 2], [0, 1, 1, 0, 1, 1]])
+def test_ranks_of_a_node_need_not_follow_each_other(hosts, private):
+    choice = AlgorithmChoice("lanes", 4 << 10)
+    calls = [Call(verb, numel, torch.float32, choice, root=3) for verb in VERBS for numel in SIZES]
+    ranks = SimulatedRanks(hosts=hosts, seed=1, private=private)
+    ranks.run(partial(run_calls, calls=calls))
+
+
+def test_a_seed_gives_the_same_run_again_and_another_one_another_order():
+    common = random.Random(1)
+    calls = [
+        Call(verb, 5003, torch.bfloat16, AlgorithmChoice("lanes", 4096), delays=delays)
+        for verb in VERBS
+        for delays in [tuple(common.choices([0.0, 1e-5, 2e-5], k=5))]
+    ]
+    late = NetworkModel(late_s=20e-6, message_s=1e-6)
+    runs = []
+    for seed in (5, 5, 6):
+        ranks = SimulatedRanks([2, 1, 2], seed, network=late, keep=True)
+        ranks.run(partial(run_calls, calls=calls))
+        runs.append((ranks.time.now, list(ranks.time.trace), ranks.time.digest))
+    assert runs[0] == runs[1]
+    assert runs[0][1] != runs[2][1]
+    assert len(runs[0][1]) > 300
+
+
+def test_streams_are_matched_with_their_own_in_any_order():
+    def program(rank):
+        streams = [rank.collectives.add_stream(name) for name in ("one", "two", "three")]
+        for turn in range(3):
+            order = [(rank.rank + turn + place) % 3 for place in range(3)]  # each has its own
+            tensors = [torch.full((3000,), 10.0**which) for which in range(3)]
+            works = {which: streams[which].all_reduce(tensors[which]) for which in order}
+            for which in order:
+                works[which].wait()
+            for which, tensor in enumerate(tensors):
+                assert set(tensor.tolist()) == {rank.size * 10.0**which}
+
+    for seed in range(3):
+        SimulatedRanks([2, 3, 1], seed).run(program)
+
+
+@pytest.mark.parametrize("numel", [5, 20011])
+def test_ranks_that_call_otherwise_are_named_on_every_rank(numel):
+    def program(rank):
+        tensor = torch.zeros(numel + (rank.rank == 3))
+        rank.collectives.named("bucket 2").all_reduce(tensor).wait()
+
+    found = SimulatedRanks([2, 1, 2], seed=1).run(program, errors=True)
+    for error in found:
+        assert isinstance(error, AgreedError)
+        assert "ranks disagree about collective 0 of the world:" in str(error)
+        assert f"ranks 0 to 2, 4: bucket 2: all_reduce of {numel} float32" in str(error)
+        assert f"rank 3: bucket 2: all_reduce of {numel + 1} float32" in str(error)
+
+
+def test_a_rank_that_never_comes_is_a_deadlock_of_those_that_wait_for_it():
+    def program(rank):
+        if rank.rank == 2:
+            raise OSError("the disk is full")
+        rank.collectives.all_reduce(torch.zeros(5000)).wait()
+
+    with pytest.raises(DeadlockError) as caught:
+        SimulatedRanks([1, 1, 1], seed=4, watched=False).run(program, errors=True)
+    text = str(caught.value)
+    assert text.startswith("seed 4: no rank can go on")
+    for rank in (0, 1):
+        assert f"rank {rank}: a receive of" in text
+    assert "from rank 2" in text
+    assert "rank 2, program" not in text  # it has ended
+
+
+def test_all_reduces_of_large_tensors_take_little_more_than_their_bytes_do():
+    """25 MiB between 4 nodes: chunks are under way in both directions at once."""
+    numel = 25 << 18
+
+    def program(rank):
+        begun = rank.ranks.time.now
+        tensor = torch.ones(numel)
+        rank.collectives.all_reduce(tensor).wait()
+        assert torch.equal(tensor, torch.full((numel,), 4.0))
+        return rank.ranks.time.now - begun
+
+    slow = NetworkModel(eager_bytes=4 << 20)
+    took_s = max(SimulatedRanks([1] * 4, network=slow).run(program))
+    bound_s = 2 * 3 / 4 * 4 * numel / slow.between.rate
+    assert bound_s < took_s < 1.3 * bound_s

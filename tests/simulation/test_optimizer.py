@@ -1,0 +1,69 @@
+"""Sharded optimizers on simulated ranks, against plain torch in one process."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from model_digest import model_digest
+from models import net
+from network import NetworkModel
+from oracle import EXACT, PlainTraining, assert_close, loss_of, rows, samples
+from simulated_ranks import SimulatedRanks
+
+from zero import ZeroOptimizer
+
+STEPS = 4
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+NODES = [[1, 1], [2, 1], [2, 2], [1, 3, 2]]
+
+
+def parts(size):
+    """Where the ranks' parts of a batch begin and end: one more sample each than the one before."""
+    return [rank * (rank + 1) // 2 for rank in range(size + 1)]
+
+
+def batch(size, step):
+    return samples(parts(size)[-1], seed=step)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=lambda nodes: "+".join(map(str, nodes)))
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_train_as_one_process_does_whatever_the_order_of_events(stage, partition, nodes):
+    """Each rank takes another part of a batch, and computes for another time."""
+    size, start = sum(nodes), net()
+
+    def program(rank):
+        model, (low, high) = copy.deepcopy(start), parts(size)[rank.rank : rank.rank + 2]
+        optimizer = ZeroOptimizer(
+            model,
+            torch.optim.AdamW,
+            rank.collectives.add_stream("the optimizer"),
+            stage=stage,
+            partition=partition,
+            bucket_bytes=600,
+            max_grad_norm=0.05,
+            overlap_forward=True,
+            lr=0.01,
+            weight_decay=0.1,
+        )
+        norms = []
+        for step in range(STEPS):
+            rank.compute(1e-5 * ((rank.rank + step) % 3))
+            optimizer.share(high - low)
+            loss_of(model, rows(batch(size, step), low, high)).backward()
+            norms.append(optimizer.step().grad_norm)
+            optimizer.zero_grad()
+        optimizer.close()
+        return model, norms
+
+    alone = PlainTraining(start, ADAMW, max_norm=0.05)
+    norms = [alone.step(loss_of(alone.model, batch(size, step))) for step in range(STEPS)]
+    late = NetworkModel(late_s=50e-6, eager_bytes=256)
+    for seed in range(2):
+        found = SimulatedRanks(nodes, seed, network=late).run(program)
+        for model, own_norms in found:
+            assert_close(model, alone.model, EXACT)
+            assert own_norms == pytest.approx(norms, rel=EXACT)
+        assert len({model_digest(model) for model, _ in found}) == 1

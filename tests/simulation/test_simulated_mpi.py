@@ -1,0 +1,249 @@
+"""The simulated MPI itself: order, times, and the errors of programs that are wrong."""
+
+import numpy as np
+import pytest
+from network import Link, NetworkModel
+from simulated_mpi import MisuseError, MpiError
+from simulated_ranks import SimulatedRanks, SimulationError
+from virtual_time import DeadlockError, current
+
+from mntrain.comm import clock
+
+EAGER = 64 << 10  # the longest message that is sent at once
+
+
+def number(value, nbytes=8):
+    """A message that begins with a number."""
+    return np.concatenate([np.array([value]).view(np.uint8), np.zeros(nbytes - 8, np.uint8)])
+
+
+def value_of(data):
+    return int(data[:8].view(np.int64)[0])
+
+
+def complete(*requests):
+    while not all(request.Test() for request in requests):
+        clock.pause(1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_messages_of_a_pair_are_received_in_the_order_of_their_sends(seed):
+    late = NetworkModel(late_s=1e-3)
+    sizes = [8, EAGER + 1, 16, 8, EAGER + 1, 24]
+
+    def program(comm):
+        if comm.Get_rank() == 2:
+            data = {peer: [number(0, size) for size in sizes] for peer in (0, 1)}
+            complete(*(comm.Irecv(one, peer, 5) for peer in data for one in data[peer]))
+            return {peer: list(map(value_of, several)) for peer, several in data.items()}
+        sent = [number(place, size) for place, size in enumerate(sizes)]
+        complete(*(comm.Isend(one, 2, 5) for one in sent))
+        return None
+
+    found = SimulatedRanks([1, 1, 1], seed, network=late).run_on_mpi(program)[2]
+    assert found == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2, 3, 4, 5]}
+
+
+def test_messages_of_two_ranks_and_tags_overtake_each_other():
+    late = NetworkModel(late_s=1e-3)
+
+    def program(comm):
+        if comm.Get_rank() < 2:
+            complete(*(comm.Isend(number(comm.Get_rank()), 2, tag) for tag in (0, 1)))
+            return None
+        order = []
+        while len(order) < 4:
+            if (found := comm.Improbe(-1, len(order) % 2)) is not None:
+                order.append(found.source)
+                complete(found.Irecv(number(0)))
+            clock.pause(1e-5)
+        return tuple(order)
+
+    orders = {
+        SimulatedRanks([1, 1, 1], seed, network=late).run_on_mpi(program)[2] for seed in range(12)
+    }
+    assert {order[0] for order in orders} == {0, 1}
+
+
+@pytest.mark.parametrize("nbytes", [8, EAGER, EAGER + 1, 1 << 20])
+def test_a_message_takes_its_latency_and_its_bytes_and_a_long_one_waits_for_its_receive(nbytes):
+    model = NetworkModel(between=Link(5e-6, 1e9))
+
+    def program(comm):
+        if comm.Get_rank() == 0:
+            complete(comm.Isend(number(1, nbytes), 1, 0))
+        else:
+            if nbytes > EAGER:
+                current().time.sleep(20e-6)
+            complete(comm.Irecv(number(0, nbytes), 0, 0))
+
+    ranks = SimulatedRanks([1, 1], network=model)
+    ranks.run_on_mpi(program)
+    took_s = 5e-6 + nbytes / 1e9
+    if nbytes > EAGER:
+        took_s += 20e-6 + 5e-6  # the sender learns of the receive
+    assert ranks.time.now == pytest.approx(took_s, abs=1e-6)
+
+
+def test_a_link_carries_one_message_after_the_other_in_each_direction():
+    model = NetworkModel(between=Link(5e-6, 1e9), eager_bytes=1 << 20)
+
+    def program(comm):
+        own, count = comm.Get_rank(), 4
+        receives = [comm.Irecv(number(0, 100_000), 1 - own, 0) for _ in range(count)]
+        complete(*receives, *(comm.Isend(number(1, 100_000), 1 - own, 0) for _ in range(count)))
+
+    ranks = SimulatedRanks([1, 1], network=model)
+    ranks.run_on_mpi(program)
+    assert ranks.time.now == pytest.approx(405e-6, abs=1e-6)
+
+
+def test_a_link_receives_what_comes_first_although_it_was_sent_later():
+    """Rank 0 sends to rank 2 when it has sent more to rank 1; rank 3 does meanwhile."""
+    model = NetworkModel(between=Link(5e-6, 1e9), eager_bytes=1 << 20)
+
+    def program(comm):
+        rank = comm.Get_rank()
+        if rank == 0:
+            complete(comm.Isend(number(0, 100_000), 1, 0), comm.Isend(number(0), 2, 0))
+        elif rank == 3:
+            current().time.sleep(1e-6)
+            complete(comm.Isend(number(0), 2, 0))
+        else:
+            complete(comm.Irecv(number(0, 100_000 if rank == 1 else 8), 3 * (rank == 2), 0))
+            return comm.context.job.time.now
+        return None
+
+    _, long_s, short_s, _ = SimulatedRanks([1] * 4, network=model).run_on_mpi(program)
+    assert long_s == pytest.approx(105e-6, abs=1e-6)
+    assert short_s == pytest.approx(6e-6, abs=1e-6)
+
+
+def test_communicators_are_split_and_their_messages_kept_apart():
+    def program(comm):
+        rank = comm.Get_rank()
+        part = comm.Split(rank % 2, -rank)
+        copy = part.Dup()
+        group = comm.Get_group().Incl([4, 1])
+        pair = comm.Create_group(group, 3) if rank in (1, 4) else None
+        sent, other = number(rank), number(0)
+        following, before = (part.Get_rank() + 1) % 3, (part.Get_rank() - 1) % 3
+        complete(copy.Isend(number(100), following, 0), part.Isend(sent, following, 0))
+        complete(part.Irecv(other, before, 0))
+        complete(copy.Irecv(number(0), before, 0))
+        values = [value_of(other), part.allgather(rank), comm.bcast(rank, root=2)]
+        shared = comm.Split_type(1)
+        return (*values, shared.allgather(rank), None if pair is None else pair.allgather(rank))
+
+    found = SimulatedRanks([2, 3, 1]).run_on_mpi(program)
+    assert found[0] == (2, [4, 2, 0], 2, [0, 1], None)
+    assert found[4] == (0, [4, 2, 0], 2, [2, 3, 4], [4, 1])
+    assert found[5] == (1, [5, 3, 1], 2, [5], None)
+
+
+def test_a_deadlock_is_found_at_once_and_says_who_waits_for_what():
+    def program(comm):
+        rank = comm.Get_rank()
+        complete(comm.Irecv(number(0), 1 - rank, 7))
+        complete(comm.Isend(number(rank), 1 - rank, 7))
+
+    with pytest.raises(DeadlockError) as caught:
+        SimulatedRanks([1, 1], seed=3, watched=False).run_on_mpi(program)
+    text = str(caught.value)
+    assert text.startswith("seed 3: no rank can go on, and no message is under way")
+    for rank in (0, 1):
+        assert f"rank {rank}: a receive of 8 bytes from rank {1 - rank}, tag 7" in text
+        assert f"rank {rank}, program: waits for something to happen" in text
+        assert f"rank {rank}: starts program" in text
+
+
+def change_of_a_long_message(comm):
+    data = number(1, EAGER + 1)
+    if comm.Get_rank() == 0:
+        request = comm.Isend(data, 1, 0)
+        current().time.sleep(30e-6)  # the receive is posted by now
+        data[:] = 2
+        complete(request)
+    else:
+        complete(comm.Irecv(data, 0, 0))
+
+
+def unlike_collectives(comm):
+    (comm.Ibarrier if comm.Get_rank() else comm.Dup)()
+
+
+def unequal_lengths(comm):
+    complete(comm.Iallgatherv(b"ab", (bytearray(5), [2 + comm.Get_rank(), 2])))
+
+
+def use_after_free(comm):
+    comm.Free()
+    comm.Get_size()
+
+
+def a_long_message_for_a_short_receive(comm):
+    if comm.Get_rank() == 0:
+        complete(comm.Isend(number(1, 16), 1, 0))
+    else:
+        complete(comm.Irecv(number(0, 8), 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "text"),
+    [
+        (change_of_a_long_message, MisuseError, "rank 0 has changed a message that it is sending"),
+        (unlike_collectives, SimulationError, "on communicator 0"),
+        (unequal_lengths, SimulationError, "unequal lists of lengths"),
+        (use_after_free, SimulationError, "used after it was freed"),
+        (a_long_message_for_a_short_receive, SimulationError, "of 16 bytes is too long for 8"),
+    ],
+)
+def test_a_wrong_use_of_mpi_ends_the_run(program, kind, text):
+    model = NetworkModel(between=Link(5e-6, 1e9))
+    with pytest.raises(kind, match=text):
+        SimulatedRanks([1, 1], network=model).run_on_mpi(program)
+
+
+def test_what_a_link_has_lost_never_arrives_and_a_lost_rank_does_nothing_more():
+    def program(comm):
+        rank, data = comm.Get_rank(), number(0)
+        if rank == 0:
+            for step in range(10):
+                complete(comm.Isend(number(step), 1, 0))
+                current().time.sleep(1e-3)
+        for _ in range(10 * (rank == 1)):
+            complete(comm.Irecv(data, 0, 0))
+        return value_of(data)
+
+    for lose in ("link", "rank"):
+        ranks = SimulatedRanks([1, 1], watched=False)
+        if lose == "link":
+            ranks.network.slow(0, None, since=4.5e-3, factor=float("inf"))
+        else:
+            ranks.time.at(4.5e-3, lambda time=ranks.time: time.lose(0))
+        with pytest.raises(DeadlockError, match="rank 1: a receive of 8 bytes from rank 0"):
+            ranks.run_on_mpi(program)
+        assert ranks.job.messages[0] == (10 if lose == "link" else 5)
+
+
+def test_a_slow_link_takes_so_many_times_as_long():
+    def program(comm):
+        rank = comm.Get_rank()
+        if rank == 0:
+            complete(comm.Isend(number(0, 50_000), 1, 0))
+        else:
+            complete(comm.Irecv(number(0, 50_000), 0, 0))
+
+    times = []
+    for factor in (1, 3):
+        ranks = SimulatedRanks([1, 1])
+        ranks.network.slow(1, None, since=0.0, factor=factor)
+        ranks.run_on_mpi(program)
+        times.append(ranks.time.now)
+    assert times[1] == pytest.approx(3 * times[0], abs=2e-6)
+
+
+def test_an_error_of_mpi_is_raised_where_the_message_is_received():
+    found = SimulatedRanks([1, 1]).run_on_mpi(a_long_message_for_a_short_receive, errors=True)
+    assert found[0] is None
+    assert isinstance(found[1], MpiError)

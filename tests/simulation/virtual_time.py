@@ -1,0 +1,429 @@
+"""Threads in virtual time: one runs at a time, until it waits, and a seed says which one continues.
+
+Each thread belongs to a rank. Waits end by what happens in the simulation: a message arrives, a
+lock is released, a peer writes to shared memory, a sleep is over. Where nothing can happen any
+more, the run ends at once with a `DeadlockError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+YIELDS = 3  # pauses of no length after which a thread waits for something to happen
+POLL_S = 0.5e-6  # virtual time of a test that finds nothing
+FIRST_LOOK_S, LAST_LOOK_S = 10e-6, 1.0  # between looks of a thread to which nothing happens
+LAST_EVENTS = 40  # in errors
+
+
+class DeadlockError(RuntimeError):
+    """No thread can run, and nothing is under way."""
+
+
+class Stopped(BaseException):
+    """The end of a thread whose simulation has ended."""
+
+
+class Thread:
+    """A thread of a rank, with what the library uses of `threading.Thread`."""
+
+    def __init__(
+        self,
+        target: Callable[[], object],
+        name: str = "",
+        daemon: bool = True,
+        *,
+        time: VirtualTime | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.time = time or current().time
+        self.rank = current().rank if rank is None else rank
+        self.name, self.daemon = name, daemon
+        self.go = threading.Lock()  # released for this thread to continue
+        self.go.acquire()
+        self.ended = False
+        # Its wait: whether it waits, for what, whether all that happens to its rank ends the wait,
+        # or the release of one lock; the number of the wait; and vain looks since the last event.
+        self.waits = self.polls = False
+        self.waits_for: Callable[[], str] = lambda: "its start"
+        self.lock: Lock | None = None
+        self.wait_number = self.vain_looks = 0
+        self._target = target
+        self._thread = threading.Thread(
+            target=self._run, name=f"rank {self.rank}: {name}", daemon=True
+        )
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def start(self) -> None:
+        self._thread.start()
+        self.time.add(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        while not self.ended:
+            if not self.time.wait(lambda: f"the end of thread {self.name}", timeout):
+                return
+
+    def leave(self) -> None:
+        """Let the thread end, after the simulation has ended."""
+        if not self.ended:
+            self.go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self.go.acquire()
+        _of_thread.current = self
+        try:
+            if not self.time.stopping:
+                self._target()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.time.error = self.time.error or error
+        finally:
+            self.ended = True
+            self.time.end(self)
+
+
+_of_thread = threading.local()
+
+
+def current() -> Thread:
+    """Return the simulated thread that runs."""
+    found: Thread = _of_thread.current
+    return found
+
+
+class Event(NamedTuple):
+    """What is to happen at a time. Of a look, the thread and the number of its wait."""
+
+    when: float
+    turn: float  # at random, among those of one time
+    number: int
+    action: Callable[[], None]
+    look: tuple[Thread, int] | None
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is a look of a wait that has ended."""
+        if self.look is None:
+            return False
+        thread, number = self.look
+        return not thread.waits or thread.wait_number != number
+
+
+class VirtualTime:
+    """The time, the events to come, and the threads of one simulation.
+
+    `switches` is the share of uses of locks and of MPI after which another thread may continue.
+    `patience_s` is the virtual time without any event that is no deadlock, for threads that act
+    when nothing happens. With `keep`, `trace` has all events, and otherwise the last ones.
+    `describe` says what ranks wait for, in errors.
+    """
+
+    def __init__(
+        self, seed: int, *, switches: float = 0.1, patience_s: float = 20.0, keep: bool = False
+    ) -> None:
+        self.seed, self.now, self.random = seed, 0.0, random.Random(seed)
+        self.switches, self.patience_s = switches, patience_s
+        self.busy_until: Counter[int] = Counter()  # the CPU of each rank
+        self.lost: set[int] = set()  # ranks
+        self.threads: defaultdict[int, list[Thread]] = defaultdict(list)  # by rank
+        self.trace: deque[tuple[Any, ...]] = deque(maxlen=None if keep else LAST_EVENTS)
+        self.describe: Callable[[], list[str]] = list
+        self.error: BaseException | None = None
+        self.stopping = False
+        self._digest = hashlib.blake2b()
+        self._main: list[Thread] = []
+        self._ready: list[Thread] = []
+        self._events: list[Event] = []
+        self._looks = 0  # among the events
+        self._numbered = 0
+        self._happened_at = 0.0  # when anything last happened
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    # For those who simulate.
+
+    def run(self, programs: Sequence[Callable[[], object]]) -> None:
+        """Run a program for each rank to its end, and end all other threads.
+
+        Raises DeadlockError, and the error of a thread.
+        """
+        self._main = [
+            Thread(program, "program", time=self, rank=rank)
+            for rank, program in enumerate(programs)
+        ]
+        for thread in self._main:
+            thread.start()
+        self._hand_over(None)
+        self._done.acquire()
+        self.stopping = True
+        for threads in self.threads.values():
+            for thread in threads:
+                thread.leave()
+        if self.error is not None:
+            raise self.error
+
+    def note(self, rank: int, *words: Any) -> None:
+        """Add an event to the trace."""
+        event = (self.now, rank, *words)
+        self.trace.append(event)
+        self._digest.update(repr(event).encode())
+
+    @property
+    def digest(self) -> str:
+        """A digest of all events so far."""
+        return self._digest.hexdigest()
+
+    def at(
+        self, when: float, action: Callable[[], None], look: tuple[Thread, int] | None = None
+    ) -> None:
+        """Call a function at a time, unless it is a look of a wait that has ended."""
+        self._numbered += 1
+        self._looks += look is not None
+        event = Event(when, self.random.random(), self._numbered, action, look)
+        heapq.heappush(self._events, event)
+
+    def happened(self, rank: int) -> None:
+        """End the waits of a rank's threads that look whether something has happened."""
+        self._happened_at = self.now
+        for thread in self.threads[rank]:
+            thread.vain_looks = 0
+            if thread.polls:
+                self.wake(thread)
+
+    def work(self, rank: int, seconds: float) -> float:
+        """Let a rank's CPU work, after what it does now; return when it is done."""
+        self.busy_until[rank] = max(self.busy_until[rank], self.now) + seconds
+        return self.busy_until[rank]
+
+    def lose(self, rank: int) -> None:
+        """Let no thread of a rank continue ever."""
+        self.note(rank, "is lost")
+        self.lost.add(rank)
+        self._ready = [thread for thread in self._ready if thread.rank != rank]
+
+    # For threads.
+
+    def local_now(self) -> float:
+        """Return the time as the running thread sees it: its rank may still be at work."""
+        thread = getattr(_of_thread, "current", None)
+        return self.now if thread is None else max(self.now, self.busy_until[thread.rank])
+
+    def pause(self, seconds: float) -> None:
+        """Wait until something happens to this rank, and look also after ever longer times."""
+        thread = current()
+        if seconds == 0 and thread.vain_looks < YIELDS:
+            thread.vain_looks += 1
+            self.work(thread.rank, POLL_S)
+            self.give_way()
+        else:
+            self.wait(lambda: "something to happen", seconds)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for a time, as one who computes does, on another core than communication."""
+        thread = current()
+        thread.vain_looks, thread.waits = 0, True
+
+        def awake() -> None:
+            self._happened_at = self.now
+            self.wake(thread)
+
+        self.at(self.local_now() + seconds, awake)
+        self._suspend(lambda: f"the end of {seconds} s of work")
+
+    def wait(
+        self,
+        what: Callable[[], str],
+        seconds: float | None = None,
+        lock: Lock | None = None,
+    ) -> bool:
+        """Wait until something happens to this rank, or until a lock is released if there is one.
+
+        With `seconds` also until so much time has passed, or more if nothing happens for long;
+        returns False then.
+        """
+        thread = current()
+        thread.waits, thread.lock = True, lock
+        thread.polls = lock is None or seconds is not None
+        found = True
+        if seconds is not None:
+            thread.vain_looks += 1
+            longer = min(FIRST_LOOK_S * 4**thread.vain_looks, LAST_LOOK_S)
+
+            def look() -> None:
+                nonlocal found
+                found = False
+                self.work(thread.rank, POLL_S)
+                self.wake(thread)
+
+            when = self.local_now() + max(seconds, longer)
+            self.at(when, look, (thread, thread.wait_number))
+        self._suspend(what)
+        return found
+
+    def may_switch(self) -> None:
+        """Let another thread that can run continue before this one, now and then."""
+        if self._ready and self.switches and self.random.random() < self.switches:
+            self.give_way()
+
+    def give_way(self) -> None:
+        """Let threads that can run continue, this one among them."""
+        thread = current()
+        thread.waits = True
+        self.wake(thread)
+        self._suspend(lambda: "its turn")
+
+    def wake(self, thread: Thread) -> None:
+        """Let a thread that waits continue, when the CPU of its rank is free."""
+        if not thread.waits or thread.rank in self.lost:
+            return
+        thread.waits = thread.polls = False
+        thread.lock = None
+        thread.wait_number += 1
+        free = self.busy_until[thread.rank]
+        if free > self.now:
+            self.at(free, lambda: self._ready.append(thread))
+        else:
+            self._ready.append(thread)
+
+    def add(self, thread: Thread) -> None:
+        """Let a new thread begin."""
+        self.threads[thread.rank].append(thread)
+        self.note(thread.rank, "starts", thread.name)
+        thread.waits = True
+        self.wake(thread)
+
+    def end(self, thread: Thread) -> None:
+        """Let another thread continue after the end of one."""
+        if not self.stopping:
+            self.note(thread.rank, "ends", thread.name)
+            self.happened(thread.rank)
+            self._hand_over(None)
+
+    # Within.
+
+    def _suspend(self, what: Callable[[], str]) -> None:
+        thread = current()
+        if not self.stopping:
+            thread.waits_for = what
+            self._hand_over(thread)
+        if self.stopping:
+            raise Stopped
+
+    def _hand_over(self, thread: Thread | None) -> None:
+        """Let the next thread continue, and wait for the turn of this one."""
+        following = self._next()
+        if following is thread and thread is not None:
+            return
+        if following is None:
+            self._done.release()
+        else:
+            following.go.release()
+        if thread is not None:
+            thread.go.acquire()
+
+    def _next(self) -> Thread | None:
+        """Advance time until a thread can run, and return it; None at the end."""
+        while not self._ready:
+            if self.error or all(main.ended or main.rank in self.lost for main in self._main):
+                return None
+            while self._events and self._events[0].stale:
+                self._pop()
+            waited_s = self._events[0].when - self._happened_at if self._events else 0.0
+            looks_only = self._looks == len(self._events)
+            if not self._events or (looks_only and waited_s > self.patience_s):
+                text = self.report("no rank can go on, and no message is under way")
+                self.error = DeadlockError(text)
+                return None
+            event = self._pop()
+            self.now = max(self.now, event.when)
+            try:
+                event.action()
+            except BaseException as error:  # whichever thread is here, it is not its own
+                self.error = error
+        if self.error:
+            return None
+        place = self.random.randrange(len(self._ready)) if len(self._ready) > 1 else 0
+        self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
+        return self._ready.pop()
+
+    def _pop(self) -> Event:
+        event = heapq.heappop(self._events)
+        self._looks -= event.look is not None
+        return event
+
+    def report(self, title: str) -> str:
+        """Return the text of an error: its seed, who waits for what, and the last events."""
+        threads = [thread for rank in sorted(self.threads) for thread in self.threads[rank]]
+        waits = [
+            f"  rank {thread.rank}, {thread.name}: waits for {thread.waits_for()}"
+            for thread in threads
+            if not thread.ended
+        ]
+        lost = [f"  rank {rank} is lost" for rank in sorted(self.lost)]
+        events = [
+            f"  {when * 1e6:.2f} us, rank {rank}: {' '.join(map(str, words))}"
+            for when, rank, *words in list(self.trace)[-LAST_EVENTS:]
+        ]
+        lines = [f"seed {self.seed}: {title}", *lost, *self.describe(), *waits]
+        return "\n".join([*lines, "the last events:", *events])
+
+
+class Lock:
+    """A lock of the threads of one rank, with the interface of `threading.Lock`."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        time = current().time
+        time.may_switch()
+        while self._held:
+            if not blocking:
+                return False
+            if not time.wait(lambda: "a lock", None if timeout < 0 else timeout, self):
+                return False
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        if not self._held:
+            raise RuntimeError("release unlocked lock")
+        self._held = False
+        thread = current()
+        if not thread.time.stopping:
+            for other in thread.time.threads[thread.rank]:
+                if other.lock is self:
+                    thread.time.wake(other)
+            thread.time.may_switch()
+
+    def locked(self) -> bool:
+        return self._held
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class Threading:
+    """The place of the module `threading` in modules of the library."""
+
+    Thread, Lock = Thread, Lock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+    @staticmethod
+    def current_thread() -> Any:
+        return getattr(_of_thread, "current", None) or threading.current_thread()
