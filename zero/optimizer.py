@@ -723,14 +723,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.check_unchanged(self.param_groups)
         self._shard.watch.check()
         self.accumulation.synchronize()
-        if self.accumulation.scaled_by_others:
+        if self.accumulation.means.scaled_by_others:
             raise RuntimeError(
                 "the loss was multiplied by the loss scale of another optimizer, which is not "
                 f"that of this one ({self._scale.value:g}): give all optimizers of a loss the same "
                 "number as loss_scale=, and multiply the loss by one of them; or drop this "
                 "optimizer's gradient by zero_grad()"
             )
-        if self.accumulation.weighed_by_others:
+        if self.accumulation.means.weighed_by_others:
             raise RuntimeError(
                 "the loss was weighed by backward(loss, weight=n) of another optimizer, and counts "
                 "otherwise in the gradient of this one: for one micro-batch, call share(n) of this "
@@ -771,7 +771,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._scale.shrink() or self.options.skips:
             return
-        shards, finite = self._shard.shards(), self.accumulation.finite
+        shards, finite = self._shard.shards(), self.accumulation.means.finite
         where = find_non_finite(self.group, shards, self._named, finite, self._collectives.rank)
         found = f"the gradient's norm is {norm}: {where}"
         if self.schedule.alone(self.accumulation.steps):
@@ -793,7 +793,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Returns the weight of its mean.
         """
-        step, weight = self.accumulation.steps, self.accumulation.reduced_weight
+        step, weight = self.accumulation.steps, self.accumulation.means.weight
         try:
             self._replicas.end_step(
                 step, weight, updated=updated, constant=self._agreement.constant
