@@ -34,13 +34,13 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
-from zero.exchange.exchange import Exchange
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
+from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.step_message import StepMessage
 
@@ -136,7 +136,7 @@ class Accumulation:
         self,
         shard: OptimizerShard,
         hook: CommHook,
-        schedule: Exchange,
+        schedule: EveryStep,
         scale: LossScale,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
@@ -494,7 +494,7 @@ class Accumulation:
 
     def _weighed_otherwise(self) -> float:
         """Return `Means.weighed` for the backward that begins."""
-        several = self.weight.begun or self.weight.held is not None
+        several = self.weight.mean.begun or self.weight.held is not None
         owner, weight = Accumulation._weighed_for or (self, 0.0)
         if owner is self:
             return math.nan if self.means.weighed else 0.0
@@ -516,7 +516,8 @@ class Accumulation:
             gradient = self._gradients.pop(name)
             assert gradient is not None, "backward has just made it"
             # At stage 2, that of its own micro-batch.
-            arrived.late.append((index, entry, gradient, self._scale_of(scale)))
+            late_scale = self.weight.scale if scale is None else scale
+            arrived.late.append((index, entry, gradient, late_scale))
         else:
             round_.begun = True
             self._agree_on_unit()
@@ -667,7 +668,7 @@ class Accumulation:
 
     def _clip_own(self, max_norm: float) -> None:
         weight, own = self.weight, self._gradients.own()
-        divisor = weight.divisor if weight.averages else weight.multiplied
+        divisor = weight.divisor if weight.mean.averages else weight.multiplied
         if not divisor:
             return
         # Of what is summed, for the mean.
@@ -701,11 +702,9 @@ class Accumulation:
                 self._arrived.used.add(name)
                 self._round.begun = True
 
-    def _scale_of(self, scale: float | None) -> float:
-        return self.weight.scale if scale is None else scale
-
     def _take(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
-        taken = self._gradients.take(index, entry, self._scale_of(scale))
+        scale = self.weight.scale if scale is None else scale
+        taken = self._gradients.take(index, entry, scale)
         if taken is not None and self._world_size > 1:
             self.means.finite.add(taken)
 
@@ -730,15 +729,15 @@ class Accumulation:
         message.put("running", 0.0)
         message.put("weight", lambda: weight.weight)
         message.put("divisor", lambda: weight.divisor)
-        message.put("averages", lambda: weight.averages)
+        message.put("averages", lambda: weight.mean.averages)
         message.put("missing", lambda: sum(map(len, self._round.missing)) - len(self._arrived.used))
         message.put("late", lambda: len(self._arrived.late))
         message.put("scaled by others", lambda: self.means.scaled_by_others)
         message.put("weighed", self._ratio)
         message.put("squared weighed", lambda: self._ratio() ** 2)
-        message.put("checked", lambda: weight.has_digest)
-        message.put("digest", lambda: weight.digest)
-        message.put("squared digest", lambda: weight.digest**2)
+        message.put("checked", lambda: weight.mean.has_digest)
+        message.put("digest", lambda: weight.mean.digest)
+        message.put("squared digest", lambda: weight.mean.digest**2)
         return message
 
     def _ratio(self) -> float:
