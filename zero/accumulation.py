@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -186,7 +186,7 @@ class Accumulation:
 
         0 where this rank has no sample.
         """
-        return self.weight.latest if self._backward.tasks else self.weight.coming
+        return self.weight.mean.latest if self._backward.tasks else self.weight.coming
 
     @property
     def message(self) -> StepMessage:
@@ -313,11 +313,6 @@ class Accumulation:
             self.weight.discard()
             self.weight.state(1.0)  # the sum over ranks must not be 0
             self.finish()
-
-    def refuse_weight(self, weight: float) -> NoReturn:
-        """Discard all gradients, and raise ValueError for the sum of all ranks' weights."""
-        self.clear(set_to_none=True)
-        raise ValueError(f"the ranks' weights sum to {weight:g}: at least one needs a sample")
 
     def clear(self, set_to_none: bool) -> None:
         """Discard all gradients and their weights. Waits for reductions in flight.
@@ -605,7 +600,9 @@ class Accumulation:
             unused -= self._unsent
         if not divisor > 0:
             if self._whole and not held:
-                self.refuse_weight(weight)
+                self.clear(set_to_none=True)
+                text = f"the ranks' weights sum to {weight:g}: at least one needs a sample"
+                raise ValueError(text)
             unused = frozenset(self._parameters)  # this group has no sample
         total = held + divisor
         factor = self.weight.unit / total if divisor > 0 else 0.0

@@ -45,7 +45,7 @@ class NodeFirstCollectives:
 
     def __init__(
         self,
-        group: torch.distributed.ProcessGroup,
+        group: "torch.distributed.ProcessGroup",
         cross: Collectives,
         copier: DeviceCopy,
         add: Add,
@@ -202,7 +202,7 @@ def _identity(file: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def close(group: torch.distributed.ProcessGroup) -> None:
+def close(group: "torch.distributed.ProcessGroup") -> None:
     """Free a process group after all of its work. Collective over the node."""
     shutdown = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)
     if shutdown is not None:  # the name depends on torch's version

@@ -50,7 +50,7 @@ class Mean:
     first: DrawnBatch | None = None  # part
     count: int = 0  # of parts
     samples: float = 0.0  # in them
-    latest: float = 1.0  # weight of the latest part
+    latest: float = 1.0  # weight of the latest part, beside those of other ranks
     base: float = 1.0  # of the first part that has one
     digest: int = 0  # of the batches
     has_digest: bool = False
@@ -163,13 +163,8 @@ class BatchWeight:
         return not batch.own or (first is not None and batch[:2] != first[:2])
 
     @property
-    def latest(self) -> float:
-        """The multiplier of the gradient of the running backward, beside those of other ranks."""
-        return self.mean.latest
-
-    @property
     def coming(self) -> float:
-        """That of the coming backward, as far as it is stated: 0 for a stand-in."""
+        """The multiplier of the coming backward, as far as it is stated: 0 for a stand-in."""
         if self._multiplier is not None:
             return self._multiplier
         drawn = self._next
