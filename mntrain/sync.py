@@ -65,9 +65,11 @@ class LocalSGD:
     ) -> "Exchange":
         """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
         from zero.exchange.exchange import Exchange
+        from zero.exchange.node_means import NodeMeans
 
         options = {n: getattr(self, n) for n in ("every", "warmup", "weighted", "max_staleness")}
-        made = Exchange(world, node, cross, sharded=stage > 0, **options, **self._parts())
+        means = NodeMeans(node, cross, sharded=stage > 0)
+        made = Exchange(world, means, **options, **self._parts())
         made.mode = self.mode
         return made
 
@@ -129,7 +131,6 @@ class SparseLoCo(LocalSGD):
         return {
             "outer": OuterSGD(self.outer_lr),
             "code": ChunkCode(self.density),
-            "decay": 0.95,
         }
 
 

@@ -2,14 +2,15 @@
 
     EMPTY          no backward since the last step or `zero_grad`
     FILLING        autograd hooks take gradients into buckets, as backward makes them; a bucket
-                   whose last gradient has arrived belongs to its communication hook; when backward
-                   ends, the rest is launched, and `finish` waits for all
+                   whose last gradient has arrived belongs to its communication hook
+    REDUCING       backward has ended: the rest is launched, and `finish` waits for all
     HELD           every gradient is the mean over ranks; further backward passes add to it
-
-After a backward that has raised, `clear` makes it empty, if nothing was sent.
+    INTERRUPTED    a backward has raised; `clear` makes it empty, if nothing was sent
 
 A reduction ends with the backward that is not under `no_sync`, inside `backward()`, as in DDP. A
-round is what launches every bucket once: a whole accumulation, or at stage 2 a micro-batch.
+round is what launches every bucket once: a whole accumulation, or at stage 2 a micro-batch. The
+running backward, a round, what has arrived since the last reduction, and the facts of the mean are
+each an object that is made anew when the next one begins.
 """
 
 import math
@@ -18,9 +19,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -32,13 +34,13 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
-from zero.exchange.exchange import Exchange
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
+from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.step_message import StepMessage
 
@@ -57,7 +59,58 @@ class Phase(Enum):
 
     EMPTY = "empty"
     FILLING = "filling"
+    REDUCING = "reducing"
     HELD = "held"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass
+class Means:
+    """Facts of the mean of a step, of which a part may be reduced already."""
+
+    weight: float = 0.0  # of what was reduced, in samples
+    scaled_by_others: bool = False  # a loss, by another loss scale than this optimizer's
+    weighed_by_others: bool = False  # a loss, otherwise than it counts in this mean
+    unused: bool = False  # it has left no gradient, since no rank has used a parameter
+    # The weight that another optimizer has given to the only loss that is not reduced yet; 0 if
+    # none has, and NaN for one of several.
+    weighed: float = 0.0
+    finite: FiniteCheck = field(default_factory=FiniteCheck)  # of one of several ranks' gradients
+
+
+@dataclass
+class _Arrived:
+    """Gradients that have come since the last reduction."""
+
+    used: set[str] = field(default_factory=set)  # names of their parameters
+    # Those that came after the last one of their parameter, each with what multiplies it.
+    late: list[tuple[int, ParameterSlice, Tensor, float]] = field(default_factory=list)
+
+
+class _Round:
+    """Buckets of a plan that are launched once."""
+
+    def __init__(self, plan: Sequence[Bucket]) -> None:
+        self.begun = False  # a gradient has arrived
+        self.launched = 0  # buckets
+        # Gradients to come, by bucket.
+        self.missing = [{e.spec.name for e in bucket.entries if e.numel} for bucket in plan]
+
+
+class _Backward:
+    """The running backward, with those that are nested in it."""
+
+    def __init__(self) -> None:
+        # By autograd's number, a function that returns None if that backward has raised.
+        self.tasks: dict[int, Callable[[], object]] = {}
+        self.joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
+        self.arrived = set[str]()  # names of parameters that got a gradient
+        self.began_s = 0.0  # when the first gradient came
+
+    @property
+    def interrupted(self) -> bool:
+        """True if it did not end."""
+        return bool(self.tasks) and not any(running() for running in self.tasks.values())
 
 
 class Accumulation:
@@ -83,7 +136,7 @@ class Accumulation:
         self,
         shard: OptimizerShard,
         hook: CommHook,
-        schedule: Exchange,
+        schedule: EveryStep,
         scale: LossScale,
     ) -> None:
         self._shard, self._gradients = shard, shard.gradients
@@ -98,7 +151,6 @@ class Accumulation:
             alone=alone,
             whole=self._whole,
         )
-        self.finite = FiniteCheck()  # of this rank's gradients, if it is one of several
         self._message = self._begin_message()
         self._parameters: dict[str, Parameter] = {}
         self._hooks: list[RemovableHandle] = []
@@ -112,30 +164,11 @@ class Accumulation:
         # Is called when a backward begins, and raises for one that must not be.
         self.before_backward: Callable[[], None] = lambda: None
         self._unsent = set[str]()  # parameters of which a hook between nodes may keep a gradient
-        # Of the running backward.
-        # Autograd's numbers of it and of those nested in it. Each has a function that returns None
-        # if the backward has raised.
-        self._tasks: dict[int, Callable[[], object]] = {}
-        self._joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
-        self._arrived = set[str]()  # names of parameters that got a gradient in it
         self._syncing = True  # outside of `no_sync`
-        self._began_s = 0.0  # when its first gradient came
-        # Of the reduction.
-        self.phase = Phase.EMPTY
-        self.reduced_weight = 0.0  # of what was reduced since the last step, in samples
-        self.scaled_by_others = False  # a loss, by another loss scale than this optimizer's
-        self.weighed_by_others = False  # a loss, otherwise than it counts in this mean
-        # The weight that another optimizer has given to the only loss of this mean; 0 if none has,
-        # and NaN for one of several.
-        self._weighed = 0.0
-        self._used = set[str]()  # names of parameters that got a gradient
-        # Gradients that came after the last one, each with what multiplies it.
-        self._late: list[tuple[int, ParameterSlice, Tensor, float]] = []
-        self._left = False  # it has left gradients: it leaves none if no rank used any
-        # Of the round.
-        self._round_begun = False  # a gradient has arrived
-        self._launched = 0  # buckets
-        self._missing: list[set[str]] = []  # gradients to come, by bucket
+        self._phase = Phase.EMPTY  # or that before a backward that is interrupted
+        self._backward = _Backward()
+        self._arrived, self.means = _Arrived(), Means()
+        self._round = _Round(())
 
     @property
     def group(self) -> Collectives:
@@ -143,12 +176,17 @@ class Accumulation:
         return self._schedule.group(self.steps)
 
     @property
+    def phase(self) -> Phase:
+        """The progress of the gradients."""
+        return Phase.INTERRUPTED if self._backward.interrupted else self._phase
+
+    @property
     def loss_weight(self) -> float:
         """The weight of this rank's loss in the running or coming backward, beside other ranks'.
 
         0 where this rank has no sample.
         """
-        return self.weight.latest if self._tasks else self.weight.coming
+        return self.weight.mean.latest if self._backward.tasks else self.weight.coming
 
     @property
     def message(self) -> StepMessage:
@@ -180,7 +218,7 @@ class Accumulation:
         self._gradients.add(buckets, parameters)
         self._parameters |= parameters
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
-        self._start_round()
+        self._round = _Round(plan)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -197,11 +235,11 @@ class Accumulation:
         Also if the gradients that it left are gone. Raises RuntimeError if the last backward was
         interrupted.
         """
-        if self._tasks:
+        if self._backward.tasks:
             raise RuntimeError(INTERRUPTED)
         self._forget_dropped()
-        if self._left and self.phase is Phase.HELD and not self._gradients.exist:
-            self.phase, self.reduced_weight = Phase.EMPTY, 0.0
+        if self.phase is Phase.HELD and not (self.means.unused or self._gradients.exist):
+            self._enter(Phase.EMPTY)
         if self.phase is not Phase.HELD:
             self.finish()
 
@@ -231,7 +269,7 @@ class Accumulation:
         """
         self._forget_dropped()
         self._forget_held()
-        begins = self.phase is not Phase.FILLING
+        begins = not self._pending
         if begins and self._gradients.exist and not self._gradients.held:
             raise RuntimeError(
                 "a gradient was assigned before optimizer.backward(loss, weight=...), which would "
@@ -255,7 +293,7 @@ class Accumulation:
 
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
-        self._begin()
+        self._enter(Phase.FILLING)
         self.before_backward()
         self.weight.begin_backward()
         if self._syncing:
@@ -263,23 +301,18 @@ class Accumulation:
 
     def interrupt(self) -> None:
         """Note that a backward has raised."""
-        self._tasks = {-1: lambda: None}
+        self._backward.tasks = {-1: lambda: None}
 
     def finish_interrupted(self) -> None:
         """Take part in the rest of a backward that has raised on this rank. Collective.
 
         Outside of `no_sync`. All ranks must discard the gradients afterwards.
         """
-        self._forget_tasks()
+        self._end_backward()
         if self.phase is not Phase.HELD:
             self.weight.discard()
             self.weight.state(1.0)  # the sum over ranks must not be 0
             self.finish()
-
-    def refuse_weight(self, weight: float) -> NoReturn:
-        """Discard all gradients, and raise ValueError for the sum of all ranks' weights."""
-        self.clear(set_to_none=True)
-        raise ValueError(f"the ranks' weights sum to {weight:g}: at least one needs a sample")
 
     def clear(self, set_to_none: bool) -> None:
         """Discard all gradients and their weights. Waits for reductions in flight.
@@ -287,11 +320,11 @@ class Accumulation:
         Also those of a backward that was interrupted, unless it has launched buckets.
         """
         self._gradients.clear(set_to_none)
-        self._discard()
-        if not self._launched:
-            self._forget_tasks()
-            self._start_round()
-        self.reduced_weight = 0.0
+        self.weight.discard()
+        self._enter(Phase.EMPTY)
+        if not self._round.launched:
+            self._end_backward()
+            self._round = _Round(self._shard.plan)
         self._hook.end_step(taken=False)
 
     def resume(self, steps: int) -> None:
@@ -303,10 +336,9 @@ class Accumulation:
     def end_step(self, *, taken: bool) -> None:
         """Begin another step; without `taken`, this one has updated nothing. Local."""
         self._hook.end_step(taken=taken)
-        self.phase, self.reduced_weight = Phase.EMPTY, 0.0
+        self._enter(Phase.EMPTY)
         self.resume(self.steps + 1)
         self.weight.end_step()
-        self.finite.reset()
 
     def hook_state(self) -> dict[str, Any]:
         """Return the state of the communication hook on this rank, and what it is of. Local."""
@@ -343,27 +375,33 @@ class Accumulation:
     def close(self) -> None:
         """Remove the hooks, and leave `parameter.grad` to others. Once."""
         self._stop_weighing()
-        self._gradients.close(self._used if self.phase is Phase.FILLING else ())
+        self._gradients.close(self._arrived.used)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._nodes.clear()
 
-    def _begin(self) -> None:
-        if self.phase is not Phase.FILLING:
-            self.phase = Phase.FILLING
+    @property
+    def _pending(self) -> bool:
+        """True while gradients are not reduced yet."""
+        return self._phase in (Phase.FILLING, Phase.REDUCING)
+
+    def _enter(self, phase: Phase) -> None:
+        """Begin a phase, with new objects for what it begins. Nothing else changes the phase."""
+        if phase in (Phase.FILLING, Phase.REDUCING) and not self._pending:
             self._forget_held()
             self._gradients.begin()
+        elif phase is Phase.EMPTY:
+            self._arrived, self.means = _Arrived(), Means()
+        elif phase is Phase.HELD:
+            self._arrived = _Arrived()
+        self._phase = phase
 
     def _forget_held(self) -> None:
         """Forget what was reduced, if means are held, and all of them were dropped."""
         if self._gradients.all_dropped:
             self._hook.end_step(taken=False)
-            self.weight.held, self.reduced_weight = None, 0.0
-            self._forget_others()
-
-    def _forget_others(self) -> None:
-        self.scaled_by_others, self.weighed_by_others, self._weighed = False, False, 0.0
+            self.weight.held, self.means = None, Means()
 
     def _forget_dropped(self, arriving: str = "") -> None:
         """Begin anew if all gradients of an accumulation were dropped, as by model.zero_grad().
@@ -371,33 +409,24 @@ class Accumulation:
         `arriving` names a parameter that has a new gradient. Raises RuntimeError if some were
         dropped that this rank has passed on (stage 2).
         """
-        dropped = [name for name in self._used if self._gradients.dropped(name)]
-        if arriving in self._used and not self._gradients.keeps(arriving):
+        used = self._arrived.used
+        dropped = [name for name in used if self._gradients.dropped(name)]
+        if arriving in used and not self._gradients.keeps(arriving):
             dropped.append(arriving)
-        if self.phase is not Phase.FILLING or not dropped:
+        if not dropped:
             return
-        if len(dropped) == len(self._used):
+        if len(dropped) == len(used):
             self._hook.end_step(taken=False)
             self._gradients.forget()
-            self._discard()
+            self.weight.discard()
+            self._enter(Phase.EMPTY)
         elif self.announces:
             raise RuntimeError(
                 f"the gradients of {', '.join(sorted(dropped)[:3])} were dropped within an "
                 "accumulation, but at stage 2 they have been added: drop all, or use stage 0 or 1"
             )
         else:
-            self._used.difference_update(dropped)
-
-    def _discard(self) -> None:
-        self.weight.discard()
-        self._late.clear()
-        self.finite.reset()
-        self._used, self.phase = set(), Phase.EMPTY
-        self._forget_others()
-
-    def _start_round(self) -> None:
-        self._launched, self._round_begun = 0, False
-        self._missing = [{e.spec.name for e in b.entries if e.numel} for b in self._shard.plan]
+            used.difference_update(dropped)
 
     def _stop_weighing(self) -> None:
         for hook in self._weighing:
@@ -414,7 +443,7 @@ class Accumulation:
         Before autograd adds it to earlier ones.
         """
         task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
+        if task not in self._backward.tasks:
             self._begin_backward(task)
             if not (self.weight.multiplied or self._shard.sharded):
                 self._gradients.void()
@@ -428,100 +457,102 @@ class Accumulation:
     @_disable_dynamo
     def _on_gradient(self, index: int, entry: ParameterSlice, *_: object) -> None:
         task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
+        if task not in self._backward.tasks:
             self._begin_backward(task, entry.spec.name)
         self._take_or_keep(index, entry)
-        self._arrived.add(entry.spec.name)
+        self._backward.arrived.add(entry.spec.name)
 
     def _begin_backward(self, task: int, arriving: str = "") -> None:
         """Note a backward that has begun, or another one nested in it or around it."""
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
             raise RuntimeError(COMPILED)
-        first = not self._tasks
-        if not first and not any(running() for running in self._tasks.values()):
+        if self.phase is Phase.INTERRUPTED:
             raise RuntimeError(INTERRUPTED)
-        if first:
-            self._began_s = time.perf_counter()
+        tasks = self._backward.tasks
+        if first := not tasks:
+            self._backward.began_s = time.perf_counter()
             self._shard.watch.check_kinds()
             scaled = self._scale.is_other(task)
         at_end = partial(self._on_end_of_backward, task)
-        self._tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
+        tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
             self.before_backward()
             self._forget_held()
             weighed = self._weighed_otherwise()
             self.weight.begin_backward()
-            self._begin()
-            self.scaled_by_others |= scaled
-            self._weighed = weighed
+            self._enter(Phase.FILLING)
+            self.means.scaled_by_others |= scaled
+            self.means.weighed = weighed
         Variable._execution_engine.queue_callback(at_end)
 
     def _weighed_otherwise(self) -> float:
-        """Return `_weighed` for the backward that begins."""
-        several = self.weight.begun or self.weight.held is not None
+        """Return `Means.weighed` for the backward that begins."""
+        several = self.weight.mean.begun or self.weight.held is not None
         owner, weight = Accumulation._weighed_for or (self, 0.0)
         if owner is self:
-            return math.nan if self._weighed else 0.0
+            return math.nan if self.means.weighed else 0.0
         if several:
             return math.nan
         return 0.0 if self.weight.stated or self._world_size == 1 else weight
 
     def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
-        self._begin()
-        name = entry.spec.name
+        self._enter(Phase.FILLING)
+        name, arrived, round_ = entry.spec.name, self._arrived, self._round
         if not self._gradients.has_gradient(entry):  # a hook that came before has dropped it
-            self._used.discard(name)
+            arrived.used.discard(name)
             return
-        self._used.add(name)
+        arrived.used.add(name)
         if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
-        elif self._gradients.hides and name not in self._missing[index]:
+        elif self._gradients.hides and name not in round_.missing[index]:
             # Its layer lies in several reentrant checkpoints.
             gradient = self._gradients.pop(name)
             assert gradient is not None, "backward has just made it"
             # At stage 2, that of its own micro-batch.
-            self._late.append((index, entry, gradient, self._scale_of(scale)))
+            late_scale = self.weight.scale if scale is None else scale
+            arrived.late.append((index, entry, gradient, late_scale))
         else:
-            self._round_begun = True
+            round_.begun = True
             self._agree_on_unit()
             self._take(index, entry, scale)
-            self._missing[index].discard(name)
-            while self._launched < len(self._missing) and not self._missing[self._launched]:
+            round_.missing[index].discard(name)
+            while round_.launched < len(round_.missing) and not round_.missing[round_.launched]:
                 self._launch_next()
 
     @_disable_dynamo
     def _on_end_of_backward(self, task: int) -> None:
         """Finish what a backward leaves, when the outermost one ends."""
-        if task not in self._tasks:
+        if task not in self._backward.tasks:
             return  # the gradients were discarded within it
         if (outer := torch._C._current_autograd_node()) is not None:
             # A node of another backward has started this one, as in reentrant checkpointing. The
             # other may have no gradient for this optimizer, so it is joined where it goes on.
-            self._tasks[task] = lambda: self
+            self._backward.tasks[task] = lambda: self
             following = (node for node, _ in outer.next_functions if node is not None)
-            self._joining += [node.register_prehook(self._join) for node in following]
+            self._backward.joining += [node.register_prehook(self._join) for node in following]
             return
-        if min(self._tasks) < task:  # nested ones have larger numbers
+        if min(self._backward.tasks) < task:  # nested ones have larger numbers
             raise RuntimeError(INTERRUPTED)
         self._check_hooks()
-        self._forget_tasks()
+        began_s = self._backward.began_s
+        self._end_backward()
         if self._syncing:
             self.finish()
         elif self.announces:
             self._launch_remaining()
-        self.observe("backward", self._began_s)
+        self.observe("backward", began_s)
 
     @_disable_dynamo
     def _join(self, *_: object) -> None:
         task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
+        if task not in self._backward.tasks:
             self._begin_backward(task)
 
     def _check_hooks(self) -> None:
         """Raise RuntimeError if a hook has set a gradient that was taken from it before."""
-        changed = [name for name in self._arrived if not self._gradients.keeps(name)]
+        changed = [name for name in self._backward.arrived if not self._gradients.keeps(name)]
         if changed and self._shard.sharded:
             raise RuntimeError(
                 f"a hook has set the gradient of {', '.join(sorted(changed)[:3])} in backward, but "
@@ -529,12 +560,10 @@ class Accumulation:
                 "parameter.register_hook, which gets it earlier, or use stage 0"
             )
 
-    def _forget_tasks(self) -> None:
-        self._tasks.clear()
-        self._arrived.clear()
-        for hook in self._joining:
+    def _end_backward(self) -> None:
+        for hook in self._backward.joining:
             hook.remove()
-        self._joining.clear()
+        self._backward = _Backward()
 
     # The reduction.
 
@@ -557,7 +586,7 @@ class Accumulation:
     def _reduce(self, *, late: bool) -> bool:
         """Reduce what has arrived, or came `late`; return whether any rank has more of these."""
         self.weight.finish()
-        self._begin()
+        self._enter(Phase.REDUCING)
         self._agree_on_unit()
         self._launch_remaining()
         totals = self._totals()
@@ -571,7 +600,9 @@ class Accumulation:
             unused -= self._unsent
         if not divisor > 0:
             if self._whole and not held:
-                self.refuse_weight(weight)
+                self.clear(set_to_none=True)
+                text = f"the ranks' weights sum to {weight:g}: at least one needs a sample"
+                raise ValueError(text)
             unused = frozenset(self._parameters)  # this group has no sample
         total = held + divisor
         factor = self.weight.unit / total if divisor > 0 else 0.0
@@ -580,25 +611,28 @@ class Accumulation:
         self._gradients.finish(factor, unused, of_held=of_held)
         if divisor > 0:
             self._hook.end_reduction(total)
-        self.scaled_by_others = totals["scaled by others"] > 0
-        weighed = self.group.size * totals["squared weighed"], totals["weighed"] ** 2
-        self.weighed_by_others |= not math.isclose(*weighed)
-        self._used, self.phase = set(), Phase.HELD
-        self._left = self._gradients.exist
+        came_late = self._arrived.late
+        self._enter(Phase.HELD)
         self._stop_weighing()
         if totals["late"]:
             self._gradients.set_aside()
             if not self._shard.sharded:
                 self._gradients.void()
-            came_late, self._late = self._late, []
             for index, entry, gradient, scale in came_late:
                 self._gradients.put(entry.spec.name, gradient)
                 self._take_or_keep(index, entry, scale)
             return True
-        self.reduced_weight += weight
-        self._weighed = 0.0
+        before, left = self.means, self._gradients.exist
+        weighed = self.group.size * totals["squared weighed"], totals["weighed"] ** 2
+        self.means = Means(
+            weight=before.weight + weight,
+            scaled_by_others=totals["scaled by others"] > 0,
+            weighed_by_others=before.weighed_by_others or not math.isclose(*weighed),
+            unused=not left,
+            finite=before.finite,
+        )
         total = total if totals["averages"] else 0.0
-        self.weight.reset(divisor / self.group.size, total if self._left else None)
+        self.weight.reset(divisor / self.group.size, total if left else None)
         return False
 
     def _agree_on_unit(self) -> None:
@@ -615,22 +649,23 @@ class Accumulation:
 
         If every micro-batch is a round, a round without any gradient launches nothing.
         """
-        if self.announces and not self._round_begun:
-            for index in range(len(self._missing)):
+        missing = self._round.missing
+        if self.announces and not self._round.begun:
+            for index in range(len(missing)):
                 self._note_assigned(index)
-        if self._round_begun or not self.announces:
+        if self._round.begun or not self.announces:
             if self.own_limit:
-                for index, missing in enumerate(self._missing):
+                for index, names in enumerate(missing):
                     self._take_missing(index)
-                    missing.clear()
+                    names.clear()
                 self._clip_own(self.own_limit)
-            while self._launched < len(self._missing):
+            while self._round.launched < len(missing):
                 self._launch_next()
-        self._start_round()
+        self._round = _Round(self._shard.plan)
 
     def _clip_own(self, max_norm: float) -> None:
         weight, own = self.weight, self._gradients.own()
-        divisor = weight.divisor if weight.averages else weight.multiplied
+        divisor = weight.divisor if weight.mean.averages else weight.multiplied
         if not divisor:
             return
         # Of what is summed, for the mean.
@@ -640,10 +675,10 @@ class Accumulation:
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 
     def _launch_next(self) -> None:
-        if self.announces and not self._launched:
+        if self.announces and not self._round.launched:
             self.message.announce(self.group, "running")
-        self._send(self._launched)
-        self._launched += 1
+        self._send(self._round.launched)
+        self._round.launched += 1
 
     def _send(self, index: int) -> None:
         self._take_missing(index)
@@ -653,24 +688,22 @@ class Accumulation:
     def _take_missing(self, index: int) -> None:
         self._note_assigned(index)
         for entry in self._shard.plan[index].entries:
-            if entry.spec.name in self._missing[index]:
+            if entry.spec.name in self._round.missing[index]:
                 self._take(index, entry)
 
     def _note_assigned(self, index: int) -> None:
         """Count the gradients that were assigned, which no hook has seen."""
         for entry in self._shard.plan[index].entries:
             name = entry.spec.name
-            if name in self._missing[index] and self._gradients.has_gradient(entry):
-                self._used.add(name)
-                self._round_begun = True
-
-    def _scale_of(self, scale: float | None) -> float:
-        return self.weight.scale if scale is None else scale
+            if name in self._round.missing[index] and self._gradients.has_gradient(entry):
+                self._arrived.used.add(name)
+                self._round.begun = True
 
     def _take(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
-        taken = self._gradients.take(index, entry, self._scale_of(scale))
+        scale = self.weight.scale if scale is None else scale
+        taken = self._gradients.take(index, entry, scale)
         if taken is not None and self._world_size > 1:
-            self.finite.add(taken)
+            self.means.finite.add(taken)
 
     def _launch(self, index: int) -> Work:
         """Start the communication hook on a bucket, which owns its memory until it has finished."""
@@ -693,20 +726,21 @@ class Accumulation:
         message.put("running", 0.0)
         message.put("weight", lambda: weight.weight)
         message.put("divisor", lambda: weight.divisor)
-        message.put("averages", lambda: weight.averages)
-        message.put("missing", lambda: sum(map(len, self._missing)) - len(self._used))
-        message.put("late", lambda: len(self._late))
-        message.put("scaled by others", lambda: self.scaled_by_others)
+        message.put("averages", lambda: weight.mean.averages)
+        message.put("missing", lambda: sum(map(len, self._round.missing)) - len(self._arrived.used))
+        message.put("late", lambda: len(self._arrived.late))
+        message.put("scaled by others", lambda: self.means.scaled_by_others)
         message.put("weighed", self._ratio)
         message.put("squared weighed", lambda: self._ratio() ** 2)
-        message.put("checked", lambda: weight.has_digest)
-        message.put("digest", lambda: weight.digest)
-        message.put("squared digest", lambda: weight.digest**2)
+        message.put("checked", lambda: weight.mean.has_digest)
+        message.put("digest", lambda: weight.mean.digest)
+        message.put("squared digest", lambda: weight.mean.digest**2)
         return message
 
     def _ratio(self) -> float:
         """Return by how much more another optimizer weighs this rank's loss; 0 if none does."""
-        return self._weighed / (self.weight.divisor or math.nan) if self._weighed else 0.0
+        weighed = self.means.weighed
+        return weighed / (self.weight.divisor or math.nan) if weighed else 0.0
 
     def _totals(self) -> dict[str, float]:
         """Wait until all ranks have finished, and return sums over them. Collective.
@@ -721,7 +755,7 @@ class Accumulation:
             totals = message.read()
             if not totals["running"]:
                 break
-            for index in range(len(self._missing)):  # zeros, in the micro-batch of others
+            for index in range(len(self._round.missing)):  # zeros, in the micro-batch of others
                 self._send(index)
         if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
             raise RuntimeError(
@@ -732,7 +766,7 @@ class Accumulation:
 
     def _unused(self) -> frozenset[str]:
         flags = torch.tensor(
-            [n in self._used for n in self._parameters], dtype=torch.float64, device="cpu"
+            [n in self._arrived.used for n in self._parameters], dtype=torch.float64, device="cpu"
         )
         if self.group.size > 1:
             self.group.all_reduce(flags).wait()

@@ -89,12 +89,8 @@ class FiniteCheck:
         elif not bool(gradient.sum().isfinite()):  # a finite sum needs finite addends
             self._finite = self._finite and bool(gradient.isfinite().all())
 
-    def reset(self) -> None:
-        """Start a new step."""
-        self._finite, self._device_flag = True, None
-
     def __bool__(self) -> bool:
-        """Return whether all gradients since `reset` were finite. Waits for the device."""
+        """Return whether all gradients were finite. Waits for the device."""
         return self._finite and (self._device_flag is None or bool(self._device_flag == 0))
 
 

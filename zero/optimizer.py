@@ -21,7 +21,7 @@ from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
-from zero.exchange.exchange import Exchange, every_step
+from zero.exchange.exchange import Exchange
 from zero.layout import ParameterSpec, plan_buckets
 from zero.memory import Memory
 from zero.norms import (
@@ -45,6 +45,7 @@ from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_o
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
 from zero.replicas import Replicas
+from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.state import (
     PartOfState,
@@ -105,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
-    - `schedule`: over which ranks a step is averaged (`zero.exchange.exchange`); by default all.
+    - `schedule`: over which ranks a step is averaged, by default all (`zero.schedule`).
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
       broadcasts its buffers, and its parameters that no optimizer trains. Buffers are overwritten
       with rank 0's after every step: with the first's of the ranks that the step was averaged over,
@@ -132,7 +133,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         *,
         comm_hook: CommHook | None = None,
         levels: NodeLevels | None = None,
-        schedule: Exchange | None = None,
+        schedule: EveryStep | None = None,
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
@@ -145,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.options = options = options or Options(**given)
         self._collectives, self._scale = collectives, LossScale(options.loss_scale)
         self._model, self._hook = model, make_hook(comm_hook)
-        self.schedule = schedule or every_step(collectives)
+        self.schedule = schedule or EveryStep(collectives)
         sharding = self.schedule.sharding
         if collectives.size > 1:
             self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
@@ -230,9 +231,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.take_changes()
         with self._shard.gradients_set(unused) as sums:  # before the norm: then the host waits
             norm, coef = self._clip(unused)
-            self.schedule.before_update(
-                self.accumulation.steps, self._shard.tensors, equal=self.in_sync
-            )
+            self._replicas.before_update(self.accumulation.steps)
             if finite := math.isfinite(norm):
                 self._update(sums, coef / self._scale.value, unused)
             else:
@@ -576,14 +575,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The weight of its steps since the last exchange, its loss scale, and its steps since that
         has changed; empty for a single replica.
         """
-        if self.schedule.replicas == 1:
+        if not isinstance(self.schedule, Exchange):
             return []
         scale = self._scale.state_dict()
         return [self.schedule.weight, scale["value"], float(scale["good_steps"])]
 
     def _load_replica_numbers(self, numbers: Sequence[float]) -> None:
         """Continue from what `replica_numbers` has returned; older ones have the weight alone."""
-        self.schedule.weight = numbers[0] if numbers else 0.0
+        if isinstance(self.schedule, Exchange):
+            self.schedule.weight = numbers[0] if numbers else 0.0
         if len(numbers) > 1:
             own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
             self._scale.load_state_dict(own)
@@ -646,7 +646,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner,
             slices,
             self._shapes(),
-            self.schedule.load_state,
+            self._replicas.load_state,
             options=options,
             unnamed=unnamed,
         )
@@ -660,7 +660,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         kept = self._shard.memory(self._inner.state)
-        return replace(kept, hook=self._hook.nbytes(), exchange=self.schedule.nbytes())
+        exchange = self.schedule.nbytes() if isinstance(self.schedule, Exchange) else 0
+        return replace(kept, hook=self._hook.nbytes(), exchange=exchange)
 
     def predicted_memory(self, stage: int | None = None) -> Memory:
         """Return the bytes that `memory` says after a step of one micro-batch. Local.
@@ -723,14 +724,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names.check_unchanged(self.param_groups)
         self._shard.watch.check()
         self.accumulation.synchronize()
-        if self.accumulation.scaled_by_others:
+        if self.accumulation.means.scaled_by_others:
             raise RuntimeError(
                 "the loss was multiplied by the loss scale of another optimizer, which is not "
                 f"that of this one ({self._scale.value:g}): give all optimizers of a loss the same "
                 "number as loss_scale=, and multiply the loss by one of them; or drop this "
                 "optimizer's gradient by zero_grad()"
             )
-        if self.accumulation.weighed_by_others:
+        if self.accumulation.means.weighed_by_others:
             raise RuntimeError(
                 "the loss was weighed by backward(loss, weight=n) of another optimizer, and counts "
                 "otherwise in the gradient of this one: for one micro-batch, call share(n) of this "
@@ -771,7 +772,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._scale.shrink() or self.options.skips:
             return
-        shards, finite = self._shard.shards(), self.accumulation.finite
+        shards, finite = self._shard.shards(), self.accumulation.means.finite
         where = find_non_finite(self.group, shards, self._named, finite, self._collectives.rank)
         found = f"the gradient's norm is {norm}: {where}"
         if self.schedule.alone(self.accumulation.steps):
@@ -785,6 +786,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Called by all ranks of the replica; its first one warns.
         """
+        assert isinstance(self.schedule, Exchange), "only its steps are of a replica alone"
         if self.schedule.refuse() and self._shard.sharding.rank == 0:
             warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
 
@@ -793,7 +795,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Returns the weight of its mean.
         """
-        step, weight = self.accumulation.steps, self.accumulation.reduced_weight
+        step, weight = self.accumulation.steps, self.accumulation.means.weight
         try:
             self._replicas.end_step(
                 step, weight, updated=updated, constant=self._agreement.constant

@@ -1,6 +1,6 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -8,22 +8,26 @@ from torch import Tensor
 
 from zero.checksum import checksum
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.exchange.exchange import Exchange
+from zero.exchange.exchange import Exchange, Exchanged
 from zero.norms import NonFiniteGradientError
 from zero.parameter_watch import plain_parts
+from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.state import LOCAL
 
 
 class Replicas:
-    """The parameters of this rank beside those of other replicas of a sync schedule.
+    """The parameters of this rank beside those of other replicas, if a schedule has several.
 
     `collectives` are those of all replicas. Buffers, and parameters that no optimizer trains,
     become rank 0's when parameters are exchanged.
     """
 
-    def __init__(self, schedule: Exchange, shard: OptimizerShard, collectives: Collectives) -> None:
+    def __init__(
+        self, schedule: EveryStep, shard: OptimizerShard, collectives: Collectives
+    ) -> None:
         self._schedule, self._shard = schedule, shard
+        self._exchange = schedule if isinstance(schedule, Exchange) else None
         self._collectives = collectives
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
@@ -44,8 +48,20 @@ class Replicas:
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return what the schedule keeps for an updated tensor, and this replica's own values."""
+        if self._exchange is None:
+            return {}
         own = {LOCAL: self._local[tensor]} if self._averaging else {}
-        return self._schedule.state(tensor) | own
+        return self._exchange.state(tensor) | own
+
+    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned. Local."""
+        if self._exchange is not None:
+            self._exchange.load_state(tensor, state)
+
+    def before_update(self, step: int) -> None:
+        """Copy the parameters that the first step of a replica alone finds. Collective."""
+        if self._exchange is not None:
+            self._exchange.before_update(step, self._shard.tensors, equal=self.in_sync)
 
     def end_step(self, step: int, weight: float, *, updated: bool, constant: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
@@ -53,14 +69,16 @@ class Replicas:
         The all-gathers of parameters are in flight on return. `constant`: the ranks that share the
         state have the same buffers of those that are not in the model's state dict.
         """
-        schedule, group = self._schedule, self._schedule.group(step)
+        group = self._schedule.group(step)
         self.equal = self.equal and group.size == self._collectives.size
-        schedule.note_weight(step, weight if updated else 0.0)
-        try:
-            exchanged = schedule.after_update(step, self._shard.tensors)
-        except NonFiniteGradientError:  # on all ranks, which keep what they have updated
-            self._shard.publish()
-            raise
+        exchanged: Exchanged = "nothing"
+        if self._exchange is not None:
+            own = weight if updated else 0.0
+            try:
+                exchanged = self._exchange.after_update(step, self._shard.tensors, own)
+            except NonFiniteGradientError:  # on all ranks, which keep what they have updated
+                self._shard.publish()
+                raise
         if exchanged == "all":
             self._overwrite(self._collectives, self._others())
         else:
@@ -73,15 +91,15 @@ class Replicas:
     def exchange(self, step: int) -> None:
         """Exchange parameters and buffers before a step, if they may differ. Collective."""
         self.check_not_averaging()
-        if self.in_sync:
+        if self._exchange is None or self.in_sync:
             return
         self._complete()
         tensors = self._shard.tensors
-        if self._schedule.group(step).size == self._collectives.size:
-            self._schedule.average(tensors)  # the state was loaded: steps are synchronous
+        if self._exchange.group(step).size == self._collectives.size:
+            self._exchange.average(tensors)  # the state was loaded: steps are synchronous
         else:
-            self._schedule.before_update(step, tensors, equal=False)
-            self._schedule.exchange(tensors)
+            self._exchange.before_update(step, tensors, equal=False)
+            self._exchange.exchange(tensors)
         self._overwrite(self._collectives, self._others())
         self.equal = True
         self._shard.publish()
@@ -92,7 +110,7 @@ class Replicas:
 
         Yields whether they are other ones outside.
         """
-        if self.in_sync:
+        if self._exchange is None or self.in_sync:
             yield False
             return
         with torch.no_grad():
@@ -100,7 +118,7 @@ class Replicas:
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
-            self._schedule.average(tensors)
+            self._exchange.average(tensors)
             others = self._others()
             own_others = [tensor.clone() for tensor in others]
             self._overwrite(self._collectives, others)
@@ -122,9 +140,9 @@ class Replicas:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for exchanges in flight. Collective, if there are any."""
-        if self._schedule.unsettled:
+        if self._exchange is not None and self._exchange.unsettled:
             self._complete()
-            self._schedule.settle()
+            self._exchange.settle()
             self._shard.publish()
 
     def _buffers(self, *, constant: bool = False) -> list[Tensor]:

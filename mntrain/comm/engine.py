@@ -26,7 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
@@ -35,6 +35,7 @@ from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Bac
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
 from mntrain.comm.waits import Waits
+from mntrain.recorder.events import Recorder
 
 T = TypeVar("T")
 Test = Callable[[], bool]
@@ -225,14 +226,18 @@ def steps_of(function: Callable[[], T]) -> Steps[T]:
     return function()
 
 
+class _Watch(Protocol):  # a `disagreement.DisagreementWatch`
+    def look(self, waits_in: str) -> Exception | None: ...
+    def close(self, ticket: Ticket) -> "Steps[Exception | None]": ...
+
+
 class Stream:
     """The collectives of one communicator on this rank, driven by a `ProgressEngine`.
 
     `name` is the same on all ranks of the communicator, and no other stream of theirs has it.
-    `ranks`, if given, maps the communicator's ranks to the world's. The `observer`, a
-    `recorder.events.Recorder`, is told when a collective begins and ends; its `timeline`, if one is
-    recorded, also whose steps run. A caller that waits without progress for `timeout_s` ends the
-    job; None: after the time of the world.
+    `ranks`, if given, maps the communicator's ranks to the world's. The `observer` is told when a
+    collective begins and ends; its `timeline`, if one is recorded, also whose steps run. A caller
+    that waits without progress for `timeout_s` ends the job; None: after the time of the world.
     """
 
     def __init__(
@@ -245,7 +250,7 @@ class Stream:
         self.begun = 0
         self.digest = digest_of(name)  # of the collective that began last
         self.history: deque[Ticket] = deque(maxlen=HISTORY)
-        self.observer: Any = None
+        self.observer: Recorder | None = None
 
     @property
     def idle(self) -> bool:
@@ -400,7 +405,7 @@ class ProgressEngine:
     def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
         self.main = Stream("the world")
         self.streams = [self.main]
-        self.watch: Any = None  # a `disagreement.DisagreementWatch`
+        self.watch: _Watch | None = None
         self.waits = Waits()  # of callers
         self.error: Exception | None = None  # by which `stop` ended all communication
         self._backoff = Backoff()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mntrain.checks import launcher
 from mntrain.checks.host import check_before_mpi, expect, library_missing
@@ -45,13 +45,17 @@ _started = threading.Event()  # MPI, by this package
 _of_parent = threading.Event()  # MPI is that of this process's parent
 
 
+class _Timeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`
+    def sent(self, level: str, nbytes: int, messages: int) -> None: ...
+    def in_flight(self, level: str) -> Callable[[], None]: ...
+
+
 @dataclass
 class Traffic:
     """Messages and bytes that this rank has sent, by level: {"node": ..., "cross": ...}.
 
     Of compressed messages to other nodes also the bytes, and those that they stand for; and the
-    bytes of the buffers in which messages travel. While a timeline is recorded, its
-    `mntrain.timeline.event_log.EventLog` is told of messages.
+    bytes of the buffers in which messages travel. A `timeline` that is recorded is told of them.
     """
 
     messages: dict[str, int] = field(default_factory=lambda: {"node": 0, "cross": 0})
@@ -59,7 +63,7 @@ class Traffic:
     compressed_bytes: int = 0
     before_bytes: float = 0
     buffer_bytes: int = 0
-    timeline: Any = None
+    timeline: _Timeline | None = None
 
     def count(self, level: str, nbytes: int, messages: int = 1, plain: float = 1) -> None:
         """Add messages with a total of `nbytes` bytes, each for `plain` without compression."""

@@ -43,7 +43,13 @@ class NodeFirstCollectives:
     local rank, ordered by node. Tensors are flat and contiguous, of any dtype; in place.
     """
 
-    def __init__(self, group: Any, cross: Collectives, copier: DeviceCopy, add: Add) -> None:
+    def __init__(
+        self,
+        group: "torch.distributed.ProcessGroup",
+        cross: Collectives,
+        copier: DeviceCopy,
+        add: Add,
+    ) -> None:
         self._group, self._cross = group, cross
         self._copier, self._add = copier, add
         self._rank, self._size = group.rank(), group.size()
@@ -196,7 +202,7 @@ def _identity(file: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def close(group: Any) -> None:
+def close(group: "torch.distributed.ProcessGroup") -> None:
     """Free a process group after all of its work. Collective over the node."""
     shutdown = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)
     if shutdown is not None:  # the name depends on torch's version

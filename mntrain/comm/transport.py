@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -182,12 +182,12 @@ def _connect_nccl(
     topology, world, progress = context.topology, context.world, context.progress
     if reason := why_not_nccl(topology, context.gpus):
         return None, reason
-    group: Any = None
+    group: torch.distributed.ProcessGroup | None = None
     try:
         group = progress.call(lambda: nccl.connect(context.node, devices.device)).wait()
     except Exception as error:  # NCCL and its loader raise various types; all ranks must learn
         reason = str(error) or type(error).__name__
-    if reason := _first_reason(context, reason):
+    if (reason := _first_reason(context, reason)) or group is None:
         if group is not None:
             nccl.close(group)
         return None, reason

@@ -9,7 +9,7 @@ On a GPU the host runs ahead of the device, so it is measured on the device's cu
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mntrain.comm import clock
 
@@ -29,17 +29,21 @@ class Mark(NamedTuple):
     following: "list[Mark]"  # at most one
 
 
+class _Copier(Protocol):  # a `staging.DeviceCopy`
+    def record_time(self) -> "torch.cuda.Event": ...
+
+
 class Waits:
     """The waits of the threads of this rank for other ranks. Local.
 
     `collectives_s` and `gathers_s` are the host's seconds so far, for tensors and for small
-    objects. `copier` is the `staging.DeviceCopy` of the rank's GPU; None on CPUs. Threads that wait
+    objects. `copier` is that of the rank's GPU; None on CPUs. Threads that wait
     at the same time count by themselves. `observe` is told of each wait: a name, and its start.
     """
 
     def __init__(self) -> None:
         self.collectives_s = self.gathers_s = 0.0
-        self.copier: Any = None
+        self.copier: _Copier | None = None
         self.observe: Callable[[str, float], None] = lambda name, start: None
         self._following: list[Mark] | None = None  # of the last wait; None until the first mark
         self._thread = threading.local()  # its `waits` is True in a wait
@@ -99,8 +103,7 @@ class Waits:
         """Let the device note the time, if anybody has asked for its time."""
         if self.copier is None or self._following is None:
             return None
-        event: torch.cuda.Event = self.copier.record_time()
-        return event
+        return self.copier.record_time()
 
 
 def _elapsed_ms(start: "torch.cuda.Event", end: "torch.cuda.Event") -> float:

@@ -45,9 +45,9 @@ from mntrain.alike.sample_digest import (
     spread_digest,
 )
 from mntrain.alike.values import Peers
-from mntrain.balance.balancing import Balancing
 from mntrain.balance.own_pace import BatchNumber
 from mntrain.balance.shares import Shares
+from mntrain.data.balancing import Balancing
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import PlannedBatch
@@ -65,6 +65,7 @@ from mntrain.data.source import (
     share_of,
 )
 from mntrain.data.streams import StreamSource
+from mntrain.ranks import Ranks
 from zero.gradients.weights import BatchSource, DrawnBatch
 from zero.optimizer import ZeroOptimizer
 
@@ -108,7 +109,7 @@ class ShardRegistry:
 
     def __init__(
         self,
-        ranks: Peers,
+        ranks: Ranks,
         optimizers: Sequence[ZeroOptimizer],
         *,
         warn: Callable[[str], None],

@@ -26,7 +26,7 @@ from errno import ENOSPC
 from itertools import count
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakMethod
 
 from mntrain.recorder.recording import (
@@ -55,18 +55,24 @@ _pwrite.restype = ctypes.c_ssize_t
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
+class _Timeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`; tickets are of `comm`
+    def span(self, name: str, start: float) -> None: ...
+    def begin(self, stream: str, ticket: Any) -> None: ...
+    def finish(self, ticket: Any) -> None: ...
+    def enter(self, ticket: Any) -> None: ...
+
+
 class Recorder:
     """Records the events of one rank. All methods are local, and none raises.
 
     Methods may be called by any thread and in signal handlers; one takes 2 to 5 us. `internal` are
     the beginnings of the names of files that are not the user's. The thread that constructs it is
-    the one that trains. `timeline` is the `mntrain.timeline.event_log.EventLog` of one that is
-    recorded, else None.
+    the one that trains. `timeline` is that of one that is recorded, else None.
     """
 
     def __init__(self, rank: int, size: int, internal: Sequence[str] = ()) -> None:
         self.rank, self.size = rank, size
-        self.timeline: Any = None
+        self.timeline: _Timeline | None = None
         self._thread = threading.get_ident()
         libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
         self._not_own = [(*internal, *libraries), tuple(internal)]

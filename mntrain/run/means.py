@@ -11,6 +11,7 @@ from torch import Tensor
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import as_reals, wide_dtype
+from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
 from zero.step_message import StepMessage, Value
 
@@ -145,7 +146,7 @@ class DelayedSums:
         optimizer, message, rounds = self._latest(), StepMessage(), None
         if optimizer is not None:
             schedule, steps = optimizer.schedule, optimizer.accumulation.steps
-            if schedule.alone(steps):
+            if isinstance(schedule, Exchange) and schedule.alone(steps):
                 message, rounds = schedule.message, 0
                 if schedule.max_staleness:
                     rounds = schedule.rounds(steps) + 1 + schedule.max_staleness

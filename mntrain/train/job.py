@@ -7,9 +7,9 @@ import torch
 
 from mntrain import checkpoint, tasks
 from mntrain.alike.compared_task import compare_task
-from mntrain.balance.balancing import Balancing
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Manifest, Saver, Stateful
+from mntrain.data.balancing import Balancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed

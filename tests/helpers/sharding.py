@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import Dataset
 
-from mntrain.balance.balancing import Balancing
 from mntrain.balance.shares import Shares
+from mntrain.data.balancing import Balancing
 from mntrain.data.loader import Passes, ShardedLoader
 from mntrain.options.config import Config
 from mntrain.train.job_data import JobData

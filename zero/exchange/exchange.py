@@ -1,7 +1,6 @@
 """Exchanges of parameters between nodes that train alone for some steps, composed of parts.
 
     step                                0         1         2         3
-    every_step                          world     world     world     world
     every 2 steps after 1 of warm-up    world     node      node      node
     exchange after it                                       yes
 
@@ -23,21 +22,23 @@ Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer st
 send at different times: there of each node that arrives, here of a round of all nodes.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any, Literal, TypeAlias
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from zero.collectives import Collectives, SingleProcessCollectives
+from zero.collectives import Collectives
 from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
 from zero.norms import NonFiniteGradientError
+from zero.schedule import EveryStep
 from zero.state import SYNC, UNSENT
 from zero.step_message import StepMessage
 
+RESIDUAL = 0.95  # the part of what a code has lacked that the next one is given
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
 DRIFT = "the difference between the parameters and those after the last exchange"
 REFUSED = "a gradient or loss since the last exchange"
@@ -67,39 +68,16 @@ class OuterSGD:
         state[EXCHANGED].add_(mean, alpha=-self._lr)
 
 
-class SentExchange:
-    """An agreement of all ranks on whether all is finite and what nodes weigh; messages, if any.
+class SentExchange(NamedTuple):
+    """What was sent in an exchange, and the agreement of all ranks on whether all is finite.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
-    `refused` states that a step of this rank's node since the last exchange was not finite. The
-    answers travel in a `message`, with what others have put into it.
     """
 
-    def __init__(
-        self,
-        message: StepMessage,
-        world: Collectives,
-        node: int,
-        weight: float,
-        *,
-        finite: bool = True,
-        refused: bool = False,
-        what: str = DRIFT,
-        messages: Sequence[MeansInFlight] = (),
-        own: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Send this rank's answer; `what` is the text for what is exchanged. Collective.
-
-        `weight` is that of this rank's node, and `node` its number. `own` are the node's outer
-        gradients in messages of a round of its own pace.
-        """
-        self.messages, self.own = messages, own or {}
-        self._what, self._ranks, self._message = what, world.size, message
-        message.put("weight of nodes", weight)
-        # By rank, 1 + its node if that is not finite, else 0.
-        message.put(REFUSED, refused * (1.0 + node), "max")
-        message.put(DRIFT, (not finite and not refused) * (1.0 + node), "max")
-        message.send(world)
+    message: StepMessage  # with the answers, and what others have put into it
+    what: str  # is exchanged
+    messages: Sequence[MeansInFlight] = ()
+    own: Mapping[Tensor, Tensor] = MappingProxyType({})  # the node's outer gradients in them
 
     @property
     def nbytes(self) -> int:
@@ -112,9 +90,9 @@ class SentExchange:
 
         False for what is not finite: it is an error, which all ranks raise after the same step.
         """
-        if not self._message.arrived or not all(m.work.done() for m in self.messages):
+        if not self.message.arrived or not all(m.work.done() for m in self.messages):
             return False
-        sums = self._message.read()
+        sums = self.message.read()
         return not (sums[REFUSED] or sums[DRIFT])
 
     def check(self) -> float:
@@ -123,22 +101,22 @@ class SentExchange:
         With it, a mean of what nodes have multiplied by their weights is the weighted mean. Raises
         NonFiniteGradientError on all ranks if one answer is no.
         """
-        sums = self._message.read()
+        sums = self.message.read()
         if sums[REFUSED]:
             raise NonFiniteGradientError(f"{REFUSED} is not finite on {self._where(REFUSED)}")
         if sums[DRIFT]:
             raise NonFiniteGradientError(
-                f"{self._what} is not finite in fp32 on {self._where(DRIFT)}, and was not "
+                f"{self.what} is not finite in fp32 on {self._where(DRIFT)}, and was not "
                 "exchanged: continue from a checkpoint, with a lower learning rate"
             )
-        return self._ranks / sums["weight of nodes"]
+        return self.message.ranks / sums["weight of nodes"]
 
     def _where(self, answer: str) -> str:
-        by_rank = self._message.by_rank(answer)
+        by_rank = self.message.by_rank(answer)
         return ", ".join(f"rank {rank} of node {int(n) - 1}" for rank, n in by_rank.items() if n)
 
 
-class Exchange:
+class Exchange(EveryStep):
     """Exchange parameters over nodes every `every` steps, after `warmup` synchronous steps.
 
     Gradients, batch weights and buffers of a step are exchanged over `group(step)` alone; state is
@@ -154,14 +132,13 @@ class Exchange:
     wider: the same ones on ranks with the same slot in their node. All ranks get the same answers
     from `group`, `exchange_due` and `after_update`.
 
-    `node` are the ranks of this node, and `cross` one rank of each node, in the order of nodes.
-    `sharded` states that each rank of a node updates tensors of its own. With `weighted`, a node
+    `means` sends what is exchanged between nodes. With `weighted`, a node
     counts in a mean in proportion to the weights of its steps since the last exchange, such as its
     samples; else all nodes count the same.
 
     With an `outer` optimizer, nodes keep the parameters after the last exchange, with the same bits
-    on all of them. A `code` encodes outer gradients together with `decay` times what it has lacked
-    before, which is kept under the key `zero.state.UNSENT`.
+    on all of them. A `code` encodes outer gradients together with `RESIDUAL` times what it has
+    lacked before, which is kept under the key `zero.state.UNSENT`.
 
     With a `max_staleness`, which needs an outer optimizer, no node waits for an exchange, up to a
     bound. After its round r, a node sends its outer gradient of that round alone,
@@ -177,32 +154,26 @@ class Exchange:
         node 1    round 0         | round 1           | round 2           | round 3
     """
 
-    mode = "every-step"  # its name in reports
-
     def __init__(
         self,
         world: Collectives,
-        node: Collectives,
-        cross: Collectives,
+        means: NodeMeans,
         *,
-        sharded: bool,
         every: int,
         warmup: int = 0,
         weighted: bool = False,
         outer: OuterSGD | None = None,
         code: Code | None = None,
-        decay: float = 1.0,
         max_staleness: int = 0,
     ) -> None:
-        self.sharding, self.weighted = node, weighted
-        self.replica, self.replicas = cross.rank, cross.size
-        self._world, self.every, self._warmup = world, every, warmup
-        self._means = NodeMeans(node, cross, sharded=sharded)
+        super().__init__(means.node)
+        self.replica, self.replicas = means.cross.rank, means.cross.size
+        self._world, self._means, self._warmup = world, means, warmup
+        self.every, self.weighted, self.max_staleness = every, weighted, max_staleness
         self.message = StepMessage()
         """What all ranks send together next, in an exchange: others may put numbers into it."""
-        self._outer, self._code, self._decay = outer, code, decay
+        self._outer, self._code = outer, code
         self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
-        self._max_staleness = max_staleness
         self.weight = 0.0
         """Of the steps since the last exchange: the same on all ranks of a replica."""
         self._refused = False  # a step since the last exchange was not finite, which is an error
@@ -212,25 +183,16 @@ class Exchange:
         self._between_rounds = False
 
     def group(self, step: int) -> Collectives:
-        """Return the ranks of step number `step`, from 0: all in the warm-up, then the node's."""
+        """Return the ranks of a step: all in the warm-up, then the node's."""
         return self._world if step < self._warmup else self.sharding
 
     def alone(self, step: int) -> bool:
         """Return whether a replica takes a step by itself: several do, after the warm-up. Local."""
         return self.replicas > 1 and step >= self._warmup
 
-    def exchange_due(self, step: int) -> bool:
-        """Return whether a step is followed by an exchange, also if it is skipped."""
-        return self.rounds(step + 1) > self.rounds(step)
-
     def rounds(self, steps: int) -> int:
         """Return the number of rounds that have ended after so many steps of the run. Local."""
         return max(0, steps - self._warmup) // self.every
-
-    @property
-    def max_staleness(self) -> int:
-        """Rounds by which a replica may be ahead of others; with 0, all wait in an exchange."""
-        return self._max_staleness
 
     def refuse(self) -> bool:
         """Let the exchange raise on all ranks, for a step of this replica. Local.
@@ -261,20 +223,18 @@ class Exchange:
             for exchanged, mean in self._means.of([self._state[t][EXCHANGED] for t in new], _same):
                 exchanged.copy_(mean)
 
-    def note_weight(self, step: int, weight: float) -> None:
-        """Add the weight of a step of this node alone, such as its samples; 0 if it was skipped."""
-        self.weight = 0.0 if step < self._warmup else self.weight + weight
-
-    def after_update(self, step: int, tensors: Sequence[Tensor]) -> Exchanged:
+    def after_update(self, step: int, tensors: Sequence[Tensor], weight: float) -> Exchanged:
         """Exchange parameters, if that is due. Collective.
 
+        `weight` is that of the step of this node alone, such as its samples; 0 if it was skipped.
         Raises NonFiniteGradientError on all ranks, before anything is sent or applied, for what is
         not finite on any of them. With a staleness, collective in the node, and raises after the
         last step in which the round may be waited for.
         """
+        self.weight = 0.0 if step < self._warmup else self.weight + weight
         if not self.exchange_due(step):
             return "nothing"
-        if self._max_staleness:
+        if self.max_staleness:
             self._end_round(tensors)
             return "some"
         self._exchange(tensors)
@@ -286,7 +246,7 @@ class Exchange:
         Raises NonFiniteGradientError on all ranks if a node has refused a step since the exchange.
         """
         weight = self._weight()
-        scale = self._agree(weight, refused=self._refused).check()
+        scale = self._agree(weight, "a parameter", finite=True).check()
         for tensor, mean in self._means.of(tensors, _same, weight=weight, scale=scale):
             tensor.copy_(mean)
 
@@ -298,7 +258,7 @@ class Exchange:
         them.
         """
         self.settle()
-        if self._max_staleness and self._between_rounds:
+        if self.max_staleness and self._between_rounds:
             for tensor in tensors:
                 tensor.copy_(self._state[tensor][EXCHANGED])
             return
@@ -314,7 +274,7 @@ class Exchange:
         if not self.unsettled:
             return
         since = {tensor: self._drift(tensor) for tensor in self._state}
-        for tensor, mean in self._receive(self._flying):
+        for tensor, mean in self._receive(len(self._flying)):
             self._outer_step(tensor, mean)
         for tensor, drift in since.items():
             tensor.copy_(self._state[tensor][EXCHANGED] - drift)
@@ -349,10 +309,15 @@ class Exchange:
         kept = chain.from_iterable(state.values() for state in self._state.values())
         return sum(tensor.nbytes for tensor in kept) + self._peak
 
-    def _agree(self, weight: float, **answers: Any) -> SentExchange:
-        """Send this rank's answers, as `SentExchange` takes them. Collective."""
+    def _agree(self, weight: float, what: str, *, finite: bool) -> SentExchange:
+        """Send this rank's answers, and the weight of its node. Collective."""
         message, self.message = self.message, StepMessage()
-        return SentExchange(message, self._world, self.replica, weight, **answers)
+        message.put("weight of nodes", weight)
+        # By rank, 1 + its node if that is not finite, else 0.
+        message.put(REFUSED, self._refused * (1.0 + self.replica), "max")
+        message.put(DRIFT, (not finite and not self._refused) * (1.0 + self.replica), "max")
+        message.send(self._world)
+        return SentExchange(message, what)
 
     def _weight(self) -> float:
         """Return this node's weight in a mean."""
@@ -362,8 +327,8 @@ class Exchange:
         parameters, weight = self._outer is None, self._weight()
         value, what = (_same, "a parameter") if parameters else (self._value, DRIFT)
         finite = all(is_finite(value(tensor)) for tensor in tensors)
-        refused, self._refused = self._refused, False
-        scale = self._agree(weight, finite=finite, refused=refused, what=what).check()
+        sent, self._refused = self._agree(weight, what, finite=finite), False
+        scale = sent.check()
         means = self._means.of(
             tensors, value, code=self._code, keep=self._keep, weight=weight, scale=scale
         )
@@ -390,17 +355,15 @@ class Exchange:
 
         sending = self._means.send([*own], value, code=self._code, keep=self._keep, weight=weight)
         messages = [*sending]
-        refused, self._refused = self._refused, False
-        self._flying.append(
-            self._agree(weight, finite=finite, refused=refused, messages=messages, own=own)
-        )
+        sent, self._refused = self._agree(weight, DRIFT, finite=finite), False
+        self._flying.append(sent._replace(messages=messages, own=own))
         self._peak = max(self._peak, sum(sent.nbytes for sent in self._flying))
 
     def _value(self, tensor: Tensor, drift: Tensor | None = None) -> Tensor:
         drift = self._drift(tensor) if drift is None else drift
         if self._code is None:
             return drift
-        return drift.add(self._state[tensor][UNSENT], alpha=self._decay)
+        return drift.add(self._state[tensor][UNSENT], alpha=RESIDUAL)
 
     def _keep(self, tensor: Tensor, left: Tensor) -> None:
         self._state[tensor][UNSENT].copy_(left)
@@ -426,20 +389,20 @@ class Exchange:
         ranks = torch.tensor(arrived, dtype=torch.float64, device="cpu")
         self.sharding.all_reduce(ranks).wait()
         ready = [*takewhile(lambda count: count == self.sharding.size, ranks.tolist())]
-        count = max(len(ready), len(self._flying) - self._max_staleness)
-        for tensor, mean in self._receive(self._flying[:count]):
+        count = max(len(ready), len(self._flying) - self.max_staleness)
+        for tensor, mean in self._receive(count):
             self._outer_step(tensor, mean)
         for tensor in tensors:
             tensor.copy_(self._round_start(tensor))
 
-    def _receive(self, flying: Sequence[SentExchange]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait for what was sent, and yield each tensor with its mean. Collective.
+    def _receive(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Wait for what was sent first, and yield each tensor with its mean. Collective.
 
         Raises NonFiniteGradientError on all ranks before anything is applied.
         """
-        rest = [sent for sent in self._flying if sent not in flying]
+        flying = self._flying[:count]
         scales = [sent.check() for sent in flying]
-        self._flying = rest
+        del self._flying[:count]
         for sent, scale in zip(flying, scales, strict=True):
             for message in sent.messages:
                 yield from message.means(scale)
@@ -452,12 +415,6 @@ class Exchange:
 
     def _zeros(self, tensor: Tensor) -> dict[str, Tensor]:
         return {key: torch.zeros_like(tensor, requires_grad=False) for key in self._keys}
-
-
-def every_step(collectives: Collectives) -> Exchange:
-    """Return the schedule that averages every step over all ranks: its warm-up does not end."""
-    alone = SingleProcessCollectives()
-    return Exchange(collectives, collectives, alone, sharded=False, every=1, warmup=sys.maxsize)
 
 
 def is_finite(tensor: Tensor) -> bool:

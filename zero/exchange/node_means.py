@@ -54,7 +54,7 @@ class NodeMeans:
     """
 
     def __init__(self, node: Collectives, cross: Collectives, *, sharded: bool) -> None:
-        self._node, self._cross = node, cross
+        self.node, self.cross = node, cross
         self._parts = 1 if sharded else node.size  # of a message, each sent by a rank of the node
 
     def of(
@@ -83,13 +83,13 @@ class NodeMeans:
         above 0. With a `code`, `keep` gets each tensor with the part of its value that its code
         lacks, in its shape. Complex values travel without.
         """
-        nodes = self._cross.size
+        nodes = self.cross.size
         for message in _messages(tensors):
             flat = torch.cat([value(tensor).detach().reshape(-1) for tensor in message])
             if weight != 1.0:
                 flat.mul_(weight)
             if code is None or flat.is_complex():
-                work = ChainedWork(self._travel(flat, self._cross.all_reduce))
+                work = ChainedWork(self._travel(flat, self.cross.all_reduce))
                 yield MeansInFlight(message, work, flat.nbytes, partial(flat.div_, nodes))
                 continue
             # Codes by part, node and byte, of which this node has its own; parts are aligned.
@@ -100,13 +100,13 @@ class NodeMeans:
             own = torch.zeros_like(codes[:, 0]).view(-1)
             for part, written in _with_codes(flat, own, message, code):
                 code.encode(part, written)
-            codes[:, self._cross.slot(self._cross.rank)] = own.view(self._parts, -1)
+            codes[:, self.cross.slot(self.cross.rank)] = own.view(self._parts, -1)
             if keep is not None:
                 left = flat if weight == 1.0 else flat.div_(weight)
                 for tensor, part in _by_tensor(left, message):
                     keep(tensor, part)
             plain = 2 * flat.nbytes / codes.nbytes  # of an all-reduce of the values
-            cross = self._cross.named("coded values", plain)
+            cross = self.cross.named("coded values", plain)
             work = ChainedWork(self._travel(codes.view(-1), cross.all_gather))
             mean = partial(self._decode, message, codes, code)
             yield MeansInFlight(message, work, codes.nbytes, mean)
@@ -114,16 +114,16 @@ class NodeMeans:
     def _travel(self, flat: Tensor, exchange: Callable[[Tensor], Work]) -> Iterator[Work]:
         """Exchange this rank's part of a flat tensor, and gather the others from the node."""
         bounds = split(len(flat), self._parts)
-        slot = self._node.slot(self._node.rank) if self._parts > 1 else 0
+        slot = self.node.slot(self.node.rank) if self._parts > 1 else 0
         yield exchange(flat[bounds[slot] : bounds[slot + 1]])
         if self._parts > 1:
-            yield self._node.all_gather(flat, bounds)
+            yield self.node.all_gather(flat, bounds)
 
     def _decode(self, message: Sequence[Tensor], codes: Tensor, code: Code) -> Tensor:
-        numel, nodes = sum(tensor.numel() for tensor in message), self._cross.size
+        numel, nodes = sum(tensor.numel() for tensor in message), self.cross.size
         total = torch.zeros(numel, dtype=message[0].dtype, device=codes.device)
         for rank in range(nodes):
-            received = codes[:, self._cross.slot(rank)].reshape(-1)
+            received = codes[:, self.cross.slot(rank)].reshape(-1)
             for part, read in _with_codes(total, received, message, code):
                 code.decode(read, part)
         return total.div_(nodes)

@@ -41,6 +41,21 @@ class DrawnBatch(NamedTuple):
     samples: float = 0.0  # of this rank's part, if it weighs nothing
 
 
+@dataclass
+class Mean:
+    """The parts of batches that a mean is over, so far."""
+
+    begun: bool = False  # a backward of it has begun
+    averages: bool = False  # it is over all samples of the accumulation
+    first: DrawnBatch | None = None  # part
+    count: int = 0  # of parts
+    samples: float = 0.0  # in them
+    latest: float = 1.0  # weight of the latest part, beside those of other ranks
+    base: float = 1.0  # of the first part that has one
+    digest: int = 0  # of the batches
+    has_digest: bool = False
+
+
 class BatchWeight:
     """This rank's weight in a mean over ranks, in samples or tokens. Local.
 
@@ -89,16 +104,9 @@ class BatchWeight:
         self._batch: DrawnBatch | None = None  # of the latest backward
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
-        self.begun = False  # a backward of this mean has begun
-        self.averages = False  # whether this mean is over all samples of the accumulation
+        self.mean = Mean()
         # The weight of the mean over all samples that is held; 0 for a sum of means, or None.
         self.held: float | None = None
-        self.digest = 0  # of this mean's batches
-        self.has_digest = False
-        self._first: DrawnBatch | None = None  # part of a batch in this mean
-        self._count = 0  # of parts in this mean
-        self._samples = 0.0  # in them
-        self._latest = self._base = 1.0  # weight of the latest part, and of the first that has one
 
     @property
     def stated(self) -> bool:
@@ -113,34 +121,34 @@ class BatchWeight:
     @property
     def weight(self) -> float:
         """This rank's weight so far, in samples."""
-        return self._samples if self._count else 1.0
+        return self.mean.samples if self.mean.count else 1.0
 
     @property
     def multiplied(self) -> float:
         """Factor of this rank's sum of gradients, before it is divided by `unit`."""
-        return self._base * self._means
+        return self.mean.base * self._means
 
     @property
     def divisor(self) -> float:
         """This rank's addend of what the sum over ranks is divided by."""
-        if self.averages:
-            return self._samples
-        return self.multiplied if self._first is None else self._first.own * self._means
+        if self.mean.averages:
+            return self.mean.samples
+        return self.multiplied if self.mean.first is None else self.mean.first.own * self._means
 
     @property
     def _means(self) -> int:
         """Number of micro-batches by which losses that were accumulated were divided already."""
-        return 1 if self._every_micro_batch or self.averages else max(self._count, 1)
+        return 1 if self._every_micro_batch or self.mean.averages else max(self.mean.count, 1)
 
     @property
     def scale(self) -> float:
         """The multiplier of this rank's gradient before the sum over ranks."""
-        return (self._latest if self._every_micro_batch else self.multiplied) / self.unit
+        return (self.mean.latest if self._every_micro_batch else self.multiplied) / self.unit
 
     @property
     def factor(self) -> float:
         """The multiplier of a gradient that is added to those of earlier micro-batches."""
-        return self._latest / self._base if self._base else 0.0
+        return self.mean.latest / self.mean.base if self.mean.base else 0.0
 
     @property
     def may_change(self) -> bool:
@@ -151,17 +159,12 @@ class BatchWeight:
             return self._multiplier != self._base_of(self._multiplier)
         if self._alone or not self._drawn:
             return False
-        batch, first = self._drawn[-1], self._first
+        batch, first = self._drawn[-1], self.mean.first
         return not batch.own or (first is not None and batch[:2] != first[:2])
 
     @property
-    def latest(self) -> float:
-        """The multiplier of the gradient of the running backward, beside those of other ranks."""
-        return self._latest
-
-    @property
     def coming(self) -> float:
-        """That of the coming backward, as far as it is stated: 0 for a stand-in."""
+        """The multiplier of the coming backward, as far as it is stated: 0 for a stand-in."""
         if self._multiplier is not None:
             return self._multiplier
         drawn = self._next
@@ -210,7 +213,7 @@ class BatchWeight:
     def _check_alike(self, *, averages: bool) -> None:
         """Raise RuntimeError for a mean over all samples beside a sum of means."""
         held = None if self.held is None else self.held > 0
-        if (before := self.averages if self.begun else held) not in (None, averages):
+        if (before := self.mean.averages if self.mean.begun else held) not in (None, averages):
             names = "loss.backward()", "optimizer.backward(loss, weight=...)"
             now, earlier = names if before else reversed(names)
             raise RuntimeError(
@@ -254,14 +257,14 @@ class BatchWeight:
         self._check_alike(averages=multiplier is not None)
         self._drop_outdated()
         fresh = bool(self._drawn)
-        if self._over and not (self._alone or fresh or self._count or stated is not None):
+        if self._over and not (self._alone or fresh or self.mean.count or stated is not None):
             raise RuntimeError(
                 "this backward follows no batch, since the pass over world.shard has ended: batches"
                 " that were kept from it (by itertools.cycle, or a cache) have lost their weights. "
                 "Iterate over the shard anew, or state the weight by optimizer.share(n); before a "
                 "loss of other data, call optimizer.forget_batches()"
             )
-        self.begun, self.averages = True, multiplier is not None
+        self.mean.begun, self.mean.averages = True, multiplier is not None
         self._stated = self._multiplier = None
         if fresh:
             if stated is None:
@@ -272,33 +275,33 @@ class BatchWeight:
         if stated is not None:  # a stand-in counts nothing
             part = DrawnBatch(0.0 if self._batch is not None and not self._batch.own else stated)
             self._current = part if multiplier is None else self._current
-        begins = fresh or stated is not None or self._first is None  # another micro-batch
+        begins = fresh or stated is not None or self.mean.first is None  # another micro-batch
         if begins and part is not None:
             self._take_part(part, multiplier)
 
     def _take_part(self, part: DrawnBatch, multiplier: float | None) -> None:
         """Weigh another micro-batch. Raises RuntimeError if its weight changes without a total."""
-        first = self._first = self._first or part
-        self._latest = self._relative(part) if multiplier is None else multiplier
+        first = self.mean.first = self.mean.first or part
+        self.mean.latest = self._relative(part) if multiplier is None else multiplier
         known = first.total is not None and part.total is not None
         if multiplier is None and not known and self._alone and part.own and first.own:
-            self._latest = first.own  # this rank has all of both
+            self.mean.latest = first.own  # this rank has all of both
         uncertain = multiplier is None and not (known and self._whole)
-        if uncertain and self._latest != first.own:
+        if uncertain and self.mean.latest != first.own:
             raise RuntimeError(
                 f"this rank weighs {first.own:g} in one micro-batch of an accumulation, and "
                 f"{part.own:g} in another, and what the ranks of this step weigh together in each "
                 "is not known (share(n), world.shard(weight=) and sync= do not say it): call "
                 "optimizer.backward(loss, weight=n) for every micro-batch"
             )
-        self._base = self._base_of(self._latest)
-        self._count += 1
-        self._samples += part.own
+        self.mean.base = self._base_of(self.mean.latest)
+        self.mean.count += 1
+        self.mean.samples += part.own
 
     def _base_of(self, latest: float) -> float:
         """Return the weight to which that of another micro-batch is taken."""
-        if self._count and self._base:
-            return self._base
+        if self.mean.count and self.mean.base:
+            return self.mean.base
         return max(latest, self._usual) if latest and self.in_fp16 else latest
 
     def agree_on(self, divisor: float) -> None:
@@ -307,7 +310,7 @@ class BatchWeight:
 
     def _relative(self, part: DrawnBatch) -> float:
         """Return this rank's weight in a micro-batch, taken to the total of the first one."""
-        first = self._first
+        first = self.mean.first
         if first is None or first.total is None or part.total is None:
             return part.own
         return part.own * first.total / part.total
@@ -321,12 +324,12 @@ class BatchWeight:
             self._drawn.remove(batch)
             batch.source.used = max(batch.source.used, batch.number)
             if batch.digest is not None:
-                self.digest = (self.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
-                self.has_digest = True
+                self.mean.digest = (self.mean.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
+                self.mean.has_digest = True
 
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
-        if not self.begun:
+        if not self.mean.begun:
             held, self.held, self._over = self.held, None, False
             self.begin_backward()
             self.held = held
@@ -343,25 +346,20 @@ class BatchWeight:
 
     def discard(self) -> None:
         """Forget what was stated for gradients that have arrived."""
-        self._begin_mean()
+        self.mean = Mean()
         self.end_step()
 
     def reset(self, usual: float, held: float | None) -> None:
         """Begin another mean; `usual` is the mean weight of a rank in the last one, `held` is."""
         if usual:
             self.agree_on(usual * self._ranks)
-            self._usual = _power_of_two(usual) if self.averages else self._usual
-        self._begin_mean()
+            self._usual = _power_of_two(usual) if self.mean.averages else self._usual
+        self.mean = Mean()
         self.held = held
 
     def end_step(self) -> None:
         """Begin another step: statements hold for one step, a batch until the next one."""
         self._current, self.held = self._batch, None
-
-    def _begin_mean(self) -> None:
-        self.begun, self.averages, self._first = False, False, None
-        self._count, self._samples, self._latest, self._base = 0, 0.0, 1.0, 1.0
-        self.digest, self.has_digest = 0, False
 
 
 def _expect_like(drawn: Sequence[DrawnBatch]) -> None:

@@ -7,9 +7,9 @@ import torch
 from sharding import Clock
 
 from mntrain.balance import own_pace
-from mntrain.balance.balancing import Balancing
 from mntrain.balance.own_pace import BatchNumber, Pace
 from mntrain.balance.stragglers import Straggler, Stragglers
+from mntrain.data.balancing import Balancing
 
 PHASES = {"data": 0.5, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.0}
 

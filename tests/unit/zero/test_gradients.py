@@ -140,7 +140,7 @@ def test_a_norm_is_that_of_fp64(p, dtype):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @DTYPES
-def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
+def test_what_is_not_finite_is_seen_whatever_comes_after(dtype, value):
     finite = FiniteCheck()
     odd = torch.ones(1000, dtype=dtype)
     odd[321] = value
@@ -150,8 +150,6 @@ def test_what_is_not_finite_is_seen_until_a_reset(dtype, value):
     finite.add(odd)
     finite.add(torch.ones(5))
     assert not finite
-    finite.reset()
-    assert finite
     assert not math.isfinite(norm(odd))
 
 

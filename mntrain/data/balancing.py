@@ -10,6 +10,7 @@ from mntrain.balance.cadence import Cadence
 from mntrain.balance.own_pace import INTERVAL, BatchNumber, OwnPace
 from mntrain.balance.shares import Shares
 from mntrain.balance.stragglers import Straggler, Stragglers
+from mntrain.ranks import Ranks
 
 
 class Balancing:
@@ -28,7 +29,7 @@ class Balancing:
 
     def __init__(
         self,
-        ranks: Any,
+        ranks: Ranks,
         plans: Shares | Cadence | None,
         *,
         note: Callable[[str], None],
