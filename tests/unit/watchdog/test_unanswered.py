@@ -107,17 +107,25 @@ with ExitStack() as stack:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
+def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended(tmp_path):
     """Within 6 s: a second SYN follows after 1 s, and it must stay unanswered for 2.5 s, looked at
-    every second. Beside it, one that waits, one that MPI ends, and this process."""
+    every second. Beside it, one that waits, one of a job, which is warned first, one that MPI ends,
+    and this process."""
     folder = os.path.dirname(__file__)
+    (tmp_path / "hydra_pmi_proxy").symlink_to("/bin/sh")
     with ExitStack() as stack:
         ranks, watches = {}, {}
-        for kind, limit in (("stuck", "6"), ("waits", "6"), ("ends", "inf")):
+        for kind, *limits in (
+            ("stuck", "6", "inf"),
+            ("waits", "6", "inf"),
+            ("lost", "inf", "6"),
+            ("ends", "inf", "inf"),
+        ):
             words = [sys.executable, "-c", RANK, folder, kind]
             # A shell of its own, as the ranks' launcher: watches look at all processes of it.
+            shell = tmp_path / "hydra_pmi_proxy" if kind == "ends" else "sh"
             rank = subprocess.Popen(
-                ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *words],
+                [shell, "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *words],
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -126,7 +134,7 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
             pid = int(rank.stdout.readline())
             assert rank.stdout.readline() == "ready\n"
             watches[kind] = subprocess.Popen(
-                [sys.executable, "-I", "-S", unanswered.__file__, str(pid), "0", "3", limit],
+                [sys.executable, "-I", "-S", unanswered.__file__, str(pid), "0", "3", *limits],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -141,8 +149,15 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
             watch.stdin.close()
             watch.stderr.close()
             assert watch.wait(60) == 0
-            assert int(ranks[kind].stdout.read().split()[-1]) == 128 + 9
+            ended = ranks[kind].stdout.read()
+            if kind == "ends":  # MPICH's launcher ends the other nodes if its daemon here is lost
+                assert ranks[kind].wait(60) == -9
+            else:
+                assert int(ended.split()[-1]) == 128 + 9
     here = socket.gethostname()
+    warning, error = said["lost"].splitlines()
+    assert warning.startswith(f"mntrain: warning: {here} cannot connect to ")
+    assert error.startswith(f"mntrain: error: {here} has had no answer from 127.0.0.2 for 6 s")
     for kind in ("stuck", "ends"):
         (line,) = said[kind].splitlines()
         assert line.startswith(f"mntrain: error: {here} cannot connect to ")
