@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -49,8 +49,8 @@ class Reporter:
     """Reporter of a rank, silent on all but the master. A context manager; all methods are local.
 
     Entering it makes the run's directory if there is none. `steps` is the number of the last step.
-    `console` stands in for stdout and stderr. `log` selects copies of metrics.jsonl. The
-    attribute `items` names what losses count.
+    `console` stands in for stdout and stderr. `log` selects copies of metrics.jsonl.
+    `expect_own` is that of `MetricsFiles`. The attribute `items` names what losses count.
     """
 
     def __init__(
@@ -60,9 +60,11 @@ class Reporter:
         steps: int,
         console: Console | None = None,
         log: LogConfig | None = None,
+        *,
+        expect_own: Callable[[], None] = lambda: None,
     ) -> None:
         self.items = "items"
-        self._log = log or LogConfig()
+        self._log, self._expect_own = log or LogConfig(), expect_own
         self._master, self._run_dir, self._steps = master, run_dir, steps
         self._terminal = find_terminal(sys.stdout) if master and console is None else None
         self._console = console or console_on(self._terminal)
@@ -77,7 +79,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self._master:
-            self._files = MetricsFiles(self._run_dir, self._log, self.warn)
+            self._files = MetricsFiles(self._run_dir, self._log, self.warn, self._expect_own)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
-from mntrain.recorder.recording import GROUP, Event, Kind, Recording
+from mntrain.recorder.recording import GROUP, JOB, Event, Kind, Recording
 
 APART_S = 3.0  # between what happened together and what did not; a sign of life comes each second
 RECENT_S = 60.0  # a file on another node may arrive that late
@@ -83,6 +83,8 @@ class Autopsy:
             return
         if own:
             self.first = [rank for rank, time in own.items() if time == min(own.values())]
+        elif any(error.name == JOB for error in errors.values()):
+            self.sure = False
         elif len(errors) < len(ends) or self.missing:
             self.first, self.sure = self._find_first()
             if self._ended_by_signal():

@@ -210,7 +210,9 @@ class MetricsLog:
             if self._files is not None:
                 self._files.close()
             self._rewinds = self._directory.rewinds
-            self._files = MetricsFiles(self._directory.path, self._log, warn)
+            self._files = MetricsFiles(
+                self._directory.path, self._log, warn, self._directory.expect_own
+            )
         return self._files
 
     def _check(self, step: int, weight: float, reserved: set[str], unread: set[str]) -> None:

@@ -179,7 +179,10 @@ class TrainingJob:
             try_evaluation(self.task, self.model, self.data, self.precision, self.best)
 
     def _set_up_reports(self, world: World, config: Config) -> None:
-        self.reporter = Reporter(world.master, self.run_dir, self.steps, log=config.log)
+        own = self.directory.expect_own
+        self.reporter = Reporter(
+            world.master, self.run_dir, self.steps, log=config.log, expect_own=own
+        )
         self.reporter.items = self.task.items
         note, warn, recorded = self.reporter.note, self.reporter.warn, config.log.timeline
         with world.agreement():
@@ -214,7 +217,15 @@ class TrainingJob:
         self.checkpoints = Checkpoints(
             world,
             self.directory,
-            Saver(world, self.model, self.optimizer, self.run_dir, keep, objects=objects),
+            Saver(
+                world,
+                self.model,
+                self.optimizer,
+                self.run_dir,
+                keep,
+                objects=objects,
+                expect_own=self.directory.expect_own,
+            ),
             interval,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
             sums=DelayedSums(world.collectives, "checkpoints", lambda: self.optimizer),

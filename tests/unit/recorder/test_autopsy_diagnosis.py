@@ -6,7 +6,7 @@ import pytest
 
 from mntrain.recorder.autopsy import describe
 from mntrain.recorder.autopsy_diagnosis import Autopsy
-from mntrain.recorder.recording import ALL_RANKS, GROUP, Event, Header, Kind, Recording
+from mntrain.recorder.recording import ALL_RANKS, GROUP, JOB, Event, Header, Kind, Recording
 
 
 def begins(time, number, stream="the world", awaited=ALL_RANKS):
@@ -72,6 +72,7 @@ GONE, RUN = dict.fromkeys(range(3), "gone"), dict.fromkeys(range(3), "runs")
 LATE = [waits(0, since=8.5), computes(1), waits(2, since=8.5)]
 ONE_WAITED_FOR = [waits(0), computes(1), waits(2)]
 ENDED = alike(computes, 3.0, end(4))
+REPLACED = Event(9, Kind.SHARED_ERROR, name=JOB, text="another folder is in its place")
 SHARED = "AgreedError: in step 2, the loss is nan on rank 1"
 LOST = [begins(2, 1), error(30, "RemoteRankError: rank 1 is lost", Kind.SHARED_ERROR)]
 # Each was killed within the first second: rank 2 first, and the launcher killed the others.
@@ -150,6 +151,12 @@ CASES = {
         {"summary": {"status": "failed"}},
         ("failed", [], ...),
         SHARED,
+    ),
+    "the end of the job by a rank that waits": (
+        [recording(0, begins(1, 0), REPLACED, seen=9.0), computes(1), waits(2)],
+        {},
+        ("failed", [], ...),
+        "another folder",
     ),
     "without the error of those that wait": (
         [computes(0, 40.0, *LOST), computes(1, 3.0), computes(2, 40.0, *LOST)],
