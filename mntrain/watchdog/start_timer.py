@@ -59,7 +59,10 @@ def limited_end(timeout: float | None) -> Iterator[None]:
         return
     seconds = min(max(float(timeout), LEAST_S), _MOST_S)
     seconds += _APART_S * min(first_number(os.environ, RANK_VARIABLES) or 0, _APART)
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    with suppress(
+        RuntimeError
+    ):  # no more threads are allowed: the next one is told of on all ranks
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
     finally:

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from mntrain.watchdog import unanswered
-from mntrain.watchdog.start_timer import network_watched
+from mntrain.watchdog import start_timer, unanswered
+from mntrain.watchdog.start_timer import limited_start, network_watched
 from mntrain.watchdog.unanswered import (
     Connection,
     Unanswered,
@@ -245,3 +245,13 @@ def test_a_start_that_ends_well_is_silent(ranks_of_node, capfd):
     with pytest.raises(KeyError), network_watched():
         raise KeyError
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_start_without_a_thread_for_its_limit_goes_on(ranks_of_node, monkeypatch):
+    def refuse(*_, **options):
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr(start_timer.faulthandler, "dump_traceback_later", refuse)
+    ranks_of_node(4, 0)
+    with limited_start(60.0):
+        pass
