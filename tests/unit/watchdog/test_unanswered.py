@@ -125,11 +125,19 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended(tmp_path):
             # A shell of its own, as the ranks' launcher: watches look at all processes of it.
             shell = tmp_path / "hydra_pmi_proxy" if kind == "ends" else "sh"
             rank = subprocess.Popen(
-                [shell, "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *words],
+                [
+                    shell,
+                    "-c",
+                    '"$@" & echo $!; wait $!; echo $?; [ "$0" != ends ] || read line',
+                    kind,
+                    *words,
+                ],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             stack.callback(rank.stdout.close)
+            stack.callback(rank.stdin.close)
             stack.callback(rank.wait)
             pid = int(rank.stdout.readline())
             assert rank.stdout.readline() == "ready\n"
