@@ -41,7 +41,13 @@ from mntrain.options.types import construct, port_numbers
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.watchdog.monitor import MONITORS
-from mntrain.watchdog.side_channel import SideChannel, address_towards, listen, own_addresses
+from mntrain.watchdog.side_channel import (
+    LOST_S,
+    SideChannel,
+    address_towards,
+    listen,
+    own_addresses,
+)
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
 from zero.comm_hooks import NodeLevels
@@ -113,7 +119,8 @@ class Ranks:
         if unknown := options.keys() - {field.name for field in fields(WorldConfig)}:
             raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
         with ExitStack() as meeting:
-            meeting.enter_context(limited_start(options.get("timeout", TIMEOUT_S)))
+            limits = options.get("timeout", TIMEOUT_S), options.get("lost_after", LOST_S)
+            meeting.enter_context(limited_start(*limits))
             self._comm, self.library = start_mpi(comm)
             self.rank, self.size = self._comm.rank, self._comm.size
             self.master = self.rank == 0

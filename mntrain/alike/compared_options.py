@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from mntrain.alike.values import Peers, compare
 from mntrain.errors import AgreedError, agreement, start_mpi
 from mntrain.options.command_line import RefusedOptionsError, named_options
-from mntrain.options.config import MAY_DIFFER, RANK_OPTIONS, Config, flag_of
+from mntrain.options.config import MAY_DIFFER, RANK_OPTIONS, CommConfig, Config, flag_of
 from mntrain.options.types import words_of
-from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
+from mntrain.watchdog.start_timer import limited_start
 
 T = TypeVar("T")
 
@@ -25,7 +25,8 @@ def agree_on_options(parsed: T | RefusedOptionsError) -> T:
     start, and if the launcher started more ranks than MPI sees. Versions and sources of packages
     are compared by the checks of the world (`mntrain.alike.rank_facts`).
     """
-    with limited_start(parsed.comm.timeout if isinstance(parsed, Config) else TIMEOUT_S):
+    limits = parsed.comm if isinstance(parsed, Config) else CommConfig()
+    with limited_start(limits.timeout, limits.lost_after):
         comm, _ = start_mpi()
         try:
             with agreement(comm.gather, comm.rank):

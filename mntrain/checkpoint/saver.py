@@ -146,6 +146,7 @@ class Saver:
     From the first `begin` on, it keeps host memory for a snapshot of this rank's part. Over all
     ranks this is the size of a checkpoint. `objects` are saved too, by name. Where replicas differ,
     the model is their mean, and each replica's own parameters are part of the optimizer's state.
+    `expect_own` raises OSError on the master if another folder is in the place of the directory.
     """
 
     def __init__(
@@ -157,8 +158,9 @@ class Saver:
         keep: int,
         *,
         objects: Mapping[str, Stateful] | None = None,
+        expect_own: Callable[[], None] = lambda: None,
     ) -> None:
-        self.objects = objects or {}
+        self.objects, self._expect_own = objects or {}, expect_own
         self._world, self.model, self.optimizer = world, model, optimizer
         self._run_dir, self._keep = run_dir, keep
         self._buffer = SnapshotBuffer(world.device)
@@ -306,6 +308,7 @@ class Saver:
                     of_model=shapes,
                 )
                 if world.master:  # before the others, which have to open files in it
+                    self._expect_own()
                     # Not the run directory: where that was removed, nobody would find another one.
                     save.folder.parent.mkdir(exist_ok=True)
                     save.folder.mkdir()

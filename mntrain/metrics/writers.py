@@ -33,14 +33,21 @@ WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while the record cannot be written
 class MetricsFiles:
     """metrics.jsonl of a run and its copies, its summary and its page, in one process.
 
-    `warn` prints a warning. Continues the files that are there, which must have been rewound to the
-    step that the job continues from (`mntrain.run.directory.rewind`).
+    `warn` prints a warning, and `expect_own` raises OSError if another folder is in the place of
+    the directory: then nothing is written there. Continues the files that are there, which must
+    have been rewound to the step that the job continues from (`mntrain.run.directory.rewind`).
     """
 
-    def __init__(self, run_dir: Path, log: LogConfig, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        log: LogConfig,
+        warn: Callable[[str], None],
+        expect_own: Callable[[], None] = lambda: None,
+    ) -> None:
         self.missing: list[str] = []
         """Names of what was not written, a text for each file; complete after `close`."""
-        self._warn, self._open = warn, True
+        self._warn, self._expect_own, self._open = warn, expect_own, True
         self._run_dir, self._path, self._draws = run_dir, run_dir / METRICS_FILE, log.report
         with suppress(OSError):  # the first line waits
             append_whole(self._path, b"")
@@ -91,7 +98,8 @@ class MetricsFiles:
         may be short, and the next job does.
         """
         self.close(succeeded=summary["status"] != "failed")
-        missing = [*self.missing, *try_summary(self._run_dir, summary, self.missing)]
+        lost = try_summary(self._run_dir, summary, self.missing, self._expect_own)
+        missing = [*self.missing, *lost]
         draws = self._draws and summary["status"] != "preempted"
         if draws and (why := write_page(self._run_dir)):
             self._warn(f"no {REPORT_FILE}: {why}")
@@ -101,6 +109,8 @@ class MetricsFiles:
         """Write the lines that wait, as far as that is possible, and warn of a change."""
         failed, self._error = self._error, ""
         try:
+            if self._waiting:
+                self._expect_own()
             while self._waiting:
                 append_whole(self._path, (json_text(self._waiting[0]) + "\n").encode())
                 self._waiting.popleft()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
-from mntrain.recorder.recording import GROUP, Event, Kind, Recording
+from mntrain.recorder.recording import GROUP, JOB, Event, Kind, Recording
 
 APART_S = 3.0  # between what happened together and what did not; a sign of life comes each second
 RECENT_S = 60.0  # a file on another node may arrive that late
@@ -83,6 +83,10 @@ class Autopsy:
             return
         if own:
             self.first = [rank for rank, time in own.items() if time == min(own.values())]
+            if _is_interrupt(errors[self.first[0]]):  # which the launcher passes on to all ranks
+                self.first, self.sure = (), False
+        elif any(error.name == JOB for error in errors.values()):
+            self.sure = False
         elif len(errors) < len(ends) or self.missing:
             self.first, self.sure = self._find_first()
             if self._ended_by_signal():
@@ -206,7 +210,7 @@ class Autopsy:
         first, ends = self.first, self.recordings
         known = [ends[rank] for rank in first if rank in ends]
         if errors := [end.error for end in known or ends.values() if end.error]:
-            return _explain_error(errors[0])
+            return _explain_error(min(errors, key=lambda error: not _is_interrupt(error)))
         if killed := [str(rank) for rank in first or ends if self.oom_kills.get(rank)]:
             ranks = ", ".join(killed)
             cause = f"the kernel killed for lack of memory in the cgroup of rank {ranks}"
@@ -267,6 +271,10 @@ class Autopsy:
         )
 
 
+def _is_interrupt(error: Event) -> bool:
+    return error.text.startswith("KeyboardInterrupt")
+
+
 def _explain_error(error: Event) -> tuple[str, str]:
     if error.kind == Kind.SHARED_ERROR:
         return error.text, "the whole message stands in the job's output, and says what to do"
@@ -275,7 +283,7 @@ def _explain_error(error: Event) -> tuple[str, str]:
             f"look at what is called at {error.site or 'the last line'}: update the library, or "
             "report the crash to its authors"
         )
-    if error.text.startswith("KeyboardInterrupt"):
+    if _is_interrupt(error):
         return "it was interrupted by Ctrl-C", "run the same command again to resume"
     if error.text.startswith("SystemExit"):
         return f"the script left the job by {error.text}", _SAME_STEPS

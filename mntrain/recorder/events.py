@@ -34,6 +34,7 @@ from mntrain.recorder.recording import (
     CAPACITY,
     FILE_BYTES,
     HEADER_BYTES,
+    JOB,
     RECORD,
     RECORD_BYTES,
     RING_BYTES,
@@ -189,6 +190,10 @@ class Recorder:
         site = self._site((frame.filename, frame.lineno) for frame in frames)
         kind = Kind.SHARED_ERROR if shared else Kind.ERROR
         self._write(kind, (0, ALL_RANKS), "", f"{type(error).__name__}: {error}", site)
+
+    def job_ended(self, reason: str) -> None:
+        """Record why this rank ends the job for all."""
+        self._write(Kind.SHARED_ERROR, (0, ALL_RANKS), JOB, reason)
 
     def peer_ended(self, rank: int) -> None:
         """Record that the process of another rank was seen to end without a word."""

@@ -31,6 +31,9 @@ _LENGTH = struct.Struct("<I")
 ALL_RANKS, GROUP = -1, -2  # awaited: every rank of the world; the ranks of the stream's group
 
 
+JOB = "job"  # name of a SHARED_ERROR by which a rank has ended all
+
+
 class Kind(IntEnum):
     """Kinds of events."""
 

@@ -145,8 +145,14 @@ class RunDirectory:
         if world.master and any(problems):
             warn(f"no recording for autopsy: {combined_refusals(problems)}")
 
+    def expect_own(self) -> None:
+        """Raise OSError if another folder is in the place of this one. Local, on the master."""
+        if self._lock is not None and (problem := self._lock.replaced()):
+            raise FileNotFoundError(ENOENT, problem)
+
     def write_early_end(self, status: str, reason: str) -> None:
         """Write the summary.json of a job that ends without its ranks, in one of EARLY_ENDS."""
+        self.expect_own()
         summary = {"status": status, "reason": reason, "steps": _last_step(self.path)}
         write_summary(self.path, {**summary, "run_dir": str(self.path)})
 

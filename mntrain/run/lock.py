@@ -68,6 +68,13 @@ class RunLock:
         self._closed.set()
         self._thread.join(CLOSE_S)
 
+    def replaced(self) -> str:
+        """Return a sentence if another folder is in the place of the directory, else ""."""
+        # Not by the number of the folder alone, which some file systems change.
+        if os.path.samestat(self._folder, self._path.parent.stat()) or read(self._path):
+            return ""
+        return f"{self._path.parent} was removed or moved, and there is another folder in its place"
+
     def _hold(self) -> None:
         """Count on until the lock is closed or lost, and remove the file then. In the thread."""
         while not self._closed.wait(BEAT_S):
@@ -80,12 +87,8 @@ class RunLock:
                         f"had found no sign of this one for {SILENT_S:g} s: this job ends"
                     )
                     return
-                # Not by the number of the folder alone, which some file systems change.
-                if not found and not os.path.samestat(self._folder, self._path.parent.stat()):
-                    self._on_lost(
-                        f"{self._path.parent} was removed or moved, and there is another folder in "
-                        "its place: this job ends"
-                    )
+                if not found and (problem := self.replaced()):
+                    self._on_lost(f"{problem}: this job ends")
                     return
                 write(self._path, self._own)
         with suppress(OSError):

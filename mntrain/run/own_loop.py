@@ -79,7 +79,8 @@ class OwnLoop:
         reports = SaveReports(
             warn=warn if world.master else lambda text: None, before_save=flush_metrics
         )
-        saver = Saver(world, model, optimizer, directory.path, checked.keep, objects=objects)
+        path, own = directory.path, directory.expect_own
+        saver = Saver(world, model, optimizer, path, checked.keep, objects=objects, expect_own=own)
         interval = SaveInterval(checked.every)
         sums = self._sums("checkpoints")
         made = Checkpoints(world, directory, saver, interval, reports, sums=sums)

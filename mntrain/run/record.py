@@ -62,5 +62,7 @@ class RunRecord:
             if self._files is not None:
                 self._files.close()
             self._rewinds = self._directory.rewinds
-            self._files = MetricsFiles(self._directory.path, self._log, self._warn)
+            self._files = MetricsFiles(
+                self._directory.path, self._log, self._warn, self._directory.expect_own
+            )
         return self._files

@@ -212,7 +212,15 @@ class TrainingJob:
         self.checkpoints = Checkpoints(
             world,
             self.directory,
-            Saver(world, self.model, self.optimizer, self.run_dir, keep, objects=objects),
+            Saver(
+                world,
+                self.model,
+                self.optimizer,
+                self.run_dir,
+                keep,
+                objects=objects,
+                expect_own=self.directory.expect_own,
+            ),
             interval,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
             sums=DelayedSums(world.collectives, "checkpoints", lambda: self.optimizer),

@@ -18,6 +18,7 @@ from mntrain.checks.launcher import (
     local_size,
 )
 from mntrain.watchdog import unanswered
+from mntrain.watchdog.side_channel import LOST_S
 
 TIMEOUT_S = 600.0  # the default of a world
 LEAST_S = 60.0  # imports from a cold file system may take so long on one rank
@@ -28,19 +29,22 @@ _watched = threading.Lock()  # held while a block is
 
 
 @contextmanager
-def limited_start(timeout: float | None = TIMEOUT_S) -> Iterator[None]:
+def limited_start(timeout: float | None = TIMEOUT_S, lost_after: float = LOST_S) -> Iterator[None]:
     """End this process if the block, in which ranks meet, takes longer than the timeout. Local.
 
     `timeout` is in seconds, as of `mntrain.init`, and counts as at least LEAST_S; None is none, and
     for what is no number the default counts. The first rank of the launcher that is here prints its
     stack; nobody knows yet which rank is late. The timer is that of `faulthandler`, the only one
     that works while MPI_Init keeps the interpreter: it replaces one that the user has set. Before
-    the limit, warnings name nodes that do not answer (`network_watched`).
+    the limit, warnings name nodes that do not answer, and the rank is killed after `lost_after`
+    seconds without an answer on one connection, unless there is no timeout (`network_watched`).
     """
     alone = (first_number(os.environ, SIZE_VARIABLES) or 1) == 1
     if timeout is not None and not (isinstance(timeout, Real) and timeout > 0):
         timeout = TIMEOUT_S  # it is refused later
-    with limited_end(None if alone else timeout), network_watched():
+    if timeout is None or not (isinstance(lost_after, Real) and lost_after > 0):
+        lost_after = math.inf
+    with limited_end(None if alone else timeout), network_watched(lost_after=lost_after):
         yield
 
 
@@ -55,7 +59,10 @@ def limited_end(timeout: float | None) -> Iterator[None]:
         return
     seconds = min(max(float(timeout), LEAST_S), _MOST_S)
     seconds += _APART_S * min(first_number(os.environ, RANK_VARIABLES) or 0, _APART)
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    with suppress(
+        RuntimeError
+    ):  # no more threads are allowed: the next one is told of on all ranks
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
     finally:
@@ -63,18 +70,21 @@ def limited_end(timeout: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def network_watched(kill_after: float = math.inf) -> Iterator[Callable[[], None]]:
+def network_watched(
+    kill_after: float = math.inf, lost_after: float = math.inf
+) -> Iterator[Callable[[], None]]:
     """Let a process tell on stderr, beside the block, which nodes do not answer. Local.
 
     Gives a function that tells of progress: the time starts anew. One sentence names connections
     that are not answered after `unanswered.SURE_S`; after `unanswered.WARN_S` rank 0 tells that it
     waits. With `kill_after`, in seconds, the rank is killed after the first, and after these
-    seconds without progress in any case. Works while MPI_Init keeps the interpreter. Does nothing
-    within another such block, if the launcher has started all ranks on this host, and for a rank
-    other than the first here.
+    seconds without progress in any case; with `lost_after`, after these seconds in which one
+    connection is not answered. Works while MPI_Init keeps the interpreter. Does nothing within
+    another such block, if the launcher has started all ranks on this host, and for a rank other
+    than the first here.
     """
     first = _watched.acquire(blocking=False)
-    process = _start(kill_after) if first else None
+    process = _start(kill_after, lost_after) if first else None
 
     def write(line: bytes) -> None:
         if process is not None and process.stdin is not None:
@@ -92,7 +102,7 @@ def network_watched(kill_after: float = math.inf) -> Iterator[Callable[[], None]
                 process.communicate(timeout=_END_S)
 
 
-def _start(kill_after: float) -> "subprocess.Popen[bytes] | None":
+def _start(kill_after: float, lost_after: float) -> "subprocess.Popen[bytes] | None":
     """Start the process, if this rank is the first of several nodes' ranks on its own."""
     others = (first_number(os.environ, SIZE_VARIABLES) or 1) - local_size(os.environ)
     rank = first_number(os.environ, RANK_VARIABLES) or 0
@@ -101,7 +111,7 @@ def _start(kill_after: float) -> "subprocess.Popen[bytes] | None":
         return None
     if sys.platform != "linux" or not sys.executable:
         return None
-    words = map(str, (os.getpid(), rank, others, kill_after))
+    words = map(str, (os.getpid(), rank, others, kill_after, lost_after))
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", unanswered.__file__, *words],

@@ -423,6 +423,7 @@ class Watchdog:
                 self._leave_job(int(message["code"]), aborts=False)
             case "lost directory" if peer == self._rank:
                 reason = str(message["reason"])
+                self._recorder.job_ended(reason)
                 self._end_job(reason, reason, "lost", 1)
             case "left" | "at exit" | "closed":
                 self._left.add(peer)

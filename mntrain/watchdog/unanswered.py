@@ -31,6 +31,7 @@ _LOOK_S = 1.0
 _APART_S, _APART = 0.4, 4  # between the ends that the first ranks make: one sentence is enough
 _NAME_S = 1.0  # for a name server
 _MOST_SHOWN = 8  # addresses
+_MPICH_DAEMON = "hydra_pmi_proxy"
 _SYN_SENT, _ESTABLISHED = "02", "01"
 _RESENDING, _PROBING = "01", "04"  # timers
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
@@ -102,9 +103,13 @@ class Unanswered:
                         first, _ = self._found.get(connection, (now, now))
                         self._found[connection] = first, now
 
-    def lasting(self, seconds: float = LASTING_S) -> list[Connection]:
-        """Return those that were unanswered for some seconds, also if they are closed by now."""
-        return [key for key, (first, last) in self._found.items() if last - first >= seconds]
+    def lasting(self, seconds: float = LASTING_S, since: float = 0.0) -> list[Connection]:
+        """Return those that were unanswered for some seconds, and found so at `since` or later.
+
+        Also if they are closed by now.
+        """
+        found = self._found.items()
+        return [key for key, (first, last) in found if last - first >= seconds and last >= since]
 
 
 def _sockets(pids: Collection[int]) -> set[str]:
@@ -221,31 +226,47 @@ def call_for(seconds: float, function: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
-def _siblings(pid: int) -> list[int]:
-    """Return a rank and the processes that its launcher has started beside it."""
+def _siblings(pid: int) -> tuple[int, list[int]]:
+    """Return a rank's parent, 0 if unknown, the rank and the other children of the parent."""
+    parent = 0
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         parent = int(words[1])
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     except (OSError, ValueError, IndexError):
-        return [pid]
-    return sorted({pid, *map(int, children.split())})
+        return parent, [pid]
+    return parent, sorted({pid, *map(int, children.split())})
+
+
+def _end_node(parent: int, siblings: Sequence[int]) -> None:
+    """End the ranks of this node, one of which has ended before MPI had started, for MPICH.
+
+    Its mpirun ends a job of which a rank was killed, or its daemon on a node. It lets the other
+    ranks wait for one that has ended by itself at the start, as MPI ends ranks.
+    """
+    with suppress(OSError):
+        if Path(f"/proc/{parent}/comm").read_text().strip() == _MPICH_DAEMON:
+            time.sleep(_APART_S)  # for the daemon to forward the lines of this process
+            for process in (*siblings, parent):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
 
 def main(words: Sequence[str]) -> None:
     """Watch the start of the ranks of this node until stdin ends; a line there tells of progress.
 
-    The words are the process and number of a rank, the number of ranks on other nodes, and the
-    seconds without progress after which the rank is killed, or "inf". If the rank ends without the
-    line "end", MPI may have ended it since a node does not answer.
+    The words are the process and number of a rank, the number of ranks on other nodes, the seconds
+    without progress after which the rank is killed, or "inf", and those for which one connection
+    must be unanswered until it is. If the rank ends without the line "end", MPI may have ended it
+    since a node does not answer.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the rank ends this process
     pid, rank, others = map(int, words[:3])
-    limit = float(words[3])
+    limit, lost_after = map(float, words[3:5])
     apart = _APART_S * min(rank, _APART)
     sure = SURE_S if limit == math.inf else min(SURE_S - 2, limit) + apart
-    siblings = _siblings(pid)
+    parent, siblings = _siblings(pid)
     unanswered, since, told = Unanswered(siblings), time.monotonic(), False
     refused = refused_connections()
     while True:
@@ -254,6 +275,8 @@ def main(words: Sequence[str]) -> None:
             if not line and not told:
                 silent = describe(unanswered.lasting(0.0))
                 _print("error", silent or describe_refused(refused_connections() - refused))
+            if not line:
+                _end_node(parent, siblings)
             if not line or line.endswith(b"end\n"):
                 return
             unanswered, since, told = Unanswered(siblings), time.monotonic(), False
@@ -269,6 +292,13 @@ def main(words: Sequence[str]) -> None:
         if text:
             told = True
             _print("error" if ends else "warning", text)
+        if told and not ends and (lost := unanswered.lasting(lost_after - _LOOK_S, now)):
+            ends = True
+            _print(
+                "error",
+                f"{socket.gethostname()} has had no answer from {lost[0].remote} for "
+                f"{lost_after:g} s: the job ends (--comm.lost-after, or lost_after=)",
+            )
         if ends:
             time.sleep(_APART_S)  # for the launcher to forward the line
             os.kill(pid, signal.SIGKILL)

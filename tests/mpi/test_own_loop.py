@@ -26,6 +26,7 @@ from mntrain import AgreedError
 from mntrain.checkpoint import saver
 from mntrain.comm.mpi import Communicator
 from mntrain.metrics import files, writers
+from mntrain.run import lock
 from mntrain.sync import DiLoCo
 from zero.step_message import StepMessage
 
@@ -214,6 +215,26 @@ def test_a_time_limit_stops_all_ranks_before_it_is_over(folder):
         with world.metrics(folder / "run") as metrics:
             metrics.log(step)
     assert summary(folder / "run")["reason"] == "its 0.0166667 minutes are over"
+
+
+def test_nothing_is_written_to_a_folder_in_the_place_of_the_run_directory(folder, monkeypatch):
+    """Before the lock has seen it, and ended the job."""
+    monkeypatch.setattr(lock, "BEAT_S", 1e3)
+    run, error = folder / "run", pytest.raises(AgreedError, match="there is another folder in its")
+    with looping(run, every=0) as loop:
+        loop.step(1)
+        loop.metrics.flush()
+        if RANK == 0:
+            run.rename(folder / "there")
+            run.mkdir()
+        meet()
+        loop.step(2)
+        with error:
+            loop.checkpoints.save(2, now=True)
+        with error:
+            loop.metrics.close()
+    assert list(run.iterdir()) == []
+    assert [line["step"] for line in lines_of(folder / "there")] == [1]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -6,7 +6,7 @@ import pytest
 
 from mntrain.recorder.autopsy import describe
 from mntrain.recorder.autopsy_diagnosis import Autopsy
-from mntrain.recorder.recording import ALL_RANKS, GROUP, Event, Header, Kind, Recording
+from mntrain.recorder.recording import ALL_RANKS, GROUP, JOB, Event, Header, Kind, Recording
 
 
 def begins(time, number, stream="the world", awaited=ALL_RANKS):
@@ -72,7 +72,9 @@ GONE, RUN = dict.fromkeys(range(3), "gone"), dict.fromkeys(range(3), "runs")
 LATE = [waits(0, since=8.5), computes(1), waits(2, since=8.5)]
 ONE_WAITED_FOR = [waits(0), computes(1), waits(2)]
 ENDED = alike(computes, 3.0, end(4))
+REPLACED = Event(9, Kind.SHARED_ERROR, name=JOB, text="another folder is in its place")
 SHARED = "AgreedError: in step 2, the loss is nan on rank 1"
+CTRL_C = "KeyboardInterrupt: "
 LOST = [begins(2, 1), error(30, "RemoteRankError: rank 1 is lost", Kind.SHARED_ERROR)]
 # Each was killed within the first second: rank 2 first, and the launcher killed the others.
 KILLED = [computes(0, 1.0, saw(0.7, 2), saw(0.9, 1)), computes(1, 0.9, saw(0.8, 2))]
@@ -130,6 +132,12 @@ CASES = {
         "OSError",
         "train.py:4",
     ),
+    "Ctrl-C, which ranks see one after the other": (
+        [computes(0, 9.0, LOST[1]), *(computes(r, 9.0, error(9 - r, CTRL_C)) for r in (1, 2))],
+        {},
+        ("failed", [], ...),
+        "interrupted by Ctrl-C",
+    ),
     "native code crashed": (
         [computes(0, 1.0), computes(1, 1.0, crash(1)), computes(2, 1.0)],
         {"processes": GONE},
@@ -150,6 +158,12 @@ CASES = {
         {"summary": {"status": "failed"}},
         ("failed", [], ...),
         SHARED,
+    ),
+    "the end of the job by a rank that waits": (
+        [recording(0, begins(1, 0), REPLACED, seen=9.0), computes(1), waits(2)],
+        {},
+        ("failed", [], ...),
+        "another folder",
     ),
     "without the error of those that wait": (
         [computes(0, 40.0, *LOST), computes(1, 3.0), computes(2, 40.0, *LOST)],

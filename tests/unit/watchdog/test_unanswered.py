@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from mntrain.watchdog import unanswered
-from mntrain.watchdog.start_timer import network_watched
+from mntrain.watchdog import start_timer, unanswered
+from mntrain.watchdog.start_timer import limited_start, network_watched
 from mntrain.watchdog.unanswered import (
     Connection,
     Unanswered,
@@ -107,26 +107,42 @@ with ExitStack() as stack:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
+def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended(tmp_path):
     """Within 6 s: a second SYN follows after 1 s, and it must stay unanswered for 2.5 s, looked at
-    every second. Beside it, one that waits, one that MPI ends, and this process."""
+    every second. Beside it, one that waits, one of a job, which is warned first, one that MPI ends,
+    and this process."""
     folder = os.path.dirname(__file__)
+    (tmp_path / "hydra_pmi_proxy").symlink_to("/bin/sh")
     with ExitStack() as stack:
         ranks, watches = {}, {}
-        for kind, limit in (("stuck", "6"), ("waits", "6"), ("ends", "inf")):
+        for kind, *limits in (
+            ("stuck", "6", "inf"),
+            ("waits", "6", "inf"),
+            ("lost", "inf", "6"),
+            ("ends", "inf", "inf"),
+        ):
             words = [sys.executable, "-c", RANK, folder, kind]
             # A shell of its own, as the ranks' launcher: watches look at all processes of it.
+            shell = tmp_path / "hydra_pmi_proxy" if kind == "ends" else "sh"
             rank = subprocess.Popen(
-                ["sh", "-c", '"$@" & echo $!; wait $!; echo $?', "sh", *words],
+                [
+                    shell,
+                    "-c",
+                    '"$@" & echo $!; wait $!; echo $?; [ "$0" != ends ] || read line',
+                    kind,
+                    *words,
+                ],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             stack.callback(rank.stdout.close)
+            stack.callback(rank.stdin.close)
             stack.callback(rank.wait)
             pid = int(rank.stdout.readline())
             assert rank.stdout.readline() == "ready\n"
             watches[kind] = subprocess.Popen(
-                [sys.executable, "-I", "-S", unanswered.__file__, str(pid), "0", "3", limit],
+                [sys.executable, "-I", "-S", unanswered.__file__, str(pid), "0", "3", *limits],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -141,8 +157,15 @@ def test_a_rank_whose_connection_nobody_answers_is_told_of_and_ended():
             watch.stdin.close()
             watch.stderr.close()
             assert watch.wait(60) == 0
-            assert int(ranks[kind].stdout.read().split()[-1]) == 128 + 9
+            ended = ranks[kind].stdout.read()
+            if kind == "ends":  # MPICH's launcher ends the other nodes if its daemon here is lost
+                assert ranks[kind].wait(60) == -9
+            else:
+                assert int(ended.split()[-1]) == 128 + 9
     here = socket.gethostname()
+    warning, error = said["lost"].splitlines()
+    assert warning.startswith(f"mntrain: warning: {here} cannot connect to ")
+    assert error.startswith(f"mntrain: error: {here} has had no answer from 127.0.0.2 for 6 s")
     for kind in ("stuck", "ends"):
         (line,) = said[kind].splitlines()
         assert line.startswith(f"mntrain: error: {here} cannot connect to ")
@@ -230,3 +253,13 @@ def test_a_start_that_ends_well_is_silent(ranks_of_node, capfd):
     with pytest.raises(KeyError), network_watched():
         raise KeyError
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_start_without_a_thread_for_its_limit_goes_on(ranks_of_node, monkeypatch):
+    def refuse(*_, **options):
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr(start_timer.faulthandler, "dump_traceback_later", refuse)
+    ranks_of_node(4, 0)
+    with limited_start(60.0):
+        pass
