@@ -73,7 +73,7 @@ class SimulatedWorlds(SimulatedRanks):
             patch.setattr(module, "call_in_child", lambda method: None)
         for name in ("guard_torch_checkpoints", "warn_of_local_metrics"):
             patch.setattr(mntrain.world, name, lambda *given: nullcontext())
-        patch.setattr(mntrain.ranks, "limited_start", lambda timeout: nullcontext())
+        patch.setattr(mntrain.ranks, "limited_start", lambda *limits: nullcontext())
         patch.setattr(mntrain.ranks, "start_mpi", lambda comm: (self._own_comm(), LIBRARY))
         patch.setattr(mntrain.ranks, "ExceptionWatch", _NoWatch)
         patch.setattr(mpi, "unlink_segments", lambda met: None)
