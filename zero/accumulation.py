@@ -88,13 +88,13 @@ class _Arrived:
 
 
 class _Round:
-    """Buckets of a plan that are launched once."""
+    """Buckets that are launched once."""
 
-    def __init__(self, plan: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.begun = False  # a gradient has arrived
         self.launched = 0  # buckets
         # Gradients to come, by bucket.
-        self.missing = [{e.spec.name for e in bucket.entries if e.numel} for bucket in plan]
+        self.missing = [{e.spec.name for e in bucket.entries if e.numel} for bucket in buckets]
 
 
 class _Backward:
@@ -202,9 +202,9 @@ class Accumulation:
     # Between backward passes.
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Add the last buckets of the shard's plan, of parameters by name. Collective."""
-        plan = self._shard.plan
-        for index, bucket in enumerate(buckets, len(plan) - len(buckets)):
+        """Add the shard's last buckets, of parameters by name. Collective."""
+        every = self._shard.buckets
+        for index, bucket in enumerate(buckets, len(every) - len(buckets)):
             for entry in bucket.entries:
                 if entry.numel:  # backward may skip empty parameters
                     parameter = parameters[entry.spec.name]
@@ -218,7 +218,7 @@ class Accumulation:
         self._gradients.add(buckets, parameters)
         self._parameters |= parameters
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
-        self._round = _Round(plan)
+        self._round = _Round(every)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -324,7 +324,7 @@ class Accumulation:
         self._enter(Phase.EMPTY)
         if not self._round.launched:
             self._end_backward()
-            self._round = _Round(self._shard.plan)
+            self._round = _Round(self._shard.buckets)
         self._hook.end_step(taken=False)
 
     def resume(self, steps: int) -> None:
@@ -366,7 +366,7 @@ class Accumulation:
         """The hook, the rank and size, buckets, nodes, and parameters in another memory order."""
         orders = [(name, order(parameter)) for name, parameter in self._parameters.items()]
         turned = [[name, *dims] for name, dims in orders if list(dims) != sorted(dims)]
-        buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.plan]
+        buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.buckets]
         nodes = [[*map(list, self._hook.levels.nodes)]] if self._hook.levels else []
         ranks = self._schedule.sharding
         own = [type(self._hook).__name__, ranks.rank, ranks.size]
@@ -661,7 +661,7 @@ class Accumulation:
                 self._clip_own(self.own_limit)
             while self._round.launched < len(missing):
                 self._launch_next()
-        self._round = _Round(self._shard.plan)
+        self._round = _Round(self._shard.buckets)
 
     def _clip_own(self, max_norm: float) -> None:
         weight, own = self.weight, self._gradients.own()
@@ -687,13 +687,13 @@ class Accumulation:
 
     def _take_missing(self, index: int) -> None:
         self._note_assigned(index)
-        for entry in self._shard.plan[index].entries:
+        for entry in self._shard.buckets[index].entries:
             if entry.spec.name in self._round.missing[index]:
                 self._take(index, entry)
 
     def _note_assigned(self, index: int) -> None:
         """Count the gradients that were assigned, which no hook has seen."""
-        for entry in self._shard.plan[index].entries:
+        for entry in self._shard.buckets[index].entries:
             name = entry.spec.name
             if name in self._round.missing[index] and self._gradients.has_gradient(entry):
                 self._arrived.used.add(name)
@@ -707,16 +707,16 @@ class Accumulation:
 
     def _launch(self, index: int) -> Work:
         """Start the communication hook on a bucket, which owns its memory until it has finished."""
-        group, plan = self.group, self._shard.plan
+        group, buckets = self.group, self._shard.buckets
         bucket = ReducibleBucket(
             index,
-            plan[index],
+            buckets[index],
             self._gradients.flat(index),
             group,
             # Several sharding groups together need the whole sum, and each rank keeps its shard.
             self._shard.sharded and group.size == self._shard.sharding.size,
             self.weight.unit / self._scale.value,
-            last=index == len(plan) - 1,
+            last=index == len(buckets) - 1,
             parameters=self._parameters,
         )
         return self._hook(bucket)

@@ -270,7 +270,7 @@ class StepComparison:
             return 0
         if self._summed is None or self._summed[0] != step:
             start, owned = time.perf_counter(), self._owned
-            buckets = range(len(owned.plan)) if owned.sharded else ()
+            buckets = range(len(owned.buckets)) if owned.sharded else ()
             whole = [part for _, part in [*self._whole, *self._untrained(), *self._masters()]]
             total = int(checksum([*map(owned.parameters.flat, buckets), *whole]))
             self._summed = step, zlib.crc32(total.to_bytes(8, "little", signed=True))
@@ -318,7 +318,9 @@ class StepComparison:
             facts[f"p.grad of {name}"] = Fact("none" if name in without else "one", GRADIENTS_ALIKE)
         if not sharded:
             eps = {
-                e.spec.name: torch.finfo(b.dtype).eps for b in self._owned.plan for e in b.entries
+                e.spec.name: torch.finfo(b.dtype).eps
+                for b in self._owned.buckets
+                for e in b.entries
             }
             for name, found in _by_name(self._gradients(step)).items():
                 limit = max(TOLERANCE, 1.5 * eps[name])
@@ -333,7 +335,7 @@ class StepComparison:
     def _gradients(self, step: int) -> Iterator[Samples]:
         """Yield a few elements of every gradient at stage 0; a step takes others than the last."""
         owned = self._owned
-        for index, bucket in enumerate(owned.plan):
+        for index, bucket in enumerate(owned.buckets):
             flat, key = owned.gradients.kept(index), (step % CYCLE, index)
             if key not in self._places:
                 start, offset, size = _places(bucket, flat.device)

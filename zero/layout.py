@@ -1,4 +1,4 @@
-"""The plan of buckets and shards. Pure: no tensors, no communication.
+"""The layout of buckets and shards. Pure: no tensors, no communication.
 
     parameters, in the order of forward:     a (5)   b (3)   c (4)   d (2)
 
@@ -110,13 +110,13 @@ class Bucket:
         ]
 
 
-def plan_buckets(
+def lay_out(
     specs: Sequence[ParameterSpec],
     bucket_bytes: int,
     shards: int = 1,
     loads: Sequence[int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Plan buckets of at most bucket_bytes for parameters in the order of forward.
+    """Return buckets of at most bucket_bytes for parameters in the order of forward.
 
     A model that would fill fewer than eight buckets gets smaller ones, but none below a MiB; the
     first and the last one are smaller if parameters allow. Buckets are in the order in which

@@ -22,7 +22,7 @@ from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.exchange.exchange import Exchange
-from zero.layout import ParameterSpec, plan_buckets
+from zero.layout import ParameterSpec, lay_out
 from zero.memory import Memory
 from zero.norms import (
     NonFiniteGradientError,
@@ -671,7 +671,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         and counts 0. Raises what the torch optimizer raises on tensors without memory.
         """
         return predict(
-            self._shard.plan,
+            self._shard.buckets,
             self._names.named(self.param_groups),
             self._make_inner,
             stage=self.stage if stage is None else stage,
@@ -916,18 +916,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 + ("trained" if t.requires_grad else "not trained")
                 for number, (name, t) in enumerate(tensors)
             },
-            "the bounds of shards": [bucket.bounds for bucket in self._shard.plan],
+            "the bounds of shards": [bucket.bounds for bucket in self._shard.buckets],
         }
         expect_alike(collectives, alike, "make the optimizer alike on all ranks")
 
     def _add_parameters(self, named: dict[str, Parameter]) -> None:
-        """Plan buckets of parameters, own this rank's part of them, and watch their gradients."""
+        """Lay out parameters in buckets, own this rank's part, and watch their gradients."""
         finish_gathers(named)
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
-        size, plan = self._shard.sharding.size, self._shard.plan
+        size, buckets = self._shard.sharding.size, self._shard.buckets
         whole = self.partition == "parameter"
-        loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in plan) for slot in range(size)]
-        added = plan_buckets(specs, self.options.bucket_bytes, size, loads if whole else None)
+        loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in buckets) for slot in range(size)]
+        added = lay_out(specs, self.options.bucket_bytes, size, loads if whole else None)
         self._shard.add(added, named)
         self._named.update(named)
         self._agreement.add(named)

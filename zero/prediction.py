@@ -36,7 +36,7 @@ class _OnesForValues(TorchDispatchMode):
 
 @torch.no_grad()
 def predict(
-    plan: Sequence[Bucket],
+    buckets: Sequence[Bucket],
     groups: Iterable[dict[str, Any]],
     make: Callable[..., torch.optim.Optimizer],
     *,
@@ -52,7 +52,7 @@ def predict(
 
     By the classes that hold the memory in training. `groups` are named groups, whose parameters may
     be on the meta device; only their shapes, strides and dtypes count. `make` makes the torch
-    optimizer of groups. The rank owns `slot` of so many `shards` of each bucket of the plan.
+    optimizer of groups. The rank owns `slot` of so many `shards` of each of the buckets.
     `chained` says that a communication hook's works are `ChainedWork`. What a hook and a sync
     schedule keep is not predicted. Raises what the torch optimizer
     raises on tensors without memory; on the device "cpu", tensors have memory, and are zeros.
@@ -64,13 +64,13 @@ def predict(
     }
     ranks, alone = OneOfSeveral(shards, slot), shards == 1
     shard = OptimizerShard(stage, ranks, None, gather_dtype, overlap_forward=False, alone=alone)
-    shard.add(plan, made)
-    shard.gradients.add(plan, made)
+    shard.add(buckets, made)
+    shard.gradients.add(buckets, made)
     if shards == 1:
         for parameter in made.values():
             parameter.grad = torch.zeros_like(parameter)
     else:
-        for index in list(range(len(plan))) * (micro_batches if stage == 2 else 1):
+        for index in list(range(len(buckets))) * (micro_batches if stage == 2 else 1):
             shard.gradients.flat(index)
             work = ChainedWork(iter([CompletedWork()])) if chained else CompletedWork()
             shard.gradients.launched(index, work)

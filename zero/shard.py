@@ -97,7 +97,7 @@ class OptimizerShard:
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
-        self.plan: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
         self._names: dict[Parameter, str] = {}
         self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
@@ -174,16 +174,18 @@ class OptimizerShard:
 
         The same slices at every stage, so that the norm has the same bits.
         """
-        for index, bucket in enumerate(self.plan):
+        for index, bucket in enumerate(self.buckets):
             for piece in bucket.pieces(*bucket.shard(self.slot)):
                 yield piece.spec.name, self.gradients.reduced(index, piece)
 
     def full_gradient(self, name: str, parameter: Parameter) -> Tensor:
         """Return a new tensor with the mean gradient of a parameter. Collective if sharded."""
-        places = ((i, e) for i, b in enumerate(self.plan) for e in b.entries if e.spec.name == name)
+        places = (
+            (i, e) for i, b in enumerate(self.buckets) for e in b.entries if e.spec.name == name
+        )
         index, entry = next(places)
         if self.sharded:
-            bucket, kept = self.plan[index], self.gradients.kept(index)
+            bucket, kept = self.buckets[index], self.gradients.kept(index)
             start, stop = bucket.shard(self.slot)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             flat = torch.empty(bucket.numel, dtype=dtype, device=kept.device)
@@ -291,7 +293,7 @@ class OptimizerShard:
             master = torch.empty(stop - start, dtype=dtype, device=device)
             self.plain = False
         published = narrower(self.gather_dtype, bucket.dtype) or bucket.dtype
-        index = len(self.plan)
+        index = len(self.buckets)
         for piece in bucket.pieces(start, stop):
             parameter = parameters[piece.spec.name]
             home: Tensor = parameter
@@ -307,7 +309,7 @@ class OptimizerShard:
             self.pieces.append(owned)
             if piece.whole:
                 self.owned_whole[parameter] = tensor
-        self.plan.append(bucket)
+        self.buckets.append(bucket)
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.layout import ParameterSpec, plan_buckets
+from zero.layout import ParameterSpec, lay_out
 from zero.nested import leaves
 from zero.param_groups import hyperparameters
 from zero.precision import is_16_bit
@@ -237,11 +237,11 @@ class SmallProblem:
             groups[group]["params"].append(parameter)
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
         loads = [0] * size if partition == "parameter" else None
-        plan = plan_buckets(specs, bucket_bytes=1, shards=size, loads=loads)  # one of each tensor
+        buckets = lay_out(specs, bucket_bytes=1, shards=size, loads=loads)  # one of each tensor
         ranks, alone = OneOfSeveral(size, slot), size == 1
         shard = OptimizerShard(1, ranks, None, None, overlap_forward=False, alone=alone)
-        shard.add(plan, named)
-        shard.gradients.add(plan, named)
+        shard.add(buckets, named)
+        shard.gradients.add(buckets, named)
         optimizer = self._make(shard.groups(groups))
         for made in optimizer.param_groups:
             rate = made.get("lr")

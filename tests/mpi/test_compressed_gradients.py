@@ -24,7 +24,7 @@ from zero import NonFiniteGradientError, precision
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.comm_hooks.codes import BlockCode
 from zero.comm_hooks.ddp import DDPHook
-from zero.layout import ParameterSpec, plan_buckets
+from zero.layout import ParameterSpec, lay_out
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two nodes")]
 
@@ -48,7 +48,7 @@ class Seam:
     def __init__(self, world, hook, numel, dtype=torch.float32, *, sharded=False):
         self.world, self.hook, self.sharded = world, hook, sharded
         hook.levels = self.levels = world.node_levels(f"test {next(_numbers)}")
-        (self.layout,) = plan_buckets([ParameterSpec("p", (numel,), dtype)], 1 << 30, RANKS)
+        (self.layout,) = lay_out([ParameterSpec("p", (numel,), dtype)], 1 << 30, RANKS)
 
     def reduce(self, own):
         """The part of the sum of all ranks' tensors that this rank needs."""

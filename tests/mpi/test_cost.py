@@ -13,7 +13,7 @@ from worlds import EVERY_WORLD, RANKS, VIRTUAL
 from mntrain.comm import mpi
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.train.plan.traffic import collective
-from zero.layout import ParameterSpec, plan_buckets
+from zero.layout import ParameterSpec, lay_out
 
 pytestmark = pytest.mark.mpi
 
@@ -332,7 +332,7 @@ def test_16_bits_an_element_go_to_other_nodes_where_the_wire_is_so_wide(
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_the_plan_of_a_job_has_what_all_ranks_send(costs, algorithm, layout):
     world, arena = costs(layout)
-    [bucket] = plan_buckets([ParameterSpec("a", (70001,), torch.float32)], 1 << 30, RANKS)
+    [bucket] = lay_out([ParameterSpec("a", (70001,), torch.float32)], 1 << 30, RANKS)
     for verb in ("all_reduce", "reduce_scatter", "all_gather"):
         arena.clear()
         tensor = arena.tensor(bucket.numel, torch.float32, "shared").zero_()

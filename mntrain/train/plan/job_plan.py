@@ -22,7 +22,7 @@ from mntrain.train.plan.plan_options import PlanOptions
 from mntrain.train.plan.traffic import SentBytes, Travel
 from zero.comm_hooks.between_nodes import BetweenNodesHook
 from zero.comm_hooks.codes import FP32
-from zero.layout import Bucket, ParameterSpec, plan_buckets
+from zero.layout import Bucket, ParameterSpec, lay_out
 from zero.memory import Memory
 from zero.param_groups import by_name, check_trainable, name_parameters
 from zero.prediction import predict
@@ -151,7 +151,7 @@ class JobPlan:
         ]
         whole = choose_partition(make, self._options.zero.partition) == "parameter"
         loads = [0] * shards if whole else None
-        return plan_buckets(specs, self._options.comm.bucket_bytes, shards, loads)
+        return lay_out(specs, self._options.comm.bucket_bytes, shards, loads)
 
     def _predict(self, dtype: torch.dtype | None, stage: int, shards: int, chains: int) -> Memory:
         """Return the most by role that ranks hold.

@@ -10,7 +10,7 @@ from zero.layout import (
     LEAST_BUCKETS,
     MIB,
     ParameterSpec,
-    plan_buckets,
+    lay_out,
     split,
 )
 
@@ -51,7 +51,7 @@ def elements(plan, slot):
 
 @given(MODELS, BUCKET_BYTES)
 def test_parameters_of_one_dtype_fill_a_bucket_up_to_the_limit_last_first(specs, bucket_bytes):
-    plan = plan_buckets(specs, bucket_bytes)
+    plan = lay_out(specs, bucket_bytes)
     for bucket in plan:
         start = 0
         for entry in bucket.entries:
@@ -75,7 +75,7 @@ def test_parameters_of_one_dtype_fill_a_bucket_up_to_the_limit_last_first(specs,
 def test_a_bucket_is_closed_when_the_next_does_not_fit_and_comes_when_it_is_full(
     specs, bucket_bytes
 ):
-    plan = plan_buckets(specs, bucket_bytes)
+    plan = lay_out(specs, bucket_bytes)
     for dtype in DTYPES:
         run = [bucket for bucket in plan if bucket.dtype == dtype]
         for bucket, following in pairwise(run):
@@ -99,7 +99,7 @@ def specs_of(*numels):
     ],
 )
 def test_known_plans(numels, bucket_bytes, expected):
-    assert [names(bucket) for bucket in plan_buckets(specs_of(*numels), bucket_bytes)] == expected
+    assert [names(bucket) for bucket in lay_out(specs_of(*numels), bucket_bytes)] == expected
 
 
 # Shards.
@@ -110,7 +110,7 @@ def test_known_plans(numels, bucket_bytes, expected):
 def test_pieces_of_all_slots_cover_every_element_once_where_its_parameter_lies(
     specs, bucket_bytes, cut
 ):
-    plan, uncut = plan_buckets(specs, bucket_bytes, *cut), plan_buckets(specs, bucket_bytes)
+    plan, uncut = lay_out(specs, bucket_bytes, *cut), lay_out(specs, bucket_bytes)
     assert [sorted(names(bucket)) for bucket in plan] == [sorted(names(bucket)) for bucket in uncut]
     seen = {spec.name: [0] * spec.numel for spec in specs}
     for bucket in plan:
@@ -138,7 +138,7 @@ def test_pieces_of_all_slots_cover_every_element_once_where_its_parameter_lies(
 @FEWER
 @given(MODELS, BUCKET_BYTES, LOADS)
 def test_by_parameter_no_slot_gets_what_another_could_bear(specs, bucket_bytes, loads):
-    plan = plan_buckets(specs, bucket_bytes, len(loads), loads)
+    plan = lay_out(specs, bucket_bytes, len(loads), loads)
     totals = [load + elements(plan, slot) for slot, load in enumerate(loads)]
     largest = max(spec.numel for spec in specs)
     for slot, (total, load) in enumerate(zip(totals, loads, strict=True)):
@@ -152,21 +152,21 @@ def test_by_parameter_no_slot_gets_what_another_could_bear(specs, bucket_bytes, 
 
 def test_the_cuts_of_the_picture():
     specs = specs_of(5, 3)
-    [by_element] = plan_buckets(specs, 32, 3)
+    [by_element] = lay_out(specs, 32, 3)
     assert by_element.bounds == (0, 2, 5, 8)
     pieces = by_element.pieces(*by_element.shard(1))
     assert [(p.spec.name, p.low, p.high) for p in pieces] == [("p1", 2, 3), ("p0", 0, 2)]
-    [by_parameter] = plan_buckets(specs, 32, 3, [0, 0, 0])
+    [by_parameter] = lay_out(specs, 32, 3, [0, 0, 0])
     lengths = [stop - start for start, stop in pairwise(by_parameter.bounds)]
     assert sorted(lengths) == [0, 3, 5]
 
 
 def test_a_small_model_is_laid_into_several_buckets_so_that_they_overlap():
     layers = specs_of(*[MIB // 4] * 16)  # a MiB each
-    plan = plan_buckets(layers, 25 * MIB)
+    plan = lay_out(layers, 25 * MIB)
     # Of those at the ends one half: what waits to leave first, and what is waited for last.
     assert [bucket.nbytes for bucket in plan] == [MIB, *[2 * MIB] * (LEAST_BUCKETS - 1), MIB]
-    assert len(plan_buckets(layers[:4], 25 * MIB)) == 4
-    assert len(plan_buckets(layers[:4], 2 * MIB)) == 4  # not below a MiB, nor above an eighth
-    [tiny] = plan_buckets(specs_of(*[8] * 16), 25 * MIB)
+    assert len(lay_out(layers[:4], 25 * MIB)) == 4
+    assert len(lay_out(layers[:4], 2 * MIB)) == 4  # not below a MiB, nor above an eighth
+    [tiny] = lay_out(specs_of(*[8] * 16), 25 * MIB)
     assert len(tiny.entries) == 16

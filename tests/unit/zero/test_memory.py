@@ -13,7 +13,7 @@ from torch import nn
 
 from mntrain.optim import Muon
 from zero import SingleProcessCollectives
-from zero.layout import ParameterSpec, plan_buckets
+from zero.layout import ParameterSpec, lay_out
 from zero.memory import Memory
 
 ADAM, AMSGRAD = torch.optim.AdamW, partial(torch.optim.AdamW, amsgrad=True)
@@ -38,7 +38,7 @@ def one_of(size, rank):
 def closed_form(specs, tensors, extra, *, stage, size, slot, rounded):
     """Bytes of the rank that owns a slot, cut by element, but for working tensors."""
     parameters = gradients = copies = master = state = 0
-    for bucket in plan_buckets(specs, BUCKET, size):
+    for bucket in lay_out(specs, BUCKET, size):
         each = bucket.dtype.itemsize
         low, high = (0, bucket.numel) if stage == 0 else bucket.shard(slot)
         owned, narrow, rounds = high - low, each < 4, rounded and stage > 0 and each > 2
@@ -129,7 +129,7 @@ def check_closed_form(place, stage, dtypes, kind, micro_batches=1, *, rounded=Fa
     found = measured(model, optimizer_class, one_of(size, rank), micro_batches, **options)
     where = {"stage": stage, "size": size, "slot": rank, "rounded": rounded}
     expected = closed_form(specs, tensors, extra, **where)
-    sizes = [bucket.nbytes for bucket in plan_buckets(specs, BUCKET, size)]
+    sizes = [bucket.nbytes for bucket in lay_out(specs, BUCKET, size)]
     working = found.buckets - expected.buckets
     if stage == 2 and size > 1:  # at most one a dtype, and one in flight
         assert max(sizes) <= working <= (len(dtypes) + 1) * max(sizes)
