@@ -84,7 +84,9 @@ bench: $(VENV)/.ready-dev $(SYSTEM)
 clean:
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-INSTALL = $(BIN)/pip install --quiet --constraint constraints.txt
+# Without compiling every module, which takes half of pip's time: what jobs import is compiled here, once.
+INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+COMPILE = $(BIN)/python -c "import mntrain.train.entry, torch._dynamo"
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"
@@ -93,10 +95,14 @@ $(VENV)/.made:
 
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	$(INSTALL) --editable "$(call package,$(WHEEL))"
+	@$(COMPILE)
 	@touch $@
 
+# TESTS=test installs what the tests that depend on the MPI library need, and no more.
+TESTS ?= dev
 $(VENV)/.ready-dev: $(VENV)/.made pyproject.toml constraints.txt
-	$(INSTALL) --editable "$(call package,dev $(WHEEL))"
+	$(INSTALL) --editable "$(call package,$(TESTS) $(WHEEL))"
+	@$(COMPILE)
 	@touch $@ $(VENV)/.ready
 
 # mpi4py looks for libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI), but Debian names MPICH's

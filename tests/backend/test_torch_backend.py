@@ -236,7 +236,7 @@ def test_waits_in_cpp_end_with_the_error_of_their_call_each_of_many_times():
     assert said in completed(run(1, "waits_in_cpp.py", "30")).stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_groups_go_on_after_refusals_wait_end_and_start_again_beside_worlds_and_workers():
     completed(run(2, "faults.py", "refused", "patient", "workers", "again", "destroyed"))
 

@@ -62,7 +62,7 @@ def test_silent_singletons_are_refused(tmp_path):
     assert "launcher started 4 ranks (SLURM_STEP_NUM_TASKS=4), but MPI sees a world of 1" in line
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_other_ranks_than_the_first_are_silent():
     ranks = {name: "1" for name in STRANGE if name.endswith("_RANK")}
     ended = alone([*MNTRAIN, *SMALL], **{**STRANGE, **ranks})

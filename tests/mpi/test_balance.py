@@ -197,7 +197,7 @@ class Adversaries:
             each.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_several_optimizers_weigh_the_same_parts(world, make, stage):
     reference = make_loader()
     alone = Adversaries(lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
@@ -211,7 +211,7 @@ def test_several_optimizers_weigh_the_same_parts(world, make, stage):
         assert_close(model, other, 1e-9)
 
 
-@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("second", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
     """Otherwise ranks whose parts happen to be equal would go on, and others fail."""
     reference, other = make_loader(), make_loader()

@@ -255,7 +255,7 @@ class Odd(Lamb):
 
 
 @pytest.mark.parametrize("odd", [None, "key"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_state_that_no_checkpoint_holds_is_refused_as_soon_as_it_is_there(
     worlds, folder, stage, odd
 ):
@@ -468,7 +468,7 @@ class Seeing(nn.Linear):
         return super().forward(self.observer(x))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_buffers_that_grow_are_restored_or_refused_at_the_save(worlds, folder, stage):
     world, model, other = worlds(), Seeing(), Seeing()
     optimizer = world.optimizer(model, ADAMW, stage=stage)

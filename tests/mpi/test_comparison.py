@@ -63,8 +63,8 @@ def odd(world, usual, other):
     [
         lambda index: (torch.ones(3) * index, str(index)),
         lambda index: torch.rand(5) + random.random(),
-        lambda index: os.urandom(8),
-        lambda index: next(CALLS),
+        pytest.param(lambda index: os.urandom(8), marks=pytest.mark.thorough),
+        pytest.param(lambda index: next(CALLS), marks=pytest.mark.thorough),
         lambda index: 1 / 0,
     ],
     ids=["constant", "random", "by the system", "by calls", "failing"],

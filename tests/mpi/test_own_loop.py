@@ -124,9 +124,14 @@ def summary(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("schedule", [cosine, one_cycle])
+@pytest.mark.parametrize("schedule", [cosine, pytest.param(one_cycle, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    "stages", [(0, 2), (2, 1), pytest.param((1, 0), marks=pytest.mark.thorough)]
+    "stages",
+    [
+        (0, 2),
+        pytest.param((2, 1), marks=pytest.mark.thorough),
+        pytest.param((1, 0), marks=pytest.mark.thorough),
+    ],
 )
 def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
     folder, stages, schedule
@@ -594,7 +599,7 @@ def bare(world):
     return {"model": model, "optimizer": world.optimizer(model, torch.optim.SGD, lr=0.1)}
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, monkeypatch, divided):
     said = []
     monkeypatch.setattr("mntrain.run.own_loop.warn", said.append)
