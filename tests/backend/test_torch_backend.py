@@ -151,9 +151,9 @@ def test_an_example_learns_on_two_ranks(name, said):
     assert re.search(said, result.stdout), result.report()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=RARE)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_what_torch_builds_on_groups_works_as_over_gloo(ranks):
     found, expected = (
         [line.split() for line in completed(run(ranks, "frameworks.py", name)).stdout.splitlines()]

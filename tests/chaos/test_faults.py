@@ -12,7 +12,7 @@ THREE = {"hang", "raises"}  # on three ranks, of which two wait; the others on t
 # Found nearly as another kind is, or by another test.
 ALIKE = {"link cut", "exits", "none", "held", "stopped", "exits with 0", "another order", "paused"}
 ALIKE |= {"clock shifted", "same core", "other version", "slow", "nan"}
-ALIKE |= {"read-only run directory", "run directory not shared"}
+ALIKE |= {"read-only run directory", "run directory not shared", "wrong mpirun"}
 ALIKE |= {"other option", "other task", "other data", "full disk", "full shared memory"}
 TIMEOUT_S = 6.0
 

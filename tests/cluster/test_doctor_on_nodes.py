@@ -127,7 +127,7 @@ def first_line(job, output, words):
     raise AssertionError(f"no {words!r} in: {output.read_text(errors='replace')}")
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_folder_that_the_hosts_do_not_share_fails(make_cluster):
     # Each emulated node has its own /dev/shm.
     with make_cluster(ranks=(1, 1), link=None) as cluster:

@@ -121,6 +121,7 @@ def test_checkpoints_are_sound_where_clients_write_whole_pages_back(
     assert checks["shared files"]["status"] == "pass", checks["shared files"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_file_system_that_damages_checkpoints_all_the_same_is_named(
     make_cluster, client, tmp_path

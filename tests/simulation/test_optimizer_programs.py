@@ -117,7 +117,7 @@ trainings = st.builds(
 
 
 @pytest.mark.thorough
-@searched(30)
+@searched(15)
 @given(trainings)
 def test_every_training_gives_the_weights_of_one_process(training):
     start = MODELS[training.model]()
