@@ -32,7 +32,7 @@ ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 RARE = ("default_device", "forked", "parameter_kinds", "plan", "rank_clipping", "rare_jobs")
 RARE += ("report", "shared_memory", "soak", "stage_cost", "stage_model", "stage_precision")
 RARE += ("timeline", "verification", "weight_checks", "weighted_exchanges", "workers")
-RARE += ("cadence", "compressed_gradients", "losses", "trainer")
+RARE += ("cadence", "comparison", "compressed_gradients", "losses", "trainer")
 AT_FOUR_ALONE = ("exchanges", "staleness", "state_over_ranks", "transports")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],

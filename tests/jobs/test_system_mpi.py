@@ -80,7 +80,7 @@ def test_make_train_runs_on_the_mpi_of_the_system(library, tmp_path):
     done = make(*words, first_on_path=tmp_path / "bin")
     assert done.returncode == 0, done.stdout + done.stderr
     installed = (environment / "bin" / "pip.log").read_text()
-    assert installed == "install --quiet --constraint constraints.txt --editable .\n"
+    assert installed == "install --quiet --no-compile --constraint constraints.txt --editable .\n"
     end = summary(tmp_path)
     assert (end["status"], end["world"]["nodes"]) == ("completed", 2)
     used = end["world"]["library"]
