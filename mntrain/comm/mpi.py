@@ -45,7 +45,7 @@ _started = threading.Event()  # MPI, by this package
 _of_parent = threading.Event()  # MPI is that of this process's parent
 
 
-class _Timeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`
+class _MessageTimeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`
     def sent(self, level: str, nbytes: int, messages: int) -> None: ...
     def in_flight(self, level: str) -> Callable[[], None]: ...
 
@@ -63,7 +63,7 @@ class Traffic:
     compressed_bytes: int = 0
     before_bytes: float = 0
     buffer_bytes: int = 0
-    timeline: _Timeline | None = None
+    timeline: _MessageTimeline | None = None
 
     def count(self, level: str, nbytes: int, messages: int = 1, plain: float = 1) -> None:
         """Add messages with a total of `nbytes` bytes, each for `plain` without compression."""

@@ -56,7 +56,7 @@ _pwrite.restype = ctypes.c_ssize_t
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
-class _Timeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`; tickets are of `comm`
+class _CallTimeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`; tickets are of `comm`
     def span(self, name: str, start: float) -> None: ...
     def begin(self, stream: str, ticket: Any) -> None: ...
     def finish(self, ticket: Any) -> None: ...
@@ -73,7 +73,7 @@ class Recorder:
 
     def __init__(self, rank: int, size: int, internal: Sequence[str] = ()) -> None:
         self.rank, self.size = rank, size
-        self.timeline: _Timeline | None = None
+        self.timeline: _CallTimeline | None = None
         self._thread = threading.get_ident()
         libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
         self._not_own = [(*internal, *libraries), tuple(internal)]

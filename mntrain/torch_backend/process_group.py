@@ -39,7 +39,7 @@ SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 Copies = list[tuple[Tensor, Tensor]]  # to, from
 
 _BLOCKING = {unwrap(function).__code__ for function in (dist.send, dist.recv)}
-_FRAMES = 12  # from a verb to the function of torch that calls it, at most
+_FRAMES = 7  # from a verb to the function of torch that calls it, at most: not to outer calls
 
 # In profiles, where they are not as the method's.
 _TITLES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}

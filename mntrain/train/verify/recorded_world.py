@@ -12,7 +12,7 @@ from mntrain.world import World
 from zero.optimizer import ZeroOptimizer
 
 
-class RunRecord(Protocol):
+class StepsOfRun(Protocol):
     """The record of a run, as its world sees it."""
 
     batch_norms: set[str]
@@ -31,7 +31,7 @@ class RecordedWorld(World):
     not reach. With an `order` other than 0, the samples of each batch are in another order.
     """
 
-    recorded: RunRecord
+    recorded: StepsOfRun
     order = 0
 
     def optimizer(self, *args: Any, **options: Any) -> ZeroOptimizer:
