@@ -33,14 +33,14 @@ from mntrain.comm.messages import Messages
 from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import WorldCollectives
+from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.device_kernels import DeviceKernels
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
 from mntrain.options.config import WorldConfig
 from mntrain.options.types import construct, port_numbers
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
-from mntrain.watchdog.monitor import MONITORS
+from mntrain.watchdog.monitor import MONITORS, Limits
 from mntrain.watchdog.side_channel import (
     LOST_S,
     SideChannel,
@@ -226,8 +226,7 @@ class Ranks:
             rank,
             self.facts,
             engine,
-            timeout=self.settings.timeout,
-            warn_after=self.settings.warn_after,
+            Limits(self.settings.warn_after, self.settings.timeout),
             channel=SideChannel(rank, keys[0], listener, lost_after=self.settings.lost_after),
             monitors=monitors,
             fail=lambda report: engine.stop(RemoteRankError(**report)),
@@ -260,9 +259,7 @@ class Ranks:
 
         def make() -> WorldCollectives:
             return WorldCollectives(
-                comm,
-                node,
-                self.topology,
+                Members(comm, node, self.topology),
                 engine,
                 self._devices,
                 choice=AlgorithmChoice(self.algorithm),
@@ -310,7 +307,8 @@ class Ranks:
             comm.traffic, comm.levels = self._comm.traffic, [level] * comm.size
             name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
             shares = world if level == "node" else None
-            return self._over(comm, node, own, self._engine.add_stream(name, group), shares)
+            stream = self._engine.add_stream(name, group)
+            return self._over(Members(comm, node, own), stream, shares)
 
         return world.call_together(make, f"world.{level}_collectives").wait()
 
@@ -336,25 +334,21 @@ class Ranks:
             for made in (node, comm):
                 self._groups.callback(made.free)
             stream = self._engine.add_stream(name, ranks, timeout_s)
-            return self._over(comm, node, Topology(tuple(nodes)), stream)
+            return self._over(Members(comm, node, Topology(tuple(nodes))), stream)
 
         tag = digest_of(name) % MEETING_TAGS
         return messages.meet([r for r in ranks if r != rank], tag, make).wait()
 
     def _over(
         self,
-        comm: mpi.Communicator,
-        node: mpi.Communicator,
-        topology: Topology,
+        members: Members,
         stream: Stream,
         shares: WorldCollectives | None = None,
     ) -> WorldCollectives:
         """Make collectives of a group, with the world's algorithm. Collective over the group."""
         world = self.collectives
         return WorldCollectives(
-            comm,
-            node,
-            topology,
+            members,
             self._engine,
             self._devices,
             stream=stream,

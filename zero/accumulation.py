@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.gradients.reduced import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
@@ -139,7 +140,7 @@ class Accumulation:
         schedule: EveryStep,
         scale: LossScale,
     ) -> None:
-        self._shard, self._gradients = shard, shard.gradients
+        self._shard, self._gradients, self._slots = shard, shard.gradients, shard.gradients.slots
         self._hook, self._schedule, self._scale = hook, schedule, scale
         self._world_size = schedule.sharding.size * schedule.replicas
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
@@ -238,7 +239,7 @@ class Accumulation:
         if self._backward.tasks:
             raise RuntimeError(INTERRUPTED)
         self._forget_dropped()
-        if self.phase is Phase.HELD and not (self.means.unused or self._gradients.exist):
+        if self.phase is Phase.HELD and not (self.means.unused or self._slots.filled):
             self._enter(Phase.EMPTY)
         if self.phase is not Phase.HELD:
             self.finish()
@@ -270,7 +271,7 @@ class Accumulation:
         self._forget_dropped()
         self._forget_held()
         begins = not self._pending
-        if begins and self._gradients.exist and not self._gradients.held:
+        if begins and self._slots.filled and not self._gradients.held:
             raise RuntimeError(
                 "a gradient was assigned before optimizer.backward(loss, weight=...), which would "
                 "weigh it too: call share(n) and loss.backward()"
@@ -279,8 +280,7 @@ class Accumulation:
         self._weigh_if_needed()
         if begins and not self._shard.sharded:
             self._gradients.collect()
-            self._gradients.set_aside()
-            self._gradients.void()
+            self._gradients.separate()
 
     @contextmanager
     def weighs(self, weight: float) -> Iterator[None]:
@@ -375,7 +375,7 @@ class Accumulation:
     def close(self) -> None:
         """Remove the hooks, and leave `parameter.grad` to others. Once."""
         self._stop_weighing()
-        self._gradients.close(self._arrived.used)
+        self._slots.close(self._arrived.used)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -399,7 +399,7 @@ class Accumulation:
 
     def _forget_held(self) -> None:
         """Forget what was reduced, if means are held, and all of them were dropped."""
-        if self._gradients.all_dropped:
+        if self._gradients.held and not any(map(self._slots.keeps, self._parameters)):
             self._hook.end_step(taken=False)
             self.weight.held, self.means = None, Means()
 
@@ -410,8 +410,8 @@ class Accumulation:
         dropped that this rank has passed on (stage 2).
         """
         used = self._arrived.used
-        dropped = [name for name in used if self._gradients.dropped(name)]
-        if arriving in used and not self._gradients.keeps(arriving):
+        dropped = [name for name in used if self._slots.dropped(name)]
+        if arriving in used and not self._slots.keeps(arriving):
             dropped.append(arriving)
         if not dropped:
             return
@@ -446,7 +446,7 @@ class Accumulation:
         if task not in self._backward.tasks:
             self._begin_backward(task)
             if not (self.weight.multiplied or self._shard.sharded):
-                self._gradients.void()
+                self._slots.void()
         factor = self.weight.factor
         if factor == 1:
             return None
@@ -500,15 +500,15 @@ class Accumulation:
     def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
         self._enter(Phase.FILLING)
         name, arrived, round_ = entry.spec.name, self._arrived, self._round
-        if not self._gradients.has_gradient(entry):  # a hook that came before has dropped it
+        if not self._slots.has_gradient(name):  # a hook that came before has dropped it
             arrived.used.discard(name)
             return
         arrived.used.add(name)
         if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
-        elif self._gradients.hides and name not in round_.missing[index]:
+        elif self._slots.hides and name not in round_.missing[index]:
             # Its layer lies in several reentrant checkpoints.
-            gradient = self._gradients.pop(name)
+            gradient = self._slots.pop(name)
             assert gradient is not None, "backward has just made it"
             # At stage 2, that of its own micro-batch.
             late_scale = self.weight.scale if scale is None else scale
@@ -552,7 +552,7 @@ class Accumulation:
 
     def _check_hooks(self) -> None:
         """Raise RuntimeError if a hook has set a gradient that was taken from it before."""
-        changed = [name for name in self._backward.arrived if not self._gradients.keeps(name)]
+        changed = [name for name in self._backward.arrived if not self._slots.keeps(name)]
         if changed and self._shard.sharded:
             raise RuntimeError(
                 f"a hook has set the gradient of {', '.join(sorted(changed)[:3])} in backward, but "
@@ -615,14 +615,12 @@ class Accumulation:
         self._enter(Phase.HELD)
         self._stop_weighing()
         if totals["late"]:
-            self._gradients.set_aside()
-            if not self._shard.sharded:
-                self._gradients.void()
+            self._gradients.separate()
             for index, entry, gradient, scale in came_late:
-                self._gradients.put(entry.spec.name, gradient)
+                self._slots.put(entry.spec.name, gradient)
                 self._take_or_keep(index, entry, scale)
             return True
-        before, left = self.means, self._gradients.exist
+        before, left = self.means, self._slots.filled
         weighed = self.group.size * totals["squared weighed"], totals["weighed"] ** 2
         self.means = Means(
             weight=before.weight + weight,
@@ -682,8 +680,9 @@ class Accumulation:
 
     def _send(self, index: int) -> None:
         self._take_missing(index)
-        if self.group.size > 1:
-            self._gradients.launched(index, self._launch(index))
+        if self.group.size > 1 and isinstance(self._gradients, BucketGradients):
+            memory = self._gradients.memory
+            memory.launched(index, self._launch(index, memory.flat(index)))
 
     def _take_missing(self, index: int) -> None:
         self._note_assigned(index)
@@ -695,7 +694,7 @@ class Accumulation:
         """Count the gradients that were assigned, which no hook has seen."""
         for entry in self._shard.buckets[index].entries:
             name = entry.spec.name
-            if name in self._round.missing[index] and self._gradients.has_gradient(entry):
+            if name in self._round.missing[index] and self._slots.has_gradient(name):
                 self._arrived.used.add(name)
                 self._round.begun = True
 
@@ -705,13 +704,13 @@ class Accumulation:
         if taken is not None and self._world_size > 1:
             self.means.finite.add(taken)
 
-    def _launch(self, index: int) -> Work:
+    def _launch(self, index: int, flat: Tensor) -> Work:
         """Start the communication hook on a bucket, which owns its memory until it has finished."""
         group, buckets = self.group, self._shard.buckets
         bucket = ReducibleBucket(
             index,
             buckets[index],
-            self._gradients.flat(index),
+            flat,
             group,
             # Several sharding groups together need the whole sum, and each rank keeps its shard.
             self._shard.sharded and group.size == self._shard.sharding.size,

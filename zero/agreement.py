@@ -336,7 +336,7 @@ class StepComparison:
         """Yield a few elements of every gradient at stage 0; a step takes others than the last."""
         owned = self._owned
         for index, bucket in enumerate(owned.buckets):
-            flat, key = owned.gradients.kept(index), (step % CYCLE, index)
+            flat, key = owned.kept(index), (step % CYCLE, index)
             if key not in self._places:
                 start, offset, size = _places(bucket, flat.device)
                 for turn in range(CYCLE):

@@ -88,7 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
     backward returns, the gradient is the mean over all ranks, and further ones are added to it.
     At stage 0 `p.grad` is this mean, as in DDP, and `step` uses what it holds then. At stages 1 and
-    2 `p.grad` refuses any use (`zero.gradients.stages`): see `clip_grad_norm_`,
+    2 `p.grad` refuses any use (`zero.gradients.slots`): see `clip_grad_norm_`,
     `full_gradient` and `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is
     sharded. From stage 1 on parameters become views of flat memory, so move the model first.
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.collectives import CompletedWork, SingleProcessCollectives
 from zero.comm_hooks import ChainedWork
+from zero.gradients.reduced import LocalGradients
 from zero.layout import Bucket
 from zero.memory import Memory
 from zero.param_groups import by_name
@@ -66,15 +67,16 @@ def predict(
     shard = OptimizerShard(stage, ranks, None, gather_dtype, overlap_forward=False, alone=alone)
     shard.add(buckets, made)
     shard.gradients.add(buckets, made)
-    if shards == 1:
+    if isinstance(shard.gradients, LocalGradients):
         for parameter in made.values():
             parameter.grad = torch.zeros_like(parameter)
     else:
+        memory = shard.gradients.memory
         for index in list(range(len(buckets))) * (micro_batches if stage == 2 else 1):
-            shard.gradients.flat(index)
+            memory.flat(index)
             work = ChainedWork(iter([CompletedWork()])) if chained else CompletedWork()
-            shard.gradients.launched(index, work)
-        shard.gradients.wait()
+            memory.launched(index, work)
+        memory.wait()
     plain = [
         {**_of_any_device(group), "params": [made[name] for name, _ in group["params"]]}
         for group in named_groups

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.stages import Gradients, LocalGradients, RefusedGradients, ShardedGradients
+from zero.gradients.reduced import BucketGradients, gradients_of
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
@@ -92,8 +92,7 @@ class OptimizerShard:
         self.stage, self.sharding = (stage if sharding.size > 1 else 0), sharding
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
-        kinds = (Gradients, RefusedGradients, ShardedGradients)
-        self.gradients = (LocalGradients if alone else kinds[self.stage])(sharding)
+        self.gradients = gradients_of(self.stage, sharding, alone=alone)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
@@ -178,6 +177,11 @@ class OptimizerShard:
             for piece in bucket.pieces(*bucket.shard(self.slot)):
                 yield piece.spec.name, self.gradients.reduced(index, piece)
 
+    def kept(self, index: int) -> Tensor:
+        """Return the means of a bucket that this rank keeps, of several ranks. Flat; a view."""
+        assert isinstance(self.gradients, BucketGradients), "a single rank has no buckets"
+        return self.gradients.memory.kept(index)
+
     def full_gradient(self, name: str, parameter: Parameter) -> Tensor:
         """Return a new tensor with the mean gradient of a parameter. Collective if sharded."""
         places = (
@@ -185,7 +189,7 @@ class OptimizerShard:
         )
         index, entry = next(places)
         if self.sharded:
-            bucket, kept = self.buckets[index], self.gradients.kept(index)
+            bucket, kept = self.buckets[index], self.kept(index)
             start, stop = bucket.shard(self.slot)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             flat = torch.empty(bucket.numel, dtype=dtype, device=kept.device)
@@ -275,8 +279,8 @@ class OptimizerShard:
         kept += tensors_in([each for key, each in state.items() if not isinstance(key, Tensor)])
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._names),
-            gradients=self.gradients.peak_bytes,
-            buckets=self.gradients.working_bytes + self.parameters.gather_bytes,
+            gradients=self.gradients.memory.peak_bytes,
+            buckets=self.gradients.memory.working_bytes + self.parameters.gather_bytes,
             master=sum(owned.tensor.nbytes for owned in self._with_master()),
             state=sum(tensor.nbytes for tensor in kept),
         )

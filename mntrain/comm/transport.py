@@ -27,7 +27,7 @@ from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.staging import Devices
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import Transport, WorldCollectives
+from mntrain.comm.world_collectives import Members, Transport, WorldCollectives
 
 PROBE = (sys.executable, "-m", "mntrain.comm.transport")
 PROBE_S = 60.0
@@ -206,7 +206,7 @@ def _connect_nccl(
         )
         nodes, choice = Topology.from_hosts(range(len(topology.nodes))), AlgorithmChoice("flat")
         return WorldCollectives(
-            cross, alone, nodes, progress, devices, stream=stream, choice=choice
+            Members(cross, alone, nodes), progress, devices, stream=stream, choice=choice
         )
 
     cross = progress.call(make).wait()

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ NO_WAKE_BYTES = 128 << 10
 
 Transport = Literal["host", "cuda-aware", "nccl"]
 Part = tuple[Ticket, TensorAccess, CommContext]
+
+
+class Members(NamedTuple):
+    """The ranks of collectives: their communicators, and where they lie."""
+
+    comm: Communicator  # of all
+    node: Communicator  # of those on this rank's node
+    topology: Topology
 
 
 class CollectiveWork:
@@ -99,10 +107,9 @@ class WorldCollectives:
 
     Immutable: `replace` returns collectives with other options, over the same communicator and
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
-    Construction is collective over the world, on the engine's thread; `node` is the communicator of
-    this rank's node. `devices` is given by all ranks or by none. `stream` is by default the
-    engine's main one, and shared memory that of `shares` if given. All ranks give the same options,
-    the last two to `replace` only:
+    Construction is collective over the ranks, on the engine's thread. `devices` is given by all
+    ranks or by none. `stream` is by default the engine's main one, and shared memory that of
+    `shares` if given. All ranks give the same options, the last two to `replace` only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -116,9 +123,7 @@ class WorldCollectives:
 
     def __init__(
         self,
-        comm: Communicator,
-        node: Communicator,
-        topology: Topology,
+        members: Members,
         engine: ProgressEngine,
         devices: Devices | None = None,
         *,
@@ -128,6 +133,7 @@ class WorldCollectives:
         node_first: NodeFirstCollectives | None = None,
         shares: "WorldCollectives | None" = None,
     ) -> None:
+        comm, node, topology = members
         self.rank, self.size = comm.rank, comm.size
         self.choice, self.label, self.plain = choice, "", 1.0
         self.transport, self.node_first = transport, node_first

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mntrain.alike.naming import by_value, naming
 from mntrain.alike.rank_facts import RankFacts
@@ -17,6 +18,13 @@ UNCONNECTED = "there is no TCP connection to it"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
 EXIT_S = 5.0  # at the exit, for ranks without a connection
 UNREACHED_S = 45.0  # for all ranks to connect to rank 0, which they try several times
+
+
+class Limits(NamedTuple):
+    """Seconds without progress, after which ranks that wait are warned of, and the job ends."""
+
+    warn_after: float
+    timeout: float | None  # None: a job that hangs is not ended
 
 
 def same_processes(one: RankFacts, other: RankFacts) -> bool:
@@ -178,9 +186,8 @@ class Inquiry:
 class Monitor:
     """A monitor of a world. Rank 0 acts; rank 1 does if rank 0 is gone, or does not answer.
 
-    Used by one thread. `limit` and `warning_limit` are seconds without progress; without `limit`, a
-    job that hangs is not ended. Ranks that wait for one that has left, and so in vain, are given
-    `lost_after` seconds. `own_status` returns this rank's, `warn` prints a warning, and
+    Used by one thread. Ranks that wait for one that has left, and so in vain, are given the
+    channel's `lost_after` seconds. `own_status` returns this rank's, `warn` prints a warning, and
     `end_job` prints a report and ends the job with a reason and a status for the summary and an
     exit code. `pardon` lets this rank's wait count from now on: the rank that it waits for waits
     for a reader of its output.
@@ -191,17 +198,15 @@ class Monitor:
         rank: int,
         facts: Sequence[RankFacts],
         channel: SideChannel,
+        limits: Limits,
         *,
-        limit: float | None,
-        warning_limit: float,
-        lost_after: float,
         own_status: Callable[[], RankStatus],
         warn: Callable[[str], None],
         end_job: Callable[[str, str, str, int], None],
         pardon: Callable[[], None],
     ) -> None:
         self._rank, self._facts, self._channel, self._pardon = rank, facts, channel, pardon
-        self._limit, self._warning_limit, self._lost_after = limit, warning_limit, lost_after
+        self._limits, self._lost_after = limits, channel.lost_after
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
@@ -289,7 +294,7 @@ class Monitor:
     def _lose(self, lost: Sequence[int], how: str) -> None:
         hosts = {rank: facts.host for rank, facts in enumerate(self._facts)}
         reason = f"{naming('rank', lost, hosts)} {'is' if len(lost) == 1 else 'are'} lost: {how}"
-        if self._limit is None:
+        if self._limits.timeout is None:
             self._warn(reason)
         else:
             self._end_job(reason, reason, "lost", 1)
@@ -353,7 +358,7 @@ class Monitor:
             self._pardon()
             return
         headline, details = inquiry.headline(), inquiry.details()
-        warning_limit = self._warning_limit
+        warning_limit = self._limits.warn_after
         waits = [(s.wait.seconds, s.limit) for s in inquiry.statuses.values() if s.wait is not None]
         in_vain = self._in_vain(inquiry)
         if inquiry.reason:
@@ -370,13 +375,13 @@ class Monitor:
         ):
             return  # it has gone on meanwhile
         debugged = any(status.debugged for status in inquiry.statuses.values())
-        ends = inquiry.ends or (in_vain and self._limit is not None)
+        ends = inquiry.ends or (in_vain and self._limits.timeout is not None)
         if not ends or (debugged and not inquiry.reason):
             end = ""
             limits = [limit for _, limit in waits if limit is not None]
             if limits and not inquiry.at_exit:
                 option = "of this group"
-                if min(limits) == self._limit:
+                if min(limits) == self._limits.timeout:
                     option = "--comm.timeout, or timeout="
                 end = f"\n  the job ends after {min(limits):g} s ({option})"
             self._warn(f"{headline}\n{details}{end}")

@@ -30,7 +30,7 @@ from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import Recorder
-from mntrain.watchdog.monitor import MONITORS, Monitor
+from mntrain.watchdog.monitor import MONITORS, Limits, Monitor
 from mntrain.watchdog.rank_status import (
     EXIT,
     STACK_SIGNAL,
@@ -61,10 +61,10 @@ class Watchdog:
     Owns `channel`, and connects it to the `monitors`. `fail` makes communication raise the error of
     a rank that has failed, whose report it gets. The `recorder` is told of a rank whose process has
     ended without a word, and tells when this one has last taken part in anything. A rank that waits
-    without progress is warned of after `warn_after` seconds, or after SURE_S if another node does
-    not answer, and ends the job after `timeout`, if that is not None. Time in which the awaited one
-    waits until its output is read does not count. If all ranks take part in nothing for
-    `warn_after` seconds, one warning says where they are; the next time it takes twice as long.
+    without progress is warned of at the limit, or after SURE_S if another node does not answer.
+    Time in which the awaited one waits until its output is read does not count. If all ranks take
+    part in nothing until the limit of a warning, one says where they are; the next time it takes
+    twice as long.
     """
 
     def __init__(
@@ -72,9 +72,8 @@ class Watchdog:
         rank: int,
         facts: Sequence[RankFacts],
         engine: ProgressEngine,
+        limits: Limits,
         *,
-        timeout: float | None,
-        warn_after: float,
         channel: SideChannel,
         monitors: Mapping[int, Address],
         fail: Callable[[Mapping[str, Any]], None],
@@ -82,7 +81,7 @@ class Watchdog:
     ) -> None:
         self._rank, self._size, self._engine = rank, len(facts), engine
         self._channel, self._monitors, self._fail = channel, monitors, fail
-        self._timeout, self._warn_after, self._recorder = timeout, warn_after, recorder
+        self._limits, self._recorder = limits, recorder
         self.at_end: list[Callable[[str, str], None]] = []
         """Called on rank 0, or on rank 1 once rank 0 is lost, before the job ends, with the status
         and the reason of its end; by any thread. Who appends one removes it when the run is
@@ -94,9 +93,7 @@ class Watchdog:
                 rank,
                 facts,
                 channel,
-                limit=timeout,
-                warning_limit=warn_after,
-                lost_after=channel.lost_after,
+                limits,
                 own_status=self._own_status,
                 warn=lambda text: call_for(PRINT_S, lambda: _print(f"warning: {text}")),
                 end_job=self._end_job,
@@ -108,7 +105,7 @@ class Watchdog:
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
         self._unanswered = Unanswered([os.getpid()])  # connections, since the last progress
-        self._active_at, self._idle_s, self._idle_limit = recorder.active_at, 0.0, warn_after
+        self._active_at, self._idle_s, self._idle_limit = recorder.active_at, 0.0, limits.warn_after
         self._unread, self._unread_s = "", 0.0  # output, and the time for which it was
         self._others_left = threading.Event()
         self._left_world = self._at_exit = False  # this rank
@@ -123,7 +120,9 @@ class Watchdog:
         self._signalled_at: float | None = None  # the first of them
         self._late: list[tuple[float, str, int]] = []  # when the job ends for one, why, its code
         self._looked_at = time.monotonic()
-        self._tick = min(MAX_TICK_S, warn_after / 8, (timeout or warn_after) / 8)
+        self._tick = min(
+            MAX_TICK_S, limits.warn_after / 8, (limits.timeout or limits.warn_after) / 8
+        )
         if hasattr(faulthandler, "register"):
             faulthandler.register(STACK_SIGNAL, file=2, all_threads=False)
         call_in_child(self._leave_to_parent)
@@ -166,7 +165,7 @@ class Watchdog:
 
         Returns after the time limit in any case.
         """
-        limit = threading.TIMEOUT_MAX if self._timeout is None else self._timeout
+        limit = threading.TIMEOUT_MAX if self._limits.timeout is None else self._limits.timeout
         self._all_at_exit.wait(min(limit, threading.TIMEOUT_MAX))
         return self._none_unknown and self._size == mpi.job_size()
 
@@ -328,7 +327,7 @@ class Watchdog:
         beyond, limit = -1.0, self._limit()
         if limit is not None and not at_exit:  # there, what a late rank does may take long
             beyond = self._stalled_s - limit
-        warns = self._stalled_s >= self._warn_after or bool(self._lost_connections())
+        warns = self._stalled_s >= self._limits.warn_after or bool(self._lost_connections())
         level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else warns
         if level > self._told:
             self._told = level
@@ -340,7 +339,7 @@ class Watchdog:
         if unread:
             self._unread, self._unread_s = unread, self._unread_s + passed
         elif self._unread_s:
-            if self._unread_s >= self._warn_after:
+            if self._unread_s >= self._limits.warn_after:
                 text = (
                     f"warning: nobody has read the {self._unread} of rank {self._rank} for "
                     f"{self._unread_s:.0f} s (Ctrl-S, or a pager?): the rank may have waited in a "
@@ -368,7 +367,7 @@ class Watchdog:
         """Return the seconds without progress that end the job, of what this rank waits for."""
         awaited = self._engine.awaited()
         own_s = awaited[0].timeout_s if awaited is not None else None
-        return self._timeout if own_s is None else own_s
+        return self._limits.timeout if own_s is None else own_s
 
     def _lost_connections(self) -> Sequence[Connection]:
         """Return the connections without which this rank cannot go on, as far as it knows."""
@@ -443,7 +442,7 @@ class Watchdog:
             self._monitor.on_disconnected(peer, error)
         elif peer not in self._left and not (self._channel.peers or self._left_world):
             reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
-            if self._timeout is None:
+            if self._limits.timeout is None:
                 _print(f"warning: {reason}")
             else:
                 self._end_job(reason, reason, "lost", 1)
@@ -511,7 +510,7 @@ def _exit_together() -> None:
         alike = [watchdog.end_comparison() for watchdog in watchdogs]
         stopped = [watchdog.stop_engine() for watchdog in watchdogs]
         if any(complete) and all(stopped):
-            with limited_end(watchdogs[complete.index(True)]._timeout):
+            with limited_end(watchdogs[complete.index(True)]._limits.timeout):
                 mpi.finalize()
     for watchdog in watchdogs:
         watchdog.close()

@@ -11,7 +11,7 @@ from mntrain.comm import nccl, transport
 from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.staging import Devices
 from mntrain.comm.transport import TransportContext, select_transport
-from mntrain.comm.world_collectives import WorldCollectives
+from mntrain.comm.world_collectives import Members, WorldCollectives
 from zero.kernels import add
 
 SLOT_BYTES = 4096
@@ -30,9 +30,7 @@ class Rig:
         self.comm = self.on_thread(lambda: self.world._comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
-                self.comm,
-                self.world._node,
-                self.world.topology,
+                Members(self.comm, self.world._node, self.world.topology),
                 self.progress,
                 self.devices,
                 choice=AlgorithmChoice("lanes"),

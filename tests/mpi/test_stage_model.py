@@ -14,7 +14,7 @@ from torch import nn
 from worlds import RANKS
 
 from mntrain.comm import hierarchical
-from zero.gradients.stages import UnavailableGradient
+from zero.gradients.slots import UnavailableGradient
 
 pytestmark = pytest.mark.mpi
 

@@ -7,12 +7,14 @@ import pytest
 
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog import monitor as monitors
-from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, UNREACHED_S, Monitor
+from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, UNREACHED_S, Limits, Monitor
 from mntrain.watchdog.rank_status import RankStatus
 
 
 class Channel:
     """Keeps what is sent."""
+
+    lost_after = 5.0
 
     def __init__(self, peers):
         self.peers, self.sent, self.listens, self.cut = list(peers), [], True, set()
@@ -53,9 +55,7 @@ class MonitoredWorld:
             rank,
             facts,
             self.channel,
-            limit=limit,
-            warning_limit=10.0,
-            lost_after=5.0,
+            Limits(10.0, limit),
             own_status=lambda: self.status(rank),
             warn=self.warnings.append,
             end_job=lambda report, *how: self.ends.append((report, how)),

@@ -10,6 +10,7 @@ import pytest
 from waiting import until
 
 from mntrain.watchdog import thread as watchdogs
+from mntrain.watchdog.monitor import Limits
 from mntrain.watchdog.side_channel import SideChannel
 from mntrain.watchdog.thread import Watchdog
 
@@ -31,9 +32,7 @@ class WatchedJob:
             channel = SideChannel(rank, SECRET, listeners.get(rank))
             recorder = SimpleNamespace(active_at=time.monotonic())
             options = {"channel": channel, "monitors": monitors, "fail": None, "recorder": recorder}
-            self.ranks.append(
-                Watchdog(rank, facts, engine, timeout=100.0, warn_after=1.0, **options)
-            )
+            self.ranks.append(Watchdog(rank, facts, engine, Limits(1.0, 100.0), **options))
 
     def connected(self):
         """Return whether the monitors have a connection to each other rank."""

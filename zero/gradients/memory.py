@@ -1,0 +1,275 @@
+"""Memory in which gradients are summed over ranks, bucket by bucket.
+
+    memory              stages   of each bucket this rank has
+    WholeBuckets        0, 1     all elements, of which it keeps all (0) or its shard (1)
+    BucketsInTurns      2        its shard; all elements while it is filled and reduced
+
+Kept tensors are flat, and have the elements of a parameter in the order in which it lies in memory.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero.collectives import Collectives, Work
+from zero.comm_hooks import ChainedWork, wait_all
+from zero.kernels import own_view, pack, rescale, sum_dtype, view
+from zero.layout import Bucket, ParameterSlice
+from zero.precision import is_16_bit
+
+IN_FLIGHT = 1  # buckets that are reduced while others are filled, where they take turns
+
+
+class BucketMemory:
+    """The buckets, what this rank keeps of each, and the most bytes that they took.
+
+    `owner` is the slot of the shard that this rank keeps; None for all.
+    """
+
+    def __init__(self, owner: int | None = None) -> None:
+        self.buckets: list[Bucket] = []
+        self.peak_bytes = 0  # outside of working tensors
+        self.working_bytes = 0  # of working tensors
+        self._owner = owner
+
+    def range(self, index: int) -> tuple[int, int]:
+        """Return the first element of a bucket that this rank keeps, and that after the last."""
+        bucket = self.buckets[index]
+        return (0, bucket.numel) if self._owner is None else bucket.shard(self._owner)
+
+    def note_peak(self, nbytes: int) -> None:
+        """Count bytes that are in use at a time."""
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+
+
+class WholeBuckets(BucketMemory):
+    """Every bucket whole, in memory of its own.
+
+    At the first backward parameters have no gradients, so autograd hands over its own tensor, which
+    is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
+    micro-batches accumulate in place.
+    """
+
+    def __init__(self, collectives: Collectives, owner: int | None) -> None:
+        super().__init__(owner)
+        self._collectives = collectives
+        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
+        self.places: dict[str, Tensor] = {}  # of gradients, by parameter name
+        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
+        self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
+        self._works: list[Work] = []
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate memory for more buckets, of parameters by name. Collective."""
+        self.buckets.extend(buckets)
+        for bucket in buckets:
+            device = parameters[bucket.entries[0].spec.name].device
+            # At stage 1, half of a 16-bit bucket fits in fp32.
+            padding = 0 if self._owner is None else bucket.numel % 2 * is_16_bit(bucket.dtype)
+            memory = self._collectives.allocate(bucket.numel + padding, bucket.dtype, device)
+            self._memory.append(memory)
+            for entry in bucket.entries:
+                name = entry.spec.name
+                self.places[name] = own_view(memory, entry.start, parameters[name])
+        self.note_peak(self.nbytes)
+
+    def begin(self) -> None:
+        """Prepare for the first gradient of a reduction."""
+        self._wide.clear()
+
+    def place(self, index: int, entry: ParameterSlice) -> Tensor:
+        """Return the view of a bucket that a parameter's gradient is copied into."""
+        return self.places[entry.spec.name]
+
+    def flat(self, index: int) -> Tensor:
+        """Return the flat gradients of a bucket, of which every gradient was taken."""
+        return self._memory[index][: self.buckets[index].numel]
+
+    def launched(self, index: int, work: Work) -> None:
+        """Record the reduction of a bucket, to which its flat gradients belong from now on.
+
+        Advance the one before, so that the second collective of a chain overlaps backward, too. The
+        first one of a hook between nodes stays in the node, and is over soon.
+        """
+        before = self._works[-1] if self._works else None
+        self._works.append(work)
+        if isinstance(before, ChainedWork):
+            before.advance()
+
+    def wait(self) -> None:
+        """Wait for every reduction."""
+        works, self._works = self._works, []
+        wait_all(works)
+
+    def kept(self, index: int) -> Tensor:
+        """Return the sums or means of a bucket that this rank keeps. A view."""
+        if index in self._wide:
+            return self._wide[index]
+        return self.flat(index)[slice(*self.range(index))]
+
+    def widened(self, index: int, factor: float) -> Tensor:
+        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
+
+        It overwrites `kept` if it fits into the bucket.
+        """
+        memory, kept = self._memory[index], self.kept(index)
+        size = kept.numel() * torch.float32.itemsize
+        if size <= memory.nbytes:
+            wide = memory.view(torch.uint8)[:size].view(torch.float32)
+            kept = kept.clone()
+            self._wide[index] = wide
+        else:
+            wide = torch.empty_like(kept, dtype=torch.float32)
+            self._wide_bytes[index] = size
+            self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
+        pack(kept, factor, wide)
+        return wide
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buckets."""
+        return sum(memory.nbytes for memory in self._memory)
+
+
+class BucketsInTurns(BucketMemory):
+    """Shards of buckets, and a few working tensors in which all buckets take turns.
+
+    A gradient is copied into its bucket's working tensor as it arrives. When the reduction has
+    finished, this rank's shard is added to the kept shard, and another bucket takes the working
+    tensor. Backward waits while every working tensor is in flight. If all are being filled, because
+    a bucket that is next in order lacks a gradient, one more is allocated.
+
+    The sum of one micro-batch keeps its 16-bit dtype; several are summed in fp32.
+    """
+
+    def __init__(self, collectives: Collectives, owner: int) -> None:
+        super().__init__(owner)
+        self._collectives = collectives
+        self._parameters: dict[str, Parameter] = {}
+        self._shards: list[Tensor | None] = []  # kept, by bucket
+        # Working tensors, of dtype uint8.
+        self._filling: dict[int, Tensor] = {}
+        self._in_flight: deque[tuple[int, Tensor, Work]] = deque()
+        self._free: list[Tensor] = []
+        self._sizes: list[int] = []  # as `working_sizes` returns them
+        self._device = torch.device("cpu")  # of all parameters
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate working tensors anew, for all buckets. Collective."""
+        self.buckets.extend(buckets)
+        self._parameters.update(parameters)
+        self._shards.extend(None for _ in buckets)
+        self._free, self.working_bytes = [], 0
+        self._sizes = working_sizes(self.buckets)
+        self._device = next(iter(parameters.values())).device
+        for size in self._sizes:
+            self._add_working(self._collectives.allocate(size, torch.uint8, self._device))
+
+    def begin(self) -> None:
+        """Begin new shards, after the reductions in flight, and free the working tensors."""
+        self.wait()
+        self._shards = [None for _ in self.buckets]
+        self._free.extend(self._filling.values())
+        self._filling.clear()
+
+    def place(self, index: int, entry: ParameterSlice) -> Tensor:
+        """Return the view of a working tensor that a parameter's gradient is copied into."""
+        return view(self.flat(index), entry.start, self._parameters[entry.spec.name])
+
+    def flat(self, index: int) -> Tensor:
+        """Return the bucket's part of the working tensor that it is filled into."""
+        if index not in self._filling:
+            self._filling[index] = self._working_tensor(index)
+        return self._as_bucket(index, self._filling[index])
+
+    def launched(self, index: int, work: Work) -> None:
+        """Record the reduction; wait for older ones if they launch collectives while waited for.
+
+        Those collectives must come at the same place in the order of launches on every rank.
+        """
+        self._in_flight.append((index, self._filling.pop(index), work))
+        while isinstance(work, ChainedWork) and len(self._in_flight) > IN_FLIGHT:
+            self._finish_oldest()
+
+    def wait(self) -> None:
+        """Wait for every reduction."""
+        wait_all([work for _, _, work in self._in_flight])
+        while self._in_flight:
+            self._finish_oldest()
+
+    def kept(self, index: int) -> Tensor:
+        """Return the kept shard of a bucket; zeros if no rank had a micro-batch."""
+        shard = self._shards[index]
+        if shard is None:
+            low, high = self.range(index)
+            shard = torch.zeros(high - low, dtype=self.buckets[index].dtype, device=self._device)
+            self._shards[index] = shard
+        return shard
+
+    def widened(self, index: int, factor: float) -> Tensor:
+        """Return the kept shard in fp32 and times a factor, which replaces a 16-bit one."""
+        shard = self.kept(index)
+        if not is_16_bit(shard.dtype):  # the fp32 sum of several micro-batches
+            rescale([shard], factor)
+            return shard
+        wide = torch.empty_like(shard, dtype=torch.float32)
+        pack(shard, factor, wide)
+        self._keep(index, wide)
+        return wide
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all kept shards."""
+        return sum(shard.nbytes for shard in self._shards if shard is not None)
+
+    def _finish_oldest(self) -> None:
+        index, working, work = self._in_flight.popleft()
+        work.wait()
+        shard = self._as_bucket(index, working)[slice(*self.range(index))]
+        kept = self._shards[index]
+        total = shard.clone() if kept is None else kept.to(sum_dtype(kept.dtype)).add_(shard)
+        self._keep(index, total)
+        self._free.append(working)
+
+    def _keep(self, index: int, shard: Tensor) -> None:
+        self._shards[index] = shard
+        self.note_peak(self.nbytes)
+
+    def _working_tensor(self, index: int) -> Tensor:
+        """Return a free working tensor for a bucket, of undefined content."""
+        usual = self._sizes[0]
+        oversized = self.buckets[index].nbytes > usual
+        while True:
+            for place, working in enumerate(self._free):
+                if (working.nbytes > usual) == oversized:
+                    return self._free.pop(place)
+            if self._in_flight and not isinstance(self._in_flight[0][2], ChainedWork):
+                self._finish_oldest()
+            else:  # not by `allocate`, which is collective: only this rank needs it
+                size = self._sizes[-1] if oversized else usual
+                self._add_working(torch.empty(size, dtype=torch.uint8, device=self._device))
+
+    def _as_bucket(self, index: int, working: Tensor) -> Tensor:
+        bucket = self.buckets[index]
+        return working[: bucket.nbytes].view(bucket.dtype)
+
+    def _add_working(self, working: Tensor) -> None:
+        self._free.append(working)
+        self.working_bytes += working.nbytes
+
+
+def working_sizes(buckets: Sequence[Bucket]) -> list[int]:
+    """Return the bytes of each working tensor of `BucketsInTurns`: equal ones, oversized last.
+
+    Buckets of several dtypes may be filled at a time, so there is one working tensor for each
+    dtype, and one in flight. Buckets more than twice as large as those would need share one of
+    their own.
+    """
+    sizes = sorted((bucket.nbytes for bucket in buckets), reverse=True)
+    count = min(len(sizes), len({bucket.dtype for bucket in buckets}) + IN_FLIGHT)
+    usual = next(size for size in sizes if size <= 2 * sizes[count - 1])
+    oversized = [size for size in sizes if size > usual]
+    return [usual] * min(count, len(sizes) - len(oversized)) + oversized[:1]
