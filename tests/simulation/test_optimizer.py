@@ -1,6 +1,7 @@
 """Sharded optimizers on simulated ranks, against plain torch in one process."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -67,3 +68,26 @@ def test_ranks_train_as_one_process_does_whatever_the_order_of_events(stage, par
             assert_close(model, alone.model, EXACT)
             assert own_norms == pytest.approx(norms, rel=EXACT)
         assert len({model_digest(model) for model, _ in found}) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_that_the_model_drops_after_their_mean_leave_nothing_behind(stage):
+    """Neither their values, which are not finite, nor their samples in the weight of the next."""
+    size, start = 3, net()
+
+    def program(rank):
+        model, (low, high) = copy.deepcopy(start), parts(size)[rank.rank : rank.rank + 2]
+        collectives = rank.collectives.add_stream("the optimizer")
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, collectives, stage=stage, lr=0.1)
+        own = rows(batch(size, 0), low, high)
+        optimizer.backward(loss_of(model, own) * math.inf, weight=100.0 * (rank.rank + 1))
+        model.zero_grad()
+        optimizer.backward(loss_of(model, own), weight=high - low)
+        optimizer.step()
+        optimizer.close()
+        return model
+
+    alone = PlainTraining(start, partial(torch.optim.SGD, lr=0.1))
+    alone.step(loss_of(alone.model, batch(size, 0)))
+    for model in SimulatedRanks([2, 1]).run(program):
+        assert_close(model, alone.model, EXACT)
