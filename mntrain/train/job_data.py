@@ -21,41 +21,28 @@ from mntrain.world import World
 
 
 class StreamPosition:
-    """The position of a job in its stream, behind the last two steps. Local.
+    """The position of a job in its stream behind its last completed step. Local.
 
-    A step may fail after its batch was drawn, so checkpoints hold the position behind the step that
-    `keep_behind` has named.
+    A step may fail after its batch was drawn: checkpoints then hold the position before it.
     """
 
     def __init__(self, shard: ShardedLoader) -> None:
-        self._shard = shard
-        self._kept = self._begin = shard.state_dict()
-        # The position behind each of the last two steps, and the samples of the step: those of this
-        # rank, and all.
-        self._steps: dict[int, tuple[dict[str, Any], tuple[int, int]]] = {}
-
-    def after_draw(self, step: int) -> None:
-        """Note the position behind the batch of a step, which was just drawn."""
-        before = self._steps.get(step - 1, (self._begin, (0, 0)))
-        self._steps = {step - 1: before, step: (self._shard.position, self._shard.sizes)}
-
-    def sizes(self, step: int) -> tuple[int, int]:
-        """Return the samples of this rank in one of the last two steps, and those of all."""
-        return self._steps[step][1]
+        self._shard, self._step, self._kept = shard, 0, shard.state_dict()
 
     def keep_behind(self, step: int) -> tuple[int, int]:
-        """Let the state be that behind one of the last two steps; return its epoch and batches."""
-        self._kept = self._steps[step][0] if step in self._steps else self._begin
+        """Keep the position behind a step, unless it is kept; return its epoch and batches."""
+        if step > self._step:
+            self._step, self._kept = step, self._shard.position
         return self._kept["epoch"], self._kept["batches"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state behind the step that is kept: that of the shard."""
+        """Return the position that is kept, as that of the shard."""
         return dict(self._kept)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
         self._shard.load_state_dict(state)
-        self._begin = self._kept = dict(state)
+        self._kept = dict(state)
 
 
 class JobData:
@@ -70,6 +57,8 @@ class JobData:
         train, valid = task.dataset("train"), task.dataset("valid")
         self._world = world
         self.stream: StreamPosition | None = None
+        self.sizes = 0, 0
+        """Samples of this rank in the step whose batch was drawn last, and of all."""
         self.datasets: dict[str, Any] = {}  # whose samples are compared
         self._valid: dict[str, tuple[Dataset[Any], Sequence[int]]] = {}  # with the samples used
         self._options = sampling.LoaderOptions(
@@ -120,26 +109,25 @@ class JobData:
         """
         steps = range(done, last_step)
         if self.stream:
-            yield from self._batches_of_stream(self.stream, steps)
+            yield from self._batches_of_stream(steps)
             return
         loader = sampling.step_loader(self.datasets["training"], self._plan, self._options, steps)
         division = partial(self.plans.divide, done=done) if self.plans else False
         shard = self._shard(loader, self._plan.seed, train=True, balance=division)
         for step, batch in enumerate(shard, done + 1):
+            self.sizes = shard.sizes
             if isinstance(self.plans, Cadence):
                 self._world.batch_counts = self.batch_counts(step)
-            yield batch if shard.sizes[0] else []
+            yield batch if self.sizes[0] else []
 
-    def _batches_of_stream(
-        self, position: StreamPosition, steps: range
-    ) -> Generator[Sequence[Any]]:
+    def _batches_of_stream(self, steps: range) -> Generator[Sequence[Any]]:
         """Raises ValueError for an epoch without a sample."""
         passes = _endless(self._stream)
         for step in steps:
             with noted(self._options.rank, f"reading the training stream in step {step + 1}"):
                 batch = next(passes)
-            position.after_draw(step + 1)
-            yield batch if self._stream.sizes[0] else []
+            self.sizes = self._stream.sizes
+            yield batch if self.sizes[0] else []
 
     def steps(self, train: TrainConfig) -> int:
         """Return the number of steps of the run.
@@ -172,6 +160,7 @@ class JobData:
         for step in range(steps):
             parts = [p for r in range(ranks) for p in plan.micro_batches(step, r, ranks, most)]
             dataset = sampling.SeededDataset(train, plan.seed, self._options)
+            self.sizes = (sum(map(len, parts)),) * 2
             chosen = reorder(parts) if reorder else parts
             yield [dataset.__getitems__([(step, sample) for sample in p])[0] for p in chosen]
 
@@ -226,16 +215,6 @@ class JobData:
 
     def _at(self, step: int) -> sampling.SamplingPlan:
         return self._plan.at(step - 1)
-
-    def batch_size(self, step: int) -> int:
-        """Return the number of samples of a step, 1 for the first, over all ranks."""
-        return self.stream.sizes(step)[1] if self.stream else self._at(step).length(step - 1)
-
-    def own_samples(self, step: int) -> int:
-        """Return the number of samples of this rank in a step, 1 for the first."""
-        if self.stream:
-            return self.stream.sizes(step)[0]
-        return self._at(step).share_length(step - 1, self._world.rank, self._world.size)
 
     def batch_counts(self, step: int) -> tuple[int, ...]:
         """Return the number of micro-batches of each rank in a step, 1 for the first.

@@ -103,7 +103,7 @@ class StepAgreement:
             nodes = world.topology.nodes
             self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))
             self.losses.put(self._message, self._ranks)
-            self._message.put("node samples", float(self._job.data.own_samples(step)))
+            self._message.put("node samples", lambda: float(self._job.data.sizes[0]))
             yield
             return
         self._group, self._ranks = world.collectives, ()
@@ -195,7 +195,7 @@ class StepAgreement:
         """
         if not self._alone:
             return self.means.count
-        whole, node = self._job.data.batch_size(step), self._node_samples
+        whole, node = self._job.data.sizes[1], self._node_samples
         return round(self.means.count * whole / node) if node else 0
 
     def after_update(self, step: int) -> None:

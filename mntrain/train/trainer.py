@@ -135,8 +135,7 @@ class Trainer:
         being sent.
         """
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        own_samples = partial(self.job.data.own_samples, step)
-        measured = self.job.balancing.computing(own_samples, timer.times)
+        measured = self.job.balancing.computing(lambda: self.job.data.sizes[0], timer.times)
         with self._agreement.computing(step), measured:
             with timer("data"):
                 micro_batches = next(self.job.batches)
@@ -175,7 +174,7 @@ class Trainer:
             grad_norm=None if update.skipped else update.grad_norm,
             clip_coef=None if update.skipped else update.clip_coef,
             clipped_norm=None if update.skipped else update.clipped_norm,
-            samples=job.data.batch_size(step),
+            samples=job.data.sizes[1],
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
             skipped=update.skipped,

@@ -11,6 +11,7 @@ import torch
 from model_digest import model_digest
 from mpi4py import MPI
 from small_jobs import Signalling, Silent, lines_of, small, steps_taken, summary_of
+from torch.utils.data import IterableDataset
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
@@ -218,3 +219,27 @@ def test_a_metric_that_one_node_begins_to_report_is_of_that_node(folder):
         lines = lines_of(config.run.dir)
         found = [{name for name in line["metrics"] if name.startswith("half")} for line in lines]
         assert found == [set()] * 3 + [{"half of 0"}] * 3
+
+
+class Streaming(Silent):
+    """Trains on a stream of the built-in task's windows."""
+
+    def dataset(self, split):
+        windows = super().dataset(split)
+        return Windows(windows) if split == "train" else windows
+
+
+class Windows(IterableDataset):
+    def __init__(self, windows):
+        self.windows = windows
+
+    def __iter__(self):
+        return (self.windows[n] for n in range(len(self.windows)))
+
+
+def test_nodes_that_exchange_rarely_train_on_a_stream(folder):
+    sync = SyncConfig(mode="local-sgd", every=2, warmup=1)
+    config = replace(small(folder, f"{__name__}:Streaming"), sync=sync)
+    assert fit(config) == (0, 1)
+    if RANK == 0:
+        assert [line["samples"] for line in lines_of(folder / "run")] == [RANKS] * 4

@@ -151,7 +151,7 @@ class _Runs:
         steps, self._batch_size = min(STEPS, job.last_step), given.train.batch_size
         self._stream = bool(job.data.stream)
         if world.size == 1 and not job.data.stream:
-            self._batch_size = job.data.batch_size(1)
+            self._batch_size = min(self._batch_size, job.data.samples)
             reorder = _shuffle(order) if order else partial(_divide, micro) if divide else None
             job.batches = job.data.batches_of_ranks(parts, steps, reorder)
         with job.directory, closing(job.batches):
