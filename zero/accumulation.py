@@ -278,7 +278,7 @@ class Accumulation:
             )
         self.weight.state(weight, multiplier)
         self._weigh_if_needed()
-        if begins and not self._shard.sharded:
+        if begins and self._slots.filled and not self._shard.sharded:
             self._gradients.collect()
             self._gradients.separate()
 
