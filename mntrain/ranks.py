@@ -89,11 +89,10 @@ class Ranks:
 
     Made on all ranks together. Starts MPI if necessary; `comm` (default: all ranks) is duplicated
     and stays the caller's. `options` are those of `WorldConfig`, equal on all ranks but for the
-    device. Raises
-    AgreedError on all ranks for an argument that any of them cannot accept or a check that fails,
-    with everything freed; also if MPI cannot start, or the launcher started more ranks than MPI
-    sees. Any other exception leaves an ExceptionWatch installed, which ends the job if nobody
-    catches the exception. After a world was abandoned, fewer ranks can make another one.
+    device. Raises AgreedError on all ranks for an argument that any of them cannot accept or a
+    check that fails, with everything freed; also if MPI cannot start, or the launcher started more
+    ranks than MPI sees. Any other exception leaves an ExceptionWatch installed, which ends the job
+    if nobody catches the exception. After a world was abandoned, fewer ranks can make another one.
 
     Attributes, all local facts:
         rank, size: of this rank, and of the world.

@@ -666,9 +666,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def predicted_memory(self, stage: int | None = None) -> Memory:
         """Return the bytes that `memory` says after a step of one micro-batch. Local.
 
-        From the layout alone.
-        At this optimizer's stage, or another. What a hook and a sync schedule keep is not predicted
-        and counts 0. Raises what the torch optimizer raises on tensors without memory.
+        From the layout alone, at this optimizer's stage or another. What a hook and a sync schedule
+        keep is not predicted and counts 0. Raises what the torch optimizer raises on tensors
+        without memory.
         """
         return predict(
             self._shard.buckets,

@@ -55,8 +55,8 @@ def predict(
     be on the meta device; only their shapes, strides and dtypes count. `make` makes the torch
     optimizer of groups. The rank owns `slot` of so many `shards` of each of the buckets.
     `chained` says that a communication hook's works are `ChainedWork`. What a hook and a sync
-    schedule keep is not predicted. Raises what the torch optimizer
-    raises on tensors without memory; on the device "cpu", tensors have memory, and are zeros.
+    schedule keep is not predicted. Raises what the torch optimizer raises on tensors without
+    memory; on the device "cpu", tensors have memory, and are zeros.
     """
     named_groups = list(groups)
     made = {

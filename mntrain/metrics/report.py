@@ -1,4 +1,4 @@
-"""What a person is shown of a run.
+"""The display of a run for a person.
 
 Only the master reports. A terminal gets a few lines that are redrawn in place, and a log gets a
 line now and then.

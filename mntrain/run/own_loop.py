@@ -38,8 +38,8 @@ class OwnLoop:
     """The run directories and requests to stop of one world. Made by all ranks.
 
     `optimizers` are those of the world, which may add to them, and `shards` have counted the
-    samples. Checkpoints and metrics of one run
-    share its directory: a line of metrics is written before the checkpoint of its step.
+    samples. Checkpoints and metrics of one run share its directory: a line of metrics is written
+    before the checkpoint of its step.
     """
 
     def __init__(

@@ -103,9 +103,9 @@ class JobData:
     def batches(self, done: int, last_step: int) -> Generator[Sequence[Any]]:
         """Yield this rank's micro-batches of each step after `done`, to `last_step`.
 
-        They are none if the rank has no sample. Who takes no more closes it, which ends the
-        workers. Collective, by step, for streams of which each reader has its own. With a cadence,
-        `world.batch_counts` is that of the step.
+        They are none if the rank has no sample. Close it to end the workers. Collective, by step,
+        for streams of which each reader has its own. With a cadence, `world.batch_counts` is that
+        of the step.
         """
         steps = range(done, last_step)
         if self.stream:

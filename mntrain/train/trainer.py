@@ -128,7 +128,7 @@ class Trainer:
     def train_step(self, step: int) -> StepRecord:
         """Take one step, 1 for the first, and return its record. Collective.
 
-        Of the node, between two exchanges (`mntrain.sync`). Raises
+        Between two exchanges (`mntrain.sync`), the ranks of a node take it together. Raises
         TrainingStoppedError or NonFiniteGradientError; an exception before the update is raised
         when the run is saved as it was before the step. Between the update and the next forward,
         only checks and evaluations communicate: all else would wait behind the parameters that are

@@ -132,9 +132,9 @@ class Exchange(EveryStep):
     wider: the same ones on ranks with the same slot in their node. All ranks get the same answers
     from `group`, `exchange_due` and `after_update`.
 
-    `means` sends what is exchanged between nodes. With `weighted`, a node
-    counts in a mean in proportion to the weights of its steps since the last exchange, such as its
-    samples; else all nodes count the same.
+    `means` sends what is exchanged between nodes. With `weighted`, a node counts in a mean in
+    proportion to the weights of its steps since the last exchange, such as its samples; else all
+    nodes count the same.
 
     With an `outer` optimizer, nodes keep the parameters after the last exchange, with the same bits
     on all of them. A `code` encodes outer gradients together with `RESIDUAL` times what it has
@@ -171,7 +171,7 @@ class Exchange(EveryStep):
         self._world, self._means, self._warmup = world, means, warmup
         self.every, self.weighted, self.max_staleness = every, weighted, max_staleness
         self.message = StepMessage()
-        """What all ranks send together next, in an exchange: others may put numbers into it."""
+        """The message of the next exchange, into which others may put numbers."""
         self._outer, self._code = outer, code
         self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
         self.weight = 0.0
