@@ -105,7 +105,7 @@ class LocalSaver(Saver):
 
     def _make_folder(self, save: Save) -> None:
         self._remove(self._whole)  # the last one, if its copies are not complete
-        save.folder.mkdir(0o700, parents=True, exist_ok=True)  # by each rank of the node
+        self._folders.make(save.folder)  # by each rank of the node
         self._present.append(save.path)
 
     def _remove(self, kept: Path | None) -> None:

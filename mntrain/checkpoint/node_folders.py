@@ -79,6 +79,11 @@ class NodeFolders:
             if (step := step_of(path)) is not None and self.attempts.valid(path.parent.name, step)
         }
 
+    def make(self, path: Path) -> None:
+        """Make the folder of a step on this node, for this user alone, unless it is there."""
+        for folder in (self.root, self.own, path.parent, path):
+            folder.mkdir(0o700, exist_ok=True)
+
     def paths(self) -> list[Path]:
         """Return the folders of all steps on this node, valid or not."""
         return [
@@ -315,7 +320,7 @@ class _Sending:
         folders, folder = self._folders, self._folders.own / self._name
         with self._world.agreement():
             if folders.leader:
-                folder.mkdir(0o700, parents=True, exist_ok=True)
+                folders.make(folder)
                 for file, places in manifest.checksums.items():
                     opened = os.open(folder / file, _OPEN | os.O_RDWR | os.O_CREAT, 0o600)
                     try:
