@@ -18,11 +18,14 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR
+from typing import Any
+
+from mntrain.checks.finding import Finding, passed
 
 ATTEMPTS_FILE = ".attempts.json"
 NODE = "node-"  # the beginning of the name of a node's folder
@@ -119,6 +122,44 @@ def free_bytes(folder: Path) -> int:
     """Return the bytes that a user may still write in a folder. Raises OSError."""
     about = os.statvfs(folder)
     return about.f_bavail * about.f_frsize
+
+
+def examine(
+    gather: Callable[[Any], list[Any]], rank: int, folder: Path, hosts: Sequence[str]
+) -> Finding:
+    """Check that DIR can be used on all hosts, and has about as much room on each. Collective.
+
+    `hosts` is by rank. A folder that was not there is removed again.
+    """
+    first, problem, room, made = hosts.index(hosts[rank]) == rank, "", 0, False
+    if first:
+        made = not os.path.lexists(folder)
+        try:
+            prepare(folder)
+            room = free_bytes(folder)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    gathered: list[tuple[str, int, bool]] = gather((problem, room, first))
+    if first and made:
+        with suppress(OSError):
+            folder.rmdir()
+    found = {hosts[r]: one[:2] for r, one in enumerate(gathered) if one[2]}
+    if wrong := {host: text for host, (text, _) in found.items() if text}:
+        text = next(iter(wrong.values()))
+        return Finding("fail", f"{', '.join(wrong)}: {text}", "")
+    rooms = {host: nbytes for host, (_, nbytes) in found.items()}
+    least = min(rooms, key=rooms.__getitem__)
+    text = f"{folder} has room for {rooms[least] / 1e9:.3g} GB or more on each host"
+    if rooms[least] < max(rooms.values()) / 2:
+        most = max(rooms.values()) / 1e9
+        return Finding(
+            "warn",
+            f"{folder} has room for {rooms[least] / 1e9:.3g} GB on {least}, and for {most:.3g} GB "
+            "on another host",
+            "remove what is left there of other jobs, or make it as large everywhere; `plan` says "
+            "what a job needs",
+        )
+    return passed(text)
 
 
 def clear(folder: Path, run_dir: Path) -> None:

@@ -12,6 +12,7 @@ from mntrain.checks import local_folder
 from mntrain.checks.local_folder import (
     ATTEMPTS_FILE,
     Attempts,
+    examine,
     new_attempts,
     prepare,
     read_attempts,
@@ -92,3 +93,19 @@ def test_the_attempts_are_those_of_the_file():
     attempts = Attempts("a", (("x", 0), ("y", 4)))
     assert [attempts.valid("x", step) for step in (0, 1, 4, 5)] == [False, True, True, False]
     assert [attempts.valid("y", step) for step in (4, 5, 900)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("there", "status", "text"),
+    [
+        (("", 10**15, True), "warn", " on one, and for 1e+06 GB on another host"),
+        (("", 0, True), "warn", "room for 0 GB on two, and for "),
+        (("is no folder", 0, True), "fail", "two: is no folder"),
+    ],
+)
+def test_the_doctor_finds_a_host_without_a_folder_or_room(tmp_path, there, status, text):
+    """The gather is of two hosts, of which the other one has `there`."""
+    found = examine(lambda own: [own, there], 0, tmp_path / "new", ["one", "two"])
+    assert (found.status, text in found.text) == (status, True), found
+    assert not (tmp_path / "new").exists()
+    assert examine(lambda own: [own], 0, tmp_path / "new", ["one"]).status == "pass"
