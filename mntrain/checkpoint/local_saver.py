@@ -55,7 +55,11 @@ class LocalSaver(Saver):
         return self._copies.partner
 
     def keep_only(self, path: Path | None) -> None:
-        """Remove what this node has of the run, but for a whole step that was restored. Local."""
+        """Remove what this node has of the run, but for a whole step that was restored. Local.
+
+        Ends a save in progress.
+        """
+        self._stop_saving()
         self._whole, self._present = path, [path] if path else []
         if self._folders.leader:
             for step in self._folders.paths():
@@ -86,15 +90,18 @@ class LocalSaver(Saver):
     def close(self, *, removes: bool) -> None:
         """End, and remove what this node has of the run, if wanted. Local."""
         self._copies.close()
-        if (save := self._pending) is not None:
-            with suppress(Exception):
-                save.written.result(EXIT_S)
-            self._end(save)
+        self._stop_saving()
         if removes and self._folders.leader:
             for folder in (self._folders.own, *self._folders.left):
                 shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 self._folders.root.rmdir()  # unless another virtual node is in it
+
+    def _stop_saving(self) -> None:
+        if (save := self._pending) is not None:
+            with suppress(Exception):  # its thread holds tensors until then
+                save.written.result(EXIT_S)
+            self._end(save)
 
     def _new(self, progress: Manifest, start: float, token: str) -> Save:
         path = self._folders.own / self.attempt / checkpoint_name(progress.step)

@@ -20,7 +20,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ class PartnerCopies:
             return ""
         try:
             return self._send(step, sizes, ranges, seconds)
-        except (OSError, EOFError, AuthenticationError) as error:
+        except Exception as error:  # also what the library asserts of a peer
             return f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
@@ -151,12 +150,16 @@ class PartnerCopies:
                 time.sleep(0.1)
                 continue
             self._places.acquire()
-            threading.Thread(
-                target=self._receive, args=(own,), name="mntrain copy", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._receive, args=(own,), name="mntrain copy", daemon=True
+                ).start()
+            except RuntimeError:  # a limit of threads
+                self._places.release()
+                own.close()
 
     def _receive(self, own: socket.socket) -> None:
-        with own, suppress(OSError, EOFError, AuthenticationError, ValueError, KeyError, TypeError):
+        with own, suppress(Exception):  # whatever a stranger sends
             try:
                 _limit(own, _GREETING_S)
                 connection = _connection(own)

@@ -178,6 +178,8 @@ class RunDirectory:
         """Close the directory of a refused job, and remove it if this job has made it. Local."""
         self.close()
         with suppress(OSError):
+            if self._made:
+                (self.path / ATTEMPTS_FILE).unlink(missing_ok=True)
             for made in self._made:
                 made.rmdir()  # unless another run is in it
 

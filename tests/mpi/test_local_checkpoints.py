@@ -4,8 +4,11 @@ import copy
 import errno
 import os
 import shutil
+import socket
 from contextlib import contextmanager
 from itertools import chain, combinations
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 
 import pytest
 import torch
@@ -280,6 +283,11 @@ def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, cap
             run.train(6)
         errors = [line for line in capfd.readouterr().err.splitlines() if "No space left" in line]
         assert len(errors) == (COMM.rank == 0)
+        address = run.checkpoints._local._saver._copies._address
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(bytes(99))
+        with pytest.raises(AuthenticationError):
+            Client(address, authkey=b"guessed")
         with monkeypatch.context() as patch:
             if COMM.rank == 1:
                 patch.setattr(PartnerCopies, "_send", full)
