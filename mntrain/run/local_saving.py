@@ -226,15 +226,22 @@ def open_local(world: Ranks, directory: RunDirectory, folder: Path | None) -> No
 
 
 def restored_from(found: FoundCheckpoint | None, last_step: int) -> str:
-    """Return what is told of a restart: what was used, and how many steps are lost. Pure."""
+    """Return what is told of a restart: what was used, and how many steps are lost. Pure.
+
+    `last_step` is that in metrics.jsonl.
+    """
     step = found.manifest.step if found else 0
     source = "nothing: no step is whole in the nodes' memory, and the run has no checkpoint"
     if found:
         source = f"the run's checkpoint of step {step}: no newer step is whole in the nodes' memory"
         if found.from_nodes:
             source = f"step {step} in the nodes' memory, {found.from_nodes}"
-    lost = max(0, last_step - step)
-    return f"restored {source}; {lost} step{'s' * (lost != 1)} to be taken again"
+    lost = last_step - step
+    again = "the steps after it are taken again"  # of a run without metrics, nobody knows how many
+    if lost >= 0:
+        again = f"{lost} step{'s' * (lost != 1)} of metrics.jsonl after it"
+        again += f" {'is' if lost == 1 else 'are'} taken again"
+    return f"restored {source}; {again}"
 
 
 def _own_bytes(world: Ranks, saver: LocalSaver) -> int:

@@ -238,11 +238,11 @@ def test_slices_of_other_runs_and_of_an_abandoned_timeline_are_not_taken(folder)
         assert run.done == 2
         run.train(3)  # no step in the nodes' memory
     once(bring_back)
-    with running(folder, run="other") as run:
-        assert run.done == 0
     with running(folder, killed=True) as run:
         assert run.done == 2
         run.train(4)
+    with running(folder, run="other") as run:
+        assert run.done == 0
     with running(folder) as run:
         assert run.done == 4
 

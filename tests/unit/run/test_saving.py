@@ -1,9 +1,13 @@
 """Intervals between saves."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.options.config import CheckpointConfig
-from mntrain.run.local_saving import LocalInterval
+from mntrain.run.local_saving import LocalInterval, restored_from
 from mntrain.run.saving import SaveInterval
 
 
@@ -109,3 +113,17 @@ def test_an_interval_in_memory_in_steps_sends_copies_in_half_of_it(clock):
 def test_invalid_values_of_checkpoint_local_every(every):
     with pytest.raises(ValueError, match="must be a number of steps, or auto"):
         CheckpointConfig(local_every=every)
+
+
+def test_a_restart_tells_what_it_used_and_how_many_steps_are_taken_again():
+    found = FoundCheckpoint(Path(), Manifest(6, {}, 0, 0, None), {}, "of 2 ranks")
+    assert restored_from(found, 8) == (
+        "restored step 6 in the nodes' memory, of 2 ranks; 2 steps of metrics.jsonl after it are "
+        "taken again"
+    )
+    # A loop without metrics does not know.
+    assert restored_from(found, 0).endswith("; the steps after it are taken again")
+    shared = restored_from(replace(found, from_nodes=""), 7)
+    assert shared.startswith("restored the run's checkpoint of step 6: no newer step is whole")
+    assert shared.endswith("; 1 step of metrics.jsonl after it is taken again")
+    assert restored_from(None, 3).startswith("restored nothing: no step is whole")
