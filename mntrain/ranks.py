@@ -101,6 +101,7 @@ class Ranks:
         cross_rank, cross_size: within the cross group, the ranks with this local rank.
         device: the torch device of this rank.
         topology: the node of every rank.
+        hosts: a key of every rank's host.
         places: the host, device and threads of every rank, by rank.
         collectives: a `zero.Collectives` over all ranks.
         kernels: sums on the device (`mntrain.device_kernels.DeviceKernels`).
@@ -149,12 +150,12 @@ class Ranks:
         """Check the options on all ranks, and group the ranks by node."""
         comm, rank = self._comm, self.rank
         before = time.time()
-        self._hosts = comm.node_keys()  # a key of each rank's host, by rank
+        self.hosts = comm.node_keys()
         self._met = before, time.time()  # around a collective, by this host's clock
         mpi.unlink_segments(comm.size)
         with errors.agreement(comm.gather, rank):
             self.settings: WorldConfig = construct(WorldConfig, options, {n: n for n in options})
-            self.topology = Topology.from_hosts(self._hosts, self.settings.ranks_per_node)
+            self.topology = Topology.from_hosts(self.hosts, self.settings.ranks_per_node)
         shared = {name: value for name, value in asdict(self.settings).items() if name != "device"}
         compare(comm, shared)
         group, cross = self.topology.node_group(rank), self.topology.cross_group(rank)
@@ -171,7 +172,7 @@ class Ranks:
             visible = devices.visible_gpus(self.settings.device)
         visible_gpus = gather(visible)
         with errors.agreement(gather, self.rank):
-            indices = devices.assign(self._hosts, visible_gpus)
+            indices = devices.assign(self.hosts, visible_gpus)
         self._gpus = [  # identifier of each rank's GPU, by rank; empty for a CPU
             "" if index is None else names[index]
             for index, names in zip(indices, visible_gpus, strict=True)
@@ -188,7 +189,7 @@ class Ranks:
         """
         local = collect(
             host=self._watch.host,
-            host_key=self._hosts[self.rank],
+            host_key=self.hosts[self.rank],
             gpu=self._gpus[self.rank],
             library=self.library.build,
             size=mpi.job_size(),
@@ -210,8 +211,8 @@ class Ranks:
         if rank in MONITORS and rank < comm.size - 1:
             others = {
                 host: found
-                for host, found in zip(self._hosts, interfaces, strict=True)
-                if host != self._hosts[rank]
+                for host, found in zip(self.hosts, interfaces, strict=True)
+                if host != self.hosts[rank]
             }
             towards = address_towards(others.values())
         with errors.agreement(comm.gather, rank):

@@ -251,6 +251,8 @@ class World(Ranks):
         optimizer: ZeroOptimizer,
         every: int | str = "auto",
         keep: int = 3,
+        local: str | Path | None = None,
+        local_every: int | str = "auto",
         **objects: Stateful,
     ) -> Checkpoints:
         """Return the checkpoints of an own loop's run: its `restore` and `save`. Collective.
@@ -258,11 +260,25 @@ class World(Ranks):
         The format is that of `python -m mntrain`, whatever the number of ranks and the stage.
         `every` is a number of steps, minutes such as "10min", "auto" (the interval that loses least
         time), or 0 (only `save(step, now=True)`); the newest `keep` checkpoints are kept. `objects`
-        are saved too: scheduler=, data=, or any other with a small state_dict. Raises AgreedError
-        for a wrong argument, and if another job uses the directory.
+        are saved too: scheduler=, data=, or any other with a small state_dict.
+
+        `local` is a folder on each node, in its memory (/dev/shm/NAME) or on a disk of its own.
+        Every `local_every` steps, or as often as costs at most 1 % of the time ("auto"), ranks save
+        their parts there, with a copy on another node: `restore` takes the newest step that is
+        whole. Such checkpoints are removed when the world is closed without an error.
+
+        Raises AgreedError for a wrong argument, if another job uses the directory, and if `local`
+        cannot be used on a node.
         """
         return self._own_loop.checkpoints(
-            run_dir, model, optimizer, every=every, keep=keep, objects=objects
+            run_dir,
+            model,
+            optimizer,
+            every=every,
+            keep=keep,
+            local=local,
+            local_every=local_every,
+            objects=objects,
         )
 
     def metrics(
@@ -383,14 +399,18 @@ class World(Ranks):
         a script may have caught it and gone on.
         """
         if self._open:
-            self._report_at_end()
+            self._end_in_order()
             self._close()
             if self._engine.error is not None:
                 raise self._engine.error
 
-    def _report_at_end(self) -> None:
-        if self.settings.report and self._engine.error is None and not self._engine.abandoned:
+    def _end_in_order(self) -> None:
+        if self._engine.error is not None or self._engine.abandoned:
+            return
+        if self.settings.report:
             self.report()
+        self._own_loop.flush()
+        self._own_loop.end_local()
 
     def _close(self) -> None:
         self.recorder.begin_phase("close")
@@ -450,7 +470,7 @@ class World(Ranks):
                 self._watch.end_job(first)
             self._watch.end_run(first)
         if first is None:
-            self._report_at_end()
+            self._end_in_order()
         elif not isinstance(first, SystemExit):
             self.recorder.error_raised(first)
         self._close()

@@ -24,6 +24,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -314,6 +315,17 @@ class Manifest:
             raise ValueError(f"the optimizer's options cannot be saved: {error}") from error
         whole = {"format": FORMAT, "checksum": zlib.crc32(content.encode()), "content": content}
         return json.dumps(whole, indent=1) + "\n"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the number of steps that the name of a checkpoint's folder tells; None of others."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match[1]) if match else None
 
 
 def row_major(order: Sequence[int]) -> bool:

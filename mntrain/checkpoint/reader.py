@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shutil
 import time
 import zlib
@@ -28,9 +27,11 @@ from mntrain.checkpoint.format import (
     REPLICAS,
     ChecksummedRange,
     Manifest,
+    checkpoint_name,
     open_tensors,
     read_manifest,
     replica_name,
+    step_of,
 )
 from mntrain.checkpoint.model_state import (
     copies_in,
@@ -38,6 +39,7 @@ from mntrain.checkpoint.model_state import (
     parameters_in,
     why_not_taken,
 )
+from mntrain.checkpoint.node_folders import NodeFolders, WholeStep, make_whole, newest_steps
 from mntrain.checkpoint.objects import (
     HOOK,
     Stateful,
@@ -61,11 +63,6 @@ RETRY_AFTER_S = (0.5, 2.0)  # a read error, such as ESTALE, at a resume
 DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def checkpoint_name(step: int) -> str:
-    """Return the folder name of the checkpoint after `step` steps."""
-    return f"step-{step:08d}"
-
-
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoint folders of a run, complete or not, by step, the newest first.
 
@@ -74,11 +71,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     folder, names = run_dir / "checkpoints", list[str]()
     with suppress(*ABSENT):
         names = os.listdir(folder)  # Path.glob would hide an error: a run that seems to have none
-    steps = {
-        folder / name: int(match[1])
-        for name in names
-        if (match := re.fullmatch(r"step-(\d+)", name))
-    }
+    steps = {path: step for name in names if (step := step_of(path := folder / name)) is not None}
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
@@ -88,7 +81,7 @@ def set_aside(run_dir: Path, step: int) -> None:
     They are damaged, or of steps that will be repeated, and would otherwise be the newest.
     """
     for path in list_checkpoints(run_dir):
-        if int(path.name.removeprefix("step-")) > step:
+        if (step_of(path) or 0) > step:
             aside = path.with_name(f"{path.name}.aside")
             if aside.exists():
                 shutil.rmtree(aside)
@@ -199,13 +192,17 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest
     skipped: Mapping[Path, str]  # damaged checkpoints, with the reason
+    # Of a step from the nodes' memory, whose path is that on this rank's node: where it came from.
+    from_nodes: str = ""
 
 
-def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
+def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> FoundCheckpoint | None:
     """Return the newest undamaged checkpoint of a run, or verify one given by its path. Collective.
 
-    Returns None for a run without checkpoints. Raises AgreedError if all of them are damaged, and
-    if a rank cannot read one that it comes to, or rank 0 cannot list them: they may be sound.
+    Of a run, also one that is whole over the nodes' memory, if it is newer than those in its
+    directory; then each node has all of it. Returns None for a run without checkpoints. Raises
+    AgreedError if all those in its directory are damaged, and if a rank cannot read one that it
+    comes to, or rank 0 cannot list them: they may be sound.
     """
     paths: list[Path] = []
     with world.agreement():
@@ -213,7 +210,19 @@ def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
             paths = _tried_again(where, lambda: _checkpoints_at(where))
     paths = world.gather(paths)[0]
     skipped: dict[Path, str] = {}
-    for path in paths:
+    steps = newest_steps(world, local) if local else []
+    for path in [*paths, None]:
+        while local and steps and (path is None or steps[0][0] > (step_of(path) or 0)):
+            step, attempt = steps.pop(0)
+            made = make_whole(world, local, step, attempt)
+            if isinstance(made, WholeStep):
+                others = f"of {world.topology}, which were sent {made.sent / 1e6:.1f} MB of it"
+                return FoundCheckpoint(made.path, made.manifest, skipped, others)
+            if made:
+                name = checkpoint_name(step)
+                skipped[local.own / attempt / name] = f"in the nodes' memory, {made}"
+        if path is None:
+            break
         with world.agreement():
             content = _read_all(path, world.rank, world.size)
         damages = world.gather(content if isinstance(content, str) else None)
@@ -221,7 +230,7 @@ def newest(world: Ranks, where: Path) -> FoundCheckpoint | None:
             return FoundCheckpoint(path, content, skipped)
         skipped[path] = combined_refusals(damages)
     if not paths:
-        return None
+        return None  # whatever the nodes had
     reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped.items())
     raise AgreedError(f"no checkpoint in {where} is sound: {reasons}", world.rank)
 

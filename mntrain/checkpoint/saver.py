@@ -52,6 +52,7 @@ from mntrain.checkpoint.format import (
     Manifest,
     ParameterState,
     Shapes,
+    checkpoint_name,
     part_name,
     replica_name,
     row_major,
@@ -69,7 +70,6 @@ from mntrain.checkpoint.objects import (
     other_tensor,
 )
 from mntrain.checkpoint.reader import (
-    checkpoint_name,
     compare,
     is_shared,
     list_checkpoints,
@@ -88,7 +88,7 @@ Checksums = dict[str, list[ChecksummedRange]]  # of what was written, by file
 T = TypeVar("T")
 
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_EXIT_S = 30.0  # for a checkpoint that all ranks have written, at the end of the script
+EXIT_S = 30.0  # for a checkpoint that all ranks have written, at the end of the script
 _LOOK_S = 0.1  # between two looks for a new folder
 _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 
@@ -121,17 +121,28 @@ class Save:
     by_rank: list[Checksums] = field(default_factory=list)  # what all have written
     published: Future[None] | None = None  # by the master; on others: all have written
     process: int = field(default_factory=os.getpid)
+    mode: int = 0o666  # of new files, less what the umask takes
+    made_here: bool = False  # this rank has made the folder
+    told: bool = True  # the end of the script waits for it, and the user is told if it comes before
+
+    def described(self) -> Manifest:
+        """Return the manifest with the checksums of what all ranks have written."""
+        checksums = {
+            name: sorted(part for written in self.by_rank for part in written[name])
+            for name in FILES
+        }
+        return replace(self.manifest, checksums=checksums)
 
     def end(self, *, warns: bool) -> None:
         """Let the threads end with the script; say if the checkpoint will then not be complete."""
         if os.getpid() != self.process:
             return
         with suppress(Exception):  # it took too long, or failed
-            self.written.result(_EXIT_S)
-            if self.published is not None:
-                self.published.result(_EXIT_S)
+            self.written.result(EXIT_S)
+            if self.published is not None and self.told:
+                self.published.result(EXIT_S)
                 return
-        if warns:
+        if warns and self.told:
             print(
                 f"mntrain: warning: {self.path} was not saved, since the script has ended before "
                 "it was complete: close the world at the end, as `with mntrain.init() as world:` "
@@ -267,16 +278,16 @@ class Saver:
                 if not save.by_rank:
                     save.by_rank = self._world.gather(own)
                     if self._reads_back:
-                        save.written = _in_thread(partial(_read_back, save, self._world))
+                        save.written = in_thread(partial(_read_back, save, self._world))
                         return None
                 self._reads_back = False
-                save.published = _in_thread(partial(self._publish, save))
+                save.published = in_thread(partial(self._publish, save))
                 return None
             with self._world.agreement():
                 save.published.result()
         except AgreedError as error:
             self._end(save)
-            if self._world.master:
+            if save.made_here:
                 shutil.rmtree(save.folder, ignore_errors=True)
             raise AgreedError(f"{save.path} was not saved: {error}", self._world.rank) from error
         self._end(save)
@@ -291,8 +302,7 @@ class Saver:
     def _begin(self, progress: Manifest, *, in_background: bool) -> None:
         assert self._pending is None, "a save is in progress: call finish first"
         world, start, token = self._world, time.perf_counter(), secrets.token_hex(4)
-        path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        save = Save(path, path.with_name(f".{path.name}.{token}"), progress, start)
+        save = self._new(progress, start, token)
         ranges: Iterable[TensorRange]
         self._check_model()
         shapes: Shapes = world.gather(self._shapes() if world.master else {})[0]
@@ -307,11 +317,8 @@ class Saver:
                     self.objects,
                     of_model=shapes,
                 )
-                if world.master:  # before the others, which have to open files in it
-                    self._expect_own()
-                    # Not the run directory: where that was removed, nobody would find another one.
-                    save.folder.parent.mkdir(exist_ok=True)
-                    save.folder.mkdir()
+                if save.made_here:  # before the others, which have to open files in it
+                    self._make_folder(save)
                 if in_background:  # training continues while they are written
                     ranges = self._buffer.copy(ranges)
                 elif world.device.type == "cuda":  # which may still be computing them
@@ -320,10 +327,26 @@ class Saver:
             save.written.set_exception(AgreedError(str(error), world.rank))
         else:
             outlines = world.gather(outline)
-            save.folder = path.with_name(f".{path.name}.{outlines[0].token}")
-            save.written = _in_thread(partial(_write, save, world, outlines, shapes, ranges))
+            save.folder = self._temporary(save.path, outlines[0].token)
+            save.written = in_thread(partial(_write, save, world, outlines, shapes, ranges))
         self._pending = save
         atexit.register(save.end, warns=world.master)
+
+    def _new(self, progress: Manifest, start: float, token: str) -> Save:
+        """Return a save that begins. `token` is this rank's."""
+        path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
+        folder = self._temporary(path, token)
+        return Save(path, folder, progress, start, made_here=self._world.master)
+
+    def _temporary(self, path: Path, token: str) -> Path:
+        """Return the folder of a checkpoint while it is written. `token` is rank 0's."""
+        return path.with_name(f".{path.name}.{token}")
+
+    def _make_folder(self, save: Save) -> None:
+        self._expect_own()
+        # Not the run directory: where that was removed, nobody would find another one.
+        save.folder.parent.mkdir(exist_ok=True)
+        save.folder.mkdir()
 
     def _shapes(self) -> Shapes:
         """Return the shapes of the model's entries, parameters first."""
@@ -340,11 +363,7 @@ class Saver:
         wrote_s = save.seconds = time.perf_counter() - save.start
         if not self._world.master:
             return
-        checksums = {
-            name: sorted(part for written in save.by_rank for part in written[name])
-            for name in FILES
-        }
-        _make_valid(save, replace(save.manifest, wrote_s=wrote_s, checksums=checksums))
+        _make_valid(save, replace(save.described(), wrote_s=wrote_s))
         save.seconds = time.perf_counter() - save.start
         remove_old(self._run_dir, self._keep, save.manifest.scored_by)
 
@@ -452,7 +471,7 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 # In the writing thread.
 
 
-def _in_thread(function: Callable[[], T]) -> Future[T]:
+def in_thread(function: Callable[[], T]) -> Future[T]:
     """Run a function in a thread, which keeps no process from its end.
 
     Where the system gives no more threads, it has run when this returns. When the future is done,
@@ -500,7 +519,8 @@ def _write(
     written: Checksums = {name: [] for name in layouts}
     with ExitStack() as stack:
         for name, layout in layouts.items():
-            files[name] = file = _open(save.folder / name, made_here=world.master)
+            path = save.folder / name
+            files[name] = file = _open(path, made_here=save.made_here, mode=save.mode)
             stack.callback(os.close, file)
             # No posix_fallocate: where the file system lacks it, glibc writes zeros over the parts
             # of ranks that are ahead. Every node sets the length, which clients may not ask for
@@ -557,7 +577,7 @@ def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dic
     }
 
 
-def _open(path: Path, *, made_here: bool) -> int:
+def _open(path: Path, *, made_here: bool, mode: int = 0o666) -> int:
     """Open a file in the new folder, which other ranks see late on some network file systems.
 
     Raises OSError: at once if this rank has made the folder, and it was removed or moved since, and
@@ -566,7 +586,7 @@ def _open(path: Path, *, made_here: bool) -> int:
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:
-            return os.open(path, _NEW_FILE, 0o666)
+            return os.open(path, _NEW_FILE, mode)
         except FileNotFoundError as error:
             if made_here:
                 raise FileNotFoundError(f"{path.parents[1]} was removed or moved") from error

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mntrain.alike import rank_facts
-from mntrain.checks import storage
+from mntrain.checks import local_folder, storage
 from mntrain.checks.finding import Finding, passed, worst
 from mntrain.comm import mpi
 from mntrain.comm.links import LinkSpeed, best_of, measure
@@ -68,6 +68,9 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
         "clocks": rank_facts.clocks(exact),
         **storage.examine(comm.gather, comm.rank, folder, hosts),
     }
+    if (local := options.checkpoint.local) is not None:
+        found = local_folder.examine(comm.gather, comm.rank, local, hosts)
+        findings["local checkpoints"] = found
     measured = partial(measure, comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
     expected = (options.expect, mb_per_s(options.expect)) if options.expect else None
     links = measured()

@@ -49,6 +49,17 @@ class DoctorRunOptions:
 
 
 @dataclass(frozen=True, config=STRICT)
+class DoctorCheckpointOptions:
+    """Checkpoints in the nodes' memory."""
+
+    local: OptionalPath = Field(
+        default=None,
+        description="folder on each node for --checkpoint.local of a job, which is checked. none: "
+        "there is to be none.",
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
 class DoctorOptions:
     """The report. The same on all ranks."""
 
@@ -65,6 +76,7 @@ class DoctorOptions:
         "start from a slow file system. It gives up earlier if a node does not answer.",
     )
     run: DoctorRunOptions = Field(default=DoctorRunOptions())
+    checkpoint: DoctorCheckpointOptions = Field(default=DoctorCheckpointOptions())
 
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> DoctorOptions:

@@ -18,6 +18,7 @@ from mntrain.options.huggingface import HuggingFaceConfig
 from mntrain.options.types import (
     STRICT,
     Interval,
+    LocalInterval,
     NamedPaths,
     Names,
     OptionalPath,
@@ -424,6 +425,17 @@ class CheckpointConfig:
     )
     mtbf_hours: float = Field(
         default=24.0, gt=0, description="mean hours between failures of such a job, for auto."
+    )
+    local: OptionalPath = Field(
+        default=None,
+        description="folder on each node, in its memory (/dev/shm/NAME) or on a disk of its own, "
+        "for checkpoints that are saved more often: of a node what its ranks have, and a copy on "
+        "another node. A restart takes the newest step that is whole. none: no such checkpoints.",
+    )
+    local_every: LocalInterval = Field(
+        default="auto",
+        description="steps between those checkpoints, or auto: as often as costs at most 1 % of "
+        "the time.",
     )
 
 

@@ -39,6 +39,13 @@ def _parse_interval(value: Any) -> Any:
     return text
 
 
+def _parse_local_interval(value: Any) -> Any:
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or not re.fullmatch(r"auto|0*[1-9]\d*", text):
+        raise ValueError("must be a number of steps, or auto")
+    return text
+
+
 def _check_ports(value: str) -> str:
     first, dash, last = value.partition("-")
     numbers = dash and first.isdecimal() and last.isdecimal()
@@ -122,6 +129,7 @@ def _parse_named_paths(value: Any) -> Any:
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
 Interval = Annotated[str, BeforeValidator(_parse_interval)]
+LocalInterval = Annotated[str, BeforeValidator(_parse_local_interval)]
 PortRange = Annotated[str, AfterValidator(_check_ports)]  # "41000-41100"
 StepRange = Annotated[str, AfterValidator(_check_steps)]  # "20:22"
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none

@@ -12,6 +12,7 @@ RUN/timeline.json.gz a trace of some steps, with --log.timeline
 RUN/summary.json     written last
 RUN/report.html      a page about the run, made from the other files, with --log.report
 RUN/hf/              the tokenizer and more, for `ckpt export --hf`
+RUN/.attempts.json  what the run consists of, with --checkpoint.local: mntrain.checks.local_folder
 RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 """
 
@@ -29,6 +30,7 @@ from types import MappingProxyType
 from typing import Self
 
 from mntrain.checkpoint import list_checkpoints, set_aside
+from mntrain.checks.local_folder import ATTEMPTS_FILE, Attempts, new_attempts, read_attempts
 from mntrain.checks.storage import write_and_look
 from mntrain.errors import combined_refusals
 from mntrain.metrics.copies import MLFLOW_ID_FILE, WANDB_ID_FILE
@@ -110,6 +112,22 @@ class RunDirectory:
                     "by all ranks: give a run directory on a file system that all nodes share"
                 )
 
+    def attempts(self) -> Attempts:
+        """Return what the run consists of, from now on in a file. Collective.
+
+        Raises AgreedError if that cannot be written.
+        """
+        found: Attempts | None = None
+        with self._world.agreement(), _writing(self.path):
+            if self._world.master:
+                found = read_attempts(self.path)
+                if found is None:
+                    found = new_attempts()
+                    write_whole(self.path / ATTEMPTS_FILE, found.text().encode())
+        found = self._world.gather(found)[0]
+        assert found is not None
+        return found
+
     def rewind(
         self,
         step: int,
@@ -160,6 +178,8 @@ class RunDirectory:
         """Close the directory of a refused job, and remove it if this job has made it. Local."""
         self.close()
         with suppress(OSError):
+            if self._made:
+                (self.path / ATTEMPTS_FILE).unlink(missing_ok=True)
             for made in self._made:
                 made.rmdir()  # unless another run is in it
 
@@ -186,6 +206,8 @@ def _expect_folder(path: Path) -> None:
 
 def rewind(run_dir: Path, step: int) -> None:
     """Remove what earlier jobs have left of the steps after `step`, which are taken again."""
+    if attempts := read_attempts(run_dir):
+        write_whole(run_dir / ATTEMPTS_FILE, attempts.begun(step).text().encode())
     for made_last in (SUMMARY_FILE, REPORT_FILE):
         (run_dir / made_last).unlink(missing_ok=True)
     if not step:

@@ -15,6 +15,7 @@ from torch import nn
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
 from mntrain.checkpoint import Saver
+from mntrain.checkpoint.local_saver import LocalSaver
 from mntrain.checkpoint.objects import Stateful
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
@@ -27,6 +28,7 @@ from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
+from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, open_local
 from mntrain.run.means import DelayedSums
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
@@ -61,10 +63,13 @@ class OwnLoop:
         *,
         every: int | str,
         keep: int,
+        local: str | Path | None,
+        local_every: int | str,
         objects: Mapping[str, Stateful],
     ) -> Checkpoints:
         """Make the checkpoints of a run. Collective. See `World.checkpoints`."""
         world, options = self._world, {"every": str(every), "keep": keep}
+        options |= {"local": local and str(local), "local_every": str(local_every)}
         given = {**options, "the saved objects": sorted(objects)}
         compare(world, given, "give the same on all ranks")
         with world.agreement():
@@ -84,6 +89,10 @@ class OwnLoop:
         interval = SaveInterval(checked.every)
         sums = self._sums("checkpoints")
         made = Checkpoints(world, directory, saver, interval, reports, sums=sums)
+        if folders := open_local(world, directory, checked.local):
+            local_saver = LocalSaver(world, model, optimizer, folders, objects=objects)
+            every_local = LocalInterval(checked.local_every)
+            made.add_local(LocalCheckpoints(world, local_saver, folders, every_local, reports.warn))
         self._checkpoints[directory] = made
         return made
 
@@ -176,8 +185,15 @@ class OwnLoop:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
+    def end_local(self) -> None:
+        """Remove what runs have in the nodes' memory, at an end without an error. Local."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.end_local(removes=True)
+
     def close(self) -> None:
         """Restore the handlers of signals, and release the run directories. Local."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.end_local(removes=False)
         if self._stop is not None:
             self._stop.__exit__()
         for log in self._logs.values():

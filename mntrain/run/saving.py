@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,14 +11,17 @@ from mntrain import checkpoint
 from mntrain.alike.compared_task import changed_data
 from mntrain.alike.values import compare
 from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
+from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.objects import Stateful
-from mntrain.checkpoint.reader import checkpoint_name
 from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
+from mntrain.run.local_saving import LocalCheckpoints, restored_from
 from mntrain.run.means import DelayedSums
+from zero.step_message import Value
 
+_FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
 RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
 
 
@@ -134,6 +137,12 @@ class Checkpoints:
         self._restored = 0
         self._resumed: FoundCheckpoint | None = None
         self._data: dict[str, Any] = {}  # what is compared of it in a resumed run
+        self._local: LocalCheckpoints | None = None
+        self._local_summary: dict[str, Any] = {}  # once they have ended
+
+    def add_local(self, local: LocalCheckpoints) -> None:
+        """Save in the nodes' memory, too. Local, before the run is restored."""
+        self._local = local
 
     # For every loop.
 
@@ -152,15 +161,19 @@ class Checkpoints:
         if self._step is None:  # what was added to the model meanwhile is there when it is restored
             with self._world.agreement():
                 self._saver.check()
-        found = checkpoint.newest(self._world, self._directory.path)
+        folders = self._local.folders if self._local else None
+        found = checkpoint.newest(self._world, self._directory.path, folders)
         self._data = {"samples": self._digests()}
         if found:
             self._warn_of_differences(found)
             self.load(found, self._saver.objects)
         step = found.manifest.step if found else 0
+        if self._local and (found or self._directory.last_step):
+            self._world.print(restored_from(found, self._directory.last_step))
         self._directory.rewind(step)
         if found:
             checkpoint.restore_randomness(found, self._world)
+        self.begin_local(found)
         self._step = self._restored = step
         return step
 
@@ -177,8 +190,12 @@ class Checkpoints:
             self._save(step, now=now, eval_loss=eval_loss)
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written. Raises AgreedError if it failed."""
+        """Wait for the checkpoint that is being written. Raises AgreedError if it failed.
+
+        Those in the nodes' memory are removed.
+        """
         self.wait(warns=False)
+        self.end_local(removes=True)
 
     def wait(self, *, warns: bool = True) -> None:
         """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
@@ -192,8 +209,20 @@ class Checkpoints:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if raised_by_all(error):
             self.wait(warns=error is not None)
+            self.end_local(removes=error is None)
 
     # For a loop that makes manifests: that of a job.
+
+    def begin_local(self, found: FoundCheckpoint | None) -> None:
+        """Begin to save in the nodes' memory, after the run's directory was rewound. Collective."""
+        if self._local:
+            self._local.restored(found, self._directory.attempts().last)
+
+    def end_local(self, *, removes: bool) -> None:
+        """Save no more in the nodes' memory, and remove what is there if wanted. Local."""
+        if self._local:
+            self._local.end(removes=removes)
+            self._local_summary, self._local = self._local.summary(), None
 
     def load(
         self,
@@ -210,9 +239,10 @@ class Checkpoints:
 
     def save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""
-        due = ready = 0.0
+        local, flags = self._local, dict.fromkeys(_FLAGS, 0.0)
         for found in self._sums.take():
-            due, ready = found.sums["save due"], found.sums["save ready"]
+            flags = {**flags, **found.sums}
+        due, ready = flags["save due"] > 0, flags["save ready"]
         self._step = progress.step
         if self._may_save:
             self._saver.check_state()
@@ -221,7 +251,8 @@ class Checkpoints:
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
         due = due or self._interval.due_after(progress.step)
-        if due or (improved and self._interval.wanted):
+        begins = due or (improved and self._interval.wanted)
+        if begins:
             self._reports.before_save()
             start = time.perf_counter()
             self.wait()
@@ -230,8 +261,15 @@ class Checkpoints:
             end = time.perf_counter()
             self._interval.saved(end - copy_start)
             self._waited_s += end - start
-        if (self._interval.by_clock or self._saver.saving) and not self._sums.waiting:
-            self._sums.start({"save due": self._save_due, "save ready": self._saver.ready})
+        if local:
+            known = replace(progress, wrote_s=self.longest_s)
+            before = None if begins else self._reports.before_save
+            if local.after_step(known, flags, begins=before):
+                self._sums.drop()
+        asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
+        if asks and not self._sums.waiting:
+            own: dict[str, Value] = {"save due": self._save_due, "save ready": self._saver.ready}
+            self._sums.start({**own, **(local.flags() if local else {})})
 
     def _save_due(self) -> bool:
         """Return whether the master's clock says that a save is due."""
@@ -256,10 +294,11 @@ class Checkpoints:
         """Return the entries of summary.json about checkpoints. Local."""
         counts = {"saved": self._saved, "failed": self._failed}
         seconds = {"waited_s": self._waited_s, "longest_s": self.longest_s}
+        local = self._local.summary() if self._local else self._local_summary
         return {
             "resumed_from": str(self._resumed.path) if self._resumed else None,
             "checkpoint": str(self._last) if self._last else None,
-            "checkpoints": counts | seconds,
+            "checkpoints": counts | seconds | ({"local": local} if local else {}),
         }
 
     def _improves(self, progress: Manifest) -> bool:

@@ -9,6 +9,7 @@ from mntrain import checkpoint, tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Manifest, Saver, Stateful
+from mntrain.checkpoint.local_saver import LocalSaver
 from mntrain.data.balancing import Balancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
@@ -19,6 +20,7 @@ from mntrain.metrics.report import Reporter
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.run.directory import RunDirectory
+from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, open_local
 from mntrain.run.means import DelayedSums
 from mntrain.run.record import RunRecord
 from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
@@ -63,7 +65,10 @@ class TrainingJob:
             if world.master:
                 expect_installed(config.log)
         self.config = config
-        self.resumed = resumed = resumption.find_checkpoint(world, config, self.run_dir)
+        self.folders = open_local(world, self.directory, config.checkpoint.local)
+        found = resumption.find_checkpoint(world, config, self.run_dir, self.folders)
+        self.resumed = resumed = found
+        self.last_step_before = self.directory.last_step  # of the run's metrics
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         self.precision = PRECISIONS[config.train.precision]
         with world.agreement():
@@ -130,9 +135,12 @@ class TrainingJob:
             options = to_toml(resumption.with_absolute_paths(config)).encode()
             files = {CONFIG_FILE: options, **self.task.run_files()}
         found = self.resumed
-        continued = found is not None and self.run_dir.resolve() in found.path.resolve().parents
+        continued = found is not None and (
+            bool(found.from_nodes) or self.run_dir.resolve() in found.path.resolve().parents
+        )
         step = found.manifest.step if found and continued else 0
         self.directory.rewind(step, saves=self.saves, files=files)
+        self.checkpoints.begin_local(found)
 
     def _make_model(self, world: World, config: Config) -> None:
         """Make the model, and choose what trains it and how nodes exchange. Collective."""
@@ -208,6 +216,7 @@ class TrainingJob:
         interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
         # True if this job leaves a checkpoint at its end in any case.
         self.saves = interval.wanted or run.stop_after is not None or run.max_minutes is not None
+        self.saves = self.saves or self.folders is not None
         reporter = self.reporter
         self.checkpoints = Checkpoints(
             world,
@@ -227,6 +236,12 @@ class TrainingJob:
             scored_by=self.best.text,
             may_save=self.saves,
         )
+        if self.folders:
+            saver = LocalSaver(world, self.model, self.optimizer, self.folders, objects=objects)
+            every = LocalInterval(config.checkpoint.local_every)
+            self.checkpoints.add_local(
+                LocalCheckpoints(world, saver, self.folders, every, reporter.warn)
+            )
         if self.resumed:
             known = {**objects}  # `objects` are those that are saved
             if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then

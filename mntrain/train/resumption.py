@@ -8,6 +8,7 @@ from typing import Any
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint
+from mntrain.checkpoint.node_folders import NodeFolders
 from mntrain.errors import AgreedError
 from mntrain.options.config import Config, flag_of
 from mntrain.options.types import as_mapping
@@ -39,16 +40,21 @@ _CHANGEABLE = {
 _UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
 
 
-def find_checkpoint(world: World, config: Config, run_dir: Path) -> FoundCheckpoint | None:
+def find_checkpoint(
+    world: World, config: Config, run_dir: Path, local: NodeFolders | None = None
+) -> FoundCheckpoint | None:
     """Return the checkpoint that this job resumes from, if any. Collective.
 
-    Raises AgreedError if the one that was asked for does not exist.
+    With `auto`, it may be one from the nodes' memory. Raises AgreedError if the one that was asked
+    for does not exist.
     """
     resume = config.run.resume
     if resume == "never":
         return None
-    found = checkpoint.newest(world, run_dir if resume == "auto" else Path(resume))
-    if found is None and resume != "auto":
+    if resume == "auto":
+        return checkpoint.newest(world, run_dir, local)
+    found = checkpoint.newest(world, Path(resume))
+    if found is None:
         raise AgreedError(
             f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of a "
             "checkpoint or of a run that has some",

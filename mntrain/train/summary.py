@@ -18,6 +18,7 @@ from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
 from mntrain.rank_info import Place
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
+from mntrain.run.local_saving import restored_from
 from mntrain.train.compiling import uncompiled
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
@@ -162,6 +163,8 @@ def _describe_balance(job: TrainingJob) -> None:
 
 def _describe_resumption(job: TrainingJob) -> None:
     reporter, resumed = job.reporter, job.resumed
+    if job.folders and (resumed or job.last_step_before):
+        reporter.note(restored_from(resumed, job.last_step_before))
     if resumed is None:
         return
     for path, reason in resumed.skipped.items():

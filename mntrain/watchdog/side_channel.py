@@ -345,7 +345,7 @@ def listen(address: str, ports: Sequence[int] = (0,)) -> socket.socket:
                 raise
     raise ValueError(
         f"no port of --comm.port-range {ports[0]}-{ports[-1]} is free at {address}: give a larger "
-        "range; a job takes up to two ports of it on a host"
+        "range; a job takes up to two ports of it on a host, and one more with local checkpoints"
     )
 
 

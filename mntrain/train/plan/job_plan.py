@@ -44,6 +44,7 @@ class PlannedJob:
     untrained: int  # frozen parameters, and buffers
     activations: int | None  # estimated; None if unknown
     sent: SentBytes | None  # None with a sync schedule
+    checkpoint: int  # of all ranks: parameters, buffers and the optimizer's state
 
     @property
     def total(self) -> int:
@@ -102,6 +103,7 @@ class JobPlan:
             self._untrained(dtypes.parameters),
             self._activations(precision, micro),
             None if exchanges else self._sent(plan, stage, topology, times),
+            self._checkpoint(dtypes.parameters),
         )
 
     # The model and its optimizer.
@@ -140,6 +142,10 @@ class JobPlan:
         trained = by_name(groups)
         frozen = [p for name, p in model.named_parameters() if name not in trained]
         return sum(t.numel() * t.element_size() for t in [*frozen, *model.buffers()])
+
+    def _checkpoint(self, dtype: torch.dtype | None) -> int:
+        whole = self._memory(dtype, 0, 1, 0)
+        return whole.parameters + self._untrained(dtype) + whole.master + whole.state
 
     def _buckets(self, dtype: torch.dtype | None, shards: int) -> tuple[Bucket, ...]:
         groups, make = self._optimizer(dtype)

@@ -40,6 +40,9 @@ def run(words: Sequence[str]) -> int:
             console.print(_table(precision, jobs))
             if options.memory is not None:
                 console.print(_fit_text(smallest(jobs, options.memory), options.memory))
+            if options.checkpoint.local is not None:
+                for text in dict.fromkeys(map(local_text, jobs)):
+                    console.print(text, soft_wrap=True)
             console.print()
     except (ValueError, ImportError, OSError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
@@ -85,6 +88,21 @@ def _table(precision: str, jobs: Sequence["PlannedJob"]) -> Table:
 
 def _size(nbytes: float | None) -> str:
     return "?" if nbytes is None else decimal(round(nbytes)) if nbytes else "0"
+
+
+def local_text(job: "PlannedJob") -> str:
+    """Return what checkpoints in the nodes' memory take: see `mntrain.checkpoint.local_saver`."""
+    whole, nodes = job.checkpoint, len(job.topology.nodes)
+    of_node = round(whole * max(map(len, job.topology.nodes)) / job.topology.size)
+    kept, sent = "two steps", ""
+    if nodes > 1:
+        kept = "two steps, and two of its partner's"
+        sent = f"a save sends {decimal(whole)} between nodes; "
+    return (
+        f"--checkpoint.local on {job.topology}: a node keeps up to "
+        f"{decimal((4 if nodes > 1 else 2) * of_node)} there ({kept}), and {decimal(of_node)} as a "
+        f"snapshot; {sent}a restarted node has {decimal(whole)} there until it has saved again"
+    )
 
 
 def _fit_text(job: "PlannedJob | None", memory: int) -> str:

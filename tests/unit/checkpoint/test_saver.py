@@ -6,7 +6,8 @@ import time
 import pytest
 
 from mntrain.checkpoint import saver
-from mntrain.checkpoint.reader import checkpoint_name, list_checkpoints
+from mntrain.checkpoint.format import checkpoint_name
+from mntrain.checkpoint.reader import list_checkpoints
 from mntrain.checkpoint.saver import remove_old
 
 

@@ -1,8 +1,13 @@
 """Intervals between saves."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.options.config import CheckpointConfig
+from mntrain.run.local_saving import LocalInterval, restored_from
 from mntrain.run.saving import SaveInterval
 
 
@@ -57,3 +62,68 @@ def test_a_save_that_failed_is_tried_again_in_a_minute(clock, every):
     interval.saved(cost_s=10.0)
     assert not interval.due_now()
     assert interval.by_clock == (every != "500")
+
+
+def test_saves_in_memory_cost_one_percent_of_the_time(clock):
+    """A step takes 1 s; a save blocks for 0.05 s, and 3 steps during it take 0.1 s longer each."""
+    interval = LocalInterval("auto")
+
+    def step(seconds, *, saving=False, blocked_s=0.0):
+        clock[0] += seconds
+        interval.step_taken(disturbed=saving)
+        clock[0] += blocked_s
+        interval.leaves(blocked_s)
+
+    step(7.0)  # before the first call
+    for number in range(5):
+        assert not interval.due_now()
+        step(1.0 if number else 1.1)
+    assert interval.due_now()
+    for copy_s in (0.05 / 0.01 / 2, 17.5, 17.5):  # what is known of the first one is less
+        began = clock[0]
+        interval.begins()
+        interval.leaves(0.05)
+        assert interval.copy_s == pytest.approx(copy_s)
+        for _ in range(3):
+            step(1.1, saving=True)
+        interval.ended()
+        while not interval.due_now():
+            step(1.0)
+        assert clock[0] - began == pytest.approx((0.05 + 3 * 0.1) / 0.01, abs=1.5)
+
+
+def test_an_interval_in_memory_in_steps_sends_copies_in_half_of_it(clock):
+    interval = LocalInterval("10")
+    assert [step for step in range(1, 31) if interval.due_after(step)] == [10, 20, 30]
+    assert not interval.by_clock
+    assert not interval.due_now()
+    for _ in range(5):
+        interval.leaves(0.0)
+        clock[0] += 2.0
+        interval.step_taken(disturbed=False)
+    assert interval.copy_s == pytest.approx(10.0)
+    for _ in range(99):
+        interval.leaves(0.0)
+        clock[0] += 20.0
+        interval.step_taken(disturbed=False)
+    assert interval.copy_s == 30.0
+
+
+@pytest.mark.parametrize("every", ["0", "10min", "-1", "", "soon"])
+def test_invalid_values_of_checkpoint_local_every(every):
+    with pytest.raises(ValueError, match="must be a number of steps, or auto"):
+        CheckpointConfig(local_every=every)
+
+
+def test_a_restart_tells_what_it_used_and_how_many_steps_are_taken_again():
+    found = FoundCheckpoint(Path(), Manifest(6, {}, 0, 0, None), {}, "of 2 ranks")
+    assert restored_from(found, 8) == (
+        "restored step 6 in the nodes' memory, of 2 ranks; 2 steps of metrics.jsonl after it are "
+        "taken again"
+    )
+    # A loop without metrics does not know.
+    assert restored_from(found, 0).endswith("; the steps after it are taken again")
+    shared = restored_from(replace(found, from_nodes=""), 7)
+    assert shared.startswith("restored the run's checkpoint of step 6: no newer step is whole")
+    assert shared.endswith("; 1 step of metrics.jsonl after it is taken again")
+    assert restored_from(None, 3).startswith("restored nothing: no step is whole")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from rich.filesize import decimal
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset, TensorDataset
@@ -14,7 +15,7 @@ from mntrain.options.config import Config
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.tasks.transformer import Transformer
 from mntrain.train.compiling import PRECISIONS, recompute_regions
-from mntrain.train.plan import activations, plan_options
+from mntrain.train.plan import activations, plan_command, plan_options
 from mntrain.train.plan.job_plan import JobPlan, smallest
 
 
@@ -159,7 +160,7 @@ def test_frozen_parameters_and_buffers_are_in_the_total(precision):
 @pytest.mark.thorough
 def test_the_command_prints_tables_and_starts_no_mpi():
     words = ["--task", "test_plan_command:Tokens", "--precisions", "bf16-pure", "--ranks", "1", "2"]
-    words += ["--memory", "40G", "--ranks-per-node", "1"]
+    words += ["--memory", "40G", "--ranks-per-node", "1", "--checkpoint.local", "/dev/shm/a"]
     program = (
         "import sys; from mntrain.__main__ import main; code = main(sys.argv[1:]); "
         "assert 'mpi4py' not in sys.modules; sys.exit(code)"
@@ -176,6 +177,26 @@ def test_the_command_prints_tables_and_starts_no_mpi():
     assert (
         "the smallest that fits into 40 GiB (42.9 GB): 1 rank on 1 node of 1, with" in done.stdout
     )
+    local = [line for line in done.stdout.splitlines() if line.startswith("--checkpoint.local on")]
+    assert [line.split()[2:6] for line in local] == [
+        ["1", "rank", "on", "1"],
+        ["2", "ranks", "on", "2"],
+    ]
+
+
+def test_a_plan_of_checkpoints_in_the_nodes_memory_has_their_bytes():
+    """A weight and two numbers of Adam's for each parameter, and the buffers."""
+    words = ["--task", f"{__name__}:Tokens", "--ranks", "4", "--ranks-per-node", "2"]
+    jobs, _ = jobs_of(*words)
+    model = Tokens(Config()).model()
+    parameters, buffers = (
+        sum(t.numel() * 4 for t in tensors) for tensors in (model.parameters(), model.buffers())
+    )
+    for job in jobs:
+        assert job.checkpoint == pytest.approx(3 * parameters + buffers, rel=0.01)
+        text = plan_command.local_text(job)
+        assert f"a node keeps up to {decimal(2 * job.checkpoint)} there (two steps, and" in text
+        assert f"a save sends {decimal(job.checkpoint)} between nodes" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,138 @@
+"""Saving a run in the memory of its nodes, as often as that costs little: the same files, in parts.
+
+DIR/<run>/node-0/<attempt>/step-00000050/     what the ranks of this node write, in its place
+                           ... /manifest.json when all ranks have written theirs
+
+Then a copy of it goes to the partner's node (`partner_copies`). The step before, with its copies,
+is kept until those of this one are complete, on all ranks. `node_folders` finds what is left.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
+from mntrain.checkpoint.node_folders import NodeFolders, write_manifest
+from mntrain.checkpoint.objects import Stateful
+from mntrain.checkpoint.partner_copies import PartnerCopies
+from mntrain.checkpoint.saver import EXIT_S, Save, Saver, in_thread
+from mntrain.ranks import Ranks
+from zero.optimizer import ZeroOptimizer
+
+
+class LocalSaver(Saver):
+    """Saves a run into the folders of its nodes. Created by all ranks.
+
+    `attempt` names what this start of the run trains; it is set before the first `begin`, and
+    `copy_s`, the seconds in which a copy is to be made, before the end of a save.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        folders: NodeFolders,
+        *,
+        objects: Mapping[str, Stateful],
+    ) -> None:
+        super().__init__(world, model, optimizer, folders.own, 1, objects=objects)
+        self._reads_back, self._folders = False, folders
+        self._copies = PartnerCopies(world, folders)
+        self.attempt, self.copy_s = "", 0.0
+        self._whole: Path | None = None  # the newest step whose copies are complete
+        self._present: list[Path] = []  # steps of this node, this start's and that it began with
+        self._problem = ""  # of this rank's last copy
+
+    @property
+    def partner(self) -> int | None:
+        """The node to which copies of this one go; None on all ranks if it is the only one."""
+        return self._copies.partner
+
+    def keep_only(self, path: Path | None) -> None:
+        """Remove what this node has of the run, but for a whole step that was restored. Local.
+
+        Ends a save in progress.
+        """
+        self._stop_saving()
+        self._whole, self._present = path, [path] if path else []
+        if self._folders.leader:
+            for step in self._folders.paths():
+                if step != path:
+                    shutil.rmtree(step, ignore_errors=True)
+                    with suppress(OSError):
+                        step.parent.rmdir()  # of the attempt
+
+    def ready(self) -> int:
+        """Return the number of ranks known on this rank to be ready for `advance`. Local."""
+        save = self._pending
+        return int(save is not None and (save.published or save.written).done())
+
+    def advance(self) -> Save | None:
+        """As `Saver.advance`. The last phase ends when copies do, or fail: see `copy_problem`."""
+        saved = super().advance()
+        if saved is not None:
+            problems = self._world.gather(self._problem)
+            self.copy_problem = next(filter(None, problems), "")
+            if not self.copy_problem:
+                self._whole = saved.path
+                self._remove(self._whole)
+        return saved
+
+    copy_problem = ""
+    """Why the copies of the last save are not complete. Equal on all ranks."""
+
+    def close(self, *, removes: bool) -> None:
+        """End, and remove what this node has of the run, if wanted. Local."""
+        self._copies.close()
+        self._stop_saving()
+        if removes and self._folders.leader:
+            for folder in (self._folders.own, *self._folders.left):
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                self._folders.root.rmdir()  # unless another virtual node is in it
+
+    def _stop_saving(self) -> None:
+        if (save := self._pending) is not None:
+            with suppress(Exception):  # its thread holds tensors until then
+                save.written.result(EXIT_S)
+            self._end(save)
+
+    def _new(self, progress: Manifest, start: float, token: str) -> Save:
+        path = self._folders.own / self.attempt / checkpoint_name(progress.step)
+        return Save(path, path, progress, start, mode=0o600, made_here=True, told=False)
+
+    def _temporary(self, path: Path, token: str) -> Path:
+        return path  # without a manifest until all have written
+
+    def _make_folder(self, save: Save) -> None:
+        self._remove(self._whole)  # the last one, if its copies are not complete
+        self._folders.make(save.folder)  # by each rank of the node
+        self._present.append(save.path)
+
+    def _remove(self, kept: Path | None) -> None:
+        """Remove all present steps but one, in a thread."""
+        removed = [path for path in self._present if path != kept]
+        self._present = [path for path in self._present if path == kept]
+        if self._folders.leader and removed:
+            in_thread(partial(_remove, removed))
+
+    def _publish(self, save: Save) -> None:
+        """Write the manifest, and send this rank's copy. In a thread."""
+        manifest = save.described()
+        if self._folders.leader:
+            write_manifest(save.path, manifest)
+        sizes = {name: sum(part.length for part in manifest.checksums[name]) for name in FILES}
+        step, own = save.path.relative_to(self._folders.own), save.by_rank[self._world.rank]
+        self._problem = self._copies.send(step, sizes, own, self.copy_s)
+        save.seconds = time.perf_counter() - save.start
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

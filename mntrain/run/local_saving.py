@@ -1,0 +1,270 @@
+"""Checkpoints in the nodes' memory: when they are due, and what of them is told."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mntrain.checkpoint import FoundCheckpoint, Manifest
+from mntrain.checkpoint.local_saver import LocalSaver
+from mntrain.checkpoint.node_folders import NodeFolders, open_folders
+from mntrain.checks.local_folder import free_bytes
+from mntrain.errors import AgreedError
+from mntrain.ranks import Ranks
+from mntrain.run.directory import RunDirectory
+
+SHARE = 0.01  # of the time of training, that `auto` may cost
+_FIRST_AFTER = 5  # undisturbed steps, whose time is known then
+_STEPS = 64  # of which the time is kept
+_COPY_S = 30.0  # most seconds in which a copy is to be sent
+
+
+class LocalInterval:
+    """The interval between saves in the nodes' memory: a number of steps, or "auto".
+
+    The time of a step is that from the end of one call of `Checkpoints.save` to the next.
+    """
+
+    def __init__(self, every: str) -> None:
+        self._steps = 0 if every == "auto" else int(every)
+        self._quiet: deque[float] = deque(maxlen=_STEPS)  # seconds of undisturbed steps
+        self._disturbed: list[float] = []  # of those during the present save
+        self._left: float | None = None  # when the last step's call ended
+        self._began, self._seconds, self._blocked_s = -float("inf"), 0.0, 0.0
+
+    @property
+    def by_clock(self) -> bool:
+        """True if the clock decides. The same on all ranks."""
+        return not self._steps
+
+    def step_taken(self, *, disturbed: bool) -> None:
+        """Note that a step was taken. Local."""
+        if self._left is not None:
+            (self._disturbed if disturbed else self._quiet).append(time.monotonic() - self._left)
+
+    def leaves(self, blocked_s: float) -> None:
+        """Note that the next step begins, after so many seconds for a save. Local."""
+        self._left = time.monotonic()
+        self._blocked_s += blocked_s
+
+    def due_after(self, step: int) -> bool:
+        """Return True if a save is due after this step. The same on all ranks."""
+        return self._steps > 0 and step % self._steps == 0
+
+    def due_now(self) -> bool:
+        """Return True if it is time to save, on the clock of this process."""
+        known = len(self._quiet) >= _FIRST_AFTER
+        return self.by_clock and known and time.monotonic() - self._began >= self._seconds
+
+    def begins(self) -> None:
+        """Note that a save begins. Local."""
+        self._began, self._blocked_s = time.monotonic(), 0.0
+        self._disturbed.clear()
+
+    def ended(self) -> None:
+        """Note that it has ended, which shows what it cost. Local."""
+        cost = self._blocked_s
+        if self._quiet and self._disturbed:
+            longer = median(self._disturbed) - median(self._quiet)
+            cost += max(0.0, longer) * len(self._disturbed)
+        seconds = cost / SHARE
+        self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds in which a copy is to be sent: half of those to the next save, at most 30."""
+        step_s = median(self._quiet) if self._quiet else 0.0
+        until_next = max(self._seconds, self._blocked_s / SHARE)
+        return min(_COPY_S, (self._steps * step_s if self._steps else until_next) / 2)
+
+
+class LocalCheckpoints:
+    """The checkpoints of a run in the memory of its nodes, of which the user sees only faults.
+
+    Every rank makes the same decisions. The first save that fails is told by a warning; training
+    goes on, and later ones are tried. None begins while one is not complete with its copies.
+    """
+
+    def __init__(
+        self,
+        world: Ranks,
+        saver: LocalSaver,
+        folders: NodeFolders,
+        interval: LocalInterval,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Check that all can be saved. Collective; raises AgreedError."""
+        self._world, self._saver, self.folders = world, saver, folders
+        self._interval, self._warn = interval, warn
+        self._failed = self._saved = self._skipped = 0
+        self._waited_s = 0.0
+        self._warned = False
+        with world.agreement():
+            saver.check()
+        self._expect_room()
+        if saver.partner is None:
+            warn(
+                "checkpoints in the memory of a single node are lost with it: there is no other "
+                "node for a copy"
+            )
+
+    @property
+    def asks(self) -> bool:
+        """True if `flags` of all ranks are needed. The same on all ranks."""
+        return self._saver.saving or self._interval.by_clock
+
+    def flags(self) -> Mapping[str, Callable[[], float]]:
+        """Return what this rank tells the others: that a save is due, or its part is ready."""
+        return {"local due": self._due, "local ready": self._saver.ready}
+
+    def restored(self, found: FoundCheckpoint | None, attempt: str) -> None:
+        """Begin an attempt with what was restored, and remove all else of the run. Local."""
+        self._saver.attempt = attempt
+        self._saver.keep_only(found.path if found and found.from_nodes else None)
+
+    def after_step(
+        self,
+        progress: Manifest,
+        flags: Mapping[str, float],
+        *,
+        begins: Callable[[], None] | None,
+    ) -> bool:
+        """Advance the save that is being written, or begin one that is due. Collective.
+
+        `flags` are sums over ranks. Without `begins`, which is called before, none begins. Returns
+        whether flags that are on their way are of a phase that has ended.
+        """
+        start, ended = time.perf_counter(), False
+        self._interval.step_taken(disturbed=self._saver.saving)
+        due = flags["local due"] > 0 or self._interval.due_after(progress.step)
+        if self._saver.saving and flags["local ready"] >= self._world.size:
+            self._saver.copy_s = self._interval.copy_s
+            self._advance()
+            ended = True
+        if due and self._saver.saving:
+            self._skipped += self._interval.due_after(progress.step)
+        elif due and begins:
+            begins()
+            self._interval.begins()
+            self._saver.begin(progress)
+            ended = True
+        spent = time.perf_counter() - start
+        self._waited_s += spent
+        self._interval.leaves(spent)
+        return ended
+
+    def end(self, *, removes: bool) -> None:
+        """Save no more, and remove what the node has of the run if wanted. Local."""
+        self._saver.close(removes=removes)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what is told of them in summary.json. Local."""
+        counts = {"saved": self._saved, "failed": self._failed, "skipped": self._skipped}
+        return {**counts, "waited_s": self._waited_s}
+
+    def _due(self) -> bool:
+        return self._world.master and not self._saver.saving and self._interval.due_now()
+
+    def _advance(self) -> None:
+        try:
+            saved = self._saver.advance()
+        except AgreedError as error:
+            self._fail(str(error))
+            self._interval.ended()
+            return
+        if saved is None:
+            return
+        self._interval.ended()
+        if self._saver.copy_problem:
+            self._fail(f"{saved.path.name} has no copy on another node: {self._saver.copy_problem}")
+        else:
+            self._saved += 1
+
+    def _fail(self, reason: str) -> None:
+        self._failed += 1
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"in the nodes' memory, {reason}; training goes on, and only the first such "
+                "failure is told"
+            )
+
+    def _expect_room(self) -> None:
+        """Raise AgreedError if a host has no room for two steps and two copies. Collective."""
+        world, nodes = self._world, self._world.topology.nodes
+        by_rank = world.gather((_own_bytes(world, self._saver), self._saver.partner))
+        of_node = [sum(by_rank[rank][0] for rank in node) for node in nodes]
+        here = [number for number, node in enumerate(nodes) if self._on_this_host(node[0])]
+        copied = [number for number, node in enumerate(nodes) if by_rank[node[0]][1] in here]
+        needed = 2 * sum(of_node[number] for number in [*here, *copied])
+        with world.agreement():
+            folder = self.folders.root.parent
+            room = free_bytes(folder) + _used_bytes(self.folders.root)
+            if room < needed:
+                raise ValueError(
+                    f"the folder for local checkpoints, {folder}, has room for {room / 1e9:.3g} GB "
+                    f"on {world.places[world.rank].host}, and two steps with two copies of "
+                    f"another node's take {needed / 1e9:.3g} GB: make it larger (of /dev/shm, "
+                    "mount -o remount,size=), or give one on a disk"
+                )
+
+    def _on_this_host(self, rank: int) -> bool:
+        return bool(self._world.hosts[rank] == self._world.hosts[self._world.rank])
+
+
+def open_local(world: Ranks, directory: RunDirectory, folder: Path | None) -> NodeFolders | None:
+    """Return the folders of a run within DIR, if there is to be one. Collective.
+
+    Raises AgreedError as `open_folders`.
+    """
+    if folder is None:
+        return None
+    return open_folders(world, folder, directory.path, directory.attempts())
+
+
+def restored_from(found: FoundCheckpoint | None, last_step: int) -> str:
+    """Return what is told of a restart: what was used, and how many steps are lost. Pure.
+
+    `last_step` is that in metrics.jsonl.
+    """
+    step = found.manifest.step if found else 0
+    source = "nothing: no step is whole in the nodes' memory, and the run has no checkpoint"
+    if found:
+        source = f"the run's checkpoint of step {step}: no newer step is whole in the nodes' memory"
+        if found.from_nodes:
+            source = f"step {step} in the nodes' memory, {found.from_nodes}"
+    lost = last_step - step
+    again = "the steps after it are taken again"  # of a run without metrics, nobody knows how many
+    if lost >= 0:
+        again = f"{lost} step{'s' * (lost != 1)} of metrics.jsonl after it"
+        again += f" {'is' if lost == 1 else 'are'} taken again"
+    return f"restored {source}; {again}"
+
+
+def _own_bytes(world: Ranks, saver: LocalSaver) -> int:
+    """Return about as many bytes as this rank saves, by what its optimizer will have. Local."""
+    optimizer = saver.optimizer
+    model = sum(t.numel() * t.element_size() for t in saver.model.state_dict().values())
+    try:
+        memory = optimizer.predicted_memory()
+    except Exception:  # of an optimizer that needs more than tensors without memory
+        memory = optimizer.memory()
+    state = memory.master + memory.state
+    if not optimizer.sharded:
+        state //= world.size
+    return int(model // world.size + state)
+
+
+def _used_bytes(folder: Path) -> int:
+    """Return the bytes that the files in a folder take. Local."""
+    used = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                used += os.stat(Path(path, name)).st_blocks * 512
+            except OSError:
+                continue  # removed meanwhile
+    return used

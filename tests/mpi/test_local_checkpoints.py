@@ -1,0 +1,302 @@
+"""Checkpoints in the nodes' memory: what is restored when nodes are lost. A rank is a node."""
+
+import copy
+import errno
+import os
+import shutil
+import socket
+from contextlib import contextmanager
+from itertools import chain, combinations
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+
+import pytest
+import torch
+from damages import flip
+from mpi4py import MPI
+from states import assert_same_slices, gather_slices
+from torch import nn
+from waiting import until
+from worlds import RANKS, first_ranks, hosts, meet, refusal
+
+import mntrain
+from mntrain import AgreedError
+from mntrain.checkpoint.format import FILE, OPTIMIZER
+from mntrain.checkpoint.local_saver import LocalSaver
+from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs several nodes")]
+
+COMM = MPI.COMM_WORLD
+LAST = 8
+
+
+class Run:
+    """An own loop that saves in the nodes' memory after every second step, and in its directory."""
+
+    def __init__(self, world, folder, stage=0, **options):
+        torch.manual_seed(3)
+        self.world = world
+        self.model = nn.Sequential(nn.Linear(5, 70), nn.Tanh(), nn.Linear(70, 3)).double()
+        options = {"every": 0, "local": folder / "local", "local_every": 2, **options}
+        self.optimizer = world.optimizer(self.model, torch.optim.AdamW, lr=0.05, stage=stage)
+        self.checkpoints = world.checkpoints(
+            folder / options.pop("run", "run"),
+            model=self.model,
+            optimizer=self.optimizer,
+            **options,
+        )
+        self.done = self.checkpoints.restore()
+        self.losses = {}
+
+    def train(self, last):
+        """Train to a step; each save in the nodes' memory is complete before the next step."""
+        for step in range(self.done + 1, last + 1):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+            low, high = (12 * (self.world.rank + i) // self.world.size for i in (0, 1))
+            loss = (self.model(x[low:high]) - x[low:high, :3]).square().mean()
+            self.optimizer.backward(loss, weight=high - low)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses[step] = self.world.mean(loss.item(), weight=high - low)
+            self.checkpoints.save(step)
+            self.complete()
+        self.done = last
+        return self.losses
+
+    def complete(self):
+        local = self.checkpoints._local
+        while local._saver.saving:
+            if sum(self.world.gather(local._saver.ready())) >= self.world.size:
+                local._advance()
+
+    def state(self):
+        return gather_slices(self.optimizer), copy.deepcopy(self.model.state_dict())
+
+
+@contextmanager
+def running(folder, *, comm=COMM, killed=False, **options):
+    """A run on the ranks of comm, which all leave as by a kill; the others wait."""
+    if comm is not None:
+        try:
+            with mntrain.init(comm, device="cpu", ranks_per_node=1) as world:
+                yield Run(world, folder, **options)
+                if killed:
+                    raise AgreedError("killed", world.rank)
+        except AgreedError as error:
+            if str(error) != "killed":
+                raise
+    else:
+        yield None
+    meet()
+
+
+def assert_state(run, state):
+    """Compare a run with what `Run.state` returned, on rank 0 or all."""
+    gathered = gather_slices(run.optimizer)
+    if COMM.rank == 0:
+        assert_same_slices(gathered, state[0])
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, state[1][name])
+
+
+def once(function, *args):
+    """Call a function on rank 0 alone."""
+    meet()
+    if COMM.rank == 0:
+        function(*args)
+    meet()
+
+
+def lose(folder, nodes):
+    for node in nodes:
+        for path in (folder / "local").glob(f"*/node-{node}"):
+            shutil.rmtree(path)
+
+
+def slices_of(folder, node, name=OPTIMIZER):
+    """The files of a node, the newest step's first."""
+    return sorted((folder / "local").glob(f"*/node-{node}/*/step-*/{name}"), reverse=True)
+
+
+def steps_of(folder):
+    """The names of the steps on this rank's node, the newest first."""
+    return [path.parent.name for path in slices_of(folder, COMM.rank)]
+
+
+def subsets(count):
+    return chain.from_iterable(combinations(range(count), n) for n in range(1, count + 1))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(0, marks=pytest.mark.thorough),
+        1,
+        pytest.param(2, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_nodes_that_are_left_hold_is_whole_if_no_partners_were_lost(folder, stage, capfd):
+    """Each subset of lost nodes; the run then has the losses of one that nobody has disturbed."""
+    with running(folder / "whole", stage=stage) as run:
+        losses = run.train(LAST)
+    assert not list((folder / "whole" / "local").iterdir())  # after a clean end
+    place, kept = folder / "lossy", folder / "kept"
+    with running(place, stage=stage, killed=True) as run:
+        run.train(3)
+        run.checkpoints.save(3, now=True)
+        run.train(6)
+        state = run.state()
+        run.train(7)
+    once(os.rename, place, kept)
+    partners = partner_nodes([""] * RANKS)
+    for lost in subsets(RANKS):
+        once(shutil.copytree, kept, place)
+        once(lose, place, lost)
+        capfd.readouterr()
+        whole = not any(partners[node] in lost for node in lost)
+        with running(place, stage=stage, killed=True) as run:
+            assert run.done == (6 if whole else 3), lost
+            if whole:
+                assert_state(run, state)
+            for step, loss in run.train(LAST).items():
+                assert loss == losses[step]
+        if COMM.rank == 0:
+            source = "step 6 in the nodes' memory, " if whole else "the run's checkpoint of step 3"
+            assert f"restored {source}" in capfd.readouterr().out
+        once(shutil.rmtree, place)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("writers", "readers"), [(RANKS, RANKS - 1), (RANKS - 1, RANKS)])
+def test_other_ranks_at_another_stage_restore_what_they_need(folder, writers, readers):
+    """What is restored is what was saved, on fewer and more ranks."""
+    for stages in ((0, 2), (2, 1), (1, 0)):
+        place = folder / f"{stages}"
+        with (
+            first_ranks(writers) as comm,
+            running(place, comm=comm, stage=stages[0], killed=True) as run,
+        ):
+            state = None
+            if run:
+                run.train(4)
+                state = run.state()
+        state = COMM.bcast(state)
+        if writers > 2:
+            once(lose, place, [0])
+        with first_ranks(readers) as comm, running(place, comm=comm, stage=stages[1]) as run:
+            if run:
+                assert run.done == 4
+                assert_state(run, state)
+        assert not list((place / "local").iterdir())
+
+
+def test_damaged_slices_are_taken_from_the_copy(folder, capfd):
+    def damage(node):
+        path = slices_of(folder, node)[0]
+        size = path.stat().st_size
+        for at in range(size - size // 4, size, 64):  # in the region of the last rank, at stage 1
+            flip(path, at)
+
+    with running(folder, stage=1, killed=True) as run:
+        run.train(4)
+        state = run.state()
+    last, partner = RANKS - 1, partner_nodes([""] * RANKS)[RANKS - 1]
+    once(damage, last)
+    once(os.truncate, slices_of(folder, 0, FILE)[0], 7)
+    with running(folder, stage=1, killed=True) as run:
+        assert run.done == 4
+        assert_state(run, state)
+        run.train(6)
+        run.checkpoints.save(6, now=True)
+        run.train(8)
+    for node in (last, partner):
+        once(damage, node)
+    capfd.readouterr()
+    with running(folder, stage=1) as run:
+        assert run.done == 6
+    if COMM.rank == 0:
+        assert "step-00000008 was passed over: in the nodes' memory, " in capfd.readouterr().err
+
+
+@pytest.mark.thorough
+def test_slices_of_other_runs_and_of_an_abandoned_timeline_are_not_taken(folder):
+    def set_aside():
+        shutil.move(folder / "local", folder / "hidden")
+
+    def bring_back():
+        for hidden in (folder / "hidden").glob("*/node-*/*"):
+            shutil.copytree(hidden, folder / "local" / hidden.relative_to(folder / "hidden"))
+
+    with running(folder, killed=True) as run:
+        run.train(2)
+        run.checkpoints.save(2, now=True)
+        run.train(6)
+    once(set_aside)
+    with running(folder, killed=True) as run:
+        assert run.done == 2
+        run.train(3)  # no step in the nodes' memory
+    once(bring_back)
+    with running(folder, killed=True) as run:
+        assert run.done == 2
+        run.train(4)
+    with running(folder, run="other") as run:
+        assert run.done == 0
+    with running(folder) as run:
+        assert run.done == 4
+
+
+def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder):
+    world = mntrain.init(device="cpu")
+    model = nn.Linear(2, 2)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+
+    def words(local, **options):
+        given = {"model": model, "optimizer": optimizer, "every": 0}
+        name = f"run{next(numbers)}"
+        return refusal(world.checkpoints, folder / name, **given, local=local, **options)
+
+    numbers = iter(range(9))
+    assert "cannot be made (No such file or directory)" in words(folder / "a" / "b")
+    once((folder / "file").touch)
+    assert "is no folder" in words(folder / "file")
+    once((folder / "open").mkdir, 0o755)
+    assert "is open to other users (mode 755)" in words(folder / "open")
+    assert "local_every: must be a number of steps, or auto" in words(folder, local_every=0)
+    world.close()
+    with hosts("abcd"[:RANKS]), mntrain.init(device="cpu") as world:
+        model = nn.Linear(2, 2)
+        optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+        assert "is one that several nodes share" in words(folder / "shared")
+
+
+def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, capfd, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with running(folder, killed=True) as run:
+        run.train(2)
+        with monkeypatch.context() as patch:
+            if COMM.rank == 1:
+                patch.setattr(LocalSaver, "_make_folder", full)
+            run.train(6)
+        errors = [line for line in capfd.readouterr().err.splitlines() if "No space left" in line]
+        assert len(errors) == (COMM.rank == 0)
+        address = run.checkpoints._local._saver._copies._address
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(bytes(99))
+        with pytest.raises(AuthenticationError):
+            Client(address, authkey=b"guessed")
+        with monkeypatch.context() as patch:
+            if COMM.rank == 1:
+                patch.setattr(PartnerCopies, "_send", full)
+            run.train(8)
+            # Whole while no node is lost; what has copies is kept as well.
+            assert steps_of(folder) == ["step-00000008", "step-00000002"]
+        assert all(path.stat().st_mode & 0o77 == 0 for path in (folder / "local").rglob("*"))
+    once(lose, folder, [1])
+    with running(folder, killed=True) as run:
+        assert run.done == 2
+        run.train(4)
+        until(lambda: steps_of(folder) == ["step-00000004"])

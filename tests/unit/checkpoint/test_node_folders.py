@@ -1,0 +1,77 @@
+"""Which slices are left, who sends them, and who keeps whose copies."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mntrain.checkpoint.format import FILES, ChecksummedRange
+from mntrain.checkpoint.node_folders import Held, Part, plan
+from mntrain.checkpoint.partner_copies import partner_nodes
+
+
+@st.composite
+def inventories(draw):
+    """Nodes of ranks, the ranges of a step by the rank that wrote them, and the lost nodes."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    ranks = iter(range(sum(sizes)))
+    nodes = [[next(ranks) for _ in range(size)] for size in sizes]
+    writers = draw(st.lists(st.integers(0, sum(sizes) - 1), min_size=1, max_size=20))
+    lost = draw(st.sets(st.integers(0, len(nodes) - 1)))
+    return nodes, writers, lost
+
+
+@given(inventories(), st.lists(st.sampled_from(["", "a", "b"]), min_size=6, max_size=6))
+def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inventory, racks):
+    nodes, writers, lost = inventory
+    partners = partner_nodes(racks[: len(nodes)])
+    node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+    per_file = -(-len(writers) // 2)
+    parts = [
+        Part(FILES[number // per_file], ChecksummedRange(number % per_file * 9, 9, 0))
+        for number in range(len(writers))
+    ]
+    # Each node looks through its own folder by turns of its ranks.
+    held = [Held(frozenset(), {}) for _ in node_of]
+    for number, node in enumerate(nodes):
+        on_node = [
+            part
+            for part, writer in enumerate(writers)
+            if number not in lost and number in (node_of[writer], partners[node_of[writer]])
+        ]
+        for turn, rank in enumerate(node):
+            own = frozenset(part for part in on_node if part % len(node) == turn)
+            held[rank] = Held(own, {})
+    lacking, messages = plan(parts, held, nodes)
+    gone = [
+        part
+        for part, writer in enumerate(writers)
+        if {node_of[writer], partners[node_of[writer]]} <= lost
+    ]
+    assert lacking == gone
+    sent = [number for message in messages for number in message.numbers]
+    assert len(sent) == len(set(sent))  # each once
+    on = {number: [held[rank].own for rank in node] for number, node in enumerate(nodes)}
+    for message in messages:
+        files = {parts[number].file for number in message.numbers}
+        assert len(files) == 1
+        low, high = message.numbers[0], message.numbers[-1]
+        assert message.numbers == list(range(low, high + 1))
+        for number in message.numbers:
+            assert number in held[message.root].own
+            assert message.readers == {n for n in on if not any(number in own for own in on[n])}
+    for number in range(len(parts)):
+        everywhere = all(any(number in own for own in on[node]) for node in on)
+        assert (number in sent) == (not everywhere and number not in gone)
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=12))
+def test_partners_are_in_other_racks_unless_one_has_more_than_half_of_the_nodes(racks):
+    partners = partner_nodes(racks)
+    assert sorted(partners) == list(range(len(racks)))
+    assert all(partner != node for node, partner in enumerate(partners))
+    if max(map(racks.count, racks)) <= len(racks) // 2:
+        assert all(racks[partner] != racks[node] for node, partner in enumerate(partners))
+
+
+def test_partners_are_half_the_job_away_where_racks_are_unknown():
+    assert partner_nodes([""] * 4) == [2, 3, 0, 1]
+    assert partner_nodes([""] * 5) == [2, 3, 4, 0, 1]
