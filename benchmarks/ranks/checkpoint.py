@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from variants import gloo, gloo_and_deepspeed
 
 import mntrain
-from mntrain.checkpoint import Manifest, Saver
+from mntrain.checkpoint import Manifest, Saved, Saver
 from mntrain.tasks.transformer import Transformer
 from zero.layout import split
 
@@ -143,7 +143,9 @@ def mntrain_methods(
     if world.master:
         for name in names:
             (folder / name).mkdir(parents=True, exist_ok=True)
-    blocking, background = (Saver(world, model, optimizer, folder / name, keep=1) for name in names)
+    blocking, background = (
+        Saver(world, Saved(model, optimizer), folder / name, keep=1) for name in names
+    )
 
     def save(_: Path) -> Pause:
         blocking.save(PROGRESS)

@@ -10,13 +10,14 @@ from mntrain.checkpoint.reader import (
     restore_randomness,
     set_aside,
 )
-from mntrain.checkpoint.saver import Save, Saver
+from mntrain.checkpoint.saver import Save, Saved, Saver
 from mntrain.checkpoint.snapshots import random_states, set_random_states
 
 __all__ = [
     "FoundCheckpoint",
     "Manifest",
     "Save",
+    "Saved",
     "Saver",
     "Stateful",
     "list_checkpoints",

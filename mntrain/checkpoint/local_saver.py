@@ -9,20 +9,16 @@ is kept until those of this one are complete, on all ranks. `node_folders` finds
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
 from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
 from mntrain.checkpoint.node_folders import NodeFolders, write_manifest
-from mntrain.checkpoint.objects import Stateful
 from mntrain.checkpoint.partner_copies import PartnerCopies
-from mntrain.checkpoint.saver import EXIT_S, Save, Saver, in_thread
+from mntrain.checkpoint.saver import EXIT_S, Save, Saved, Saver, in_thread
 from mntrain.ranks import Ranks
-from zero.optimizer import ZeroOptimizer
 
 
 class LocalSaver(Saver):
@@ -32,16 +28,8 @@ class LocalSaver(Saver):
     `copy_s`, the seconds in which a copy is to be made, before the end of a save.
     """
 
-    def __init__(
-        self,
-        world: Ranks,
-        model: nn.Module,
-        optimizer: ZeroOptimizer,
-        folders: NodeFolders,
-        *,
-        objects: Mapping[str, Stateful],
-    ) -> None:
-        super().__init__(world, model, optimizer, folders.own, 1, objects=objects)
+    def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders) -> None:
+        super().__init__(world, saved, folders.own, 1)
         self._reads_back, self._folders = False, folders
         self._copies = PartnerCopies(world, folders)
         self.attempt, self.copy_s = "", 0.0

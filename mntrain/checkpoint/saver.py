@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -151,32 +152,38 @@ class Save:
             )
 
 
+class Saved(NamedTuple):
+    """The objects of a run that a checkpoint has the state of."""
+
+    model: nn.Module
+    optimizer: ZeroOptimizer
+    objects: Mapping[str, Stateful] = MappingProxyType({})  # by name
+
+
 class Saver:
     """Saves a run into its directory, one checkpoint at a time. Created by all ranks.
 
     From the first `begin` on, it keeps host memory for a snapshot of this rank's part. Over all
-    ranks this is the size of a checkpoint. `objects` are saved too, by name. Where replicas differ,
-    the model is their mean, and each replica's own parameters are part of the optimizer's state.
+    ranks this is the size of a checkpoint. Where replicas differ, the model is their mean, and each
+    replica's own parameters are part of the optimizer's state.
     `expect_own` raises OSError on the master if another folder is in the place of the directory.
     """
 
     def __init__(
         self,
         world: Ranks,
-        model: nn.Module,
-        optimizer: ZeroOptimizer,
+        saved: Saved,
         run_dir: Path,
         keep: int,
         *,
-        objects: Mapping[str, Stateful] | None = None,
         expect_own: Callable[[], None] = lambda: None,
     ) -> None:
-        self.objects, self._expect_own = objects or {}, expect_own
-        self._world, self.model, self.optimizer = world, model, optimizer
-        self._run_dir, self._keep = run_dir, keep
+        self._world, self._run_dir, self._keep = world, run_dir, keep
+        self.model, self.optimizer, self.objects = saved
+        self._expect_own = expect_own
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
-        self._made, self._stepped = MadeModel(model), False
+        self._made, self._stepped = MadeModel(saved.model), False
         self._reads_back = len(world.topology.nodes) > 1
 
     def check(self) -> None:

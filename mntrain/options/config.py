@@ -438,6 +438,11 @@ class CheckpointConfig:
         "the time.",
     )
 
+    @property
+    def wanted(self) -> bool:
+        """True if a run is to be saved at intervals at all."""
+        return self.every.strip("0") != "" or self.local is not None
+
 
 @dataclass(frozen=True, config=STRICT)
 class LogConfig:

@@ -30,6 +30,7 @@ from types import MappingProxyType
 from typing import Self
 
 from mntrain.checkpoint import list_checkpoints, set_aside
+from mntrain.checkpoint.node_folders import NodeFolders, open_folders
 from mntrain.checks.local_folder import ATTEMPTS_FILE, Attempts, new_attempts, read_attempts
 from mntrain.checks.storage import write_and_look
 from mntrain.errors import combined_refusals
@@ -56,7 +57,8 @@ class RunDirectory:
     """A run's directory, which this job has locked. Made by all ranks; the master's path counts.
 
     By default it is a new one, named after the date. `last_step` is the last step in metrics.jsonl,
-    the same on all ranks. `rewinds` counts calls of `rewind`, which replaces files. If another job
+    the same on all ranks. `rewinds` counts calls of `rewind`, which replaces files. `local` are the
+    run's folders in the nodes' memory, once they are opened. If another job
     takes the lock, which it may once this process was stopped for a while, the watchdog ends this
     job. Raises AgreedError if no files can be made, or another job uses the directory.
     """
@@ -64,6 +66,7 @@ class RunDirectory:
     def __init__(self, world: Ranks, path: Path | None = None) -> None:
         self._world, self.rewinds = world, 0
         self._lock: RunLock | None = None
+        self.local: NodeFolders | None = None
         self._made: list[Path] = []  # folders that were not there before, the inner ones first
         self.path = path or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}")
         with world.agreement(), _writing(self.path):
@@ -111,6 +114,14 @@ class RunDirectory:
                     f"{self.path} is not the folder that rank 0 sees, and a checkpoint is written "
                     "by all ranks: give a run directory on a file system that all nodes share"
                 )
+
+    def open_local(self, folder: Path | None) -> None:
+        """Open the folders of the run within `folder` on each node, if one is given. Collective.
+
+        Raises AgreedError if any node cannot use it.
+        """
+        if folder is not None:
+            self.local = open_folders(self._world, folder, self.path, self.attempts())
 
     def attempts(self) -> Attempts:
         """Return what the run consists of, from now on in a file. Collective.

@@ -10,11 +10,11 @@ from typing import Any
 
 from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.checkpoint.local_saver import LocalSaver
-from mntrain.checkpoint.node_folders import NodeFolders, open_folders
+from mntrain.checkpoint.node_folders import NodeFolders
+from mntrain.checkpoint.saver import Saved
 from mntrain.checks.local_folder import free_bytes
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
-from mntrain.run.directory import RunDirectory
 
 SHARE = 0.01  # of the time of training, that `auto` may cost
 _FIRST_AFTER = 5  # undisturbed steps, whose time is known then
@@ -91,14 +91,15 @@ class LocalCheckpoints:
     def __init__(
         self,
         world: Ranks,
-        saver: LocalSaver,
+        saved: Saved,
         folders: NodeFolders,
-        interval: LocalInterval,
+        every: str,
         warn: Callable[[str], None],
     ) -> None:
         """Check that all can be saved. Collective; raises AgreedError."""
-        self._world, self._saver, self.folders = world, saver, folders
-        self._interval, self._warn = interval, warn
+        self._world, self._folders, self._warn = world, folders, warn
+        self._saver, self._interval = LocalSaver(world, saved, folders), LocalInterval(every)
+        saver = self._saver
         self._failed = self._saved = self._skipped = 0
         self._waited_s = 0.0
         self._warned = False
@@ -201,8 +202,8 @@ class LocalCheckpoints:
         copied = [number for number, node in enumerate(nodes) if by_rank[node[0]][1] in here]
         needed = 2 * sum(of_node[number] for number in [*here, *copied])
         with world.agreement():
-            folder = self.folders.root.parent
-            room = free_bytes(folder) + _used_bytes(self.folders.root)
+            folder = self._folders.root.parent
+            room = free_bytes(folder) + _used_bytes(self._folders.root)
             if room < needed:
                 raise ValueError(
                     f"the folder for local checkpoints, {folder}, has room for {room / 1e9:.3g} GB "
@@ -213,16 +214,6 @@ class LocalCheckpoints:
 
     def _on_this_host(self, rank: int) -> bool:
         return bool(self._world.hosts[rank] == self._world.hosts[self._world.rank])
-
-
-def open_local(world: Ranks, directory: RunDirectory, folder: Path | None) -> NodeFolders | None:
-    """Return the folders of a run within DIR, if there is to be one. Collective.
-
-    Raises AgreedError as `open_folders`.
-    """
-    if folder is None:
-        return None
-    return open_folders(world, folder, directory.path, directory.attempts())
 
 
 def restored_from(found: FoundCheckpoint | None, last_step: int) -> str:

@@ -14,9 +14,7 @@ from torch import nn
 
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
-from mntrain.checkpoint import Saver
-from mntrain.checkpoint.local_saver import LocalSaver
-from mntrain.checkpoint.objects import Stateful
+from mntrain.checkpoint import Saved, Stateful
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
@@ -28,10 +26,9 @@ from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
-from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, open_local
 from mntrain.run.means import DelayedSums
 from mntrain.run.metrics_log import MetricsLog
-from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
+from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from zero.optimizer import ZeroOptimizer
 
@@ -84,15 +81,9 @@ class OwnLoop:
         reports = SaveReports(
             warn=warn if world.master else lambda text: None, before_save=flush_metrics
         )
-        path, own = directory.path, directory.expect_own
-        saver = Saver(world, model, optimizer, path, checked.keep, objects=objects, expect_own=own)
-        interval = SaveInterval(checked.every)
-        sums = self._sums("checkpoints")
-        made = Checkpoints(world, directory, saver, interval, reports, sums=sums)
-        if folders := open_local(world, directory, checked.local):
-            local_saver = LocalSaver(world, model, optimizer, folders, objects=objects)
-            every_local = LocalInterval(checked.local_every)
-            made.add_local(LocalCheckpoints(world, local_saver, folders, every_local, reports.warn))
+        directory.open_local(checked.local)
+        saved, sums = Saved(model, optimizer, objects), self._sums("checkpoints")
+        made = Checkpoints(world, directory, saved, checked, reports, sums=sums)
         self._checkpoints[directory] = made
         return made
 

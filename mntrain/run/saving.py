@@ -10,11 +10,12 @@ from typing import Any, Self
 from mntrain import checkpoint
 from mntrain.alike.compared_task import changed_data
 from mntrain.alike.values import compare
-from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saver
+from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saved, Saver
 from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.objects import Stateful
 from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError, raised_by_all
+from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints, restored_from
@@ -105,8 +106,8 @@ class Checkpoints:
         self,
         world: Ranks,
         directory: RunDirectory,
-        saver: Saver,
-        interval: SaveInterval,
+        saved: Saved,
+        options: CheckpointConfig,
         reports: SaveReports,
         *,
         sums: DelayedSums,
@@ -118,13 +119,15 @@ class Checkpoints:
         `sums` carry the flags of each rank to all. `scored_by` names the metric of which the lowest
         score is kept.
         """
-        self._world, self._directory, self._saver = world, directory, saver
-        self._interval, self._reports = interval, reports
+        self._world, self._directory, self._reports = world, directory, reports
+        path, own = directory.path, directory.expect_own
+        self._saver = Saver(world, saved, path, options.keep, expect_own=own)
+        self._interval = SaveInterval(options.every, options.mtbf_hours)
         self._scored_by, self._may_save = scored_by, may_save
         if may_save:
             directory.expect_shared()
             with world.agreement():
-                saver.check()
+                self._saver.check()
         self._sums = sums
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
@@ -138,11 +141,10 @@ class Checkpoints:
         self._resumed: FoundCheckpoint | None = None
         self._data: dict[str, Any] = {}  # what is compared of it in a resumed run
         self._local: LocalCheckpoints | None = None
+        if (folders := directory.local) is not None:
+            every, warn = options.local_every, reports.warn
+            self._local = LocalCheckpoints(world, saved, folders, every, warn)
         self._local_summary: dict[str, Any] = {}  # once they have ended
-
-    def add_local(self, local: LocalCheckpoints) -> None:
-        """Save in the nodes' memory, too. Local, before the run is restored."""
-        self._local = local
 
     # For every loop.
 
@@ -161,8 +163,7 @@ class Checkpoints:
         if self._step is None:  # what was added to the model meanwhile is there when it is restored
             with self._world.agreement():
                 self._saver.check()
-        folders = self._local.folders if self._local else None
-        found = checkpoint.newest(self._world, self._directory.path, folders)
+        found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
         self._data = {"samples": self._digests()}
         if found:
             self._warn_of_differences(found)

@@ -8,8 +8,7 @@ import torch
 from mntrain import checkpoint, tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
-from mntrain.checkpoint import Manifest, Saver, Stateful
-from mntrain.checkpoint.local_saver import LocalSaver
+from mntrain.checkpoint import Manifest, Saved, Stateful
 from mntrain.data.balancing import Balancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
@@ -20,10 +19,9 @@ from mntrain.metrics.report import Reporter
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.run.directory import RunDirectory
-from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, open_local
 from mntrain.run.means import DelayedSums
 from mntrain.run.record import RunRecord
-from mntrain.run.saving import Checkpoints, SaveInterval, SaveReports
+from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
@@ -65,8 +63,8 @@ class TrainingJob:
             if world.master:
                 expect_installed(config.log)
         self.config = config
-        self.folders = open_local(world, self.directory, config.checkpoint.local)
-        found = resumption.find_checkpoint(world, config, self.run_dir, self.folders)
+        self.directory.open_local(config.checkpoint.local)
+        found = resumption.find_checkpoint(world, config, self.directory)
         self.resumed = resumed = found
         self.last_step_before = self.directory.last_step  # of the run's metrics
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
@@ -212,36 +210,20 @@ class TrainingJob:
             objects["data"] = self.data.stream
         if self.best.patience:
             objects["early stopping"] = self.best
-        keep, run = config.checkpoint.keep, config.run
-        interval = SaveInterval(config.checkpoint.every, config.checkpoint.mtbf_hours)
+        run, reporter = config.run, self.reporter
         # True if this job leaves a checkpoint at its end in any case.
-        self.saves = interval.wanted or run.stop_after is not None or run.max_minutes is not None
-        self.saves = self.saves or self.folders is not None
-        reporter = self.reporter
+        self.saves = config.checkpoint.wanted or run.stop_after is not None
+        self.saves = self.saves or run.max_minutes is not None
         self.checkpoints = Checkpoints(
             world,
             self.directory,
-            Saver(
-                world,
-                self.model,
-                self.optimizer,
-                self.run_dir,
-                keep,
-                objects=objects,
-                expect_own=self.directory.expect_own,
-            ),
-            interval,
+            Saved(self.model, self.optimizer, objects),
+            config.checkpoint,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
             sums=DelayedSums(world.collectives, "checkpoints", lambda: self.optimizer),
             scored_by=self.best.text,
             may_save=self.saves,
         )
-        if self.folders:
-            saver = LocalSaver(world, self.model, self.optimizer, self.folders, objects=objects)
-            every = LocalInterval(config.checkpoint.local_every)
-            self.checkpoints.add_local(
-                LocalCheckpoints(world, saver, self.folders, every, reporter.warn)
-            )
         if self.resumed:
             known = {**objects}  # `objects` are those that are saved
             if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then

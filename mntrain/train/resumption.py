@@ -8,10 +8,10 @@ from typing import Any
 
 from mntrain import checkpoint
 from mntrain.checkpoint import FoundCheckpoint
-from mntrain.checkpoint.node_folders import NodeFolders
 from mntrain.errors import AgreedError
 from mntrain.options.config import Config, flag_of
 from mntrain.options.types import as_mapping
+from mntrain.run.directory import RunDirectory
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
@@ -41,7 +41,7 @@ _UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
 
 
 def find_checkpoint(
-    world: World, config: Config, run_dir: Path, local: NodeFolders | None = None
+    world: World, config: Config, directory: RunDirectory
 ) -> FoundCheckpoint | None:
     """Return the checkpoint that this job resumes from, if any. Collective.
 
@@ -52,7 +52,7 @@ def find_checkpoint(
     if resume == "never":
         return None
     if resume == "auto":
-        return checkpoint.newest(world, run_dir, local)
+        return checkpoint.newest(world, directory.path, directory.local)
     found = checkpoint.newest(world, Path(resume))
     if found is None:
         raise AgreedError(

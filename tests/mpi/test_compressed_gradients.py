@@ -237,7 +237,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(world, tmp_path):
     model = net()
     _, optimizer = train(world, Int8Hook(), 3, model=model, **options)
     progress = checkpoint.Manifest(3, {}, samples=0, skipped_steps=0, eval_loss=None)
-    checkpoint.Saver(world, model, optimizer, folder, keep=1).save(progress)
+    checkpoint.Saver(world, checkpoint.Saved(model, optimizer), folder, keep=1).save(progress)
     model = net()
     resumed = world.optimizer(model, torch.optim.SGD, comm_hook=Int8Hook(), stage=1, **SGD)
     checkpoint.load(checkpoint.newest(world, folder), model, resumed, world)
