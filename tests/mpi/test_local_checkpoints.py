@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import resource
 import shutil
 import socket
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from worlds import RANKS, first_ranks, hosts, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint.format import FILE, OPTIMIZER
-from mntrain.checkpoint.local_saver import LocalSaver
 from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
+from mntrain.run import local_saving
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs several nodes")]
 
@@ -247,7 +248,7 @@ def test_slices_of_other_runs_and_of_an_abandoned_timeline_are_not_taken(folder)
         assert run.done == 4
 
 
-def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder):
+def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatch):
     world = mntrain.init(device="cpu")
     model = nn.Linear(2, 2)
     optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
@@ -264,11 +265,26 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder):
     once((folder / "open").mkdir, 0o755)
     assert "is open to other users (mode 755)" in words(folder / "open")
     assert "local_every: must be a number of steps, or auto" in words(folder, local_every=0)
+    if COMM.rank == 1:
+        monkeypatch.setattr(local_saving, "free_bytes", lambda path: 0)
+    said = words(folder / "small")
+    assert "has room for 0 GB on" in said
+    monkeypatch.undo()
     world.close()
     with hosts("abcd"[:RANKS]), mntrain.init(device="cpu") as world:
         model = nn.Linear(2, 2)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
         assert "is one that several nodes share" in words(folder / "shared")
+
+
+@contextmanager
+def no_room_for_files(here):
+    """Let this process write files of a few bytes alone, if it is the one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (99, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, capfd, monkeypatch):
@@ -277,12 +293,11 @@ def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, cap
 
     with running(folder, killed=True) as run:
         run.train(2)
-        with monkeypatch.context() as patch:
-            if COMM.rank == 1:
-                patch.setattr(LocalSaver, "_make_folder", full)
+        with no_room_for_files(COMM.rank == 1):
             run.train(6)
-        errors = [line for line in capfd.readouterr().err.splitlines() if "No space left" in line]
+        errors = [line for line in capfd.readouterr().err.splitlines() if "File too large" in line]
         assert len(errors) == (COMM.rank == 0)
+        assert steps_of(folder) == ["step-00000002"]  # the room of the others is free again
         address = run.checkpoints._local._saver._copies._address
         with socket.create_connection(address) as stranger:
             stranger.sendall(bytes(99))
