@@ -33,7 +33,9 @@ class LocalSaver(Saver):
         self._reads_back, self._folders = False, folders
         self._copies = PartnerCopies(world, folders)
         self.attempt, self.copy_s = "", 0.0
-        self._whole: Path | None = None  # the newest step whose copies are complete
+        # The newest step whose copies are complete; before there is any, the newest without.
+        self._whole: Path | None = None
+        self._copied = False
         self._present: list[Path] = []  # steps of this node, this start's and that it began with
         self._problem = ""  # of this rank's last copy
 
@@ -49,6 +51,7 @@ class LocalSaver(Saver):
         """
         self._stop_saving()
         self._whole, self._present = path, [path] if path else []
+        self._copied = path is not None  # it is on all nodes
         if self._folders.leader:
             for step in self._folders.paths():
                 if step != path:
@@ -67,8 +70,8 @@ class LocalSaver(Saver):
         if saved is not None:
             problems = self._world.gather(self._problem)
             self.copy_problem = next(filter(None, problems), "")
-            if not self.copy_problem:
-                self._whole = saved.path
+            if not (self.copy_problem and self._copied):
+                self._whole, self._copied = saved.path, not self.copy_problem
                 self._remove(self._whole)
         return saved
 
@@ -76,9 +79,11 @@ class LocalSaver(Saver):
     """Why the copies of the last save are not complete. Equal on all ranks."""
 
     def close(self, *, removes: bool) -> None:
-        """End, and remove what this node has of the run, if wanted. Local."""
+        """End, and remove what this node has of the run, if wanted. That is collective."""
         self._copies.close()
         self._stop_saving()
+        if removes:
+            self._world.gather(None)  # no rank writes any more
         if removes and self._folders.leader:
             for folder in (self._folders.own, *self._folders.left):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -158,7 +158,7 @@ class LocalCheckpoints:
         return ended
 
     def end(self, *, removes: bool) -> None:
-        """Save no more, and remove what the node has of the run if wanted. Local."""
+        """Save no more, and remove what the node has of the run if wanted. That is collective."""
         self._saver.close(removes=removes)
 
     def summary(self) -> dict[str, Any]:

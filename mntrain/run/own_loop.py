@@ -177,7 +177,7 @@ class OwnLoop:
             checkpoints.wait()
 
     def end_local(self) -> None:
-        """Remove what runs have in the nodes' memory, at an end without an error. Local."""
+        """Remove what runs have in the nodes' memory, at an end without an error. Collective."""
         for checkpoints in self._checkpoints.values():
             checkpoints.end_local(removes=True)
 

@@ -220,7 +220,7 @@ class Checkpoints:
             self._local.restored(found, self._directory.attempts().last)
 
     def end_local(self, *, removes: bool) -> None:
-        """Save no more in the nodes' memory, and remove what is there if wanted. Local."""
+        """Save no more in the nodes' memory, and remove what is there if wanted: collective."""
         if self._local:
             self._local.end(removes=removes)
             self._local_summary, self._local = self._local.summary(), None

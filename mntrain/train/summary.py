@@ -163,7 +163,8 @@ def _describe_balance(job: TrainingJob) -> None:
 
 def _describe_resumption(job: TrainingJob) -> None:
     reporter, resumed = job.reporter, job.resumed
-    if job.directory.local and (resumed or job.last_step_before):
+    looked = job.directory.local and job.config.run.resume == "auto"
+    if looked and (resumed or job.last_step_before):
         reporter.note(restored_from(resumed, job.last_step_before))
     if resumed is None:
         return
