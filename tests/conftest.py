@@ -44,8 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(CLUSTER_TESTS):  # one set of emulated nodes at a time
             item.add_marker(pytest.mark.xdist_group("cluster"))
-    named = any("::" in argument for argument in config.args)
-    if named or config.getoption("--all"):
+    if not any("::" in argument for argument in config.args):
+        keep_few(config, items)
+
+
+def keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases, unless all of them are to run."""
+    if config.getoption("--all"):
         return
     left_out = {"exhaustive"} if config.getoption("--thorough") else {"thorough", "exhaustive"}
     by_function: dict[object, list[pytest.Item]] = {}
@@ -56,7 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             key = item.nodeid.partition("[")[0], "gpu" in marks
             by_function.setdefault(key, []).append(item)
     kept = {item for cases in by_function.values() for item in covering(cases)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    for item in items:
+        if item not in kept:
+            item.config.hook.pytest_deselected(items=[item])
     items[:] = [item for item in items if item in kept]
 
 

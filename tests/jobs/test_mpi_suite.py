@@ -5,41 +5,29 @@ from pathlib import Path
 import pytest
 from launch import MPI_TESTS, run_suite
 
+# tests/simulation/test_ranks.py runs the others.
+UNDER_MPI = ("-m", "not simulated or both or processes")
 # On one rank, the tests whose subject differs there. On one to three ranks together, every test in
-# every combination with --all. On four, tests that depend on which rank is on which node; parity
-# and wire dtypes also run on emulated nodes of two ranks. Some of them do not run on three.
-OF_ONE = ("checkpoint", "collectives", "own_loop", "parity", "shared_memory", "trainer", "world")
-OF_NODES = ("exchanges", "levels", "staleness", "state_over_ranks", "transports")
-AT_TWO = ("shared_memory", "stage_model", "stage_precision", "stage_updates", "state_over_ranks")
-AT_THREE = ("cost", "jobs", "losses", "own_loop", "soak", "stage_cost", "trainer", "transports")
-AT_THREE += ("balance", "cadence", "rare_jobs", "staleness", "exchanges")
-AT_THREE += ("agreement", "changed_parameters", "full_state", "metrics_over_ranks")
-AT_THREE += ("second_optimizer", "sync_batchnorm", "weighted_exchanges", "wire")
-# Whose subject is what an optimizer or a loader does with collectives, not how these are made.
-_ABOVE = ("balance", "comparison", "compressed_gradients", "data", "default_device", "losses")
-_ABOVE += ("checkpoint", "own_loop")
-_ABOVE += ("parameter_kinds", "stage_model", "stage_precision", "stage_semantics", "stage_updates")
-_ABOVE += ("stages", "state_over_ranks", "exchanges", "cadence")
-_ABOVE += ("rank_clipping", "rare_jobs", "staleness", "weighted_exchanges")
-_ABOVE += ("agreement", "changed_parameters", "full_state", "metrics_over_ranks")
-_ABOVE += ("second_optimizer", "sync_batchnorm")
-_ABOVE += ("plan", "report", "timeline", "verification", "weight_checks")
-# Or bytes and memory, processes that are forked, devices that are emulated, and long turns.
-_ABOVE += ("cost", "forked", "shared_memory", "soak", "stage_cost")
-_ABOVE += ("trainer", "transports", "workers")
+# every combination with --all. On four, tests that depend on which rank is on which node.
+OF_ONE = ("shared_memory",)
+OF_NODES = ("exchanges", "levels", "transports")
+AT_TWO = ("shared_memory",)
+AT_THREE = ("balance", "jobs", "soak", "transports")
+# Whose subject is what an optimizer or a loader does with collectives, not how these are made; or
+# memory, processes that are forked, devices that are emulated, and long turns.
+_ABOVE = ("balance", "checkpoint", "compressed_gradients", "exchanges", "forked")
+_ABOVE += ("metrics_over_ranks", "own_loop", "report", "shared_memory", "soak", "timeline")
+_ABOVE += ("transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.
-RARE = ("default_device", "forked", "parameter_kinds", "plan", "rank_clipping", "rare_jobs")
-RARE += ("report", "shared_memory", "soak", "stage_cost", "stage_model", "stage_precision")
-RARE += ("timeline", "verification", "weight_checks", "weighted_exchanges", "workers")
-RARE += ("cadence", "comparison", "compressed_gradients", "losses", "trainer")
-AT_FOUR_ALONE = ("exchanges", "staleness", "state_over_ranks", "transports")
+RARE = ("compressed_gradients", "forked", "report", "shared_memory", "soak", "timeline")
+RARE += ("verification",)
+AT_FOUR_ALONE = ("exchanges", "transports")
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
     3: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_TWO)],
     4: [MPI_TESTS / f"test_{name}.py" for name in OF_NODES],
-    8: [MPI_TESTS / "test_levels.py"],
 }
 
 
@@ -51,7 +39,7 @@ def test_the_suites_name_files_that_exist():
 
 def check(ranks, files, selection=""):
     """Run the files of a suite, and fail with the report of all ranks."""
-    result = run_suite(ranks, files, timeout=900, selection=selection)
+    result = run_suite(ranks, [*files, *UNDER_MPI], timeout=900, selection=selection)
     if result.returncode != 0:
         pytest.fail(result.report(), pytrace=False)
 

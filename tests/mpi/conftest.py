@@ -27,12 +27,17 @@ def in_chunks() -> Iterator[None]:
     if "torch" not in sys.modules:  # no test uses collectives, and the import takes seconds
         yield
         return
+    with pytest.MonkeyPatch.context() as patch:
+        cut_in_chunks(patch)
+        yield
+
+
+def cut_in_chunks(patch: pytest.MonkeyPatch) -> None:
+    """Let no tensor be small."""
     from mntrain.comm import world_collectives
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world_collectives, "SMALL_MESSAGE_BYTES", 0)
-        patch.setattr(world_collectives, "NO_WAKE_BYTES", 0)
-        yield
+    patch.setattr(world_collectives, "SMALL_MESSAGE_BYTES", 0)
+    patch.setattr(world_collectives, "NO_WAKE_BYTES", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,11 +46,16 @@ def frozen_modules() -> Iterator[None]:
 
     A job of `mntrain.train` also collects before its steps, and freezes all objects for them.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        freeze_modules(patch)
+        yield
+
+
+def freeze_modules(patch: pytest.MonkeyPatch) -> None:
+    """Leave what there is now out of all collections."""
     gc.collect()
     gc.freeze()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "unfreeze", lambda: None)
-        yield
+    patch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="module")

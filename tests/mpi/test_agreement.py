@@ -29,7 +29,7 @@ from mntrain.errors import AgreedError
 from mntrain.sync import LocalSGD
 from zero import agreement
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1

@@ -31,7 +31,7 @@ from mntrain.options.config import (
 from mntrain.tasks import Loss, Task
 from mntrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 SAMPLES, MICRO, STEPS, LR, SEED = 391, 2, 24, 0.05, 7  # epochs end with a part of a step
 TOLERANCE = 1e-12  # in fp64

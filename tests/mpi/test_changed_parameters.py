@@ -12,7 +12,7 @@ from torch import nn
 
 from mntrain import checkpoint
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ADAM = partial(torch.optim.Adam, lr=0.01)

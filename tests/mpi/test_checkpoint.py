@@ -43,7 +43,7 @@ from mntrain.checkpoint.reader import list_checkpoints
 from mntrain.checks.storage import PAGE_BYTES
 from mntrain.errors import AgreedError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 
@@ -289,6 +289,7 @@ def test_the_model_file_opens_with_the_safetensors_library(worlds, folder, stage
         assert done.nbytes == sum((done.path / name).stat().st_size for name in FILES)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_write_equal_parts_and_no_page_together(worlds, folder, monkeypatch, stage):
     """A page that two ranks write, a network file system may write back with what one of them has.
@@ -329,6 +330,7 @@ def test_ranks_write_equal_parts_and_no_page_together(worlds, folder, monkeypatc
             assert longest <= whole / RANKS + 2 * PAGE_BYTES
 
 
+@pytest.mark.processes  # Python's random numbers are the process's
 def test_random_states_are_restored_at_the_same_size_only(worlds, folder):
     world, model = worlds(), net()
     optimizer = world.optimizer(model, ADAMW)

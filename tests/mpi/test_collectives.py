@@ -25,7 +25,7 @@ from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
 from mntrain.comm import algorithms, engine, mpi
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 SIZES = [0, 1, 2, 3, 5, 17, 1000, 70001]
 # Where tensors lie makes a difference where a node has several ranks.
@@ -37,6 +37,7 @@ EVERY_WAY = [
 FASTER = ["flat", "leader", "lanes"]  # than the oracle
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(("algorithm", "layout", "place"), EVERY_WAY)
 def test_every_verb_at_every_size_twice(ways, algorithm, layout, place):
     """With `messages`, no rank copies from another's private memory."""
@@ -173,6 +174,7 @@ def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_othe
         way.arena.clear()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
     monkeypatch.setattr(engine, "CHUNK_TAGS", 16)
@@ -183,6 +185,7 @@ def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
         run(way.world, several)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_a_message_that_is_longer_than_mpi_can_count(ways, monkeypatch, algorithm, layout):
     monkeypatch.setattr(mpi, "MESSAGE_BYTES", 3333)  # cuts through elements

@@ -26,7 +26,11 @@ from zero.comm_hooks.codes import BlockCode
 from zero.comm_hooks.ddp import DDPHook
 from zero.layout import ParameterSpec, lay_out
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs two nodes")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.simulated,
+    pytest.mark.skipif(RANKS == 1, reason="needs two nodes"),
+]
 
 # Ranks alone on their nodes, nodes of two (the last may have one), and nodes of unequal size.
 LAYOUTS = [1, *([2] if RANKS > 2 else []), *DEALT]
@@ -343,6 +347,7 @@ def test_a_process_group_of_another_size_is_refused():
             DDPHook(alone, default_hooks.allreduce_hook).bind(RANKS, None, scheduled=False)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     ("theirs", "ours"),

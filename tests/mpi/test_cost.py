@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import ExitStack
+from functools import cache
 from itertools import accumulate, chain, pairwise, permutations, product
 
 import pytest
@@ -15,7 +16,7 @@ from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.train.plan.traffic import collective
 from zero.layout import ParameterSpec, lay_out
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 ITEM = 4  # bytes of an fp32 element
 PIECE = AlgorithmChoice("lanes").chunk_bytes
@@ -32,7 +33,7 @@ def costs(ways):
     with ExitStack() as stack:
 
         def make(layout=None, *, private=False):
-            if isinstance(layout, str) and len(set(HOSTS)) > 1:
+            if isinstance(layout, str) and len(set(hosts_of_ranks())) > 1:
                 pytest.skip("ranks that are said to be on one node are not, and share no memory")
             way = ways("lanes", layout)
             if not private:
@@ -42,12 +43,15 @@ def costs(ways):
         yield make
 
 
-HOSTS = MPI.COMM_WORLD.allgather(socket.gethostname())
+@cache
+def hosts_of_ranks():
+    return MPI.COMM_WORLD.allgather(socket.gethostname())
 
 
 def nodes_of(layout):
     """Every node's ranks: virtual ones too lie on one host."""
-    hosts, step = (layout, RANKS) if isinstance(layout, str) else (HOSTS, layout or RANKS)
+    given = isinstance(layout, str)
+    hosts, step = (layout, RANKS) if given else (hosts_of_ranks(), layout or RANKS)
     together = [[r for r in range(RANKS) if hosts[r] == host] for host in dict.fromkeys(hosts)]
     return [node[low : low + step] for node in together for low in range(0, len(node), step)]
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 from worlds import refusal
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 RANKS, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 WithWorkers = partial(DataLoader, multiprocessing_context="fork")

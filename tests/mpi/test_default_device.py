@@ -9,7 +9,7 @@ from oracle import SGD, PlainTraining, assert_parity, init, loss_of, mine, modes
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 
 def train(world, model, optimizer, alone, seeds):

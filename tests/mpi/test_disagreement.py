@@ -15,7 +15,7 @@ from worlds import RANKS, VIRTUAL, make_world, refusal
 from mntrain.comm import engine, world_collectives
 from mntrain.errors import AgreedError
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 COMM = MPI.COMM_WORLD
 RANK, LAST = COMM.rank, RANKS - 1
@@ -282,6 +282,7 @@ def test_ranks_of_a_group_that_disagree_raise_an_error_on_all_ranks():
     assert refusal(world.close) == text
 
 
+@pytest.mark.both
 def test_blocking_calls_of_two_streams_in_other_orders_raise_one_error(world):
     streams = [world.collectives.add_stream(name) for name in ("one", "two")]
     order = streams if RANK == LAST else streams[::-1]
@@ -345,6 +346,7 @@ def test_each_of_several_threads_may_have_a_world_of_its_own():
         world.close()
 
 
+@pytest.mark.both
 @needs_thread_multiple
 def test_the_users_own_mpi_calls_do_not_meet_those_of_a_world(world):
     for turn in range(10):

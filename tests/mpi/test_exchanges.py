@@ -44,7 +44,7 @@ from zero.exchange.exchange import EXCHANGED
 from zero.norms import NonFiniteGradientError
 from zero.state import UNSENT
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 MEANS = [LocalSGD(every=3, warmup=2), DiLoCo(every=3, warmup=2)]
 SPARSE = SparseLoCo(every=3, warmup=2, density=0.1)
@@ -133,6 +133,7 @@ def assert_equal_between_nodes(world, optimizer, *keys):
         assert first == other
 
 
+@pytest.mark.both
 @stages
 @pytest.mark.parametrize(
     ("kind", "sync"),

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from oracle import assert_close, mine, update
 from torch import nn
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 

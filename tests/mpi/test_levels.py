@@ -11,6 +11,7 @@ from mntrain.comm import chunk_plan
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.simulated,
     pytest.mark.skipif(RANKS not in (4, 8), reason="fewer nodes have one level"),
 ]
 
@@ -24,6 +25,7 @@ def ways():
         cache.close()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("algorithm", ["flat", "lanes"])
 @pytest.mark.parametrize("place", ["plain", "mixed"])
 def test_every_verb_by_levels(ways, algorithm, place):

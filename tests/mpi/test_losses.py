@@ -20,7 +20,7 @@ from mntrain.tasks import Losses, Mean, Sum, Task
 from mntrain.train.step_agreement import StepAgreement
 from mntrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 SAMPLES, BATCH, STEPS, FACTOR = 23, 7, 8, 0.3  # the last batch of an epoch has two samples

@@ -27,6 +27,7 @@ from zero.step_message import StepMessage
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.simulated,
     # of the references
     pytest.mark.filterwarnings("ignore:.* computes over the samples that this rank:UserWarning"),
     # of a rank without samples
@@ -234,6 +235,7 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
         assert "1 of them stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
 
 
+@pytest.mark.processes
 def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(world):
     logits, targets = (torch.randn(4, 3), torch.arange(4) % 3)
 

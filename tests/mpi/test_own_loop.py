@@ -30,7 +30,7 @@ from mntrain.run import lock
 from mntrain.sync import DiLoCo
 from zero.step_message import StepMessage
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
@@ -175,6 +175,7 @@ def test_on_the_same_ranks_losses_are_bitwise_the_same_with_dropout(folder, stag
     assert column(folder / "parts", "loss") == column(folder / "whole", "loss")
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(
     "number",
     [

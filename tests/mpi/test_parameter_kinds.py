@@ -13,7 +13,7 @@ from worlds import BUT_LAST, EVERY_WORLD, RANKS, refusal
 
 from zero.comm_hooks import CommHook
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 
 class Waves(nn.Module):

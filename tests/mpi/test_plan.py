@@ -17,7 +17,7 @@ from mntrain.train.entry import run_command
 from mntrain.train.plan.job_plan import JobPlan
 from mntrain.train.plan.plan_options import PlanOptions
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 ROLES = ("parameters", "gradients", "buckets", "master", "state", "hook")
 STEPS = 2, 5

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero.norms import NonFiniteGradientError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 STEPS, LR = 4, 0.2
 

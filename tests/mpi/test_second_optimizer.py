@@ -14,7 +14,7 @@ from worlds import RANKS, refusal
 
 from mntrain.sync import LocalSGD
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 stages = pytest.mark.parametrize("stage", [stage for stage, _ in QUICK_STAGES])
 # Of the old and the new optimizer.

@@ -7,11 +7,11 @@ from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
 from mntrain.comm import small_messages
 from mntrain.comm.hierarchical import small_collective
-from mntrain.comm.world_collectives import SMALL_MESSAGE_BYTES
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated, pytest.mark.both]
 
 SIZES = [0, 1, 2, 3, 17, 1003, 5003]
+SMALL_MESSAGE_BYTES = 64 << 10
 BY_PIECES = [world for world in EVERY_WORLD if world.values[0] != "naive"]
 
 

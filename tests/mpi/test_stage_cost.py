@@ -11,7 +11,7 @@ from test_cost import ITEM, bill, less, nodes_of, split, transfers, usage
 from torch import nn
 from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 ONE = 25.0  # MiB: everything in one bucket
 NUMELS = [60, 7, 1, 143]  # of parameters

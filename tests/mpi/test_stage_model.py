@@ -16,7 +16,7 @@ from worlds import RANKS
 from mntrain.comm import hierarchical
 from zero.gradients.slots import UnavailableGradient
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 DELAY = 0.005  # seconds: much more than it takes to read a parameter

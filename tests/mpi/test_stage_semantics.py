@@ -18,7 +18,7 @@ from worlds import RANKS
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1

@@ -11,7 +11,7 @@ from torch import nn
 
 from mntrain.optim import Muon
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 WHOLE = BY_PARAMETER | {"Muon of mntrain": partial(Muon, lr=0.02)}
 # Muon computes in bf16 or fp32, whatever the dtype: the order of a sum may show there.

@@ -26,7 +26,7 @@ from oracle import (
 )
 from worlds import DEALT, EVERY_WORLD, RANKS
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 STEPS = 3
 

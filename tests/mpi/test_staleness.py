@@ -32,7 +32,7 @@ from zero.exchange.exchange import EXCHANGED, SentExchange
 from zero.norms import NonFiniteGradientError
 from zero.state import UNSENT
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 EVERY, WARMUP, BOUND = 2, 1, 2
 ROUNDS = {"every": EVERY, "warmup": WARMUP, "max_staleness": BOUND}

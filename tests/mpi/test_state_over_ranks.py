@@ -13,7 +13,7 @@ from oracle import ADAMW, ALGORITHMS, SMALL, STAGES, PlainTraining, assert_parit
 from states import empty_like, mode_of, saved
 from states import train as train_only
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 STEPS = 3
 

@@ -15,7 +15,7 @@ from worlds import refusal
 
 import mntrain
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)

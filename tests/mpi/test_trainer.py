@@ -19,7 +19,7 @@ from mntrain.tasks.lm import LanguageModel
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 

@@ -19,7 +19,7 @@ from mntrain.train.trainer import Trainer
 from zero.agreement import DifferentWeightsError
 from zero.exchange.exchange import EXCHANGED
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1

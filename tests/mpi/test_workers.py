@@ -12,6 +12,7 @@ from worlds import make_world
 RANKS = MPI.COMM_WORLD.size
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.simulated,
     # Of torch where a machine has fewer cores, and of newer Pythons at a fork beside threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),

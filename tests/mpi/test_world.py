@@ -21,7 +21,7 @@ from mntrain.sync import DiLoCo, LocalSGD
 from zero.collectives import gather_objects
 from zero.comm_hooks import CommHook
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 COMM = MPI.COMM_WORLD
 RANK, LAST = COMM.rank, RANKS - 1

@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -91,9 +90,7 @@ def refusal(function, *args, **kwargs):
 
 def meet() -> None:
     """Wait for all ranks without keeping a core from those that work."""
-    arrived = MPI.COMM_WORLD.Ibarrier()
-    while not arrived.Test():
-        time.sleep(0.005)
+    mpi.Requests([MPI.COMM_WORLD.Ibarrier()]).wait()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -23,6 +24,7 @@ ANY = -1
 TAGS = 1 << 22
 BYTE = "byte"
 SHARED = 1
+UNDEFINED = -2  # a color
 
 
 class MpiError(RuntimeError):
@@ -105,7 +107,7 @@ class Message:
         return request
 
     def irecv(self) -> Request:
-        request = Request(bytearray(self.nbytes), pickled=True)
+        request = Request(pickled=True)
         self.context.match(self, request)
         return request
 
@@ -131,10 +133,14 @@ class Request:
     """An operation in flight, of which `data` is the buffer of a receive."""
 
     def __init__(self, data: Any = None, *, pickled: bool = False) -> None:
-        self.data, self._pickled = data, pickled
+        self.data, self.pickled = data, pickled
         self.done = False
         self.status = Status()
         self.error: MpiError | None = None
+
+    @property
+    def length(self) -> str:
+        return "an object" if self.data is None else f"{len(memoryview(self.data))} bytes"
 
     def Test(self) -> bool:
         current().time.may_switch()
@@ -144,7 +150,12 @@ class Request:
 
     def test(self) -> tuple[bool, Any]:
         done = self.Test()
-        return done, pickle.loads(self.data) if done and self._pickled else None
+        return done, pickle.loads(self.data) if done and self.pickled else None
+
+    def wait(self) -> Any:
+        while not self.Test():
+            current().time.wait(lambda: "a message")
+        return self.test()[1]
 
     @staticmethod
     def Testall(requests: Sequence[Request], statuses: Sequence[Status] | None = None) -> bool:
@@ -271,6 +282,8 @@ class Context:
         request, rank = message.receiving, self.members[message.target]
         assert request is not None
         model, time = self.job.network.model, self.job.time
+        if request.pickled:
+            request.data = bytearray(message.nbytes)
         target = memoryview(request.data).cast("B")
         if message.nbytes > len(target):
             request.error = MpiError(
@@ -321,7 +334,7 @@ class Context:
         for rank, box in enumerate(self.mailboxes):
             for (source, tag), waiting in box.posted.items():
                 lines += [
-                    f"  rank {self.members[rank]}: a receive of {len(memoryview(one.data))} bytes "
+                    f"  rank {self.members[rank]}: a receive of {one.length} "
                     f"from rank {self.members[source]}, tag {tag}, on {self.name}"
                     for one in waiting
                 ]
@@ -360,11 +373,16 @@ class Comm:
     def Set_name(self, name: str) -> None:
         self.context.name = name
 
+    def Get_name(self) -> str:
+        return self.context.name
+
     def Get_rank(self) -> int:
         return self._rank
 
     def Get_size(self) -> int:
         return len(self.context.members)
+
+    rank, size = property(Get_rank), property(Get_size)
 
     def Isend(self, data: Any, peer: int, tag: int) -> Request:
         self._check(peer, tag)
@@ -382,6 +400,14 @@ class Comm:
     def issend(self, value: Any, peer: int, tag: int = 0) -> Request:
         return self._send_object(value, peer, tag, synchronous=True)
 
+    def send(self, value: Any, peer: int, tag: int = 0) -> None:
+        self.isend(value, peer, tag).wait()
+
+    def irecv(self, source: int, tag: int) -> Request:
+        request = Request(pickled=True)
+        self.context.receive(self._rank, request, source, tag)
+        return request
+
     def Improbe(self, source: int, tag: int, status: Status | None = None) -> Message | None:
         current().time.may_switch()
         box = self.context.mailboxes[self._rank]
@@ -397,6 +423,9 @@ class Comm:
 
     def Ibarrier(self) -> Request:
         return self._meet("Ibarrier", None, lambda given: None)
+
+    def Barrier(self) -> None:
+        self._wait("Barrier", None, lambda given: None)
 
     def Iallgatherv(self, own: Any, target: tuple[bytearray, Sequence[int]]) -> Request:
         gathered, lengths = target
@@ -417,6 +446,9 @@ class Comm:
         packed = self._wait("allgather", pickle.dumps(value), lambda given: given)
         return [pickle.loads(each) for each in packed]
 
+    def allreduce(self, value: Any) -> Any:
+        return sum(self.allgather(value))
+
     def bcast(self, value: Any, root: int = 0) -> Any:
         return pickle.loads(self._wait("bcast", pickle.dumps(value), lambda given: given[root]))
 
@@ -424,22 +456,28 @@ class Comm:
         job, members = self.context.job, self.context.members
         return Comm(self._wait("Dup", None, lambda given: Context(job, members)), self._rank)
 
-    def Split(self, color: int, key: int) -> Comm:
+    def Split(self, color: int = 0, key: int = 0) -> Comm:
         job, members = self.context.job, self.context.members
 
         def end(given: list[tuple[int, int]]) -> dict[int, Context]:
             found = {}
-            for wanted in sorted({color for color, _ in given}):
+            for wanted in sorted({color for color, _ in given} - {UNDEFINED}):
                 keys = [(k, rank) for rank, (c, k) in enumerate(given) if c == wanted]
                 found[wanted] = Context(job, [members[rank] for _, rank in sorted(keys)])
             return found
 
-        part = self._wait("Split", (color, key), end)[color]
+        parts = self._wait("Split", (color, key), end)
+        if color == UNDEFINED:
+            return NULL
+        part = parts[color]
         return Comm(part, part.members.index(members[self._rank]))
 
     def Split_type(self, kind: int) -> Comm:
         assert kind == SHARED
         return self.Split(self.context.job.nodes[self.context.members[self._rank]], self._rank)
+
+    def Get_attr(self, key: str) -> int:
+        return TAGS - 1
 
     def Get_group(self) -> Group:
         return Group(self.context.members)
@@ -477,18 +515,43 @@ class Comm:
         return request.data
 
 
-def module(size: int) -> ModuleType:
-    """Return what takes the place of mpi4py, for a job of so many ranks."""
+class _NoComm:
+    """The communicator that has no ranks."""
+
+
+NULL: Any = _NoComm()
+
+
+class _Mpi(SimpleNamespace):
+    """The module `mpi4py.MPI`, whose `COMM_WORLD` is that of the running rank."""
+
+    job: Job
+
+    @property
+    def COMM_WORLD(self) -> Comm:
+        return self.job.comm(current().rank)
+
+    @property
+    def COMM_SELF(self) -> Comm:
+        return Comm(Context(self.job, [current().rank]), 0)
+
+
+def module(job: Job) -> ModuleType:
+    """Return what takes the place of mpi4py in a job."""
     made = ModuleType("mpi4py")
-    world = SimpleNamespace(Get_attr=lambda key: TAGS - 1, Get_size=lambda: size)
-    made.MPI = SimpleNamespace(  # type: ignore[attr-defined]
+    made.MPI = _Mpi(  # type: ignore[attr-defined]
+        job=job,
         ANY_SOURCE=ANY,
         ANY_TAG=ANY,
         BYTE=BYTE,
+        COMM_NULL=NULL,
         COMM_TYPE_SHARED=SHARED,
-        COMM_WORLD=world,
         TAG_UB="tags",
+        THREAD_MULTIPLE=3,
+        UNDEFINED=UNDEFINED,
         Exception=MpiError,
+        Get_processor_name=socket.gethostname,
+        Query_thread=lambda: 2,
         Status=Status,
     )
     return made

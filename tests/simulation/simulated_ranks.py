@@ -161,7 +161,7 @@ class SimulatedRanks:
         if not self.threads:
             threading.Thread = _NoThread  # type: ignore[misc]
         patch.setattr(engine, "threading", threading)
-        module = simulated_mpi.module(self.size)
+        module = simulated_mpi.module(self.job)
         patch.setitem(sys.modules, "mpi4py", module)
         patch.setitem(sys.modules, "mpi4py.MPI", module.MPI)
         # What the library keeps for forked children, and for the life of the process.

@@ -2,16 +2,13 @@
 
     SimulatedWorlds([2, 2], seed=7).run(lambda world: world.sum(1.0))
 
-A simulated world has no watchdog and no checks of its host, and leaves the interpreter's hooks. Use
-`group_collectives` in place of `node_collectives`: a `cached_property` of Python 3.11 has one lock
-for all objects of its class, here for all ranks.
+A simulated world has no watchdog and no checks of its host, and leaves the interpreter's hooks.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,33 +23,35 @@ from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator, MpiLibrary
 from mntrain.errors import AgreedError
+from mntrain.ranks import Ranks
 
 LIBRARY = MpiLibrary("simulated", "serialized", "simulated")
 
 
-class SimulatedWorld(World):
-    """The world of one simulated rank, with the options of `mntrain.init`."""
+class _NoWatchdog:
+    """The place of the thread that finds hangs and lost ranks, which a deadlock says at once."""
 
-    def __init__(self, ranks: SimulatedRanks, options: dict[str, Any]) -> None:
-        self.ranks = ranks
-        super().__init__(**options)
+    def __init__(self) -> None:
+        self.at_end: list[Any] = []
 
-    def compute(self, seconds: float) -> None:
-        """Let this rank compute for so long, in virtual time."""
-        self.ranks.time.sleep(seconds)
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that does nothing."""
+        return lambda *given, **options: None
 
-    def _check(self) -> None:
-        self.facts, self.findings = [], {}
 
-    def _start_engine(self) -> None:
-        engine = self._engine = ProgressEngine()
-        engine.main.observer = self.recorder
-        self.watchdog: Any = SimpleNamespace(close=lambda: None)
-        make_error = partial(AgreedError, rank=self.rank)
-        engine.watch = DisagreementWatch(self._comm, engine.streams, make_error)
-        self._resources.callback(engine.close)
-        self.waits = engine.waits
-        self.waits.observe = self.recorder.span
+def _skip_checks(world: Ranks) -> None:
+    world.facts, world.findings = [], {}
+
+
+def _start_engine(world: Ranks) -> None:
+    engine = world._engine = ProgressEngine()
+    engine.main.observer = world.recorder
+    world.watchdog = _NoWatchdog()  # type: ignore[assignment]
+    make_error = partial(AgreedError, rank=world.rank)
+    engine.watch = DisagreementWatch(world._comm, engine.streams, make_error)
+    world._resources.callback(engine.close)
+    world.waits = engine.waits
+    world.waits.observe = world.recorder.span
 
 
 class SimulatedWorlds(SimulatedRanks):
@@ -64,22 +63,28 @@ class SimulatedWorlds(SimulatedRanks):
 
     def make_rank(self, number: int) -> Any:
         """Return a world. Called by all ranks together."""
-        return SimulatedWorld(self, self.options)
+        return World(**self.options)
 
     def take_the_place_of_the_host(self, patch: pytest.MonkeyPatch) -> None:
         """Let worlds use the simulation, and change nothing of this process."""
         super().take_the_place_of_the_host(patch)
+        patch.setattr(Ranks, "_check", _skip_checks)
+        patch.setattr(Ranks, "_start_engine", _start_engine)
+        for name in ("node_collectives", "cross_collectives"):
+            # In Python 3.11 it has one lock for all objects of the class, here for all ranks.
+            patch.setattr(vars(World)[name], "lock", nullcontext(), raising=False)
         for module in (mntrain.ranks, mntrain.world):
             patch.setattr(module, "call_in_child", lambda method: None)
         for name in ("guard_torch_checkpoints", "warn_of_local_metrics"):
             patch.setattr(mntrain.world, name, lambda *given: nullcontext())
         patch.setattr(mntrain.ranks, "limited_start", lambda *limits: nullcontext())
-        patch.setattr(mntrain.ranks, "start_mpi", lambda comm: (self._own_comm(), LIBRARY))
+        patch.setattr(mntrain.ranks, "start_mpi", self._start_mpi)
         patch.setattr(mntrain.ranks, "ExceptionWatch", _NoWatch)
         patch.setattr(mpi, "unlink_segments", lambda met: None)
 
-    def _own_comm(self) -> Communicator:
-        return Communicator(self.job.comm(current().rank), "world")
+    def _start_mpi(self, comm: Any) -> tuple[Communicator, MpiLibrary]:
+        given = self.job.comm(current().rank) if comm is None else comm
+        return Communicator(given.Dup(), "world"), LIBRARY
 
 
 class _NoWatch:
@@ -87,6 +92,12 @@ class _NoWatch:
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.host = host
+
+    def end_job(self, error: BaseException) -> None:
+        """End the run by the error of a rank that has not closed its world."""
+        raise error
+
+    end_run = end_job
 
     def install(self) -> None:
         """Do nothing."""

@@ -18,6 +18,7 @@ from network import NetworkModel
 from oracle import PlainTraining, assert_close, rows, samples
 from search import searched
 from simulated_worlds import SimulatedWorlds
+from virtual_time import current
 
 from mntrain.comm import algorithms
 
@@ -83,7 +84,7 @@ class Training:
         )
         for step in range(self.steps):
             for turn in range(self.micro_batches):
-                world.compute(1e-5 * ((7 * rank + 3 * step + self.seed) % 4))
+                current().time.sleep(1e-5 * ((7 * rank + 3 * step + self.seed) % 4))
                 last = turn == self.micro_batches - 1
                 with nullcontext() if last else optimizer.no_sync():
                     loss = loss_at(model, self.part(step, turn, rank), step, rank)

@@ -13,6 +13,7 @@ import random
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 YIELDS = 3  # pauses of no length after which a thread waits for something to happen
@@ -34,8 +35,9 @@ class Thread:
 
     def __init__(
         self,
-        target: Callable[[], object],
+        target: Callable[..., object],
         name: str = "",
+        args: Sequence[Any] = (),
         daemon: bool = True,
         *,
         time: VirtualTime | None = None,
@@ -53,7 +55,7 @@ class Thread:
         self.waits_for: Callable[[], str] = lambda: "its start"
         self.lock: Lock | None = None
         self.wait_number = self.vain_looks = 0
-        self._target = target
+        self._target = partial(target, *args)
         self._thread = threading.Thread(
             target=self._run, name=f"rank {self.rank}: {name}", daemon=True
         )
@@ -101,6 +103,11 @@ def current() -> Thread:
     return found
 
 
+def in_simulation() -> bool:
+    """Return whether the calling thread is a simulated one."""
+    return hasattr(_of_thread, "current")
+
+
 class Event(NamedTuple):
     """What is to happen at a time. Of a look, the thread and the number of its wait."""
 
@@ -125,7 +132,8 @@ class VirtualTime:
     `switches` is the share of uses of locks and of MPI after which another thread may continue.
     `patience_s` is the virtual time without any event that is no deadlock, for threads that act
     when nothing happens. With `keep`, `trace` has all events, and otherwise the last ones.
-    `describe` says what ranks wait for, in errors.
+    `describe` says what ranks wait for, in errors. `change_rank` is called when another rank's turn
+    begins, and with None at the end.
     """
 
     def __init__(
@@ -138,6 +146,8 @@ class VirtualTime:
         self.threads: defaultdict[int, list[Thread]] = defaultdict(list)  # by rank
         self.trace: deque[tuple[Any, ...]] = deque(maxlen=None if keep else LAST_EVENTS)
         self.describe: Callable[[], list[str]] = list
+        self.change_rank: Callable[[int | None], None] = lambda rank: None
+        self._turn: int | None = None  # the rank that has it
         self.error: BaseException | None = None
         self.stopping = False
         self._digest = hashlib.blake2b()
@@ -166,9 +176,11 @@ class VirtualTime:
         self._hand_over(None)
         self._done.acquire()
         self.stopping = True
-        for threads in self.threads.values():
+        for rank, threads in self.threads.items():
+            self._give_turn(rank)
             for thread in threads:
                 thread.leave()
+        self._give_turn(None)
         if self.error is not None:
             raise self.error
 
@@ -327,9 +339,15 @@ class VirtualTime:
         if following is None:
             self._done.release()
         else:
+            self._give_turn(following.rank)
             following.go.release()
         if thread is not None:
             thread.go.acquire()
+
+    def _give_turn(self, rank: int | None) -> None:
+        if rank != self._turn:
+            self._turn = rank
+            self.change_rank(rank)
 
     def _next(self) -> Thread | None:
         """Advance time until a thread can run, and return it; None at the end."""

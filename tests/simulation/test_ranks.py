@@ -1,0 +1,51 @@
+"""Tests of tests/mpi that are marked `simulated`, on simulated ranks, one test for each file.
+
+Of these files, mpirun runs the tests that are also marked `both` or `processes`.
+"""
+
+import pytest
+import sessions
+
+# Collectives and worlds are quick tests, on three ranks; the others are thorough ones.
+QUICK = ("collectives", "disagreement", "levels", "wire", "world")
+# With --all alone: other tests show most of what they do.
+RARE = ("cadence", "comparison", "compressed_gradients", "default_device", "losses")
+RARE += ("parameter_kinds", "plan", "rank_clipping", "rare_jobs", "stage_cost", "stage_model")
+RARE += ("stage_precision", "trainer", "weight_checks", "weighted_exchanges", "workers")
+# What depends on which rank is on which node, of which tests make their own.
+ON_NODES = ("exchanges", "levels", "staleness", "state_over_ranks")
+# Also where the first two ranks are on another node than the last, for each test.
+ON_TWO_NODES = ("parity", "wire")
+# With --all also on these numbers of ranks, if that is another test.
+ON_ONE = ("checkpoint", "collectives", "own_loop", "parity", "trainer", "world")
+AT_TWO = ("stage_model", "stage_precision", "stage_updates", "state_over_ranks")
+
+
+def suites():
+    for name in sessions.simulated():
+        least = [pytest.mark.exhaustive] if name in RARE else [pytest.mark.thorough]
+        usual = [4] if name in ON_NODES else [3]
+        marks = {tuple(usual): [] if name in QUICK else least}
+        if name in ON_TWO_NODES:
+            marks[2, 1] = [pytest.mark.thorough]
+        if name in ON_ONE:
+            marks[1,] = [pytest.mark.exhaustive]
+        if name in AT_TWO:
+            marks[2,] = [pytest.mark.exhaustive]
+        if name == "levels":
+            marks[8,] = [pytest.mark.exhaustive]
+        for nodes, own in marks.items():
+            title = f"{name} on {'+'.join(map(str, nodes))}"
+            yield pytest.param((name, nodes), marks=own, id=title)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("suite", list(suites()))
+def test_file_passes(suite, request):
+    name, nodes = suite
+    sessions.run(nodes, [str(sessions.FILES[f"test_{name}"])], request.config)
+
+
+def test_the_lists_name_files_that_are_simulated():
+    named = {*QUICK, *RARE, *ON_NODES, *ON_TWO_NODES, *ON_ONE, *AT_TWO}
+    assert named <= set(sessions.simulated())
