@@ -18,17 +18,23 @@ LIMIT_S = 20.0  # for all hosts
 ENOUGH_S = 5.0  # after which hosts are not waited for if enough others have answered
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
-# The processes of former starts have the variable with this launch's folder. Stopped ones die of
-# SIGKILL, too; what waits for a file server does not, and such a host does not count as answering.
+# The processes of former starts have the variable with this launch's folder ($0), those of mpirun
+# on this host, too; containers of other process ids see to their own. Stopped ones die of SIGKILL.
+# What waits for a file server does not, and such a host does not count as answering.
 _ENDING = f"""
-ids() {{ grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | tr -dc '0-9\\n'; }}
+ids() {{
+    grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
+        [ "$(readlink /proc/$id/ns/pid)" != "$(readlink /proc/self/ns/pid)" ] || echo $id
+    done
+}}
 for i in 1 2 3 4 5 6 7 8 9 10; do
     left=$(ids)
     [ "$left" ] || {{ echo {_MARK} "$(uname -n)"; exit; }}
-    kill -KILL $left 2>/dev/null
+    kill -s KILL $left 2>/dev/null
     sleep 0.$i
 done
 """
+_HERE = Host("localhost")
 
 
 class Hosts:
@@ -74,7 +80,7 @@ class Hosts:
         With each the name that it has for itself. Takes LIMIT_S at most, or ENOUGH_S once `enough`
         hosts have answered.
         """
-        asked = self._hosts or [Host("localhost")]
+        asked = [_HERE, *self._hosts]
         began = time.monotonic()
         pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
         found: dict[Host, str] = {}
@@ -102,7 +108,7 @@ class Hosts:
 
         def over() -> bool:
             seconds = time.monotonic() - began
-            late = seconds > (ENOUGH_S if len(found) >= enough else LIMIT_S)
+            late = seconds > (ENOUGH_S if len(found) > enough else LIMIT_S)
             return late or all(one.done() for one in asking)
 
         wait_until(over)
@@ -112,7 +118,7 @@ class Hosts:
                 with suppress(ProcessLookupError):
                     os.killpg(one.pid, signal.SIGKILL)
         pool.shutdown(wait=False, cancel_futures=True)
-        return {host: answered[host] for host in asked if host in answered}
+        return {host: answered[host] for host in self._hosts if host in answered}
 
 
 def wait_until(over: Callable[[], bool]) -> None:

@@ -86,6 +86,7 @@ class LauncherCommand:
             self.kind, self._begin = "srun", 1
         elif program == "flux" and self.words[1:2] == ["run"]:
             self.kind, self._begin = "flux", 2
+        self.options: list[Option] = []
         if not self.kind:
             return
         self.options = self._read_options()
@@ -150,7 +151,7 @@ class LauncherCommand:
     @property
     def nodes(self) -> int | None:
         """The number of nodes that srun or flux is told to use; None if it is not said."""
-        if self.kind == "mpirun":
+        if self.kind not in ("srun", "flux"):
             return None
         said = self._value("N", "nodes") or self.environment.get("SLURM_JOB_NUM_NODES", "")
         return int(said.partition("-")[2] or said) if re.fullmatch(r"\d+(-\d+)?", said) else None

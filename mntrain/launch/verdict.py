@@ -44,7 +44,11 @@ _LAUNCHERS = (
     ("mpirun", False, r"MPI_ABORT was invoked on rank \d+"),
     ("srun", True, r"Node failure on (?P<host>\S+)"),
     ("srun", True, r"DUE TO NODE FAILURE"),
-    ("srun", True, r"(?P<host>\S+): tasks? [^\n]*: (?:Killed|Bus error|Out Of Memory)"),
+    (
+        "srun",
+        True,
+        r"srun: error: (?P<host>\S+): tasks? [^\n]*: (?:Killed|Bus error|Out Of Memory)",
+    ),
     ("srun", True, r"[Dd]etected \d+ oom.kill event"),
     ("srun", False, r"srun: error: (?P<host>\S+): tasks? [^\n]*: [^\n]*"),
     ("ssh", True, r"ssh: connect to host (?P<host>\S+) port \d+: [^\n]*"),
