@@ -24,12 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from emulated import nodes_module, output_of
-from results import DOCS, facts, heading, table, write
+from emulated import Cluster, is_open_mpi
+from results import DOCS, facts, heading, spread, table, write
 
 KINDS = ("rank killed", "node stopped", "network cut", "node ended")
 EVERY, STEPS, TIMEOUT_S = 5, 100_000, 40
@@ -153,43 +152,84 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=DOCS, metavar="DIR")
     options = parser.parse_args()
-    nodes = nodes_module()
     page, chance = facts(), random.Random(options.seed)
     found: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryDirectory(prefix=".outage-", dir=".") as name,
-        nodes.Cluster((2, 2, 2)) as cluster,
-    ):
+    with tempfile.TemporaryDirectory(prefix=".outage-", dir=".") as name:
         folder = Path(name).resolve()
-        run = Run(cluster, folder)
-        try:
-            run.until(run.step)
-            plain_s = time.time() - run.began
-            for number in range(options.losses):
-                last = number == options.losses - 1
-                kind = KINDS[-1] if last else KINDS[number % (len(KINDS) - 1)]
-                host = chance.choice(hosts_of_last_start(run, cluster.hosts))
-                found.append(lose(run, kind, host, chance))
-                print(number + 1, host, found[-1], flush=True)
-            last_step = run.step()
-            run.process.send_signal(signal.SIGUSR1)
-            run.process.wait(60)
-        finally:
-            run.process.kill()
+        with Cluster((2, 2, 2)) as cluster:
+            run = Run(cluster, folder)
+            try:
+                run.until(run.step)
+                for number in range(1, options.losses + 1):
+                    # Nothing can be lost in turn after a node that does not come back.
+                    kind = KINDS[
+                        -1 if number == options.losses else (number - 1) % (len(KINDS) - 1)
+                    ]
+                    host = chance.choice(hosts_of_last_start(run, cluster.hosts))
+                    found.append(lose(run, kind, host, chance))
+                    print(number, host, found[-1], flush=True)
+                run.process.send_signal(signal.SIGUSR1)
+                run.process.wait(LIMIT_S)
+            finally:
+                run.process.kill()
         ours = losses_in(run.metrics)
-        whole, _ = cluster.mpirun([sys.executable, *JOB, "--run.dir", str(folder / "whole")])
-        whole, environment = cluster.mpirun(
-            [
-                *[sys.executable, *JOB, "--run.dir", str(folder / "whole")],
-                *["--run.stop-after", str(last_step), "--checkpoint.every", "0"],
-            ],
-            env={"OMP_NUM_THREADS": "1"},
-        ) if "n3" in hosts_of_last_start(run, cluster.hosts) or True else (whole, {})
-        whole[whole.index("-n") + 1] = "4"
-        output_of(whole, environment, 900)
-        theirs = losses_in(folder / "whole" / "metrics.jsonl")
+        with Cluster((2, 2)) as cluster:
+            words = [*JOB, "--run.dir", str(folder / "whole"), "--run.stop-after", str(max(ours))]
+            command, environment = cluster.mpirun(
+                [sys.executable, *words], env={"OMP_NUM_THREADS": "1"}
+            )
+            whole, began = folder / "whole", time.time()
+            with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as plain:
+                while not losses_in(whole / "metrics.jsonl") and plain.poll() is None:
+                    time.sleep(0.02)
+                plain_s = time.time() - began
+        theirs = losses_in(whole / "metrics.jsonl")
     same = sum(ours.get(step) == loss for step, loss in theirs.items())
-    print(len(found), last_step, same, plain_s)
+    library = "Open MPI" if is_open_mpi() else "MPICH"
+    figures = {"losses": found, "plain_s": plain_s, "steps": len(theirs), "same": same}
+    with suppress(OSError):  # of an earlier call
+        page["libraries"] = json.loads((options.output / "results/outage.json").read_text())[
+            "libraries"
+        ]
+    page["libraries"] = {
+        **page.get("libraries", {}),
+        library: {**figures, "command": page["command"]},
+    }
+    write(options.output, "outage", page, describe(page))
+
+
+def describe(page: dict[str, Any]) -> list[str]:
+    """Return the page."""
+    about = (
+        "Three emulated nodes of two ranks on one machine, one of them spare; a job of `mntrain "
+        f"launch` saves every {EVERY} steps, with `--comm.timeout {TIMEOUT_S}`. Seconds are the "
+        "median, and the least and the largest, from the loss on: until the ranks report it, until "
+        "`launch` starts the job again, and until the next step; then those of that start alone. "
+        "Ranks share the cores, so a start takes many times as long as on nodes of their own."
+    )
+    lines = heading(page, "What the loss of a node costs", {"torch": torch.__version__}, about)
+    rows = []
+    for library, figures in page["libraries"].items():
+        for kind in KINDS:
+            those = [one for one in figures["losses"] if one["kind"] == kind]
+            if those:
+                parts = [
+                    spread([one[name] for one in those if one[name] is not None] or [0.0], 1)
+                    for name in ("report_s", "start_s", "step_s", "begin_s")
+                ]
+                lost = [one["steps_lost"] for one in those]
+                rows.append([library, kind, str(len(those)), f"{min(lost)} to {max(lost)}", *parts])
+    head = ["library", "loss", "times", "steps lost", "report, s", "next start, s", "next step, s"]
+    lines += [*table([*head, "that start, s"], rows, texts=2), ""]
+    for library, figures in page["libraries"].items():
+        count = len(figures["losses"])
+        lines.append(
+            f"- {library} (`{figures['command']}`): the run went on after each of {count} losses, "
+            f"and {figures['same']} of {figures['steps']} steps have bitwise the loss of a run "
+            f"without an outage. By `mpirun` alone, a start took {figures['plain_s']:.1f} s to its "
+            "first step."
+        )
+    return lines
 
 
 if __name__ == "__main__":

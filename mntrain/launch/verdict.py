@@ -19,6 +19,7 @@ _LOSSES = (
     r"(?P<whom>ranks? [^\n;]*?) (?:is|are) lost: [^\n]*",
     r"rank \d+ has lost its connections to ranks 0 and 1",
     r"ha(?:s|ve) waited \d+ s for (?P<whom>[^\n;]*), which do(?:es)? not answer",
+    r"rank \d+ has waited \d+ s, and (?P<whom>ranks? [^\n]*) do not answer",
     r"messages between them do not arrive",
     r"\S+ has had no answer from (?P<whom>\S+) for",
     r"\S+ (?:cannot connect to|has connected to) (?P<whom>\S+)[^\n]*not",

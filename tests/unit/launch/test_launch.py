@@ -1,6 +1,5 @@
 """Starts of commands that stand for launchers: shell scripts, without ranks."""
 
-import os
 import shlex
 import signal
 import subprocess

@@ -25,6 +25,11 @@ STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
         ("mntrain: error: rank 0 on n1, rank 3 on n2 are lost: gone", "the ranks", ("n1", "n2")),
         ("mntrain: error: rank 5 has lost its connections to ranks 0 and 1", "the ranks", ()),
         (f"{STALL}, which does not answer", "the ranks", ("n2",)),
+        (
+            "mntrain: error: rank 2 has waited 61 s, and ranks 0, 1 on n1 do not answer",
+            "the ranks",
+            ("n1",),
+        ),
         ("mntrain: error: n1 has had no answer from 10.0.0.2 for 20 s", "the ranks", ("10.0.0.2",)),
         (f"{OF_MPI}{LOST}", "the ranks", ("n2",)),
         (f"mntrain: error: caught by the script\n{LOST}", "the ranks", ("n2",)),
