@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGINT
 
 from mntrain.launch.answers import Hosts
 from mntrain.launch.evidence import Evidence
@@ -67,12 +68,8 @@ class Launch:
             if verdict.fault is None and not silent:
                 _say(f"not started again: {verdict.what}, and every host answers")
                 return code or 1
-            why = "; ".join(
-                [
-                    *[f"no answer from {silent}"] * bool(silent),
-                    *[verdict.said] * bool(verdict.fault),
-                ]
-            )
+            reasons = [f"no answer from {silent}" if silent else "", verdict.fault and verdict.said]
+            why = "; ".join(filter(None, reasons))
             self._idle = 0 if stepped else self._idle + 1
             if self._idle == _MOST_IDLE:
                 _say(
@@ -87,8 +84,8 @@ class Launch:
                     f"are left, and {self._least} are needed (--nodes MIN:MAX goes on with fewer)"
                 )
                 return AGAIN
-            if self._signals.first:
-                return AGAIN
+            if self._signals.first:  # while the hosts were asked
+                return 130 if self._signals.first == SIGINT else AGAIN
             as_given = as_given and chosen == self._hosts
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
@@ -101,23 +98,24 @@ class Launch:
             on = f" on {', '.join(host.name for host in self._hosts)}" if self._hosts else ""
             _say(f"start {number}{on}: {why}")
         self._notes.begin_start()
-        start = Start(self._words(as_given=as_given), {**os.environ, VARIABLE: str(self._folder)})
-        self._signals.command = start.process
+        environment = {**os.environ, VARIABLE: str(self._folder)}
+        if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
+            environment["SLURM_OVERLAP"] = "1"
+        start = Start(self._words(as_given=as_given), environment)
         self._keeper.keep(start.process.pid)
+        self._signals.direct(start.process)
         told = number == 1
 
         def look() -> None:
             nonlocal told
             if not told and self._notes.steps is not None:
                 told = True
-                lost = "" if self._step_at is None else time.time() - self._step_at
-                _say(
-                    f"start {number} trains"
-                    + (f"; nothing was trained for {lost:.1f} s" if lost else "")
-                )
+                since = self._step_at
+                lost = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
+                _say(f"start {number} trains{lost}")
 
         code = start.wait(look)
-        self._signals.command = None
+        self._signals.direct(None)
         self._keeper.keep(None)
         after, steps = Evidence.of(self._notes.run_dir), self._notes.steps
         has_run = after.run is not None

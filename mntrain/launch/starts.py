@@ -39,7 +39,13 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        self.command: subprocess.Popen[bytes] | None = None
+        self._command: subprocess.Popen[bytes] | None = None
+
+    def direct(self, command: subprocess.Popen[bytes] | None) -> None:
+        """Pass signals on to a command from now on, or to none; also one that has come."""
+        self._command = command
+        if self.first is not None:
+            self._pass_on(self.first, None)
 
     def __enter__(self) -> "Signals":
         for number in SIGNALS:
@@ -54,8 +60,8 @@ class Signals:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.first = self.first or signal.Signals(number)
-        if self.command is not None:
-            _send(self.command, number, group=number in _OF_TERMINAL)
+        if self._command is not None:
+            _send(self._command, number, group=number in _OF_TERMINAL)
 
 
 class Keeper:

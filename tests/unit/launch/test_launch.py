@@ -170,3 +170,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, words, said):
     assert (done.returncode, done.stdout) == (2, "")
     assert line.startswith("mntrain: ")
     assert said in line
+
+
+def test_launch_needs_neither_torch_nor_mpi():
+    program = "import sys, mntrain.launch.launch_command, mntrain.recorder.autopsy\n"
+    program += "print({'torch', 'numpy', 'mpi4py'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"set()\n"
