@@ -13,6 +13,7 @@ _ENDS = ("completed", "stopped", "preempted", "interrupted")
 # Exit codes of a job that say the same without a summary: docs/failures.md.
 _CODES = {2: "options or data were refused", 74: "files could not be written", 75: "preempted"}
 _CODES |= {130: "Ctrl-C"}
+_KILLS = {135: "killed by SIGBUS", 137: "killed by SIGKILL"}  # 128 and the signal, as of a shell
 
 # Reports of the ranks for which a machine is to blame, and the words in them that name the hosts.
 _LOSSES = (
@@ -130,8 +131,8 @@ def _of_launchers(output: str) -> Verdict | None:
 
 
 def _of_code(code: int, *, run: bool) -> Verdict:
-    if code in _CODES:
-        return Verdict(False, _CODES[code], "the exit code")
+    if code in _CODES or code in _KILLS:
+        return Verdict(code in _KILLS, (_CODES | _KILLS)[code], "the exit code")
     if code == 0 and not run:
         return Verdict(False, "the command has ended well", "the exit code")
     return Verdict(None, f"exit code {code}")

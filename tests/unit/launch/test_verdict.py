@@ -86,6 +86,15 @@ def test_the_summary_of_the_run_has_the_first_word():
     assert judge(1, "", other, run=True).fault is False
 
 
+def test_a_command_that_was_killed_itself_is_told_from_others_by_its_exit_code():
+    assert [judge(code, "", None, run=False).fault for code in (137, 135, 143, 139)] == [
+        True,
+        True,
+        None,
+        None,
+    ]
+
+
 def test_what_nobody_explains_is_left_to_the_hosts():
     assert judge(255, "Connection to n2 closed", None, run=False).fault is None
     assert judge(0, "", None, run=True).fault is None  # a run without a summary: Open MPI's mpirun
