@@ -205,7 +205,8 @@ def describe(page: dict[str, Any]) -> list[str]:
         f"launch` saves every {EVERY} steps, with `--comm.timeout {TIMEOUT_S}`. Seconds are the "
         "median, and the least and the largest, from the loss on: until the ranks report it, until "
         "`launch` starts the job again, and until the next step; then those of that start alone. "
-        "Ranks share the cores, so a start takes many times as long as on nodes of their own."
+        "Ranks share the cores, so a start takes many times as long as on nodes of their own. The "
+        "loss of a stopped node is noticed 20 s later if ranks 0 and 1 are on it."
     )
     lines = heading(page, "What the loss of a node costs", {"torch": torch.__version__}, about)
     rows = []
@@ -213,10 +214,10 @@ def describe(page: dict[str, Any]) -> list[str]:
         for kind in KINDS:
             those = [one for one in figures["losses"] if one["kind"] == kind]
             if those:
-                parts = [
-                    spread([one[name] for one in those if one[name] is not None] or [0.0], 1)
-                    for name in ("report_s", "start_s", "step_s", "begin_s")
-                ]
+                parts = []
+                for name in ("report_s", "start_s", "step_s", "begin_s"):
+                    values = [one[name] for one in those if one[name] is not None]
+                    parts.append(spread(values, 1) if values else "none")
                 lost = [one["steps_lost"] for one in those]
                 rows.append([library, kind, str(len(those)), f"{min(lost)} to {max(lost)}", *parts])
     head = ["library", "loss", "times", "steps lost", "report, s", "next start, s", "next step, s"]
