@@ -129,10 +129,11 @@ class Start:
             look()
             if self._lost_at is not None and time.monotonic() > self._lost_at + _ENDING_S:
                 self._end()
-        _send(self.process, signal.SIGKILL, group=True)
+        code = self.process.returncode
+        if code:  # after a clean end, what a script has started may go on
+            _send(self.process, signal.SIGKILL, group=True)
         for thread in self._threads:
             thread.join(_DRAIN_S)
-        code = self.process.returncode
         return 128 - code if code < 0 else code
 
     @property

@@ -34,11 +34,13 @@ _OF_MPI = re.compile(r"\bMPI\.Exception\b|with Exception: (?:MPI_ERR|Other MPI e
 # What launchers say of a rank or node, by which program, and whether a machine is to blame; the
 # first in the output counts. A process that was killed, or whose memory failed (SIGBUS), did not do
 # so itself. Any other signal comes of its own code, which would do the same again.
-_BANNER = r"RUNNING AT (?P<host>\S+)\n(?:=[^\n]*\n)*YOUR APPLICATION TERMINATED WITH THE "
+_BANNER = (
+    r"RUNNING AT (?P<host>\S+)\n(?:=[^\n]*\n)*YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
+)
 _ON_NODE = r"process rank \d+ with PID \d+ on node (?P<host>\S+) exited on\s+signal "
 _LAUNCHERS = (
-    ("mpirun", True, rf"{_BANNER}EXIT STRING: (?:Killed|Bus error) \(signal \d+\)"),
-    ("mpirun", False, rf"{_BANNER}EXIT STRING: [^\n]*"),
+    ("mpirun", True, rf"{_BANNER}(?P<what>(?:Killed|Bus error) \(signal \d+\))"),
+    ("mpirun", False, rf"{_BANNER}(?P<what>[^\n]*)"),
     ("mpirun", True, r"control_cb [^\n]*assert \(!closed\) failed"),
     ("mpirun", True, r"has lost communication with a remote daemon"),
     ("mpirun", True, rf"{_ON_NODE}[79]\b"),
@@ -125,9 +127,10 @@ def _of_launchers(output: str) -> Verdict | None:
     if not found:
         return None
     _, by, fault, word = min(found, key=itemgetter(0))
-    host = word.groupdict().get("host")
-    said = word[0].replace("YOUR APPLICATION TERMINATED WITH THE ", "")
-    return Verdict(fault, re.sub(r"[\s=]+", " ", said), by, (host,) if host else ())
+    parts = word.groupdict()
+    host = parts.get("host")
+    said = f"a rank on {host} ended: {parts['what']}" if "what" in parts else word[0]
+    return Verdict(fault, " ".join(said.split()), by, (host,) if host else ())
 
 
 def _of_code(code: int, *, run: bool) -> Verdict:

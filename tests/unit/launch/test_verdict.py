@@ -72,6 +72,15 @@ def test_errors_and_clean_ends_are_none(code, output, by):
     assert (verdict.fault, verdict.by) == (False, by)
 
 
+def test_the_words_of_mpirun_are_one_short_sentence():
+    found = judge(9, HYDRA.format("Killed (signal 9)"), None, run=False)
+    assert found.said == "a rank on n3 ended: Killed (signal 9) (says mpirun)"
+    found = judge(9, PRTE.format("9 (Killed)"), None, run=False)
+    assert found.said == (
+        "process rank 1 with PID 25067 on node n3 exited on signal 9 (says mpirun)"
+    )
+
+
 def test_the_summary_of_the_run_has_the_first_word():
     for status in ("completed", "stopped", "preempted", "interrupted"):
         assert judge(1, LOST, {"status": status}, run=True).fault is False
