@@ -80,6 +80,7 @@ bench: $(VENV)/.ready-dev $(SYSTEM)
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/kills.py
+	$(BIN)/python benchmarks/outage.py
 
 clean:
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ from mntrain.checks.host import StartError
 READERS = {
     "ckpt": "mntrain.checkpoint.commands",
     "autopsy": "mntrain.recorder.autopsy",
+    "launch": "mntrain.launch.launch_command",
     "plan": "mntrain.train.plan.plan_command",
     "report": "mntrain.report.report_command",
 }

@@ -3,6 +3,7 @@
 MPI -> topology -> devices -> checks and threads -> engine -> transport -> collectives -> places
 """
 
+import os
 import secrets
 import socket
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mntrain import device as devices
 from mntrain import errors
@@ -40,6 +42,7 @@ from mntrain.options.config import WorldConfig
 from mntrain.options.types import construct, port_numbers
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
+from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.watchdog.monitor import MONITORS, Limits
 from mntrain.watchdog.side_channel import (
     LOST_S,
@@ -137,6 +140,7 @@ class Ranks:
                 self._find_topology(options)
                 self._assign_device()
                 self._check()
+                self._tell_launch()
                 self._start_engine()
                 meeting.close()  # from here on the watchdog watches
                 self._make_collectives()
@@ -201,6 +205,13 @@ class Ranks:
             raise AgreedError("; ".join(failed), self.rank)
         if local.cores and not local.threads:
             torch.set_num_threads(rank_facts.fair_threads(self.facts, self.rank))
+
+    def _tell_launch(self) -> None:
+        """Note the steps of all optimizers of rank 0 for `mntrain launch`, if it has started it."""
+        notes = LaunchNotes.of(os.environ) if self.master else None
+        if notes is not None:
+            hook = register_optimizer_step_post_hook(lambda *_: notes.take_step())
+            self._resources.callback(hook.remove)
 
     def _start_engine(self) -> None:
         """Start the communication thread, which makes all MPI calls from here on."""

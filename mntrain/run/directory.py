@@ -46,6 +46,7 @@ from mntrain.metrics.files import (
     write_whole,
 )
 from mntrain.ranks import Ranks
+from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.recorder.recording import recordings
 from mntrain.run.lock import RunLock
 
@@ -73,6 +74,8 @@ class RunDirectory:
             if world.master:
                 self._make(new=path is None)
                 self._lock = RunLock(self.path, world.watchdog.lose_directory)
+                if (notes := LaunchNotes.of(os.environ)) is not None:
+                    notes.use_run(self.path)
         self.path = world.gather(self.path)[0]
         self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
 

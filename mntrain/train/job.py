@@ -18,7 +18,8 @@ from mntrain.metrics.registry import StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
-from mntrain.run.directory import RunDirectory
+from mntrain.recorder.launch_notes import LaunchNotes
+from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import DelayedSums
 from mntrain.run.record import RunRecord
 from mntrain.run.saving import Checkpoints, SaveReports
@@ -38,6 +39,16 @@ from mntrain.train.job_data import JobData
 from mntrain.train.optimization import LearningRates, choose_optimizer
 from mntrain.world import World
 from zero.layout import split
+
+
+def warn_of_launch(config: Config) -> None:
+    """Warn of a job that `mntrain launch` cannot start again. Local."""
+    lasts = config.run.dir is not None and config.checkpoint.every != "0"
+    if LaunchNotes.of(os.environ) is not None and not lasts:
+        warn(
+            "mntrain launch cannot resume this job after a loss: give --run.dir and "
+            "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
+        )
 
 
 class TrainingJob:
@@ -62,6 +73,7 @@ class TrainingJob:
         with world.agreement():
             if world.master:
                 expect_installed(config.log)
+                warn_of_launch(config)
         self.config = config
         self.directory.open_local(config.checkpoint.local)
         found = resumption.find_checkpoint(world, config, self.directory)

@@ -122,6 +122,8 @@ class Inquiry:
             have += " for each other" if len(culprits) > 1 else " for a message of its own"
         elif culprits:
             have += f" for {self.name(culprits)}"
+            if all(self.silent.get(rank, UNCONNECTED) != UNCONNECTED for rank in culprits):
+                have += f", which {'do' if len(culprits) > 1 else 'does'} not answer"
         else:
             have += " in what all ranks have begun: messages between them do not arrive"
         return "; ".join([have, *self.networks[:1]])

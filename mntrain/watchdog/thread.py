@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
+from mntrain.alike.naming import naming
 from mntrain.alike.rank_facts import RankFacts
 from mntrain.comm import mpi
 from mntrain.comm.engine import Future, ProgressEngine
@@ -49,6 +50,7 @@ RECONNECT_S = 10.0  # between attempts to connect to a monitor
 ATTEMPTS = 4
 MAX_TICK_S = 1.0
 REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
+UNHEARD = 2  # times that it is asked for in vain until a rank ends the job itself
 DRAIN_S = 5.0  # at the exit, for collectives in flight
 _SENDERS_S = 1.0  # in which a launcher and a scheduler may both pass on one signal
 _ENDING = (signal.SIGINT, signal.SIGTERM)  # one of these ends a job that has had a signal
@@ -104,6 +106,9 @@ class Watchdog:
         self._left: set[int] = set()  # peers
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
+        self._asked_at = -math.inf  # when a monitor has asked this rank
+        hosts = {rank: one.host for rank, one in enumerate(facts)}
+        self._monitors_named = naming("rank", [r for r in MONITORS if r < len(facts)], hosts)
         self._unanswered = Unanswered([os.getpid()])  # connections, since the last progress
         self._active_at, self._idle_s, self._idle_limit = recorder.active_at, 0.0, limits.warn_after
         self._unread, self._unread_s = "", 0.0  # output, and the time for which it was
@@ -332,6 +337,15 @@ class Watchdog:
         if level > self._told:
             self._told = level
             self._tell_waiting(ends=level > 1)
+            if level >= 2 + UNHEARD and self._asked_at < now - UNHEARD * REPEAT_S:
+                self._end_unheard()
+
+    def _end_unheard(self) -> None:
+        """End the job, since monitors that are connected do nothing: they may be stopped."""
+        if self._monitor is None and self._channel.peers:
+            reason = f"rank {self._rank} has waited {self._stalled_s:.0f} s, and "
+            reason += f"{self._monitors_named} do not answer"
+            self._end_job(reason, reason, "stalled", 1)
 
     def _look_at_output(self, passed: float) -> None:
         """Count the time in which nobody reads this rank's output, and tell of it afterwards."""
@@ -405,6 +419,7 @@ class Watchdog:
             case "signal":
                 self._on_signal(int(message["number"]))
             case "ask":
+                self._asked_at = time.monotonic()
                 status = self._own_status()._asdict()
                 self._channel.send(peer, {"kind": "status", "status": status})
             case "failed" if message["report"]["rank"] != self._rank:

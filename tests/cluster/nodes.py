@@ -20,6 +20,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +39,7 @@ FAR = str(Path(__file__).with_name("late_packets.py"))
 _serial = itertools.count()  # of the clusters of this process
 
 # In place of ssh: [option]... HOST COMMAND..., the command joined and given to a shell as ssh does.
+# It waits for ever, as ssh does, for a node whose link is down.
 # TMPDIR is per node because prted names its directory after its pid, and pids repeat across nodes.
 _AGENT = """#!/bin/sh
 while :; do case $1 in -*) shift ;; *) break ;; esac; done
@@ -46,6 +48,7 @@ case $1 in
 *) echo "no node named $1" >&2; exit 255 ;;
 esac
 shift
+while [ -e "$tmp.down" ]; do sleep 0.2; done
 exec nsenter -t "$pid" -m -u -i -n -p -- env -C "$PWD" TMPDIR="$tmp" sh -c "$*"
 """
 
@@ -161,6 +164,8 @@ class Cluster:
         """Plug or unplug the node's cable: its connections stall, and go on when it is back."""
         index = self.hosts.index(host) + 1
         self._switch.network("ip", f"link set v{index} {'up' if up else 'down'}")
+        down = self._directory / f"{host}.down"
+        down.unlink(missing_ok=True) if up else down.touch()
 
     @contextlib.contextmanager
     def far(self, milliseconds: float) -> Iterator[None]:
@@ -192,6 +197,14 @@ class Cluster:
         if not soft:
             self.link(host, up=False)
         _end([self._nodes[host]])
+
+    def stop(self, host: str) -> None:
+        """Stop all processes of the node, whose kernel still acknowledges what it receives."""
+        own = os.readlink(f"/proc/{self._nodes[host].pid}/ns/pid")
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if os.readlink(entry / "ns" / "pid") == own:
+                    os.kill(int(entry.name), signal.SIGSTOP)
 
     def sent(self, host: str) -> int:
         """Return how many bytes the node has put on its link, headers included."""

@@ -43,7 +43,7 @@ STARTER = f"""#!{sys.executable}
 import os, pathlib, runpy, sys, time
 import torch._dynamo
 pathlib.Path("ready-" + os.environ["SLURM_PROCID"]).touch()
-while not pathlib.Path("start").exists():
+while "launch" not in sys.argv and not pathlib.Path("start").exists():
     time.sleep(0.1)
 sys.argv = sys.argv[2:]
 sys.path.insert(0, "")
@@ -102,7 +102,8 @@ def _told_once(tell: Callable, folder: Path):
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         with ONE_AT_A_TIME:
-            cluster = stack.enter_context(SlurmCluster(cpus=8))
+            nodes = 3 if tell.__name__ == "relaunched" else 2
+            cluster = stack.enter_context(SlurmCluster(nodes, cpus=8))
         return tell(cluster, folder)
 
 
@@ -228,6 +229,20 @@ def lost_a_node(cluster, folder):
     )
     job.until_checkpoint(3)
     cluster.crash("n2")
+    job.go()
+    return job.end()
+
+
+@story
+def relaunched(cluster, folder):
+    """A node of two is lost, and a third one is spare."""
+    options = [*LONG, "--checkpoint.every", "1"]
+    nodes = ["--nodes=3", "--ntasks-per-node=1", "--no-kill"]
+    settings = {"RELAUNCH": "--spares 1"}
+    job = SlurmJob.submit(cluster, folder, "train.sbatch", *options, slurm=nodes, **settings)
+    job.until_checkpoint(3)
+    cluster.crash("n2")
+    job.until(lambda: "launch: start 2 on n1, n3" in job.log, "another start")
     job.go()
     return job.end()
 
@@ -396,3 +411,9 @@ def test_a_run_that_lost_a_node_goes_on_with_the_one_left(lost_a_node, uninterru
     ours, theirs = losses(lost_a_node.folder), losses(uninterrupted.folder)
     assert ours[:done] == theirs[:done]
     assert ours == pytest.approx(theirs, rel=2e-4)
+
+
+def test_a_run_that_lost_a_node_goes_on_in_its_allocation_on_a_spare_one(relaunched, uninterrupted):
+    assert relaunched.facts["Restarts"] == "0"
+    assert [rank["host"] for rank in summary(relaunched.folder)["ranks"]] == ["n1", "n3"]
+    check_same(relaunched, uninterrupted)

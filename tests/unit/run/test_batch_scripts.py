@@ -33,6 +33,14 @@ mkdir -p run/2 && cd run/2
 for step in $(cat ../../steps); do echo "{\\"step\\": $step}" >>metrics.jsonl; done
 of="\\"status\\": \\"$(cat ../../status)\\", \\"reason\\": \\"SIGUSR1\\""
 echo "{$of, \\"at\\": $RANDOM$RANDOM}" >summary.json
+exit "$(cat ../../code)"
+"""
+# Of mntrain: `launch` runs its command once, and another one tells the plugin.
+PYTHON = """#!/bin/bash
+[ "$3" = launch ] || exec echo pmi2
+while [ "$1" != -- ]; do shift; done
+shift
+exec "$@"
 """
 
 
@@ -42,7 +50,7 @@ class Slurm:
     def __init__(self, folder):
         self.folder = folder
         programs = {"srun": SRUN, "scontrol": '#!/bin/bash\necho "$*" >>requeued\n'}
-        programs["python"] = "#!/bin/bash\necho pmi2\n"
+        programs["python"] = PYTHON
         for name, text in programs.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
@@ -53,9 +61,10 @@ class Slurm:
         self.environment |= {"SWEEP_DIR": "run", "RUN_DIR": "run/2", "SWEEP": "sweep"}
         (folder / "sweep").write_text("\n\n")
 
-    def start(self, name, status, *steps):
+    def start(self, name, status, *steps, code=0):
         """Run a script whose job takes these steps; return its code, output and requeues."""
         (self.folder / "status").write_text(status)
+        (self.folder / "code").write_text(str(code))
         (self.folder / "steps").write_text(" ".join(map(str, steps)))
         requeued = self.folder / "requeued"
         requeued.unlink(missing_ok=True)
@@ -83,3 +92,11 @@ def test_a_job_is_requeued_alone_and_no_more_after_three_starts_without_a_step(n
     assert slurm.start(name, "completed", 4)[::2] == (0, [])
     left = sorted(path.name for path in (tmp_path / "run" / "2").iterdir())
     assert left == ["metrics.jsonl", "summary.json"]
+
+
+def test_a_job_is_requeued_if_too_few_nodes_are_left_for_launch_and_not_after_another_loss(
+    tmp_path,
+):
+    slurm = Slurm(tmp_path)
+    assert slurm.start("requeue.sbatch", "lost", 1, code=75)[::2] == (0, ["requeue 7"])
+    assert slurm.start("requeue.sbatch", "lost", 2, code=1)[::2] == (1, [])

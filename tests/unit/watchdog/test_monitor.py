@@ -220,7 +220,8 @@ def test_a_node_that_does_not_answer_is_warned_of_before_the_limit(make):
     assert world.ends == []
     (warning,) = world.warnings
     assert warning.startswith(
-        "ranks 0, 1 on a have waited 3 s for rank 2 on b; a cannot connect to b. Fix: F\n"
+        "ranks 0, 1 on a have waited 3 s for rank 2 on b, which does not answer; "
+        "a cannot connect to b. Fix: F\n"
     )
     assert warning.count("cannot connect") == 1
     assert "  rank 2 on b: does not answer\n" in warning

@@ -1,0 +1,127 @@
+"""The hosts that answer, and on which nothing of a former start is left."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from mntrain.launch.hosts import Host
+from mntrain.recorder.launch_notes import VARIABLE
+
+LIMIT_S = 20.0  # for all hosts
+ENOUGH_S = 5.0  # after which hosts are not waited for if enough others have answered
+_AT_ONCE = 256  # hosts that are asked
+_MARK = "mntrain-answers"
+# The processes of former starts have the variable with this launch's folder ($0), those of mpirun
+# on this host, too; containers of other process ids see to their own. Stopped ones die of SIGKILL.
+# What waits for a file server does not, and such a host does not count as answering.
+_ENDING = f"""
+ids() {{
+    grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
+        [ "$(readlink /proc/$id/ns/pid)" != "$(readlink /proc/self/ns/pid)" ] || echo $id
+    done
+}}
+for i in 1 2 3 4 5 6 7 8 9 10; do
+    left=$(ids)
+    [ "$left" ] || {{ echo {_MARK} "$(uname -n)"; exit; }}
+    kill -s KILL $left 2>/dev/null
+    sleep 0.$i
+done
+"""
+_HERE = Host("localhost")
+
+
+class Hosts:
+    """A way to hosts. `agent` stands in place of ssh, if it is not empty.
+
+    Commands are sent by srun in an allocation of Slurm, by blaunch in one of LSF, by `flux exec`,
+    and otherwise by ssh, as mpirun does; to this host by none of them.
+    """
+
+    def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
+        self._hosts, self._agent = hosts, agent
+        own = socket.gethostname()
+        self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
+        self._environment = {k: v for k, v in environment.items() if k != VARIABLE}
+        self._slurm = "SLURM_JOB_ID" in environment and not agent
+        if self._slurm:  # the shape of the job's steps is not that of the question
+            kept = ("SLURM_JOB_ID", "SLURM_CONF")
+            self._environment = {
+                name: value
+                for name, value in self._environment.items()
+                if not name.startswith("SLURM_") or name in kept
+            }
+
+    def words(self, host: Host, script: str, argument: str) -> list[str]:
+        """Return a command line that runs a script of sh on a host, with an argument as $0."""
+        script_words = ["sh", "-c", script, argument]
+        if host.name in self._here:
+            return script_words
+        if self._slurm:
+            options = ["--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none"]
+            return ["srun", *options, "--quiet", f"--nodelist={host.name}", *script_words]
+        if "LSB_JOBID" in self._environment and not self._agent:
+            return ["blaunch", host.name, *script_words]
+        if "FLUX_JOB_ID" in self._environment and not self._agent:
+            return ["flux", "exec", "-n", f"--rank={self._hosts.index(host)}", *script_words]
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT_S:.0f}"]
+        ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]
+        return [*ssh, host.name, shlex.join(script_words)]
+
+    def free(self, folder: str, *, enough: int) -> dict[Host, str]:
+        """End what the launch with a folder has left on the hosts; return those that answer.
+
+        With each the name that it has for itself. Takes LIMIT_S at most, or ENOUGH_S once `enough`
+        hosts have answered.
+        """
+        asked = [_HERE, *self._hosts]
+        began = time.monotonic()
+        pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
+        found: dict[Host, str] = {}
+        running: list[subprocess.Popen[str]] = []
+
+        def ask(host: Host) -> None:
+            with suppress(OSError):
+                done = subprocess.Popen(
+                    self.words(host, _ENDING, folder),
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    text=True,
+                )
+                running.append(done)
+                with suppress(subprocess.TimeoutExpired):
+                    out, _ = done.communicate(timeout=began + LIMIT_S - time.monotonic())
+                    for line in out.splitlines():
+                        if line.startswith(_MARK):
+                            found[host] = line.split()[-1]
+
+        asking = [pool.submit(partial(ask, host)) for host in asked]
+
+        def over() -> bool:
+            seconds = time.monotonic() - began
+            late = seconds > (ENOUGH_S if len(found) > enough else LIMIT_S)
+            return late or all(one.done() for one in asking)
+
+        wait_until(over)
+        answered = dict(found)
+        for one in running:
+            if one.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(one.pid, signal.SIGKILL)
+        pool.shutdown(wait=False, cancel_futures=True)
+        return {host: answered[host] for host in self._hosts if host in answered}
+
+
+def wait_until(over: Callable[[], bool]) -> None:
+    """Wait until something is true, looking often."""
+    while not over():
+        time.sleep(0.05)

@@ -1,0 +1,72 @@
+"""What the run directory of a job says of its end."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mntrain.launch.verdict import Verdict
+from mntrain.recorder.recording import recordings
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The state of a run directory, if there is one.
+
+    `last_step` is that of metrics.jsonl, as text. `recorded` changes when a job begins to record.
+    """
+
+    run: Path | None = None
+    summary: str = ""
+    last_step: str = ""
+    recorded: int = 0
+
+    @classmethod
+    def of(cls, run: Path | None) -> "Evidence":
+        """Read a run directory."""
+        if run is None:
+            return cls()
+        summary, last, recorded = "", "", 0
+        with suppress(OSError):
+            summary = (run / "summary.json").read_text()
+        with suppress(OSError), (run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            steps = re.findall(rb'^{"step": (\d+)', file.read(), re.MULTILINE)
+            last = steps[-1].decode() if steps else ""
+        with suppress(OSError):
+            recorded = recordings(run).stat().st_mtime_ns
+        return cls(run, summary, last, recorded)
+
+    def new_summary(self, before: "Evidence") -> Mapping[str, Any] | None:
+        """Return the content of summary.json, if it is another one than `before`."""
+        with suppress(ValueError):
+            content = json.loads(self.summary)
+            return content if isinstance(content, dict) and self.summary != before.summary else None
+        return None
+
+    def of_recordings(self, before: "Evidence") -> Verdict | None:
+        """Return the verdict of the ranks' recordings, if there are others than `before`.
+
+        A machine is to blame if no rank has noted an error and some have ended without a word.
+        """
+        if self.run is None or self.recorded == before.recorded:
+            return None
+        from mntrain.recorder.autopsy import examine, find_recordings  # noqa: PLC0415 - rarely needed
+
+        try:
+            found, _ = find_recordings(self.run)
+        except ValueError:
+            return None
+        autopsy = examine(self.run, found)
+        errors = [recording.error for recording in found if recording.error]
+        if autopsy.state != "failed" or not (errors or autopsy.first):
+            return None
+        ranks = {recording.header.rank: recording.header.host for recording in found}
+        hosts = tuple({ranks[rank] for rank in autopsy.first if rank in ranks})
+        named = ", ".join(f"rank {rank} on {ranks.get(rank, '?')}" for rank in autopsy.first)
+        what = f"{named}: {autopsy.cause}" if named else autopsy.cause
+        return Verdict(not errors, what, "the recordings", hosts)

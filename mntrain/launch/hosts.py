@@ -1,0 +1,113 @@
+"""The hosts that a job may use: of the scheduler, and of hostfiles. Pure but for `flux`."""
+
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+_FLUX_S = 10.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and how many ranks it takes; None if that is not said.
+
+    `entry` is its text in the list or file that it was read from.
+    """
+
+    name: str
+    slots: int | None = None
+    entry: str = ""
+
+
+def of_scheduler(environment: Mapping[str, str]) -> list[Host]:
+    """Return the hosts of this process's allocation; none outside of one.
+
+    Raises OSError for a file of the scheduler that cannot be read.
+    """
+    if "SLURM_JOB_NODELIST" in environment:
+        names = expand(environment["SLURM_JOB_NODELIST"])
+        counts = expand_counts(environment.get("SLURM_TASKS_PER_NODE", ""))
+        slots = counts if len(counts) == len(names) else [None] * len(names)
+        return [Host(name, count) for name, count in zip(names, slots, strict=True)]
+    for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):  # a line for each rank
+        if variable in environment:
+            return merged(read_hostfile(Path(environment[variable]).read_text()))
+    if "LSB_MCPU_HOSTS" in environment:
+        words = environment["LSB_MCPU_HOSTS"].split()
+        return [Host(name, int(n)) for name, n in zip(words[::2], words[1::2], strict=True)]
+    if "FLUX_JOB_ID" in environment:
+        words = ["flux", "hostlist", "--expand", "instance"]
+        try:
+            done = subprocess.run(
+                words, capture_output=True, text=True, timeout=_FLUX_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return [Host(name) for name in done.stdout.split()]
+    return []
+
+
+def expand(text: str) -> list[str]:
+    """Return the names in a list as Slurm writes it: n[1-3,07],login1."""
+    found: list[str] = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
+        pieces = [
+            list(_numbers(piece[1:-1])) if piece.startswith("[") else [piece]
+            for piece in re.findall(r"\[[^\]]*\]|[^\[]+", part)
+        ]
+        found += ["".join(combination) for combination in product(*pieces)]
+    return found
+
+
+def _numbers(text: str) -> Iterator[str]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}}"
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the numbers in a text such as 4(x2),3: of Slurm's tasks by node."""
+    found: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(count)] * int(times or 1)
+    return found
+
+
+def read_hostfile(text: str) -> list[Host]:
+    """Return the hosts in a hostfile of MPICH (n1:4) or Open MPI (n1 slots=4), line by line."""
+    found = []
+    for line in text.splitlines():
+        entry = line.partition("#")[0].strip()
+        if entry:
+            name, count = re.fullmatch(r"([^\s:]+)(?::(\d+))?.*", entry).groups()  # type: ignore[union-attr]
+            slots = count or (re.findall(r"\bslots\s*=\s*(\d+)", entry) or [None])[0]
+            found.append(Host(name, int(slots) if slots else None, entry))
+    return found
+
+
+def read_list(text: str) -> list[Host]:
+    """Return the hosts in a list such as n1:4,n2:4."""
+    found = []
+    for entry in filter(None, text.split(",")):
+        name, _, count = entry.partition(":")
+        found.append(Host(name, int(count) if count.isdigit() else None, entry))
+    return found
+
+
+def merged(hosts: Iterable[Host]) -> list[Host]:
+    """Return each host once; one that is there several times takes a rank for each, or more."""
+    by_name: dict[str, list[Host]] = {}
+    for host in hosts:
+        by_name.setdefault(host.name, []).append(host)
+    repeats = any(len(same) > 1 for same in by_name.values())
+    found = []
+    for name, same in by_name.items():
+        if len(same) == 1 and (same[0].slots or not repeats):
+            found += same
+        else:
+            found.append(Host(name, sum(host.slots or 1 for host in same)))
+    return found

@@ -1,0 +1,156 @@
+"""The starts of a command, one after the other, and the hosts of each."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGINT
+
+from mntrain.launch.answers import Hosts
+from mntrain.launch.evidence import Evidence
+from mntrain.launch.hosts import Host
+from mntrain.launch.launcher_command import LauncherCommand
+from mntrain.launch.starts import Keeper, Signals, Start
+from mntrain.launch.verdict import Verdict, choose, judge
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
+
+AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
+_VERSION_S = 20.0  # for mpirun to say whose it is
+_MOST_IDLE = 2  # starts in a row without a step
+_FORWARDED = ("-x", VARIABLE)  # Open MPI passes variables of other names to no other host
+
+
+class Launch:
+    """The starts of a command, on `full` hosts if there are so many, and on `least` or more.
+
+    `folder` is for notes of the job, which its ranks see.
+    """
+
+    def __init__(
+        self,
+        command: LauncherCommand,
+        *,
+        full: int,
+        least: int,
+        folder: Path,
+        signals: Signals,
+        keeper: Keeper,
+    ) -> None:
+        self._command, self._full, self._least = command, full, least
+        self._folder, self._signals, self._keeper = folder.resolve(), signals, keeper
+        self._notes = LaunchNotes(self._folder)
+        self._answering = Hosts(command.hosts, os.environ, command.agent)
+        self._open_mpi = command.kind == "mpirun" and _is_open_mpi(command.words[0])
+        self._hosts = command.hosts[:full]  # of the present start
+        self._names: dict[Host, str] = {}  # that hosts have for themselves
+        self._number = self._idle = 0
+        self._step_at: float | None = None  # the last step of all starts before the present one
+
+    def run(self, *, as_given: bool) -> int:
+        """Start the command until it ends without a fault of a machine; return the exit code.
+
+        That is AGAIN if too few hosts are left. The first start changes nothing if all is
+        `as_given`.
+        """
+        why = ""
+        while True:
+            code, verdict, stepped = self._start(why, as_given=as_given)
+            if self._signals.first or verdict.fault is False:
+                if code and not self._signals.first:
+                    _say(f"not started again: {verdict.said}, which is no fault of a machine")
+                return code
+            ended = time.monotonic()
+            free = self._answering.free(str(self._folder), enough=self._full)
+            self._names |= free
+            silent = ", ".join(host.name for host in self._hosts if host not in free)
+            if verdict.fault is None and not silent:
+                _say(f"not started again: {verdict.what}, and every host answers")
+                return code or 1
+            reasons = [f"no answer from {silent}" if silent else "", verdict.fault and verdict.said]
+            why = "; ".join(filter(None, reasons))
+            self._idle = 0 if stepped else self._idle + 1
+            if self._idle == _MOST_IDLE:
+                _say(
+                    f"not started again: {_MOST_IDLE} starts in a row took no step; the last: {why}"
+                )
+                return code or 1
+            blamed = {host for host in free if {host.name, self._names[host]} & {*verdict.hosts}}
+            chosen = choose(self._hosts, list(free), blamed, self._full)
+            if self._command.hosts and len(chosen) < self._least:
+                _say(
+                    f"not started again: {why}; of {len(self._command.hosts)} hosts, {len(chosen)} "
+                    f"are left, and {self._least} are needed (--nodes MIN:MAX goes on with fewer)"
+                )
+                return AGAIN
+            if self._signals.first:  # while the hosts were asked
+                return 130 if self._signals.first == SIGINT else AGAIN
+            as_given = as_given and chosen == self._hosts
+            self._hosts = chosen if self._command.hosts else []
+            why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
+
+    def _start(self, why: str, *, as_given: bool) -> tuple[int, Verdict, bool]:
+        """Run the command once; return its exit code, the verdict, and whether it took a step."""
+        self._number += 1
+        number, before = self._number, Evidence.of(self._notes.run_dir)
+        if why:
+            on = f" on {', '.join(host.name for host in self._hosts)}" if self._hosts else ""
+            _say(f"start {number}{on}: {why}")
+        self._notes.begin_start()
+        environment = {**os.environ, VARIABLE: str(self._folder)}
+        if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
+            environment["SLURM_OVERLAP"] = "1"
+        start = Start(self._words(as_given=as_given), environment)
+        self._keeper.keep(start.process.pid)
+        self._signals.direct(start.process)
+        told = number == 1
+
+        def look() -> None:
+            nonlocal told
+            if not told and self._notes.steps is not None:
+                told = True
+                since = self._step_at
+                lost = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
+                _say(f"start {number} trains{lost}")
+
+        code = start.wait(look)
+        self._signals.direct(None)
+        self._keeper.keep(None)
+        after, steps = Evidence.of(self._notes.run_dir), self._notes.steps
+        has_run = after.run is not None
+        verdict = judge(code, start.output, after.new_summary(before), run=has_run)
+        if verdict.fault is None:
+            verdict = after.of_recordings(before) or verdict
+        if steps is not None:
+            self._step_at = steps.at
+        # A run that comes to the same step each time does not get on, either.
+        same = bool(before.last_step) and before.last_step == after.last_step
+        return code, verdict, steps is not None and not same
+
+    def _words(self, *, as_given: bool) -> list[str]:
+        """Return the command on the hosts of this start."""
+        words = list(self._command.words)
+        if self._hosts and not as_given:
+            words = self._command.on(
+                self._hosts, self._full, open_mpi=self._open_mpi, write=self._write_hosts
+            )
+        return [words[0], *_FORWARDED, *words[1:]] if self._open_mpi else words
+
+    def _write_hosts(self, text: str) -> Path:
+        path = self._folder / "hosts"
+        path.write_text(text)
+        return path
+
+
+def _is_open_mpi(program: str) -> bool:
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False
+        )
+        return "Open MPI" in done.stdout
+    return False
+
+
+def _say(text: str) -> None:
+    print(f"mntrain: launch: {text}", file=sys.stderr, flush=True)

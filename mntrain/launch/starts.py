@@ -1,0 +1,183 @@
+"""One start of the command: its processes, its output, and the signals that are passed on to it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import IO
+
+from mntrain.launch.verdict import is_loss
+
+# Of a terminal, for all of its processes; others are for the launcher alone, which passes them on.
+_OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+SIGNALS = (*_OF_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# After the ranks' report of a loss, for them to end as they do, and for the launcher, which may
+# wait for a node that is gone; then after SIGTERM.
+_ENDING_S, _TERMINATING_S = 6.0, 3.0
+_LINES = 4000  # of the output that are kept
+_DRAIN_S = 2.0  # for output after the end, of which other processes may hold the pipe
+# Ends the last process group that it was told of when its input ends: with this process, in any
+# way. $0: a folder to remove.
+_KEEPER = """
+while read -r next; do group=$next; done
+[ "$group" ] && kill -s TERM -- "-$group" && sleep 5 && kill -s KILL -- "-$group"
+rm -rf "$0"
+"""
+
+
+class Signals:
+    """Handlers that note the first signal, and pass all on to the command that runs, if one does.
+
+    A context manager, of the main thread. Signals that are ignored stay ignored.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._command: subprocess.Popen[bytes] | None = None
+
+    def direct(self, command: subprocess.Popen[bytes] | None) -> None:
+        """Pass signals on to a command from now on, or to none; also one that has come."""
+        self._command = command
+        if self.first is not None:
+            self._pass_on(self.first, None)
+
+    def __enter__(self) -> "Signals":
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in SIGNALS:
+            if signal.getsignal(number) == self._pass_on:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or signal.Signals(number)
+        if self._command is not None:
+            _send(self._command, number, group=number in _OF_TERMINAL)
+
+
+class Keeper:
+    """A small process that ends the command if this one ends in any way. A context manager.
+
+    It then removes a folder, too.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.abspath(folder)
+
+    def __enter__(self) -> "Keeper":
+        self._process = subprocess.Popen(
+            ["sh", "-c", _KEEPER, self._folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def keep(self, group: int | None) -> None:
+        """Name the process group that is to end with this process; None for none any more."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{group or ''}\n".encode())
+            self._process.stdin.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Start:
+    """A start of a command, in a process group of its own. Its output is passed on unchanged."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._lost_at: float | None = None  # when the ranks have reported a loss
+        self.process = subprocess.Popen(
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,  # of a terminal, which stops a group that reads from it
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
+        self._threads = [
+            threading.Thread(target=self._pass_on, args=(source, target.fileno()), daemon=True)
+            for source, target in pipes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, look: Callable[[], object]) -> int:
+        """Return the exit code of the command, as a shell does; call `look` now and then.
+
+        Where the ranks have reported a loss, the command is ended if it does not end by itself.
+        """
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
+                break
+            look()
+            if self._lost_at is not None and time.monotonic() > self._lost_at + _ENDING_S:
+                self._end()
+        code = self.process.returncode
+        if code:  # after a clean end, what a script has started may go on
+            _send(self.process, signal.SIGKILL, group=True)
+        for thread in self._threads:
+            thread.join(_DRAIN_S)
+        return 128 - code if code < 0 else code
+
+    @property
+    def output(self) -> str:
+        """The last lines that the command has printed, on either stream, as they came."""
+        return "".join(self._lines)
+
+    def _end(self) -> None:
+        _send(self.process, signal.SIGTERM, group=True)
+        try:
+            self.process.wait(_TERMINATING_S)
+        except subprocess.TimeoutExpired:
+            _send(self.process, signal.SIGKILL, group=True)
+
+    def _pass_on(self, source: IO[bytes], target: int) -> None:
+        rest = b""
+        while data := os.read(source.fileno(), 1 << 16):
+            with suppress(OSError):  # nobody reads it: the command goes on
+                _write(target, data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._note(line)
+            rest = rest[-(1 << 16) :]
+        self._note(rest)
+
+    def _note(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        self._lines.append(text + "\n")
+        if self._lost_at is None and "mntrain: error: " in text and is_loss(text):
+            self._lost_at = time.monotonic()
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except BlockingIOError:
+            time.sleep(0.01)
+
+
+def _send(process: subprocess.Popen[bytes], number: int, *, group: bool) -> None:
+    """Send a signal to a command that runs, or to all that is left of its process group."""
+    with suppress(ProcessLookupError):
+        if group:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)

@@ -1,0 +1,165 @@
+"""Why a command has ended, and whether a machine is to blame. Pure."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Statuses of summary.json after which a run is not started again.
+_ENDS = ("completed", "stopped", "preempted", "interrupted")
+# Exit codes of a job that say the same without a summary: docs/failures.md.
+_CODES = {2: "options or data were refused", 74: "files could not be written", 75: "preempted"}
+_CODES |= {130: "Ctrl-C"}
+_KILLS = {135: "killed by SIGBUS", 137: "killed by SIGKILL"}  # 128 and the signal, as of a shell
+
+# Reports of the ranks for which a machine is to blame, and the words in them that name the hosts.
+_LOSSES = (
+    r"(?P<whom>ranks? [^\n;]*?) (?:is|are) lost: [^\n]*",
+    r"rank \d+ has lost its connections to ranks 0 and 1",
+    r"ha(?:s|ve) waited \d+ s for (?P<whom>[^\n;]*), which do(?:es)? not answer",
+    r"rank \d+ has waited \d+ s, and (?P<whom>ranks? [^\n]*) do not answer",
+    r"messages between them do not arrive",
+    r"\S+ has had no answer from (?P<whom>\S+) for",
+    r"\S+ (?:cannot connect to|has connected to) (?P<whom>\S+)[^\n]*not",
+)
+_REPORT = re.compile(
+    r"mntrain: (?:error: (?P<error>[^\n]*)|(?P<failed>rank \d+ of \d+ on \S+ "
+    r"(?:failed|left the job)[^\n]*))"
+)
+_OF_MPI = re.compile(r"\bMPI\.Exception\b|with Exception: (?:MPI_ERR|Other MPI error)")
+
+# What launchers say of a rank or node, by which program, and whether a machine is to blame; the
+# first in the output counts. A process that was killed, or whose memory failed (SIGBUS), did not do
+# so itself. Any other signal comes of its own code, which would do the same again.
+_BANNER = (
+    r"RUNNING AT (?P<host>\S+)\n(?:=[^\n]*\n)*YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
+)
+_ON_NODE = r"process rank \d+ with PID \d+ on node (?P<host>\S+) exited on\s+signal "
+_LAUNCHERS = (
+    ("mpirun", True, rf"{_BANNER}(?P<what>(?:Killed|Bus error) \(signal \d+\))"),
+    ("mpirun", False, rf"{_BANNER}(?P<what>[^\n]*)"),
+    ("mpirun", True, r"control_cb [^\n]*assert \(!closed\) failed"),
+    ("mpirun", True, r"has lost communication with a remote daemon"),
+    ("mpirun", True, rf"{_ON_NODE}[79]\b"),
+    ("mpirun", False, rf"{_ON_NODE}\d+"),
+    ("mpirun", False, r"MPI_ABORT was invoked on rank \d+"),
+    ("srun", True, r"Node failure on (?P<host>\S+)"),
+    ("srun", True, r"DUE TO NODE FAILURE"),
+    (
+        "srun",
+        True,
+        r"srun: error: (?P<host>\S+): tasks? [^\n]*: (?:Killed|Bus error|Out Of Memory)",
+    ),
+    ("srun", True, r"[Dd]etected \d+ oom.kill event"),
+    ("srun", False, r"srun: error: (?P<host>\S+): tasks? [^\n]*: [^\n]*"),
+    ("ssh", True, r"ssh: connect to host (?P<host>\S+) port \d+: [^\n]*"),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a command has ended, by whose word, and the hosts that it names.
+
+    `fault`: a machine is to blame. None: nobody says why; then hosts that do not answer decide.
+    """
+
+    fault: bool | None
+    what: str
+    by: str = ""
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """The reason in words, and whose they are."""
+        return f"{self.what.partition('. Fix: ')[0]} (says {self.by})"
+
+
+def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: bool) -> Verdict:
+    """Return the verdict on a start from the exit code, the last output and summary.json.
+
+    `summary` is that which this start has written, if any; `run` says that it has a run directory,
+    and so would have written one at a clean end.
+    """
+    return (
+        _of_summary(summary or {})
+        or _of_ranks(output)
+        or _of_launchers(output)
+        or _of_code(code, run=run)
+    )
+
+
+def _of_summary(summary: Mapping[str, Any]) -> Verdict | None:
+    status, by = str(summary.get("status") or ""), "summary.json"
+    if status in _ENDS:
+        return Verdict(False, f"the run is {status}", by)
+    reason = str(summary.get("reason") or summary.get("error") or status)
+    # An exception of MPI comes of another rank's end.
+    if not status or _OF_MPI.search(reason):
+        return None
+    return Verdict(is_loss(reason), reason, by, _hosts_in(reason))
+
+
+def _of_ranks(output: str) -> Verdict | None:
+    """Return the verdict of the first loss or failure that ranks report, else of another error.
+
+    A script may go on after an error that all ranks raise.
+    """
+    reports = list(_REPORT.finditer(output))
+    ends = [*(found.start() for found in reports[1:]), len(output)]
+    errors = []
+    for found, end in zip(reports, ends, strict=False):
+        said = found["error"] or found["failed"].rstrip(":")
+        if is_loss(said):
+            return Verdict(True, said, "the ranks", _hosts_in(said))
+        if found["error"]:
+            errors.append(said)
+        elif not _OF_MPI.search(output[found.start() : end]):
+            return Verdict(False, said, "the ranks")
+    return Verdict(False, errors[0], "the ranks") if errors else None
+
+
+def _of_launchers(output: str) -> Verdict | None:
+    words = [(by, fault, re.search(text, output)) for by, fault, text in _LAUNCHERS]
+    found = [(word.start(), by, fault, word) for by, fault, word in words if word]
+    if not found:
+        return None
+    _, by, fault, word = min(found, key=itemgetter(0))
+    parts = word.groupdict()
+    host = parts.get("host")
+    said = f"a rank on {host} ended: {parts['what']}" if "what" in parts else word[0]
+    return Verdict(fault, " ".join(said.split()), by, (host,) if host else ())
+
+
+def _of_code(code: int, *, run: bool) -> Verdict:
+    if code in _CODES or code in _KILLS:
+        return Verdict(code in _KILLS, (_CODES | _KILLS)[code], "the exit code")
+    if code == 0 and not run:
+        return Verdict(False, "the command has ended well", "the exit code")
+    return Verdict(None, f"exit code {code}")
+
+
+def is_loss(text: str) -> bool:
+    """Return whether a report of the ranks says that a machine is to blame."""
+    return any(re.search(pattern, text) for pattern in _LOSSES)
+
+
+def _hosts_in(report: str) -> tuple[str, ...]:
+    """Return the hosts that a report of a loss blames, each once."""
+    found = [re.search(pattern, report) for pattern in _LOSSES]
+    whom = " ".join(one.groupdict().get("whom") or "" for one in found if one)
+    return tuple(dict.fromkeys(re.findall(r"\bon ([\w.-]+)", whom) or whom.split()[:1]))
+
+
+def choose(now: Sequence[T], free: Sequence[T], suspects: Collection[T], want: int) -> list[T]:
+    """Return `want` hosts that are free, or all: those of `now` at their places, then others.
+
+    Those in `suspects`, which have lost a rank, are taken last.
+    """
+    good = [host for host in free if host not in suspects]
+    spares = [host for host in good if host not in now]
+    others = iter([*spares, *(host for host in free if host in suspects)])
+    places = [host if host in good else next(others, None) for host in now]
+    return [host for host in [*places, *others] if host is not None][:want]

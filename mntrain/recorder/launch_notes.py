@@ -1,0 +1,76 @@
+"""Notes of rank 0 to `mntrain launch`, in the folder that its environment names.
+
+FOLDER/run           path of the run directory, if there is one
+FOLDER/step          number of steps of any torch optimizer in this start, and the time of the last
+FOLDER/hosts         written by `launch` itself: the hostfile of a start
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "MNTRAIN_LAUNCH"
+_APART_S = 1.0  # between two notes of steps
+
+
+class Steps(NamedTuple):
+    """The steps that rank 0 has taken in a start, and the time of the last, as time.time()."""
+
+    number: int
+    at: float
+
+
+class LaunchNotes:
+    """The notes in a folder. Rank 0 writes them; `launch` reads and removes them.
+
+    Writing never raises: a job outlives a folder that is gone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._run, self._step = folder / "run", folder / "step"
+        self._count, self._next_at = 0, 0.0
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "LaunchNotes | None":
+        """Return the notes of the launch that has started this process, if one has."""
+        folder = environment.get(VARIABLE)
+        return cls(Path(folder)) if folder else None
+
+    def use_run(self, run_dir: Path) -> None:
+        """Note the run directory."""
+        with suppress(OSError):
+            self._run.write_text(str(run_dir.resolve()))
+
+    def take_step(self) -> None:
+        """Count a step; note the first, and later ones once a second."""
+        self._count += 1
+        if (now := time.monotonic()) >= self._next_at:
+            self._next_at = now + _APART_S
+            with suppress(OSError):
+                self._step.write_text(f"{self._count} {time.time()}\n")
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory of the job, if it has told of one."""
+        text = _text(self._run)
+        return Path(text) if text else None
+
+    @property
+    def steps(self) -> Steps | None:
+        """The steps so far; None without any, or while they are being written."""
+        text = _text(self._step)
+        count, _, at = text.partition(" ")
+        return Steps(int(count), float(at)) if text.endswith("\n") else None
+
+    def begin_start(self) -> None:
+        """Forget the steps of the start before."""
+        self._step.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,94 @@
+"""What a run directory and the notes of rank 0 say of a start."""
+
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mntrain.launch.evidence import Evidence
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
+from mntrain.train.job import warn_of_launch
+
+# Rank 1 of two ends as the word says, which rank 0 notices.
+RANK = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from mntrain.recorder.events import Recorder
+
+folder, rank, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+recorder = Recorder(rank, 2)
+assert recorder.open(folder / "recorder", "job") == ""
+recorder.begin_phase("forward", 3)
+if end == "raise" and rank == 1:
+    recorder.error_raised(KeyError("a bug"))
+if rank == 0:
+    recorder.peer_ended(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("end", "fault"), [("kill", True), ("raise", False)])
+def test_recordings_tell_a_rank_that_was_killed_from_one_that_raised(tmp_path, end, fault):
+    before = Evidence.of(tmp_path)
+    for rank in (1, 0):
+        subprocess.run([sys.executable, "-c", RANK, tmp_path, str(rank), end], check=False)
+    after = Evidence.of(tmp_path)
+    verdict = after.of_recordings(before)
+    assert (verdict.fault, verdict.by) == (fault, "the recordings")
+    assert verdict.hosts == (os.uname().nodename,)
+    assert f"rank 1 on {os.uname().nodename}: " in verdict.what
+    assert after.of_recordings(after) is None  # of an earlier start
+    assert Evidence.of(None).of_recordings(before) is None
+
+
+def test_a_summary_counts_if_it_is_another_one_and_the_last_step_is_that_of_the_run(tmp_path):
+    before = Evidence.of(tmp_path)
+    assert (before.new_summary(before), before.last_step) == (None, "")
+    (tmp_path / "summary.json").write_text('{"status": "lost"}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 1}\n{"step": 12, "loss": 1}\n{"st')
+    after = Evidence.of(tmp_path)
+    assert after.new_summary(before) == {"status": "lost"}
+    assert after.new_summary(after) is None
+    assert after.last_step == "12"
+
+
+def test_rank_0_notes_its_first_step_and_later_ones_once_a_second(tmp_path, monkeypatch):
+    assert LaunchNotes.of({}) is None
+    notes, reader = LaunchNotes.of({VARIABLE: str(tmp_path)}), LaunchNotes(tmp_path)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert (reader.steps, reader.run_dir) == (None, None)
+    for step in range(1, 6):
+        notes.take_step()
+        now[0] += 0.4
+        assert reader.steps.number == {1: 1, 2: 1, 3: 1, 4: 4, 5: 4}[step]
+    assert abs(reader.steps.at - time.time()) < 60
+    notes.use_run(tmp_path / "run")
+    assert reader.run_dir == tmp_path / "run"
+    reader.begin_start()
+    assert reader.steps is None
+    gone = LaunchNotes(tmp_path / "gone")  # training goes on
+    gone.take_step()
+    gone.use_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launched", "job", "warned"),
+    [
+        (True, (None, "auto"), True),
+        (True, ("runs/a", "0"), True),
+        (True, ("runs/a", "10"), False),
+        (False, (None, "0"), False),
+    ],
+)
+def test_a_job_that_launch_cannot_resume_is_warned_of(monkeypatch, capsys, launched, job, warned):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if launched:
+        monkeypatch.setenv(VARIABLE, "folder")
+    run, checkpoint = SimpleNamespace(dir=job[0]), SimpleNamespace(every=job[1])
+    warn_of_launch(SimpleNamespace(checkpoint=checkpoint, run=run))
+    assert ("mntrain launch cannot resume this job" in capsys.readouterr().err) == warned

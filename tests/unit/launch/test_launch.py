@@ -1,0 +1,199 @@
+"""Starts of commands that stand for launchers: shell scripts, without ranks."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+# Takes a step in each start, as rank 0 does; $starts counts them.
+STEP = 'echo >>starts; starts=$(wc -l <starts); echo "1 1.0" >"$MNTRAIN_LAUNCH/step"\n'
+LOST = "mntrain: error: rank 1 on n2 is lost: its process has ended without a word"
+# Shorter limits than those of launch.
+QUICK = """
+import sys
+from mntrain.launch import answers, launch_command, starts
+starts._ENDING_S = starts._TERMINATING_S = 0.3
+answers.ENOUGH_S, answers.LIMIT_S = 1.0, 5.0
+sys.exit(launch_command.run(sys.argv[1:]))
+"""
+
+
+def launch(folder, script, *options, program="sh", **settings):
+    """Start launch on a script, which gets the name of a launcher or another one."""
+    path = folder / program
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{script}')
+    path.chmod(0o755)
+    python = ["env", "--default-signal=INT", sys.executable]  # ignored in background jobs
+    command = [*python, "-c", QUICK, *options, "--", str(path)]
+    words = [*command, *shlex.split(settings.pop("words", ""))]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(words, cwd=folder, **{"text": True, **pipes, **settings})
+
+
+def end(process):
+    """Return the exit code, stdout and stderr of a launch; its folder is gone, too.
+
+    Without the line on the first step of a later start, which a short one may miss.
+    """
+    out, err = process.communicate(timeout=100)
+    folder = Path(process.args[process.args.index("--") + 1]).parent
+    assert not list(folder.glob(".mntrain-launch-*"))
+    return process.returncode, out, [line for line in err.splitlines() if " trains; " not in line]
+
+
+def test_output_and_exit_code_of_the_command_are_passed_on(tmp_path):
+    done = launch(tmp_path, 'printf "out\\0 \\351"; echo err >&2; exit 3', text=False)
+    out, err = done.communicate(timeout=100)
+    assert (done.returncode, out) == (3, b"out\0 \351")
+    assert err == b"err\nmntrain: launch: not started again: exit code 3, and every host answers\n"
+
+
+def test_after_a_loss_the_command_starts_again_and_nothing_of_the_first_start_is_left(tmp_path):
+    script = f"""{STEP}
+        [ $starts = 2 ] && {{ echo "left: $(tr -d '\\0' </proc/$(cat left)/cmdline)"; exit 0; }}
+        setsid sh -c 'echo $$ >left; trap "" TERM; kill -STOP $$' &
+        while [ ! -s left ]; do :; done
+        echo '{LOST}' >&2; exit 1"""
+    code, out, err = end(launch(tmp_path, script))
+    assert (code, out) == (0, "left: \n")
+    assert err[0] == LOST
+    assert err[1].startswith("mntrain: launch: start 2: rank 1 on n2 is lost: its process has ")
+    assert "(says the ranks); looking at hosts took " in err[1]
+
+
+def test_how_long_nothing_was_trained_is_told_at_the_first_step(tmp_path):
+    step = 'echo "1 $(date +%s.%N)" >"$MNTRAIN_LAUNCH/step"'
+    script = f"""[ -e lost ] || {{ {step}; touch lost; echo '{LOST}'; exit 1; }}
+        sleep 0.4; {step}; sleep 1; exit 0"""
+    process = launch(tmp_path, script)
+    _, err = process.communicate(timeout=100)
+    said = re.fullmatch(
+        r"mntrain: launch: start 2: .*\nmntrain: launch: start 2 trains; nothing was trained for "
+        r"([\d.]+) s\n",
+        err,
+    )
+    assert 0.4 <= float(said[1]) < 60
+    assert process.returncode == 0
+
+
+def test_a_launcher_that_waits_after_the_report_of_a_loss_is_ended(tmp_path):
+    script = f"{STEP} [ $starts = 2 ] && exit 0; trap '' TERM; echo '{LOST}'; sleep 1000"
+    code, _, err = end(launch(tmp_path, script))
+    assert (code, len(err)) == (0, 1)
+
+
+def test_two_starts_without_a_step_end_with_the_reason(tmp_path):
+    code, out, err = end(launch(tmp_path, f"echo start; echo '{LOST}' >&2; exit 9"))
+    assert (code, out) == (9, "start\nstart\n")
+    assert "not started again: 2 starts in a row took no step; the last: rank 1 on n2" in err[-1]
+
+
+@pytest.mark.parametrize(
+    ("report", "code"),
+    [("mntrain: rank 1 of 2 on n2 failed:", 1), ("", 2), ("mntrain: error: no space left", 1)],
+)
+def test_errors_end_with_the_commands_exit_code_and_one_sentence(tmp_path, report, code):
+    script = f"{STEP} echo '{report}' >&2; exit {code}"
+    returned, _, err = end(launch(tmp_path, script))
+    assert (returned, len(err)) == (code, 2)
+    assert err[-1].startswith("mntrain: launch: not started again: ")
+    assert err[-1].endswith("which is no fault of a machine")
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
+def test_signals_are_passed_on_and_end_without_another_start(tmp_path, name):
+    child = "trap 'echo child; exit' INT; touch ready; while :; do sleep 0.05; done"
+    (tmp_path / "child").write_text(child)
+    waits = "wait;" if name == "INT" else ""
+    script = f"""trap '{waits} echo {name}; echo "{LOST}"; exit 75' {name}
+        env --default-signal=INT sh child & while :; do sleep 0.05; done"""
+    process = launch(tmp_path, script)
+    until((tmp_path / "ready").exists, process)
+    process.send_signal(getattr(signal, f"SIG{name}"))
+    code, out, err = end(process)
+    assert (code, err) == (75, [])
+    # As a terminal does, launch tells all processes of the command of Ctrl-C.
+    told = out.replace(LOST, "").split()
+    assert sorted(told) == (["INT", "child"] if name == "INT" else [name])
+
+
+def test_the_command_ends_with_launch_however_that_ends(tmp_path):
+    process = launch(tmp_path, "sleep 1000 & echo $! >child; wait")
+    until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), process)
+    process.kill()
+    child = Path("/proc", (tmp_path / "child").read_text().strip())
+    until(lambda: not child.exists() and not list(tmp_path.glob(".mntrain-launch-*")))
+    process.communicate()
+
+
+AGENT = """#!/bin/sh
+[ $1 = n2 ] && sleep 1000
+shift; exec sh -c "$*"
+"""
+
+
+def test_a_host_that_does_not_answer_is_left_out_and_a_spare_one_taken(tmp_path):
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2,n3:2"
+    script = f'{STEP} echo "$@"; tail -n 9 "$2"; [ $starts = 3 ] || exit 255'
+    process = launch(
+        tmp_path, script, "--spares", "1", program="mpirun", words=f"{hosts} -n 4 train.py"
+    )
+    code, out, err = end(process)
+    assert code == 255
+    words, files = out.splitlines()[::3], [out.splitlines()[n + 1 : n + 3] for n in (0, 3)]
+    assert all(line.endswith(" -launcher-exec ./agent -n 4 train.py") for line in words)
+    assert files == [["n1:2", "n2:2"], ["n1:2", "n3:2"]]
+    assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
+    assert err[1] == "mntrain: launch: not started again: exit code 255, and every host answers"
+
+
+def test_too_few_hosts_are_left(tmp_path):
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2"
+    settings = {"program": "mpirun", "words": f"{hosts} -n 4 train.py"}
+    script = f'{STEP} echo "$3 $4 $5 $6"; [ $starts = 2 ] || exit 255'
+    code, _, err = end(launch(tmp_path, script, **settings))
+    assert (code, len(err)) == (75, 1)
+    assert err[0].startswith(
+        "mntrain: launch: not started again: no answer from n2; of 2 hosts, 1 "
+    )
+    (tmp_path / "starts").unlink()
+    code, out, _ = end(launch(tmp_path, script, "--nodes", "1:2", **settings))
+    assert (code, out.splitlines()[1]) == (0, "-launcher-exec ./agent -n 2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "launch: no command: give one after --"),
+        ("--spares -1 -- true", "--spares -1: give 0 or more"),
+        ("--spares 1 -- true", "--spares 1: there is 1 host in all"),
+        ("--spares 2 -- mpirun -hosts a,b -n 2 x", "--spares 2: there are 2 hosts in all"),
+        ("--nodes 3:2 -- true", "--nodes 3:2: give MIN:MAX, such as 7:8"),
+        ("--nodes 7:8 -- mpirun -hosts a,b -n 2 x", "--nodes 7:8: there are 2 hosts to use"),
+        ("-- mpirun -f missing -n 2 x", "missing"),
+        ("-- no-such-program", "no-such-program"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, words, said):
+    command = [sys.executable, "-m", "mntrain", "launch", *shlex.split(words)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("mntrain: ")
+    assert said in line
+
+
+def test_launch_needs_neither_torch_nor_mpi():
+    program = "import sys, mntrain.launch.launch_command, mntrain.recorder.autopsy\n"
+    program += "print({'torch', 'numpy', 'mpi4py'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"set()\n"

@@ -1,0 +1,120 @@
+"""Whether a machine is to blame for the end of a command, by whose word."""
+
+import pytest
+
+from mntrain.launch.verdict import choose, judge
+
+LOST = "mntrain: error: ranks 2, 3 on n2 are lost: the node, or the network to it, does not answer"
+FAILED = "mntrain: rank 1 of 4 on n2 failed:\nTraceback (most recent call last):\nKeyError: 'x'\n"
+OF_MPI = FAILED.replace("KeyError: 'x'", "mpi4py.MPI.Exception: MPI_ERR_PROC_FAILED")
+HYDRA = """=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 4711 RUNNING AT n3
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+===================================================================================
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: {}
+"""
+PRTE = "prterun noticed that process rank 1 with PID 25067 on node n3 exited on\nsignal {}.\n"
+STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
+
+
+@pytest.mark.parametrize(
+    ("output", "by", "hosts"),
+    [
+        (LOST, "the ranks", ("n2",)),
+        ("mntrain: error: rank 0 on n1, rank 3 on n2 are lost: gone", "the ranks", ("n1", "n2")),
+        ("mntrain: error: rank 5 has lost its connections to ranks 0 and 1", "the ranks", ()),
+        (f"{STALL}, which does not answer", "the ranks", ("n2",)),
+        (
+            "mntrain: error: rank 2 has waited 61 s, and ranks 0, 1 on n1 do not answer",
+            "the ranks",
+            ("n1",),
+        ),
+        ("mntrain: error: n1 has had no answer from 10.0.0.2 for 20 s", "the ranks", ("10.0.0.2",)),
+        (f"{OF_MPI}{LOST}", "the ranks", ("n2",)),
+        (f"mntrain: error: caught by the script\n{LOST}", "the ranks", ("n2",)),
+        (HYDRA.format("Killed (signal 9)"), "mpirun", ("n3",)),
+        (HYDRA.format("Bus error (signal 7)"), "mpirun", ("n3",)),
+        (PRTE.format("9 (Killed)"), "mpirun", ("n3",)),
+        (f"{OF_MPI}{PRTE.format('9 (Killed)')}", "mpirun", ("n3",)),
+        ("PRTE has lost communication with a remote daemon.", "mpirun", ()),
+        ("srun: error: Node failure on n2\nsrun: error: n1: task 0: Killed", "srun", ("n2",)),
+        ("srun: error: n2: task 1: Out Of Memory", "srun", ("n2",)),
+        ("ssh: connect to host n2 port 22: No route to host", "ssh", ("n2",)),
+    ],
+)
+def test_losses_and_kills_are_faults_of_machines(output, by, hosts):
+    verdict = judge(1, f"step 1\n{output}\nmore", None, run=False)
+    assert (verdict.fault, verdict.by, verdict.hosts) == (True, by, hosts)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "by"),
+    [
+        (1, FAILED, "the ranks"),
+        (1, f"{FAILED}{HYDRA.format('Killed (signal 9)')}", "the ranks"),
+        (1, STALL, "the ranks"),
+        (1, "mntrain: error: loss is nan after step 3", "the ranks"),
+        (3, "mntrain: rank 1 of 2 on n2 left the job with exit code 3", "the ranks"),
+        (139, HYDRA.format("Segmentation fault (signal 11)"), "mpirun"),
+        (139, PRTE.format("11 (Segmentation fault)"), "mpirun"),
+        (1, f"MPI_ABORT was invoked on rank 1\n{PRTE.format('9 (Killed)')}", "mpirun"),
+        (1, "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed",
+         "srun"),
+        (2, "", "the exit code"),
+        (75, "", "the exit code"),
+        (130, "", "the exit code"),
+        (0, "", "the exit code"),
+    ],
+)  # fmt: skip
+def test_errors_and_clean_ends_are_none(code, output, by):
+    verdict = judge(code, output, None, run=False)
+    assert (verdict.fault, verdict.by) == (False, by)
+
+
+def test_the_words_of_mpirun_are_one_short_sentence():
+    found = judge(9, HYDRA.format("Killed (signal 9)"), None, run=False)
+    assert found.said == "a rank on n3 ended: Killed (signal 9) (says mpirun)"
+    found = judge(9, PRTE.format("9 (Killed)"), None, run=False)
+    assert found.said == (
+        "process rank 1 with PID 25067 on node n3 exited on signal 9 (says mpirun)"
+    )
+
+
+def test_the_summary_of_the_run_has_the_first_word():
+    for status in ("completed", "stopped", "preempted", "interrupted"):
+        assert judge(1, LOST, {"status": status}, run=True).fault is False
+    lost = {"status": "lost", "reason": LOST.removeprefix("mntrain: error: ")}
+    found = judge(0, FAILED, lost, run=True)
+    assert (found.fault, found.by, found.hosts) == (True, "summary.json", ("n2",))
+    crashed = {"status": "crashed", "reason": "rank 1 of 4 on n2 failed with KeyError: 'x'"}
+    assert judge(1, LOST, crashed, run=True).fault is False
+    of_mpi = {"status": "crashed", "reason": "rank 0 of 4 on n1 failed with Exception: MPI_ERR_X"}
+    assert judge(1, LOST, of_mpi, run=True).fault is True
+    other = {"status": "lost", "reason": "another job uses runs/a"}
+    assert judge(1, "", other, run=True).fault is False
+
+
+def test_a_command_that_was_killed_itself_is_told_from_others_by_its_exit_code():
+    assert [judge(code, "", None, run=False).fault for code in (137, 135, 143, 139)] == [
+        True,
+        True,
+        None,
+        None,
+    ]
+
+
+def test_what_nobody_explains_is_left_to_the_hosts():
+    assert judge(255, "Connection to n2 closed", None, run=False).fault is None
+    assert judge(0, "", None, run=True).fault is None  # a run without a summary: Open MPI's mpirun
+
+
+def test_hosts_keep_their_places_and_those_that_lost_a_rank_come_last():
+    now = ["a", "b", "c"]
+    assert choose(now, ["a", "b", "c", "d"], [], 3) == now
+    assert choose(now, ["a", "c", "d"], [], 3) == ["a", "d", "c"]
+    assert choose(now, ["a", "b", "c", "d"], ["a"], 3) == ["d", "b", "c"]
+    assert choose(now, ["a", "b", "c"], ["a"], 3) == now
+    assert choose(now, ["b", "c"], ["b"], 3) == ["b", "c"]
+    assert choose(["a", "c"], ["a", "b", "c"], [], 3) == ["a", "c", "b"]
+    assert choose(now, [], [], 3) == []
