@@ -34,6 +34,7 @@ for i in 1 2 3 4 5 6 7 8 9 10; do
     sleep 0.$i
 done
 """
+_REMOVING = 'rm -rf -- "$0"'
 _HERE = Host("localhost")
 
 
@@ -80,6 +81,19 @@ class Hosts:
         With each the name that it has for itself. Takes LIMIT_S at most, or ENOUGH_S once `enough`
         hosts have answered.
         """
+        found = {}
+        for host, output in self._ask(_ENDING, folder, enough).items():
+            for line in output.splitlines():
+                if line.startswith(_MARK):
+                    found[host] = line.split()[-1]
+        return {host: found[host] for host in self._hosts if host in found}
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder on all hosts that answer. Takes LIMIT_S at most."""
+        self._ask(_REMOVING, folder, enough=1 + len(self._hosts))
+
+    def _ask(self, script: str, argument: str, enough: int) -> dict[Host, str]:
+        """Run a script on all hosts and this one; return the output of those that answer."""
         asked = [_HERE, *self._hosts]
         began = time.monotonic()
         pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
@@ -89,7 +103,7 @@ class Hosts:
         def ask(host: Host) -> None:
             with suppress(OSError):
                 done = subprocess.Popen(
-                    self.words(host, _ENDING, folder),
+                    self.words(host, script, argument),
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -100,9 +114,8 @@ class Hosts:
                 running.append(done)
                 with suppress(subprocess.TimeoutExpired):
                     out, _ = done.communicate(timeout=began + LIMIT_S - time.monotonic())
-                    for line in out.splitlines():
-                        if line.startswith(_MARK):
-                            found[host] = line.split()[-1]
+                    if done.returncode == 0:
+                        found[host] = out
 
         asking = [pool.submit(partial(ask, host)) for host in asked]
 
@@ -118,7 +131,7 @@ class Hosts:
                 with suppress(ProcessLookupError):
                     os.killpg(one.pid, signal.SIGKILL)
         pool.shutdown(wait=False, cancel_futures=True)
-        return {host: answered[host] for host in self._hosts if host in answered}
+        return answered
 
 
 def wait_until(over: Callable[[], bool]) -> None:

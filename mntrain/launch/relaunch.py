@@ -51,9 +51,15 @@ class Launch:
     def run(self, *, as_given: bool) -> int:
         """Start the command until it ends without a fault of a machine; return the exit code.
 
-        That is AGAIN if too few hosts are left. The first start changes nothing if all is
-        `as_given`.
+        That is AGAIN if too few hosts are left. Otherwise, nothing of the run is left in the nodes'
+        memory. The first start changes nothing if all is `as_given`.
         """
+        code = self._run(as_given=as_given)
+        if code != AGAIN and (local := self._notes.local) is not None:
+            self._answering.remove(str(local))
+        return code
+
+    def _run(self, *, as_given: bool) -> int:
         why = ""
         while True:
             code, verdict, stepped = self._start(why, as_given=as_given)

@@ -1,6 +1,7 @@
 """Notes of rank 0 to `mntrain launch`, in the folder that its environment names.
 
 FOLDER/run           path of the run directory, if there is one
+FOLDER/local         path of what the run has on each node, with --checkpoint.local
 FOLDER/step          number of steps of any torch optimizer in this start, and the time of the last
 FOLDER/hosts         written by `launch` itself: the hostfile of a start
 """
@@ -29,7 +30,7 @@ class LaunchNotes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._run, self._step = folder / "run", folder / "step"
+        self._run, self._step, self._local = folder / "run", folder / "step", folder / "local"
         self._count, self._next_at = 0, 0.0
 
     @classmethod
@@ -43,6 +44,11 @@ class LaunchNotes:
         with suppress(OSError):
             self._run.write_text(str(run_dir.resolve()))
 
+    def use_local(self, folder: Path) -> None:
+        """Note the folder of the run's checkpoints on each node."""
+        with suppress(OSError):
+            self._local.write_text(str(folder.absolute()))
+
     def take_step(self) -> None:
         """Count a step; note the first, and later ones once a second."""
         self._count += 1
@@ -55,6 +61,12 @@ class LaunchNotes:
     def run_dir(self) -> Path | None:
         """The run directory of the job, if it has told of one."""
         text = _text(self._run)
+        return Path(text) if text else None
+
+    @property
+    def local(self) -> Path | None:
+        """The folder of the run's checkpoints on each node, if the job has told of one."""
+        text = _text(self._local)
         return Path(text) if text else None
 
     @property

@@ -125,6 +125,8 @@ class RunDirectory:
         """
         if folder is not None:
             self.local = open_folders(self._world, folder, self.path, self.attempts())
+            if self._world.master and (notes := LaunchNotes.of(os.environ)) is not None:
+                notes.use_local(self.local.root)
 
     def attempts(self) -> Attempts:
         """Return what the run consists of, from now on in a file. Collective.

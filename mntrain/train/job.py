@@ -43,7 +43,7 @@ from zero.layout import split
 
 def warn_of_launch(config: Config) -> None:
     """Warn of a job that `mntrain launch` cannot start again. Local."""
-    lasts = config.run.dir is not None and config.checkpoint.every != "0"
+    lasts = config.run.dir is not None and config.checkpoint.wanted
     if LaunchNotes.of(os.environ) is not None and not lasts:
         warn(
             "mntrain launch cannot resume this job after a loss: give --run.dir and "

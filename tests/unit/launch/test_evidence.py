@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.launch.evidence import Evidence
+from mntrain.options.config import CheckpointConfig
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.train.job import warn_of_launch
 
@@ -89,6 +90,6 @@ def test_a_job_that_launch_cannot_resume_is_warned_of(monkeypatch, capsys, launc
     monkeypatch.delenv(VARIABLE, raising=False)
     if launched:
         monkeypatch.setenv(VARIABLE, "folder")
-    run, checkpoint = SimpleNamespace(dir=job[0]), SimpleNamespace(every=job[1])
+    run, checkpoint = SimpleNamespace(dir=job[0]), CheckpointConfig(every=job[1])
     warn_of_launch(SimpleNamespace(checkpoint=checkpoint, run=run))
     assert ("mntrain launch cannot resume this job" in capsys.readouterr().err) == warned

@@ -66,6 +66,18 @@ def test_after_a_loss_the_command_starts_again_and_nothing_of_the_first_start_is
     assert "(says the ranks); looking at hosts took " in err[1]
 
 
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_what_a_run_has_in_the_nodes_memory_is_removed_after_the_last_start(tmp_path, code):
+    """Unless the command is to be run again."""
+    own, other = tmp_path / "shm" / "a run's", tmp_path / "shm" / "another's"
+    for folder in (own, other):
+        (folder / "node-0").mkdir(parents=True)
+    script = f"""{STEP} printf %s {shlex.quote(str(own))} >"$MNTRAIN_LAUNCH/local"; exit {code}"""
+    assert end(launch(tmp_path, script))[0] == code
+    assert other.exists()
+    assert own.exists() == (code == 75)
+
+
 def test_how_long_nothing_was_trained_is_told_at_the_first_step(tmp_path):
     step = 'echo "1 $(date +%s.%N)" >"$MNTRAIN_LAUNCH/step"'
     script = f"""[ -e lost ] || {{ {step}; touch lost; echo '{LOST}'; exit 1; }}
