@@ -28,7 +28,6 @@ from zero.layout import ParameterSpec, lay_out
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.simulated,
     pytest.mark.skipif(RANKS == 1, reason="needs two nodes"),
 ]
 
@@ -347,7 +346,6 @@ def test_a_process_group_of_another_size_is_refused():
             DDPHook(alone, default_hooks.allreduce_hook).bind(RANKS, None, scheduled=False)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     ("theirs", "ours"),

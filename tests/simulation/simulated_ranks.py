@@ -24,6 +24,7 @@ import simulated_mpi
 import torch
 from network import Network, NetworkModel
 from numpy.typing import NDArray
+from processes import Processes
 from virtual_time import Threading, VirtualTime, current
 
 from mntrain.comm import clock, engine, peer_memory, resources, shared_memory
@@ -107,6 +108,7 @@ class SimulatedRanks:
         self.private, self.watched, self.threads = private, watched, threads
         patience_s = 20.0 if watched else 0.1
         self.time = VirtualTime(seed, switches=switches, patience_s=patience_s, keep=keep)
+        Processes(self.time, self.size, {})  # a backward that waits has state of its process
         places = [self.topology.node(rank) for rank in range(self.size)]
         self.network = Network(network or NetworkModel(), places, self.time.random)
         self.job = simulated_mpi.Job(self.time, self.network, places)
