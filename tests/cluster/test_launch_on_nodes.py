@@ -18,9 +18,9 @@ LIMITS = ["--comm.timeout", "40", "--comm.warn-after", "10", "--comm.lost-after"
 
 
 def command_of(cluster, folder):
-    """Return the command of a job on 4 ranks, two on each of the first two nodes."""
+    """Return the command of a job on two ranks, one on each of the first two nodes."""
     words, environment = cluster.mpirun(job_words(folder, *OPTIONS, *LIMITS))
-    words[words.index("-n") + 1] = "4"
+    words[words.index("-n") + 1] = "2"
     return words, {**environment, "OMP_NUM_THREADS": "1"}
 
 
@@ -28,7 +28,7 @@ def command_of(cluster, folder):
 def undisturbed(tmp_path_factory):
     """Return the losses of the job without a loss of a node."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with Cluster((2, 2), link=None) as cluster:
+    with Cluster((1, 1), link=None) as cluster:
         command, environment = command_of(cluster, folder)
         subprocess.run(command, env=environment, cwd=folder, timeout=250, check=True)
     return losses(folder)
@@ -38,7 +38,7 @@ def undisturbed(tmp_path_factory):
     ("loss", "spare", "options"),
     [
         ("crash", 1, []),
-        ("stop", 0, ["--nodes", "1:2"]),
+        pytest.param("stop", 0, ["--nodes", "1:2"], marks=pytest.mark.exhaustive),
         pytest.param("cut", 1, ["--spares", "1"], marks=pytest.mark.exhaustive),
         pytest.param("crash", 0, ["--nodes", "1:2"], marks=pytest.mark.exhaustive),
     ],
@@ -46,7 +46,7 @@ def undisturbed(tmp_path_factory):
 def test_a_run_that_loses_a_node_ends_with_the_losses_of_an_undisturbed_one(
     tmp_path, undisturbed, loss, spare, options
 ):
-    with Cluster((2,) * (2 + spare), link=None) as cluster:
+    with Cluster((1,) * (2 + spare), link=None) as cluster:
         command, environment = command_of(cluster, tmp_path)
         words = [sys.executable, "-m", "mntrain", "launch", *options, "--", *command]
         pipes = {"env": environment, "stderr": subprocess.STDOUT}
@@ -63,10 +63,10 @@ def test_a_run_that_loses_a_node_ends_with_the_losses_of_an_undisturbed_one(
     assert (end["status"], end["steps"]) == ("completed", 40), out
     hosts = [rank["host"] for rank in end["ranks"]]
     if spare or loss == "stop":  # a stopped node answers, and is taken last
-        assert hosts == ["n1", "n1", *["n3" if spare else "n2"] * 2], out
+        assert hosts == ["n1", "n3" if spare else "n2"], out
         assert losses(tmp_path) == undisturbed
     else:
-        assert hosts == ["n1", "n1"], out
+        assert hosts == ["n1"], out
         assert losses(tmp_path) == pytest.approx(undisturbed, rel=2e-4)
     assert end["resumed_from"] is not None
     assert ("no answer from" in start) == (loss != "stop"), out
