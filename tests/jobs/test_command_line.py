@@ -64,7 +64,7 @@ def test_package_gives_each_name_it_lists_once_asked_for():
         (
             ["trian", "--train.steps", "5"],
             "mntrain: trian: no such command; give train (default), verify, bench, doctor, "
-            "ckpt, autopsy, plan or report\n",
+            "ckpt, autopsy, launch, plan or report\n",
         ),
     ],
 )
