@@ -107,8 +107,8 @@ class Launch:
         environment = {**os.environ, VARIABLE: str(self._folder)}
         if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
             environment["SLURM_OVERLAP"] = "1"
-        start = Start(self._words(as_given=as_given), environment)
-        self._keeper.keep(start.process.pid)
+        # It names itself before it begins, so that it ends with `launch` at any moment.
+        start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
         self._signals.direct(start.process)
         told = number == 1
 

@@ -87,8 +87,11 @@ class Keeper:
         """Name the process group that is to end with this process; None for none any more."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{group or ''}\n".encode())
-            self._process.stdin.flush()
+            os.write(self._process.stdin.fileno(), f"{group or ''}\n".encode())
+
+    def keep_own(self) -> None:
+        """Name the calling process's group: in a child, before its program begins."""
+        self.keep(os.getpid())
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
@@ -96,9 +99,17 @@ class Keeper:
 
 
 class Start:
-    """A start of a command, in a process group of its own. Its output is passed on unchanged."""
+    """A start of a command, in a process group of its own. Its output is passed on unchanged.
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    `begin` is called in the process of the command, before that begins.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        begin: Callable[[], None],
+    ) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._lost_at: float | None = None  # when the ranks have reported a loss
         self.process = subprocess.Popen(
@@ -108,6 +119,7 @@ class Start:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
+            preexec_fn=begin,  # noqa: PLW1509 - threads cannot hold what it needs: it writes to a pipe
         )
         pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
         self._threads = [
