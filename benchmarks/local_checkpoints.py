@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from emulated import Layout, nodes
 from results import DOCS, facts, heading, spread, table, write
@@ -34,26 +35,33 @@ def main() -> int:
         words = [f"--{name}={getattr(options, name)}" for name in ("model", "stage", "steps")]
         words += [f"--rounds={options.rounds}", f"--every={options.every}", f"--folder={folder}"]
         page |= running.run("local_checkpoints.py", words)
+    page |= {"layout": str(layout), "stage": options.stage, "rounds": options.rounds}
+    publish(page | {"block": options.steps}, "local-checkpoints", options.output)
+    return 0
+
+
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page."""
     about = (
-        f"{layout}; a GPT of {page['parameters'] / 1e6:.1f} M parameters in fp32 with AdamW, "
-        f"{12e-6 * page['parameters']:.0f} MB of state, at stage {options.stage}; "
-        f"{options.rounds} rounds of {options.steps} steps each way."
+        f"{page['layout']}; a GPT of {page['parameters'] / 1e6:.1f} M parameters in fp32 with "
+        f"AdamW, {12e-6 * page['parameters']:.0f} MB of state, at stage {page['stage']}; "
+        f"{page['rounds']} rounds of {page['block']} steps each way."
     )
     lines = heading(page, "Checkpoints in the nodes' memory", page["versions"], about)
     names = list(dict.fromkeys(turn["what"] for turn in page["turns"]))
     turns = {
-        name: [turn for turn in page["turns"] if turn["round"] and turn["what"] == name]
-        for name in names
+        what: [turn for turn in page["turns"] if turn["round"] and turn["what"] == what]
+        for what in names
     }
     plain = [mean(turn["steps_s"]) for turn in turns[names[0]]]
     rows = []
-    for name in names:
-        steps = [mean(turn["steps_s"]) for turn in turns[name]]
+    for what in names:
+        steps = [mean(turn["steps_s"]) for turn in turns[what]]
         cells = [spread(steps, 3), spread([a / b for a, b in zip(steps, plain, strict=True)], 3)]
-        cells.append(f"{median(turn['cpu_s'] for turn in turns[name]):.3f}")
-        if local := page["saves"].get(name, {}).get("local"):
+        cells.append(f"{median(turn['cpu_s'] for turn in turns[what]):.3f}")
+        if local := page["saves"].get(what, {}).get("local"):
             cells += [str(local["saved"]), f"{local['waited_s'] / max(1, local['saved']):.3f}"]
-        rows.append([name, *cells, *[""] * (5 - len(cells))])
+        rows.append([what, *cells, *[""] * (5 - len(cells))])
     heads = ["saves", "step, s", "of that without", "CPU of a rank, s"]
     lines += table([*heads, "complete, with copies", "pause of each, s"], rows)
     lines += [
@@ -62,8 +70,7 @@ def main() -> int:
         "with the block without saves of its round. Saves are those of all blocks, the warm-up "
         "included.",
     ]
-    write(options.output, "local-checkpoints", page, lines)
-    return 0
+    write(output, name, page, lines)
 
 
 if __name__ == "__main__":

@@ -195,11 +195,12 @@ def main() -> None:
         **page.get("libraries", {}),
         library: {**figures, "command": page["command"]},
     }
-    write(options.output, "outage", page, describe(page))
+    page["versions"] = {"torch": torch.__version__}
+    publish(page, "outage", options.output)
 
 
-def describe(page: dict[str, Any]) -> list[str]:
-    """Return the page."""
+def publish(page: dict[str, Any], name: str, output: Path) -> None:
+    """Write the page."""
     about = (
         "Three emulated nodes of two ranks on one machine, one of them spare; a job of `mntrain "
         f"launch` saves every {EVERY} steps, with `--comm.timeout {TIMEOUT_S}`. Seconds are the "
@@ -208,15 +209,15 @@ def describe(page: dict[str, Any]) -> list[str]:
         "Ranks share the cores, so a start takes many times as long as on nodes of their own. The "
         "loss of a stopped node is noticed 20 s later if ranks 0 and 1 are on it."
     )
-    lines = heading(page, "What the loss of a node costs", {"torch": torch.__version__}, about)
+    lines = heading(page, "What the loss of a node costs", page["versions"], about)
     rows = []
     for library, figures in page["libraries"].items():
         for kind in KINDS:
             those = [one for one in figures["losses"] if one["kind"] == kind]
             if those:
                 parts = []
-                for name in ("report_s", "start_s", "step_s", "begin_s"):
-                    values = [one[name] for one in those if one[name] is not None]
+                for part in ("report_s", "start_s", "step_s", "begin_s"):
+                    values = [one[part] for one in those if one[part] is not None]
                     parts.append(spread(values, 1) if values else "none")
                 lost = [one["steps_lost"] for one in those]
                 rows.append([library, kind, str(len(those)), f"{min(lost)} to {max(lost)}", *parts])
@@ -230,7 +231,7 @@ def describe(page: dict[str, Any]) -> list[str]:
             f"without an outage. By `mpirun` alone, a start took {figures['plain_s']:.1f} s to its "
             "first step."
         )
-    return lines
+    write(output, name, page, lines)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import checkpoint
 import collectives
 import far
 import gpu
+import local_checkpoints
+import outage
 import scale
 import slow_links
 import step
@@ -24,7 +26,10 @@ PUBLISHERS = {
     "collectives": collectives.publish,
     "far": far.publish,
     "gpu": gpu.publish,
+    "local": local_checkpoints.publish,
+    "outage": outage.publish,
     "scale": scale.publish,
+    "scale-emulated": scale.publish_emulated,
     "slow": slow_links.publish,
     "step": step.publish,
     "unequal": unequal.publish,
@@ -39,7 +44,8 @@ def main() -> int:
     options = parser.parse_args()
     for path in sorted((options.output / "results").glob("*.json")):
         if not options.names or path.stem in options.names:
-            publish = PUBLISHERS[path.stem.partition("-")[0]]
+            kind = path.stem.partition("-")[0]
+            publish = PUBLISHERS.get(path.stem) or PUBLISHERS[kind]
             publish(json.loads(path.read_text()), path.stem, options.output)
     return 0
 

@@ -88,10 +88,11 @@ def compare() -> None:
                 len(layout.ranks), layout.ranks[0], kib, latency_s, layout.bytes_per_s
             )
             runs.append(found | {"emulated_s": real[kib]})
-    publish_emulated(page | {"runs": runs, "latency_s": latency_s, "versions": versions()})
+    page |= {"runs": runs, "latency_s": latency_s, "versions": versions()}
+    publish_emulated(page, "scale-emulated", DOCS)
 
 
-def publish_emulated(page: dict[str, Any]) -> None:
+def publish_emulated(page: dict[str, Any], name: str, output: Any) -> None:
     """Write the page of emulated nodes."""
     about = (
         f"All-reduces of fp32 over links of {LINK}, in milliseconds: the median of real ranks on "
@@ -111,7 +112,7 @@ def publish_emulated(page: dict[str, Any]) -> None:
         ]
         for run in page["runs"]
     ]
-    write(DOCS, "scale-emulated", page, [*lines, *table(head, rows, texts=3)])
+    write(output, name, page, [*lines, *table(head, rows, texts=3)])
 
 
 def all_reduce(

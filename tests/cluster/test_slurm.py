@@ -331,7 +331,7 @@ def test_ranks_that_train_alone_fail_and_say_which_plugin_is_right(launched):
 
 def test_the_wrong_plugin_of_srun_is_one_sentence_before_mpi_dies(launched):
     _, _, wrong, *_ = launched
-    others = ("srun: ", "slurmstepd: ", "train.sbatch: ")
+    others = ("srun: ", "slurmstepd: ", "train.sbatch: ", "mntrain: launch: ")
     (line,) = [line for line in wrong.log.splitlines() if not line.startswith(others)]
     assert line.startswith(f"mntrain: srun --mpi={PLUGINS[1]} passes the ranks by PMI")
     assert line.endswith(f"Fix: start the job with srun --mpi={PLUGINS[0]}")

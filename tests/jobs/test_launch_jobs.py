@@ -83,6 +83,7 @@ def test_a_job_on_virtual_nodes_whose_rank_is_killed_ends_as_an_undisturbed_one(
     assert found[0] == found[1]
 
 
+@pytest.mark.exhaustive
 def test_a_script_for_ddp_with_checkpoints_of_its_own_goes_on(tmp_path):
     found = []
     for lose in (True, False):

@@ -549,6 +549,7 @@ def test_steps_that_cannot_be_counts_are_refused(folder):
 
 
 @pytest.mark.thorough
+@pytest.mark.processes  # whose clock goes on by itself
 def test_minutes_and_auto_are_those_of_the_masters_clock(folder):
     with looping(folder / "run", every="0.001min", keep=99) as loop:
         world = loop.world
