@@ -10,6 +10,7 @@ is kept until those of this one are complete, on all ranks. `node_folders` finds
 import shutil
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ class LocalSaver(Saver):
         self._whole: Path | None = None
         self._copied = False
         self._present: list[Path] = []  # steps of this node, this start's and that it began with
+        self._removals: list[Future[None]] = []  # that may be running
         self._problem = ""  # of this rank's last copy
 
     @property
@@ -82,6 +84,9 @@ class LocalSaver(Saver):
         """End, and remove what this node has of the run, if wanted. That is collective."""
         self._copies.close()
         self._stop_saving()
+        for removal in self._removals:
+            with suppress(Exception):
+                removal.result(EXIT_S)
         if removes:
             self._world.gather(None)  # no rank writes any more
         if removes and self._folders.leader:
@@ -113,7 +118,8 @@ class LocalSaver(Saver):
         removed = [path for path in self._present if path != kept]
         self._present = [path for path in self._present if path == kept]
         if self._folders.leader and removed:
-            in_thread(partial(_remove, removed))
+            running = [removal for removal in self._removals if not removal.done()]
+            self._removals = [*running, in_thread(partial(_remove, removed))]
 
     def _publish(self, save: Save) -> None:
         """Write the manifest, and send this rank's copy. In a thread."""
