@@ -38,7 +38,7 @@ _IN_FLIGHT = 2  # ranges that are sent at a time
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Part(NamedTuple):
+class PlacedRange(NamedTuple):
     """A range of a file of a checkpoint."""
 
     file: str
@@ -177,7 +177,7 @@ def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> W
     root = known.index(True)
     manifest = world.gather(manifest if world.rank == root else None)[root]
     assert manifest is not None
-    parts = [Part(file, place) for file in FILES for place in manifest.checksums[file]]
+    parts = [PlacedRange(file, place) for file in FILES for place in manifest.checksums[file]]
     held: list[Held] = world.gather(_look(world, folders, name, parts))
     lacking, messages = plan(parts, held, world.topology.nodes)
     if lacking:
@@ -195,7 +195,7 @@ def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> W
 
 
 def plan(
-    parts: Sequence[Part], held: Sequence[Held], nodes: Sequence[Sequence[int]]
+    parts: Sequence[PlacedRange], held: Sequence[Held], nodes: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[Message]]:
     """Return the numbers of parts that nobody has, and the messages that give the others to all.
 
@@ -262,7 +262,7 @@ def _manifest(folders: NodeFolders, name: Path) -> Manifest | None:
     return None
 
 
-def _look(world: Ranks, folders: NodeFolders, name: Path, parts: Sequence[Part]) -> Held:
+def _look(world: Ranks, folders: NodeFolders, name: Path, parts: Sequence[PlacedRange]) -> Held:
     """Return what this rank finds on its node, of the equal part that it looks for. Local."""
     own: set[int] = set()
     left: dict[int, int] = {}
@@ -277,7 +277,7 @@ def _look(world: Ranks, folders: NodeFolders, name: Path, parts: Sequence[Part])
     return Held(frozenset(own), left)
 
 
-def _sound(folder: Path, parts: Sequence[Part], numbers: Iterable[int]) -> Iterator[int]:
+def _sound(folder: Path, parts: Sequence[PlacedRange], numbers: Iterable[int]) -> Iterator[int]:
     """Yield the numbers of the parts whose bytes in a folder have their checksums."""
     for file in FILES:
         with suppress(OSError):
@@ -304,7 +304,12 @@ class _Sending:
     """Ranges on their way to the nodes that lack them, which write them into their folders."""
 
     def __init__(
-        self, world: Ranks, folders: NodeFolders, name: Path, parts: Sequence[Part], held: Held
+        self,
+        world: Ranks,
+        folders: NodeFolders,
+        name: Path,
+        parts: Sequence[PlacedRange],
+        held: Held,
     ) -> None:
         self._world, self._folders, self._name = world, folders, name
         self._parts, self._held = parts, held
@@ -370,7 +375,9 @@ class _Sending:
         except (OSError, ValueError) as error:
             self._problem = self._problem or error
 
-    def _pieces(self, message: Message, data: Tensor) -> Iterator[tuple[int, Part, memoryview]]:
+    def _pieces(
+        self, message: Message, data: Tensor
+    ) -> Iterator[tuple[int, PlacedRange, memoryview]]:
         view, at = data.numpy().data, 0
         for number in message.numbers:
             length = self._parts[number].place.length

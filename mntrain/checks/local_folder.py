@@ -111,8 +111,7 @@ def prepare(folder: Path) -> None:
     if about.st_mode & 0o077:
         mode = f"{S_IMODE(about.st_mode):o}"
         raise ValueError(
-            f"{name} is open to other users (mode {mode}): {fix}, such as {folder}/NAME, or chmod "
-            "it to 700"
+            f"{name} is open to other users (mode {mode}): {fix}, such as {folder}/NAME"
         )
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{name} cannot be written: {fix}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mntrain.launch.verdict import Verdict
+from mntrain.launch.verdict import EndCause
 from mntrain.recorder.recording import recordings
 
 
@@ -48,7 +48,7 @@ class Evidence:
             return content if isinstance(content, dict) and self.summary != before.summary else None
         return None
 
-    def of_recordings(self, before: "Evidence") -> Verdict | None:
+    def of_recordings(self, before: "Evidence") -> EndCause | None:
         """Return the verdict of the ranks' recordings, if there are others than `before`.
 
         A machine is to blame if no rank has noted an error and some have ended without a word.
@@ -69,4 +69,4 @@ class Evidence:
         hosts = tuple({ranks[rank] for rank in autopsy.first if rank in ranks})
         named = ", ".join(f"rank {rank} on {ranks.get(rank, '?')}" for rank in autopsy.first)
         what = f"{named}: {autopsy.cause}" if named else autopsy.cause
-        return Verdict(not errors, what, "the recordings", hosts)
+        return EndCause(not errors, what, "the recordings", hosts)

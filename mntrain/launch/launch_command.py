@@ -6,6 +6,7 @@ One process, without MPI and torch, on the machine on which mpirun or srun is st
 import argparse
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,11 @@ def run(words: Sequence[str]) -> int:
     options = parse(words)
     if launcher.first_number(os.environ, launcher.SIZE_VARIABLES[:2]) is not None:
         raise ValueError("launch: this is a rank of mpirun: start launch, and mpirun after its --")
+    if shutil.which(program := options.command[0]) is None:
+        raise ValueError(
+            f"launch: {program} is no program that can be run: give mpirun, srun or the path of "
+            "another one after --"
+        )
     command = LauncherCommand(options.command, os.environ)
     full, least = _numbers(options, command)
     with (

@@ -130,7 +130,14 @@ class LauncherCommand:
     def _read(option: Option) -> list[Host]:
         if option.name in _LISTS:
             return read_list(option.values[0])
-        return read_hostfile(Path(option.values[0]).read_text())
+        path = Path(option.values[0])
+        try:
+            return read_hostfile(path.read_text())
+        except OSError as error:
+            raise ValueError(
+                f"launch: the hostfile {path} cannot be read ({error.strerror}): give the path of "
+                "one that this host sees"
+            ) from error
 
     def _value(self, *names: str) -> str:
         """Return the value of the last of some options, "" if there is none."""

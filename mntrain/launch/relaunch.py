@@ -13,7 +13,7 @@ from mntrain.launch.evidence import Evidence
 from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
 from mntrain.launch.starts import Keeper, Signals, Start
-from mntrain.launch.verdict import Verdict, choose, judge
+from mntrain.launch.verdict import EndCause, choose, judge
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 
 AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
@@ -96,7 +96,7 @@ class Launch:
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
 
-    def _start(self, why: str, *, as_given: bool) -> tuple[int, Verdict, bool]:
+    def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
         """Run the command once; return its exit code, the verdict, and whether it took a step."""
         self._number += 1
         number, before = self._number, Evidence.of(self._notes.run_dir)

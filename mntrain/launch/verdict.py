@@ -60,7 +60,7 @@ _LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EndCause:
     """Why a command has ended, by whose word, and the hosts that it names.
 
     `fault`: a machine is to blame. None: nobody says why; then hosts that do not answer decide.
@@ -77,7 +77,7 @@ class Verdict:
         return f"{self.what.partition('. Fix: ')[0]} (says {self.by})"
 
 
-def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: bool) -> Verdict:
+def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: bool) -> EndCause:
     """Return the verdict on a start from the exit code, the last output and summary.json.
 
     `summary` is that which this start has written, if any; `run` says that it has a run directory,
@@ -91,18 +91,18 @@ def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: boo
     )
 
 
-def _of_summary(summary: Mapping[str, Any]) -> Verdict | None:
+def _of_summary(summary: Mapping[str, Any]) -> EndCause | None:
     status, by = str(summary.get("status") or ""), "summary.json"
     if status in _ENDS:
-        return Verdict(False, f"the run is {status}", by)
+        return EndCause(False, f"the run is {status}", by)
     reason = str(summary.get("reason") or summary.get("error") or status)
     # An exception of MPI comes of another rank's end.
     if not status or _OF_MPI.search(reason):
         return None
-    return Verdict(is_loss(reason), reason, by, _hosts_in(reason))
+    return EndCause(is_loss(reason), reason, by, _hosts_in(reason))
 
 
-def _of_ranks(output: str) -> Verdict | None:
+def _of_ranks(output: str) -> EndCause | None:
     """Return the verdict of the first loss or failure that ranks report, else of another error.
 
     A script may go on after an error that all ranks raise.
@@ -113,15 +113,15 @@ def _of_ranks(output: str) -> Verdict | None:
     for found, end in zip(reports, ends, strict=False):
         said = found["error"] or found["failed"].rstrip(":")
         if is_loss(said):
-            return Verdict(True, said, "the ranks", _hosts_in(said))
+            return EndCause(True, said, "the ranks", _hosts_in(said))
         if found["error"]:
             errors.append(said)
         elif not _OF_MPI.search(output[found.start() : end]):
-            return Verdict(False, said, "the ranks")
-    return Verdict(False, errors[0], "the ranks") if errors else None
+            return EndCause(False, said, "the ranks")
+    return EndCause(False, errors[0], "the ranks") if errors else None
 
 
-def _of_launchers(output: str) -> Verdict | None:
+def _of_launchers(output: str) -> EndCause | None:
     words = [(by, fault, re.search(text, output)) for by, fault, text in _LAUNCHERS]
     found = [(word.start(), by, fault, word) for by, fault, word in words if word]
     if not found:
@@ -130,15 +130,15 @@ def _of_launchers(output: str) -> Verdict | None:
     parts = word.groupdict()
     host = parts.get("host")
     said = f"a rank on {host} ended: {parts['what']}" if "what" in parts else word[0]
-    return Verdict(fault, " ".join(said.split()), by, (host,) if host else ())
+    return EndCause(fault, " ".join(said.split()), by, (host,) if host else ())
 
 
-def _of_code(code: int, *, run: bool) -> Verdict:
+def _of_code(code: int, *, run: bool) -> EndCause:
     if code in _CODES or code in _KILLS:
-        return Verdict(code in _KILLS, (_CODES | _KILLS)[code], "the exit code")
+        return EndCause(code in _KILLS, (_CODES | _KILLS)[code], "the exit code")
     if code == 0 and not run:
-        return Verdict(False, "the command has ended well", "the exit code")
-    return Verdict(None, f"exit code {code}")
+        return EndCause(False, "the command has ended well", "the exit code")
+    return EndCause(None, f"exit code {code}")
 
 
 def is_loss(text: str) -> bool:

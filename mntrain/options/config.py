@@ -438,6 +438,15 @@ class CheckpointConfig:
         "the time.",
     )
 
+    @model_validator(mode="after")
+    def _check_local(self) -> "CheckpointConfig":
+        if self.local is None and self.local_every != "auto":
+            raise ValueError(
+                f"local_every {self.local_every} is of checkpoints in the nodes' memory: give "
+                "their folder, local, too"
+            )
+        return self
+
     @property
     def wanted(self) -> bool:
         """True if a run is to be saved at intervals at all."""

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.checkpoint.format import FILES, ChecksummedRange
-from mntrain.checkpoint.node_folders import Held, Part, plan
+from mntrain.checkpoint.node_folders import Held, PlacedRange, plan
 from mntrain.checkpoint.partner_copies import partner_nodes
 
 
@@ -26,7 +26,7 @@ def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inven
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
     per_file = -(-len(writers) // 2)
     parts = [
-        Part(FILES[number // per_file], ChecksummedRange(number % per_file * 9, 9, 0))
+        PlacedRange(FILES[number // per_file], ChecksummedRange(number % per_file * 9, 9, 0))
         for number in range(len(writers))
     ]
     # Each node looks through its own folder by turns of its ranks.

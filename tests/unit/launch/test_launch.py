@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from mntrain.launch import launch_command
+
 # Takes a step in each start, as rank 0 does; $starts counts them.
 STEP = 'echo >>starts; starts=$(wc -l <starts); echo "1 1.0" >"$MNTRAIN_LAUNCH/step"\n'
 LOST = "mntrain: error: rank 1 on n2 is lost: its process has ended without a word"
@@ -64,6 +66,20 @@ def test_after_a_loss_the_command_starts_again_and_nothing_of_the_first_start_is
     assert err[0] == LOST
     assert err[1].startswith("mntrain: launch: start 2: rank 1 on n2 is lost: its process has ")
     assert "(says the ranks); looking at hosts took " in err[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such-program"], "no-such-program is no program that can be run: give mpirun"),
+        (["mpirun", "-f", "missing", "x"], "the hostfile missing cannot be read (No such file"),
+    ],
+)
+def test_what_cannot_be_started_is_one_sentence(tmp_path, words, said, monkeypatch):
+    (tmp_path / "mpirun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        launch_command.run(["--", *words])
 
 
 @pytest.mark.parametrize("code", [0, 1, 75])
