@@ -31,7 +31,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
-from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
+from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, QUICK_S, Backoff
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
 from mntrain.comm.waits import Waits
@@ -423,6 +423,7 @@ class ProgressEngine:
         # would allocate a lock for each wait.)
         self._sleep = threading.Lock()
         self._sleep.acquire()
+        self._asleep = True  # whether the thread may wait for that longer than to wake it takes
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
         call_in_child(self._refuse_in_child)
@@ -468,8 +469,8 @@ class ProgressEngine:
         stream.queue.append(task)
         if isinstance(stream, UnorderedStream):
             self._progress_once(stream)
-        if wake and not task.done:
-            self._wake()
+        if wake and not task.done and (self._asleep or not task.latency_bound):
+            self._wake()  # awake, it soon finds a short one: to wake it costs as much
         return task
 
     def _progress_once(self, stream: Stream) -> None:
@@ -513,15 +514,16 @@ class ProgressEngine:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
             self._waiters.remove(waiter)
-            tasks = (task for s in self.streams for task in (*s.active, *s.queue))
-            if any(task.wakes_thread for task in tasks):
+            if self._thread_has_work():
                 self._wake()
 
     def progress(self, futures: Iterable[Future[Any]]) -> None:
         """Let the engine's thread progress futures while nobody waits for them. Local."""
-        for future in futures:
+        asleep = [future for future in futures if not future.wakes_thread]
+        for future in asleep:
             future.wakes_thread = True
-        self._wake()
+        if asleep:  # it was not woken for them yet
+            self._wake()
 
     def expect(self, futures: Iterable[Future[Any]]) -> None:
         """Let pending futures count as waited for from now on, and progress. Local.
@@ -657,11 +659,18 @@ class ProgressEngine:
     def _run(self) -> None:
         self._begin()
         while not self._closed:
-            self._sleep.acquire()
+            self._asleep = True
+            if self._waiters or not self._thread_has_work():  # else it came before `_asleep`
+                self._sleep.acquire()
+            self._asleep = False
             with self._turn:
                 self._sleep.acquire(blocking=False)
                 while not (self.idle or self._waiters or self._abandoned):
                     self._rest(moved=self._round())
+
+    def _thread_has_work(self) -> bool:
+        tasks = (task for s in self.streams for task in (*s.active, *s.queue))
+        return any(task.wakes_thread for task in tasks)
 
     def _round(self) -> bool:
         """Progress everything once; return whether anything moved."""
@@ -697,7 +706,10 @@ class ProgressEngine:
             if not all(task.alone for task in active):
                 clock.pause(0)
         elif not self._waiters:
-            self._sleep.acquire(timeout=self._backoff.delay(BACKGROUND))
+            delay_s = self._backoff.delay(BACKGROUND)
+            self._asleep = delay_s > QUICK_S
+            self._sleep.acquire(timeout=delay_s)
+            self._asleep = False
         elif all(task.latency_bound for task in active):
             clock.pause(self._backoff.delay(LATENCY_BOUND))
         else:

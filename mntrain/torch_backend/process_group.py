@@ -57,11 +57,12 @@ def _verb(method: Callable[..., Call]) -> Callable[..., Call]:
     Results of functional collectives may be on their way, and would be waited for in the engine.
     Its thread is outside of the caller's inference mode.
     """
-    normal = torch.inference_mode(mode=False)(method)
+    outside = torch.inference_mode(mode=False)(method)
     title = f"{NAME}:{_TITLES.get(method.__name__, method.__name__)}"
 
     @wraps(method)
     def verb(self: "MpiProcessGroup", *arguments: Any, **options: Any) -> Call:
+        normal = outside if torch.is_inference_mode_enabled() else method
         if not torch._C._autograd._profiler_enabled() or getattr(_thread, "in_verb", False):
             return normal(self, *map(_ready, arguments), **options)
         _thread.in_verb = True

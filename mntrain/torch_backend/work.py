@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from inspect import isfunction, unwrap
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Reducer
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import Work as TorchWork
 from torch.futures import Future as TorchFuture
 
@@ -27,6 +28,7 @@ from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
 
 Copies = Sequence[tuple[Tensor, Tensor]]
+_backward = threading.local()  # its `last` is the call that this thread's backward will end last
 T = TypeVar("T")
 
 
@@ -158,18 +160,20 @@ class Call(TorchWork):
         It counts as waited for from now on, since C++ waits for it without a word to Python. In a
         backward pass, the thread that ends it first waits for its collectives as `wait` does: then
         DDP's reducer, which waits there, has nothing to wait for. What follows the future runs in
-        that thread or in another one.
+        that thread or in one for it alone, since it may wait for other calls; only C++ in a
+        backward pass lets nothing follow that does.
         """
         if self._future is None:
             stream = self._stream
             self._ended = TorchFuture(devices=None if stream is None else [stream.device])
             # An error that Python sets in a future is a value in C++; that of a callback is not.
             self._future = self._ended.then(lambda _: self.result())
-            when_done(self._works, self._follow)
+            when_done(self._works, self.complete_future if _called_in_backward() else self._follow)
             expect(self._works)
             if not (self._to_one or _in_inner_backward()):
                 with suppress(RuntimeError):  # not in a backward pass
                     Variable._execution_engine.queue_callback(self._end_with_backward)
+                    _backward.last = self
         return self._future
 
     def _follow(self) -> None:
@@ -181,6 +185,9 @@ class Call(TorchWork):
     def _end_with_backward(self) -> None:
         self._ends_backward = True
         try:
+            if (last := getattr(_backward, "last", None)) is not None:
+                _backward.last = None
+                last._complete()  # one wait for all: the others have ended then, or nearly
             self.complete_future()
         finally:
             self._ends_backward = False
@@ -188,7 +195,7 @@ class Call(TorchWork):
             raise self._error
 
     def _complete_aside(self) -> None:
-        with torch.cuda.stream(self._stream):  # with None, it does nothing
+        with _on(self._stream):
             self._complete()
 
     def _complete(self) -> None:
@@ -203,20 +210,24 @@ class Call(TorchWork):
             if self._completed or self._error is not None:
                 return
             try:
-                with torch.inference_mode():  # tensors of the caller's inference mode, too
-                    for target, source in self._copies if error is None else ():
-                        if source.is_sparse:
-                            target.copy_(source)
-                        else:
-                            _fill(target, source.view(target.shape))
-                        for tensor in (target, source):
-                            if tensor.is_cuda and not tensor.is_sparse:
-                                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if self._copies and error is None:
+                    with torch.inference_mode():  # tensors of the caller's inference mode, too
+                        self._copy()
                 if self._stream is not None:
                     self._end = torch.cuda.current_stream(self._stream.device).record_event()
             except Exception as raised:
                 error = raised
             self._completed, self._error, self._copies = error is None, error, []
+
+    def _copy(self) -> None:
+        for target, source in self._copies:
+            if source.is_sparse:
+                target.copy_(source)
+            else:
+                _fill(target, source.view(target.shape))
+            for tensor in (target, source):
+                if tensor.is_cuda and not tensor.is_sparse:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def end(self) -> TorchFuture[None]:
         """Return a future that is completed with the call, for a profiler."""
@@ -227,12 +238,26 @@ class Call(TorchWork):
     def complete_future(self) -> None:
         """Wait for the call, and complete its future, unless another thread does so."""
         assert self._ended is not None
-        with torch.cuda.stream(self._stream):  # what follows the future comes after it
+        with _on(self._stream):  # what follows the future comes after it
             self._complete()
             with self._lock:
                 taken, self._ends_future = self._ends_future, True
             if not taken:
                 self._ended.set_result(None)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which a stream is the current one; with None, it does nothing.
+
+    torch's own looks for devices each time, which takes a tenth of a small call.
+    """
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _called_in_backward() -> bool:
+    """Return whether C++ calls the caller in a backward pass, as DDP's reducer does."""
+    frame = sys._getframe(1).f_back
+    return frame is None or frame.f_code is _engine_run_backward.__code__
 
 
 def _in_inner_backward() -> bool:

@@ -39,3 +39,12 @@ def test_a_thread_polls_where_recent_answers_came_quickly(host):
         waiting.reset()
     assert waiting.delay(LATENCY_BOUND) == 0
     assert waiting.delay(BANDWIDTH_BOUND) == pytest.approx(50e-6, rel=0.01)
+
+
+def test_a_caller_of_one_collective_does_not_sleep_through_what_earlier_ones_took(host):
+    waiting = Backoff()
+    for _ in range(20):
+        host.now += 2e-3
+        waiting.reset()
+    assert waiting.delay(LATENCY_BOUND) == pytest.approx(20e-6)
+    assert waiting.delay(BANDWIDTH_BOUND) == pytest.approx(1e-3, rel=0.01)
