@@ -66,7 +66,8 @@ class Messages:
                 self._sent += 1
                 words = np.array([tag, own]).view(np.uint8)
                 header.append(self._comm.send(peer, words, self._last_tag, counted=False))
-            yield Requests.of(*header, self._comm.send(peer, data, own, empty=True)).test
+            sent = self._comm.send(peer, data, own, empty=True)
+            yield (Requests.of(*header, sent) if header else sent).test
             return CompletedWork()
 
         to = self._ranks[peer]

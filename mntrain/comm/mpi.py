@@ -328,6 +328,8 @@ class FoundMessage:
         assert self._message is not None
         first, *others = _messages(data) or [data]
         requests = [self._message.Irecv(first)]
+        if not others and self.nbytes == data.nbytes:
+            return Requests(requests)
         requests += [self._comm.Irecv(part, self.source, self.tag) for part in others]
         return CheckedRequests([Requests(requests)], [data.nbytes], Requests([]))
 

@@ -65,6 +65,11 @@ class CollectiveWork:
 
     def wait(self) -> None:
         """Return when the result may be used; see `Work.wait`."""
+        if all(future.done for future in self._futures) and not self._last_parts:
+            works = [future.wait() for future in self._futures]
+            if all(isinstance(work, CompletedWork) for work in works):
+                self._futures = ()
+                return
         with self._engine.waits.waiting():
             if self._futures:
                 self._last_parts = [future.wait() for future in self._futures]

@@ -669,6 +669,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
     Of a column `reshape` alone makes a view with a stride, of an expanded number one of stride 0.
     """
+    if _in_place(tensor) and tensor.is_cpu:
+        return tensor.detach().view(-1)
     return tensor.detach().resolve_neg().reshape(-1).cpu().contiguous()
 
 
@@ -681,7 +683,7 @@ def _apart(sent: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 def _like_on_host(tensor: Tensor) -> Tensor:
     """Return flat host memory to receive into: the tensor's own if that is possible."""
-    if _in_place(tensor) and tensor.device.type == "cpu":
+    if _in_place(tensor) and tensor.is_cpu:
         return tensor.detach().view(-1)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
