@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -38,6 +38,7 @@ from zero.gradients.reduced import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
+from zero.losses import ChangedLoss, changed_loss
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
@@ -107,6 +108,9 @@ class _Backward:
         self.joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
         self.arrived = set[str]()  # names of parameters that got a gradient
         self.began_s = 0.0  # when the first gradient came
+        # By what part of the weight that another optimizer gives to its loss the mean is another
+        # one: NaN if it is not of this loss alone, 0 if its weight is stated here, or no matter.
+        self.counts = 1.0
 
     @property
     def interrupted(self) -> bool:
@@ -129,9 +133,6 @@ class Accumulation:
         rank 0   announce   buckets   announce   buckets   done
         rank 1   announce   buckets   done       zeros     done
     """
-
-    # Whose loss the running backward is weighed for, and by how much (`weighs`).
-    _weighed_for: ClassVar["tuple[Accumulation, float] | None"] = None
 
     def __init__(
         self,
@@ -281,15 +282,6 @@ class Accumulation:
         if begins and self._slots.filled and not self._shard.sharded:
             self._gradients.collect()
             self._gradients.separate()
-
-    @contextmanager
-    def weighs(self, weight: float) -> Iterator[None]:
-        """Enclose a backward whose loss counts by `weight` in this optimizer's mean."""
-        before, Accumulation._weighed_for = Accumulation._weighed_for, (self, weight)
-        try:
-            yield
-        finally:
-            Accumulation._weighed_for = before
 
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
@@ -469,33 +461,36 @@ class Accumulation:
             raise RuntimeError(COMPILED)
         if self.phase is Phase.INTERRUPTED:
             raise RuntimeError(INTERRUPTED)
-        tasks = self._backward.tasks
+        tasks, changed = self._backward.tasks, changed_loss(task)
         if first := not tasks:
             self._backward.began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            scaled = self._scale.is_other(task)
+            if changed is None or changed.scale is None:
+                self._scale.expect_applied()
         at_end = partial(self._on_end_of_backward, task)
         tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
             self.before_backward()
             self._forget_held()
-            weighed = self._weighed_otherwise()
+            several = self.weight.mean.begun or self.weight.held is not None
+            alike = self.weight.stated or self._world_size == 1
+            self._backward.counts = math.nan if several else 0.0 if alike else 1.0
             self.weight.begin_backward()
             self._enter(Phase.FILLING)
-            self.means.scaled_by_others |= scaled
-            self.means.weighed = weighed
+            self.means.weighed = math.nan if self.means.weighed else 0.0
+        if changed is not None:
+            self._note_changes(changed)
         Variable._execution_engine.queue_callback(at_end)
 
-    def _weighed_otherwise(self) -> float:
-        """Return `Means.weighed` for the backward that begins."""
-        several = self.weight.mean.begun or self.weight.held is not None
-        owner, weight = Accumulation._weighed_for or (self, 0.0)
-        if owner is self:
-            return math.nan if self.means.weighed else 0.0
-        if several:
-            return math.nan
-        return 0.0 if self.weight.stated or self._world_size == 1 else weight
+    def _note_changes(self, changed: ChangedLoss) -> None:
+        """Note what optimizers have done to the loss of the running backward."""
+        if changed.scale is not None:
+            self._scale.applied = True
+            self.means.scaled_by_others |= changed.scale != self._scale.value
+        owner, weight = changed.weighed or (self, 0.0)
+        if owner is not self:
+            self.means.weighed = weight * self._backward.counts
 
     def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
         self._enter(Phase.FILLING)

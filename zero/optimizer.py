@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -23,6 +24,7 @@ from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.exchange.exchange import Exchange
 from zero.layout import ParameterSpec, lay_out
+from zero.losses import note_weight
 from zero.memory import Memory
 from zero.norms import (
     NonFiniteGradientError,
@@ -292,15 +294,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             # The mean over no samples is NaN, and 0 * NaN is NaN.
             self.accumulation.pass_backward()
             return
+        noted = []
         try:
-            with self.accumulation.weighs(weight):
-                if weight:
-                    self.scale(loss).backward()
-                else:  # only what lies below layers in which other ranks wait
-                    torch.autograd.backward(layers, zeros)
+            if weight:
+                loss = self.scale(loss)
+                nodes = [get_gradient_edge(loss).node] if loss.requires_grad else []
+                noted = note_weight(nodes, self.accumulation, weight)
+                loss.backward()
+            else:  # only what lies below layers in which other ranks wait
+                nodes = [layer.node for layer in layers]
+                noted = note_weight(nodes, self.accumulation, weight)
+                torch.autograd.backward(layers, zeros)
         except BaseException:
             self.accumulation.interrupt()
             raise
+        finally:
+            for handle in noted:
+                handle.remove()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Enclose the backward passes of an accumulation but the last.
