@@ -17,7 +17,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,7 +32,7 @@ from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import Collectives, SingleProcessCollectives, Work
+from zero.collectives import SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients.reduced import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
@@ -53,6 +53,11 @@ INTERRUPTED = (
 COMPILED = (
     "torch._dynamo.config.compiled_autograd is on: compiled autograd does not tell when a backward "
     "ends, so gradients cannot be averaged; leave it off, torch.compile compiles backward without"
+)
+EVALUATES = (
+    "this backward is in a pass over world.shard that began while gradients were disabled, as "
+    "under torch.no_grad(), and so counts as an evaluation: give world.shard(loader, train=True) "
+    "to train on its batches, or train=False if they are not of this backward"
 )
 
 
@@ -144,6 +149,8 @@ class Accumulation:
         self._shard, self._gradients, self._slots = shard, shard.gradients, shard.gradients.slots
         self._hook, self._schedule, self._scale = hook, schedule, scale
         self._world_size = schedule.sharding.size * schedule.replicas
+        self.group = schedule.group(0)
+        """The ranks over which the current step is averaged."""
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
         alone = self._world_size == 1
@@ -163,19 +170,14 @@ class Accumulation:
         self.waited_s = 0.0  # seconds so far in `finish`
         # Is told of what has ended in the step: a name, and its start by `time.perf_counter`.
         self.observe: Callable[[str, float], None] = lambda name, start: None
-        # Is called when a backward begins, and raises for one that must not be.
-        self.before_backward: Callable[[], None] = lambda: None
+        self.evaluations: Set[object] = frozenset()
+        """Passes over batches in progress that do not train: while there are any, none may."""
         self._unsent = set[str]()  # parameters of which a hook between nodes may keep a gradient
         self._syncing = True  # outside of `no_sync`
         self._phase = Phase.EMPTY  # or that before a backward that is interrupted
         self._backward = _Backward()
         self._arrived, self.means = _Arrived(), Means()
         self._round = _Round(())
-
-    @property
-    def group(self) -> Collectives:
-        """The ranks over which the current step is averaged."""
-        return self._schedule.group(self.steps)
 
     @property
     def phase(self) -> Phase:
@@ -286,7 +288,7 @@ class Accumulation:
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
         self._enter(Phase.FILLING)
-        self.before_backward()
+        self._expect_training()
         self.weight.begin_backward()
         if self._syncing:
             self.finish()
@@ -321,8 +323,11 @@ class Accumulation:
 
     def resume(self, steps: int) -> None:
         """Continue after so many steps. Local; the same on all ranks."""
-        group, self.steps = self.group, steps
-        if self.group is not group:  # units must be the same on all of its ranks
+        self.steps = steps
+        if self._schedule.replicas == 1:
+            return
+        before, self.group = self.group, self._schedule.group(steps)
+        if self.group is not before:  # units must be the same on all of its ranks
             self.weight.begin_group(self.group.size, whole=self._whole)
 
     def end_step(self, *, taken: bool) -> None:
@@ -465,13 +470,13 @@ class Accumulation:
         if first := not tasks:
             self._backward.began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            if changed is None or changed.scale is None:
+            if self._scale.scales and (changed is None or changed.scale is None):
                 self._scale.expect_applied()
         at_end = partial(self._on_end_of_backward, task)
         tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
-            self.before_backward()
+            self._expect_training()
             self._forget_held()
             several = self.weight.mean.begun or self.weight.held is not None
             alike = self.weight.stated or self._world_size == 1
@@ -482,6 +487,10 @@ class Accumulation:
         if changed is not None:
             self._note_changes(changed)
         Variable._execution_engine.queue_callback(at_end)
+
+    def _expect_training(self) -> None:
+        if self.evaluations:
+            raise RuntimeError(EVALUATES)
 
     def _note_changes(self, changed: ChangedLoss) -> None:
         """Note what optimizers have done to the loss of the running backward."""

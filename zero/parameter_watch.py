@@ -63,18 +63,25 @@ class ParameterWatch:
         """Return those of the `others` that no optimizer trains now, by name."""
         return {name: p for name, p in self.others.items() if not is_trained(p)}
 
-    def buffers(self, *, persistent: bool) -> list[Tensor]:
-        """Return the model's buffers in its state dict, or the others, each once.
+    def buffers(self, *, constant: bool = False) -> list[Tensor]:
+        """Return the model's buffers, each once: with `constant`, only those in its state dict.
 
         As they are now: a module may assign another tensor, and `model.double()` does.
         """
-        found = [
+        kept = self._buffers(persistent=True)
+        return list(dict.fromkeys(kept if constant else kept + self._buffers(persistent=False)))
+
+    def other_buffers(self) -> list[Tensor]:
+        """Return the buffers that are not in the model's state dict, each once."""
+        return list(dict.fromkeys(self._buffers(persistent=False)))
+
+    def _buffers(self, *, persistent: bool) -> list[Tensor]:
+        return [
             buffer
             for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None and (name not in module._non_persistent_buffers_set) == persistent
         ]
-        return list(dict.fromkeys(found))
 
     def check_kinds(self) -> None:
         """Raise RuntimeError for a parameter whose dtype, device or shape was changed."""

@@ -64,13 +64,9 @@ class LossScale:
                 f'loss_scale is {setting!r}: give None, "dynamic", or a finite number above 0'
             )
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
+        self.scales = self.dynamic or self.value != 1.0  # the factor is not constantly 1
         self.applied = False  # whether any loss was multiplied
         self._good_steps = 0
-
-    @property
-    def scales(self) -> bool:
-        """True unless the factor is constantly 1."""
-        return self.dynamic or self.value != 1.0
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, whose backward passes tell of it."""
@@ -83,7 +79,7 @@ class LossScale:
 
     def expect_applied(self) -> None:
         """Raise RuntimeError if no loss was multiplied so far."""
-        if self.scales and not self.applied:
+        if not self.applied:
             raise RuntimeError(
                 "the optimizer has a loss_scale=, by which it divides the gradient, and no loss "
                 "was multiplied by it: call optimizer.scale(loss).backward(), or "
