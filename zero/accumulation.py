@@ -38,7 +38,7 @@ from zero.gradients.reduced import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
-from zero.losses import ChangedLoss, changed_loss
+from zero.losses import RUNNING, ChangedLoss
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
@@ -288,7 +288,8 @@ class Accumulation:
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
         self._enter(Phase.FILLING)
-        self._expect_training()
+        if self.evaluations:
+            raise RuntimeError(EVALUATES)
         self.weight.begin_backward()
         if self._syncing:
             self.finish()
@@ -466,7 +467,7 @@ class Accumulation:
             raise RuntimeError(COMPILED)
         if self.phase is Phase.INTERRUPTED:
             raise RuntimeError(INTERRUPTED)
-        tasks, changed = self._backward.tasks, changed_loss(task)
+        tasks, changed = self._backward.tasks, RUNNING.get(task)
         if first := not tasks:
             self._backward.began_s = time.perf_counter()
             self._shard.watch.check_kinds()
@@ -476,7 +477,8 @@ class Accumulation:
         tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
-            self._expect_training()
+            if self.evaluations:
+                raise RuntimeError(EVALUATES)
             self._forget_held()
             several = self.weight.mean.begun or self.weight.held is not None
             alike = self.weight.stated or self._world_size == 1
@@ -488,10 +490,6 @@ class Accumulation:
             self._note_changes(changed)
         Variable._execution_engine.queue_callback(at_end)
 
-    def _expect_training(self) -> None:
-        if self.evaluations:
-            raise RuntimeError(EVALUATES)
-
     def _note_changes(self, changed: ChangedLoss) -> None:
         """Note what optimizers have done to the loss of the running backward."""
         if changed.scale is not None:
@@ -502,7 +500,8 @@ class Accumulation:
             self.means.weighed = weight * self._backward.counts
 
     def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
-        self._enter(Phase.FILLING)
+        if self._phase is not Phase.FILLING:
+            self._enter(Phase.FILLING)
         name, arrived, round_ = entry.spec.name, self._arrived, self._round
         if not self._slots.has_gradient(name):  # a hook that came before has dropped it
             arrived.used.discard(name)
@@ -518,8 +517,9 @@ class Accumulation:
             late_scale = self.weight.scale if scale is None else scale
             arrived.late.append((index, entry, gradient, late_scale))
         else:
-            round_.begun = True
-            self._agree_on_unit()
+            if not round_.begun:
+                round_.begun = True
+                self._agree_on_unit()
             self._take(index, entry, scale)
             round_.missing[index].discard(name)
             while round_.launched < len(round_.missing) and not round_.missing[round_.launched]:
@@ -556,8 +556,10 @@ class Accumulation:
 
     def _check_hooks(self) -> None:
         """Raise RuntimeError if a hook has set a gradient that was taken from it before."""
+        if not self._shard.sharded:
+            return
         changed = [name for name in self._backward.arrived if not self._slots.keeps(name)]
-        if changed and self._shard.sharded:
+        if changed:
             raise RuntimeError(
                 f"a hook has set the gradient of {', '.join(sorted(changed)[:3])} in backward, but "
                 f"at stage {self._shard.stage} it was taken before, to be sharded: change it by "

@@ -188,9 +188,8 @@ def broadcast_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -
 
 
 def overwrite_buffers(collectives: Collectives, buffers: Sequence[Tensor]) -> None:
-    """Overwrite a model's buffers with rank 0's, if it has any. Collective; waits."""
-    if buffers:
-        broadcast_from_rank_0(collectives.named("buffers of the model"), buffers)
+    """Overwrite a model's buffers with rank 0's. Collective; waits for the result."""
+    broadcast_from_rank_0(collectives.named("buffers of the model"), buffers)
 
 
 def gather_objects(collectives: Collectives, local_object: T) -> list[T]:

@@ -26,12 +26,8 @@ class ChangedLoss:
         """Do nothing: autograd calls it at the end of the backward, and keeps it until then."""
 
 
-_running: WeakValueDictionary[int, ChangedLoss] = WeakValueDictionary()  # by autograd's number
-
-
-def changed_loss(task: int) -> ChangedLoss | None:
-    """Return the changes of the loss of the backward with a number; None if there are none."""
-    return _running.get(task)
+RUNNING: WeakValueDictionary[int, ChangedLoss] = WeakValueDictionary()
+"""The changed losses of running backward passes, by autograd's number of each."""
 
 
 def note_scale(loss: Tensor, scale: float) -> None:
@@ -56,8 +52,8 @@ def _note_weight(weighed: tuple[object, float], _: object) -> None:
 def _changes() -> ChangedLoss:
     """Return the changes of the loss of the backward that has called this."""
     task = torch._C._current_graph_task_id()
-    found = _running.get(task)
+    found = RUNNING.get(task)
     if found is None:
-        found = _running[task] = ChangedLoss()
+        found = RUNNING[task] = ChangedLoss()
         Variable._execution_engine.queue_callback(found)
     return found

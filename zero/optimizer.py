@@ -821,8 +821,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if replicas is not None:
                 replicas.end_step(step, weight, updated=updated, constant=constant)
             else:
-                buffers = self._shard.watch.buffers(constant=constant)
-                overwrite_buffers(self._collectives, buffers)
+                if buffers := self._shard.watch.buffers(constant=constant):
+                    overwrite_buffers(self._collectives, buffers)
                 if updated:
                     self._shard.publish()
         finally:
