@@ -155,7 +155,7 @@ class StepComparison:
             updated += self._digest_of_weights(step)
         if not self._owned.sharded:
             updated += _digest_of_samples(self._gradients(step))
-        buffers = self._owned.watch.other_buffers()
+        _, buffers = self._owned.watch.buffers()
         constants = int(checksum([*map(without_repeats, buffers)])) if buffers else 0
         halves = constants & 0xFFFFFFFF, constants >> 32 & 0xFFFFFFFF
         return _addends((_digest(self._numbers), updated, *halves), step)

@@ -187,11 +187,6 @@ def broadcast_from_rank_0(collectives: Collectives, tensors: Iterable[Tensor]) -
             tensor.copy_(part.view(tensor.shape))
 
 
-def overwrite_buffers(collectives: Collectives, buffers: Sequence[Tensor]) -> None:
-    """Overwrite a model's buffers with rank 0's. Collective; waits for the result."""
-    broadcast_from_rank_0(collectives.named("buffers of the model"), buffers)
-
-
 def gather_objects(collectives: Collectives, local_object: T) -> list[T]:
     """Return the objects of all ranks, by rank, on every rank. Collective.
 

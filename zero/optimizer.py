@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
-from zero.collectives import Collectives, broadcast_from_rank_0, overwrite_buffers
+from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.exchange.exchange import Exchange
 from zero.exchange.replicas import Replicas
@@ -821,8 +821,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if replicas is not None:
                 replicas.end_step(step, weight, updated=updated, constant=constant)
             else:
-                if buffers := self._shard.watch.buffers(constant=constant):
-                    overwrite_buffers(self._collectives, buffers)
+                self._shard.watch.overwrite_buffers(self._collectives, constant=constant)
                 if updated:
                     self._shard.publish()
         finally:

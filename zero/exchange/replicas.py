@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from zero.checksum import checksum
-from zero.collectives import Collectives, overwrite_buffers
+from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
-from zero.parameter_watch import plain_parts
+from zero.parameter_watch import BUFFERS, plain_parts
 from zero.shard import OptimizerShard
 from zero.state import LOCAL
 
@@ -69,10 +69,10 @@ class Replicas:
             self._shard.publish()
             raise
         if exchanged == "all":
-            overwrite_buffers(self._collectives, self._others())
+            self._overwrite(self._others())
         else:
             constant = constant and group.size == self._shard.sharding.size
-            overwrite_buffers(group, self._shard.watch.buffers(constant=constant))
+            self._shard.watch.overwrite_buffers(group, constant=constant)
         self.equal = self.equal or exchanged == "all"
         if updated or exchanged != "nothing":
             self._shard.publish()
@@ -89,7 +89,7 @@ class Replicas:
         else:
             self._exchange.before_update(step, tensors, equal=False)
             self._exchange.exchange(tensors)
-        overwrite_buffers(self._collectives, self._others())
+        self._overwrite(self._others())
         self.equal = True
         self._shard.publish()
 
@@ -110,7 +110,7 @@ class Replicas:
             self._exchange.average(tensors)
             others = self._others()
             own_others = [tensor.clone() for tensor in others]
-            overwrite_buffers(self._collectives, others)
+            self._overwrite(others)
             self._shard.publish()
             self._shard.wait()
         self._averaging = True
@@ -136,20 +136,23 @@ class Replicas:
 
     def _others(self) -> list[Tensor]:
         """Return buffers, and untrained parameters of which a rank has other values. Collective."""
+        persistent, others = self._shard.watch.buffers()
+        buffers = persistent + others
         if self.equal:
-            return self._shard.watch.buffers()
+            return buffers
         untrained = self._shard.watch.untrained().items()
         parts = [part for name, p in untrained for _, part in plain_parts(name, p)]
         if not parts:
-            return self._shard.watch.buffers()
+            return buffers
         own = torch.stack([checksum([part]).cpu() for part in parts])
         first = own.clone()
         self._collectives.broadcast(first).wait()
         apart = (own != first).long()
         self._collectives.all_reduce(apart).wait()
-        return self._shard.watch.buffers() + [
-            p for p, count in zip(parts, apart.tolist(), strict=True) if count
-        ]
+        return buffers + [p for p, count in zip(parts, apart.tolist(), strict=True) if count]
+
+    def _overwrite(self, tensors: list[Tensor]) -> None:
+        broadcast_from_rank_0(self._collectives.named(BUFFERS), tensors)
 
     def _complete(self) -> None:
         self._shard.wait()
