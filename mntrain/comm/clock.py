@@ -7,7 +7,7 @@ _libc = ctypes.CDLL(None)
 
 
 now = time.perf_counter
-"""Return seconds of the host's monotonic clock, which is also that of `time.monotonic`."""
+"""Seconds of the host's monotonic clock, which is also that of `time.monotonic`."""
 
 
 def pause(seconds: float) -> None:
