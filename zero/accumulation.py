@@ -17,12 +17,12 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -32,12 +32,13 @@ from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import Collectives, SingleProcessCollectives, Work
+from zero.collectives import SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients.reduced import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
+from zero.losses import RUNNING, ChangedLoss
 from zero.norms import FiniteCheck, global_norm
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
@@ -52,6 +53,11 @@ INTERRUPTED = (
 COMPILED = (
     "torch._dynamo.config.compiled_autograd is on: compiled autograd does not tell when a backward "
     "ends, so gradients cannot be averaged; leave it off, torch.compile compiles backward without"
+)
+EVALUATES = (
+    "this backward is in a pass over world.shard that began while gradients were disabled, as "
+    "under torch.no_grad(), and so counts as an evaluation: give world.shard(loader, train=True) "
+    "to train on its batches, or train=False if they are not of this backward"
 )
 
 
@@ -107,6 +113,9 @@ class _Backward:
         self.joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
         self.arrived = set[str]()  # names of parameters that got a gradient
         self.began_s = 0.0  # when the first gradient came
+        # By what part of the weight that another optimizer gives to its loss the mean is another
+        # one: NaN if it is not of this loss alone, 0 if its weight is stated here, or no matter.
+        self.counts = 1.0
 
     @property
     def interrupted(self) -> bool:
@@ -130,9 +139,6 @@ class Accumulation:
         rank 1   announce   buckets   done       zeros     done
     """
 
-    # Whose loss the running backward is weighed for, and by how much (`weighs`).
-    _weighed_for: ClassVar["tuple[Accumulation, float] | None"] = None
-
     def __init__(
         self,
         shard: OptimizerShard,
@@ -143,6 +149,8 @@ class Accumulation:
         self._shard, self._gradients, self._slots = shard, shard.gradients, shard.gradients.slots
         self._hook, self._schedule, self._scale = hook, schedule, scale
         self._world_size = schedule.sharding.size * schedule.replicas
+        self.group = schedule.group(0)
+        """The ranks over which the current step is averaged."""
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
         alone = self._world_size == 1
@@ -162,19 +170,14 @@ class Accumulation:
         self.waited_s = 0.0  # seconds so far in `finish`
         # Is told of what has ended in the step: a name, and its start by `time.perf_counter`.
         self.observe: Callable[[str, float], None] = lambda name, start: None
-        # Is called when a backward begins, and raises for one that must not be.
-        self.before_backward: Callable[[], None] = lambda: None
+        self.evaluations: Set[object] = frozenset()
+        """Passes over batches in progress that do not train: while there are any, none may."""
         self._unsent = set[str]()  # parameters of which a hook between nodes may keep a gradient
         self._syncing = True  # outside of `no_sync`
         self._phase = Phase.EMPTY  # or that before a backward that is interrupted
         self._backward = _Backward()
         self._arrived, self.means = _Arrived(), Means()
         self._round = _Round(())
-
-    @property
-    def group(self) -> Collectives:
-        """The ranks over which the current step is averaged."""
-        return self._schedule.group(self.steps)
 
     @property
     def phase(self) -> Phase:
@@ -282,19 +285,11 @@ class Accumulation:
             self._gradients.collect()
             self._gradients.separate()
 
-    @contextmanager
-    def weighs(self, weight: float) -> Iterator[None]:
-        """Enclose a backward whose loss counts by `weight` in this optimizer's mean."""
-        before, Accumulation._weighed_for = Accumulation._weighed_for, (self, weight)
-        try:
-            yield
-        finally:
-            Accumulation._weighed_for = before
-
     def pass_backward(self) -> None:
         """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
         self._enter(Phase.FILLING)
-        self.before_backward()
+        if self.evaluations:
+            raise RuntimeError(EVALUATES)
         self.weight.begin_backward()
         if self._syncing:
             self.finish()
@@ -329,8 +324,11 @@ class Accumulation:
 
     def resume(self, steps: int) -> None:
         """Continue after so many steps. Local; the same on all ranks."""
-        group, self.steps = self.group, steps
-        if self.group is not group:  # units must be the same on all of its ranks
+        self.steps = steps
+        if self._schedule.replicas == 1:
+            return
+        before, self.group = self.group, self._schedule.group(steps)
+        if self.group is not before:  # units must be the same on all of its ranks
             self.weight.begin_group(self.group.size, whole=self._whole)
 
     def end_step(self, *, taken: bool) -> None:
@@ -469,36 +467,41 @@ class Accumulation:
             raise RuntimeError(COMPILED)
         if self.phase is Phase.INTERRUPTED:
             raise RuntimeError(INTERRUPTED)
-        tasks = self._backward.tasks
+        tasks, changed = self._backward.tasks, RUNNING.get(task)
         if first := not tasks:
             self._backward.began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            scaled = self._scale.is_other(task)
+            if self._scale.scales and (changed is None or changed.scale is None):
+                self._scale.expect_applied()
         at_end = partial(self._on_end_of_backward, task)
         tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
         if first:
             self._forget_dropped(arriving)
-            self.before_backward()
+            if self.evaluations:
+                raise RuntimeError(EVALUATES)
             self._forget_held()
-            weighed = self._weighed_otherwise()
+            several = self.weight.mean.begun or self.weight.held is not None
+            alike = self.weight.stated or self._world_size == 1
+            self._backward.counts = math.nan if several else 0.0 if alike else 1.0
             self.weight.begin_backward()
             self._enter(Phase.FILLING)
-            self.means.scaled_by_others |= scaled
-            self.means.weighed = weighed
+            self.means.weighed = math.nan if self.means.weighed else 0.0
+        if changed is not None:
+            self._note_changes(changed)
         Variable._execution_engine.queue_callback(at_end)
 
-    def _weighed_otherwise(self) -> float:
-        """Return `Means.weighed` for the backward that begins."""
-        several = self.weight.mean.begun or self.weight.held is not None
-        owner, weight = Accumulation._weighed_for or (self, 0.0)
-        if owner is self:
-            return math.nan if self.means.weighed else 0.0
-        if several:
-            return math.nan
-        return 0.0 if self.weight.stated or self._world_size == 1 else weight
+    def _note_changes(self, changed: ChangedLoss) -> None:
+        """Note what optimizers have done to the loss of the running backward."""
+        if changed.scale is not None:
+            self._scale.applied = True
+            self.means.scaled_by_others |= changed.scale != self._scale.value
+        owner, weight = changed.weighed or (self, 0.0)
+        if owner is not self:
+            self.means.weighed = weight * self._backward.counts
 
     def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
-        self._enter(Phase.FILLING)
+        if self._phase is not Phase.FILLING:
+            self._enter(Phase.FILLING)
         name, arrived, round_ = entry.spec.name, self._arrived, self._round
         if not self._slots.has_gradient(name):  # a hook that came before has dropped it
             arrived.used.discard(name)
@@ -514,8 +517,9 @@ class Accumulation:
             late_scale = self.weight.scale if scale is None else scale
             arrived.late.append((index, entry, gradient, late_scale))
         else:
-            round_.begun = True
-            self._agree_on_unit()
+            if not round_.begun:
+                round_.begun = True
+                self._agree_on_unit()
             self._take(index, entry, scale)
             round_.missing[index].discard(name)
             while round_.launched < len(round_.missing) and not round_.missing[round_.launched]:
@@ -552,8 +556,10 @@ class Accumulation:
 
     def _check_hooks(self) -> None:
         """Raise RuntimeError if a hook has set a gradient that was taken from it before."""
+        if not self._shard.sharded:
+            return
         changed = [name for name in self._backward.arrived if not self._slots.keeps(name)]
-        if changed and self._shard.sharded:
+        if changed:
             raise RuntimeError(
                 f"a hook has set the gradient of {', '.join(sorted(changed)[:3])} in backward, but "
                 f"at stage {self._shard.stage} it was taken before, to be sharded: change it by "

@@ -129,6 +129,7 @@ class StepComparison:
         self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
+        self._numbers: dict[Place, Any] = {}  # of the groups, when the step began
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
         # Untrained parameters with a gradient, and counts of their changes before the last step.
         self._left: dict[str, Parameter] = {}
@@ -143,7 +144,7 @@ class StepComparison:
         if not self._owned.sharded:
             self._whole += [(name, p) for name, p in parameters.items() if p.numel()]
 
-    def figures(self, groups: Iterable[ParamGroup], without: frozenset[str], step: int) -> Tensor:
+    def figures(self, without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
         words.append(repr(self.gradient_factor))
@@ -154,10 +155,10 @@ class StepComparison:
             updated += self._digest_of_weights(step)
         if not self._owned.sharded:
             updated += _digest_of_samples(self._gradients(step))
-        buffers = self._owned.watch.buffers(persistent=False)
-        constants = int(checksum([*map(without_repeats, buffers)]))
+        _, buffers = self._owned.watch.buffers()
+        constants = int(checksum([*map(without_repeats, buffers)])) if buffers else 0
         halves = constants & 0xFFFFFFFF, constants >> 32 & 0xFFFFFFFF
-        return _addends((_digest(groups), updated, *halves), step)
+        return _addends((_digest(self._numbers), updated, *halves), step)
 
     def _due(self, step: int) -> bool:
         """Return whether ranks compare all bits of the weights after so many steps.
@@ -172,14 +173,15 @@ class StepComparison:
         self.constant = agree(torch.cat([sums[:1], sums[-4:]]))
         return agree(sums[:-4])
 
-    def look_at_untrained(self) -> None:
-        """Look for parameters of the model that ranks may train each for itself. Local.
+    def begin_step(self, groups: Iterable[ParamGroup]) -> None:
+        """Note the numbers of groups, and which parameters ranks may train each for itself. Local.
 
-        Before a step: one has a gradient, and no optimizer of all ranks trains it. If it was
-        changed since the step before, ranks compare it in this step. Warns once, on rank 0, of such
-        a gradient, unless an optimizer of all ranks had trained the parameter until this one was
+        Such a parameter has a gradient, and no optimizer of all ranks trains it. If it was changed
+        since the step before, ranks compare it in this step. Warns once, on rank 0, of such a
+        gradient, unless an optimizer of all ranks had trained the parameter until this one was
         made.
         """
+        self._numbers = dict(plain_numbers(groups))
         watch = self._owned.watch
         found = {n: p for n, p in watch.others.items() if p.requires_grad and p.grad is not None}
         found = {name: p for name, p in found.items() if not is_trained(p)}
@@ -207,7 +209,7 @@ class StepComparison:
 
         Their weights are alike where they are `in_sync`, which may be in few steps.
         """
-        digest, last = _digest(groups, self._own), self._over_replicas
+        digest, last = _digest(dict(plain_numbers(groups)), self._own), self._over_replicas
         if self._every and in_sync and (last is None or step - last >= self._every):
             self._over_replicas = step
             digest += self._digest_of_weights(step)
@@ -327,16 +329,19 @@ class StepComparison:
                 facts[f"the gradient of {name}"] = Fact(found, GRADIENTS_ALIKE, limit, 1e-3)
         return facts
 
-    def after_update(self, groups: Iterable[ParamGroup], before: Mapping[Place, Any]) -> None:
-        """Note which numbers the torch optimizer has changed, since `before`. Local."""
-        after = plain_numbers(groups)
-        self._own |= {p for p, v in after if not _same(v, before.get(p, ABSENT))}
+    def after_update(self, groups: Iterable[ParamGroup]) -> None:
+        """Note which numbers the torch optimizer has changed since the step began. Local."""
+        before = self._numbers
+        for place, value in plain_numbers(groups):
+            known = before.get(place, ABSENT)
+            if value is not known and not _same(value, known):
+                self._own.add(place)
 
     def _gradients(self, step: int) -> Iterator[Samples]:
         """Yield a few elements of every gradient at stage 0; a step takes others than the last."""
         owned = self._owned
         for index, bucket in enumerate(owned.buckets):
-            flat, key = owned.kept(index), (step % CYCLE, index)
+            (flat,), key = owned.gradients.kept(index), (step % CYCLE, index)
             if key not in self._places:
                 start, offset, size = _places(bucket, flat.device)
                 for turn in range(CYCLE):
@@ -360,11 +365,10 @@ def agree(sums: Tensor) -> bool:
     return all(ranks * squares == total * total for total, squares in pairs)
 
 
-def _digest(groups: Iterable[ParamGroup], without: Iterable[Place] = ()) -> int:
-    left_out = frozenset(without)
+def _digest(given: Mapping[Place, Any], without: Set[Place] = frozenset()) -> int:
     numbers, texts = array("d"), []
-    for place, value in plain_numbers(groups):
-        if place in left_out:
+    for place, value in given.items():
+        if place in without:
             continue
         for part in value if isinstance(value, list | tuple) else (value,):
             if part is None or isinstance(part, str):

@@ -20,7 +20,7 @@ owns b[2:3] and a[0:2].
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -47,7 +47,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -62,17 +62,17 @@ class ParameterSlice:
     low: int
     high: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return self.high - self.low
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """The element of the bucket after the last one."""
         return self.start + self.numel
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """True for the whole parameter."""
         return self.numel == self.spec.numel
@@ -86,12 +86,12 @@ class Bucket:
     entries: tuple[ParameterSlice, ...]  # whole parameters
     bounds: tuple[int, ...]  # slot i owns the elements bounds[i] to bounds[i + 1]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the whole bucket."""
         return self.entries[-1].stop
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole bucket, in its own dtype."""
         return self.numel * self.dtype.itemsize

@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -22,7 +23,9 @@ from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.exchange.exchange import Exchange
+from zero.exchange.replicas import Replicas
 from zero.layout import ParameterSpec, lay_out
+from zero.losses import note_weight
 from zero.memory import Memory
 from zero.norms import (
     NonFiniteGradientError,
@@ -38,13 +41,11 @@ from zero.param_groups import (
     check_plain,
     check_trainable,
     hyperparameters,
-    plain_numbers,
     unnamed,
 )
 from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_over
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
-from zero.replicas import Replicas
 from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.state import (
@@ -158,7 +159,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap_forward=options.overlap_forward,
             alone=collectives.size == 1,
         )
-        self._replicas = Replicas(self.schedule, self._shard, collectives)
+        self._replicas = None
+        if isinstance(schedule, Exchange):
+            self._replicas = Replicas(schedule, self._shard, collectives)
+        self._max_norm = options.max_norm
         self._agreement = StepComparison(
             self._shard, collectives.rank, self.schedule.replica, options.check_every
         )
@@ -221,7 +225,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         alike on all replicas is compared in exchanges.
         """
         self._check_open()
-        self._replicas.check_not_averaging()
+        if self._replicas is not None:
+            self._replicas.check_not_averaging()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -229,11 +234,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         start = time.perf_counter()
         unused = self._means()
         self._shard.take_changes()
-        with self._shard.gradients_set(unused) as sums:  # before the norm: then the host waits
+        with self._shard.gradients_set(unused):  # before the norm: then the host waits
             norm, coef = self._clip(unused)
-            self._replicas.before_update(self.accumulation.steps)
+            if self._replicas is not None:
+                self._replicas.before_update(self.accumulation.steps)
             if finite := math.isfinite(norm):
-                self._update(sums, coef / self._scale.value, unused)
+                self._update(coef / self._scale.value, unused)
             else:
                 self._skip_or_raise(norm)
         weight = self._publish(updated=finite)
@@ -292,15 +298,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             # The mean over no samples is NaN, and 0 * NaN is NaN.
             self.accumulation.pass_backward()
             return
+        noted = []
         try:
-            with self.accumulation.weighs(weight):
-                if weight:
-                    self.scale(loss).backward()
-                else:  # only what lies below layers in which other ranks wait
-                    torch.autograd.backward(layers, zeros)
+            if weight:
+                loss = self.scale(loss)
+                nodes = [get_gradient_edge(loss).node] if loss.requires_grad else []
+                noted = note_weight(nodes, self.accumulation, weight)
+                loss.backward()
+            else:  # only what lies below layers in which other ranks wait
+                nodes = [layer.node for layer in layers]
+                noted = note_weight(nodes, self.accumulation, weight)
+                torch.autograd.backward(layers, zeros)
         except BaseException:
             self.accumulation.interrupt()
             raise
+        finally:
+            for handle in noted:
+                handle.remove()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Enclose the backward passes of an accumulation but the last.
@@ -438,7 +452,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         An exchange of a part of the parameters leaves it False. Also True in a block of `averaged`.
         Local; the same on all ranks.
         """
-        return self._replicas.in_sync
+        return self._replicas is None or self._replicas.in_sync
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -448,7 +462,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         where they are. Raises RuntimeError in a block of `averaged`.
         """
         self._check_open()
-        self._replicas.exchange(self.accumulation.steps)
+        if self._replicas is not None:
+            self._replicas.exchange(self.accumulation.steps)
 
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which all ranks hold the means of their parameters. Collective.
@@ -456,7 +471,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Buffers are rank 0's in it, and must not be changed, nor parameters. At its end every rank
         gets back its own. Yields whether they differ.
         """
-        return self._replicas.averaged()
+        return nullcontext(False) if self._replicas is None else self._replicas.averaged()
 
     @torch.no_grad()
     def publish_loaded(self) -> None:
@@ -524,7 +539,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
         `full_state_dict`.
         """
-        self._replicas.settle()
+        if self._replicas is not None:
+            self._replicas.settle()
         slices = [piece._asdict() for piece in self.slices()]
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
@@ -533,7 +549,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.accumulation.hook_state(),
             "steps": self.accumulation.steps,
-            "in_sync": self._replicas.equal,
+            "in_sync": self._replicas is None or self._replicas.equal,
             "sync_weights": self.replica_numbers(),
         }
 
@@ -567,7 +583,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.accumulation.load_hook_state(state_dict.get("comm_hook"))
         self.accumulation.resume(state_dict.get("steps", self.accumulation.steps))
         self._load_replica_numbers(state_dict.get("sync_weights", ()))
-        self._replicas.equal = self.schedule.replicas == 1 or state_dict.get("in_sync", True)
+        if self._replicas is not None and self.schedule.replicas > 1:
+            self._replicas.equal = state_dict.get("in_sync", True)
 
     def replica_numbers(self) -> list[float]:
         """Return the numbers that a replica of a sync schedule has of its own. Local.
@@ -623,7 +640,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not self.closed:  # later, parameters are those of another optimizer
             self._shard.watch.check()
-        return own_slices(self._shard, self._inner.state, self._replicas.state)
+        of_replica = None if self._replicas is None else self._replicas.state
+        return own_slices(self._shard, self._inner.state, of_replica)
 
     def load_slices(
         self,
@@ -646,7 +664,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner,
             slices,
             self._shapes(),
-            self._replicas.load_state,
+            None if self._replicas is None else self._replicas.load_state,
             options=options,
             unnamed=unnamed,
         )
@@ -742,15 +760,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
         if self._collectives.size > 1:
-            self._agreement.look_at_untrained()
+            self._agreement.begin_step(self.param_groups)
         norm = self._agreed_norm(float(self.options.norm_type), unused)
         finite = math.isfinite(norm)
-        return norm, min(1.0, self.options.max_norm / (norm + 1e-6)) if finite else 0.0
+        return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
 
-    def _update(self, sums: Sequence[Tensor], factor: float, unused: frozenset[str]) -> None:
+    def _update(self, factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
-        self._shard.scale_gradients(sums, factor, unused)
-        groups, before = self.param_groups, dict(plain_numbers(self.param_groups))
+        self._shard.scale_gradients(factor, unused)
+        groups = self.param_groups
         self._give_groups()
         with _without_global_hooks():  # which run around this optimizer's own step
             self._inner.step()
@@ -758,8 +776,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))
-        self._agreement.after_update(groups, before)
-        self._scale.note_good_step()
+        if self._collectives.size > 1:
+            self._agreement.after_update(groups)
+        if self._scale.dynamic:
+            self._scale.note_good_step()
 
     def _check_state(self) -> None:
         if not self.known:
@@ -775,7 +795,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shards, finite = self._shard.shards(), self.accumulation.means.finite
         where = find_non_finite(self.group, shards, self._named, finite, self._collectives.rank)
         found = f"the gradient's norm is {norm}: {where}"
-        if self.schedule.alone(self.accumulation.steps):
+        if self._replicas is not None and self.schedule.alone(self.accumulation.steps):
             self.refuse_step(found)
             return
         self.accumulation.end_step(taken=False)
@@ -796,16 +816,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the weight of its mean.
         """
         step, weight = self.accumulation.steps, self.accumulation.means.weight
+        constant, replicas = self._agreement.constant, self._replicas
         try:
-            self._replicas.end_step(
-                step, weight, updated=updated, constant=self._agreement.constant
-            )
+            if replicas is not None:
+                replicas.end_step(step, weight, updated=updated, constant=constant)
+            else:
+                self._shard.watch.overwrite_buffers(self._collectives, constant=constant)
+                if updated:
+                    self._shard.publish()
         finally:
             self.accumulation.end_step(taken=updated)
             self._agreement.gradient_factor = 1.0
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
-        if self.schedule.alone(step) and self.in_sync:
+        if replicas is not None and self.schedule.alone(step) and replicas.in_sync:
             self._compare_replicas(self.param_groups, frozenset())
         return weight
 
@@ -823,7 +847,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         step, groups = self.accumulation.steps, self.param_groups
         figures = None
         if without is not None and sharding.size > 1:
-            figures = self._agreement.figures(groups, without, step)
+            figures = self._agreement.figures(without, step)
         norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
         differ = figures is not None and not self._agreement.alike(figures)
         if self.group.size > sharding.size:  # of the nodes, which are in sync

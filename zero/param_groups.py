@@ -248,6 +248,9 @@ def plain_numbers(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any
         for key, value in group.items():
             if key == "params":
                 continue
+            if value is None or isinstance(value, str | Real):
+                yield (place, key), value
+                continue
             plain = value
             if isinstance(value, Tensor):
                 plain = value.tolist() if value.numel() <= LARGEST else []

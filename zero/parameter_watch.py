@@ -19,9 +19,11 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.kernels import order
 
 _KEY = "zero: optimizer"
+BUFFERS = "buffers of the model"  # in errors about collectives that differ
 
 
 class ParameterWatch:
@@ -63,18 +65,27 @@ class ParameterWatch:
         """Return those of the `others` that no optimizer trains now, by name."""
         return {name: p for name, p in self.others.items() if not is_trained(p)}
 
-    def buffers(self, *, persistent: bool) -> list[Tensor]:
-        """Return the model's buffers in its state dict, or the others, each once.
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the model's buffers that are in its state dict, and the others, each once.
 
         As they are now: a module may assign another tensor, and `model.double()` does.
         """
-        found = [
-            buffer
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None and (name not in module._non_persistent_buffers_set) == persistent
-        ]
-        return list(dict.fromkeys(found))
+        persistent, others = dict[Tensor, None](), dict[Tensor, None]()
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    apart = name in module._non_persistent_buffers_set
+                    (others if apart else persistent)[buffer] = None
+        return [*persistent], [*others]
+
+    def overwrite_buffers(self, ranks: Collectives, *, constant: bool) -> None:
+        """Overwrite the model's buffers with those of the first rank. Collective; waits.
+
+        If the others are `constant` on these ranks, only those in its state dict.
+        """
+        persistent, others = self.buffers()
+        if found := persistent if constant else persistent + others:
+            broadcast_from_rank_0(ranks.named(BUFFERS), found)
 
     def check_kinds(self) -> None:
         """Raise RuntimeError for a parameter whose dtype, device or shape was changed."""

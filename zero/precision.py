@@ -1,12 +1,13 @@
 """Dtypes of gradients and master weights, and the loss scale."""
 
 import math
-from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from zero.losses import note_scale
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow after which the scale doubles
@@ -55,9 +56,6 @@ class LossScale:
     the scale is the same on every rank. Source of the defaults: torch.amp.GradScaler.
     """
 
-    # Autograd's number of the latest backward of a loss that any scale has multiplied, and which.
-    latest: ClassVar[tuple[int, float]] = (-1, 1.0)
-
     def __init__(self, setting: float | Literal["dynamic"] | None) -> None:
         fixed = 1.0 if setting is None else setting
         self.dynamic = setting == "dynamic"
@@ -66,13 +64,9 @@ class LossScale:
                 f'loss_scale is {setting!r}: give None, "dynamic", or a finite number above 0'
             )
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
+        self.scales = self.dynamic or self.value != 1.0  # the factor is not constantly 1
         self.applied = False  # whether any loss was multiplied
         self._good_steps = 0
-
-    @property
-    def scales(self) -> bool:
-        """True unless the factor is constantly 1."""
-        return self.dynamic or self.value != 1.0
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, whose backward passes tell of it."""
@@ -80,27 +74,17 @@ class LossScale:
         if self.value == 1.0:
             return loss
         scaled = loss * self.value
-        if scaled.requires_grad:
-            scaled.register_hook(partial(_note_backward, self.value))
+        note_scale(scaled, self.value)
         return scaled
 
-    def is_other(self, task: int) -> bool:
-        """Return whether the loss of a backward was multiplied by another scale than this one.
-
-        `task` is autograd's number of it, which runs now. Raises RuntimeError if no loss was
-        multiplied so far.
-        """
-        scaled, value = LossScale.latest
-        if scaled == task:
-            self.applied = True
-            return value != self.value
-        if self.scales and not self.applied:
+    def expect_applied(self) -> None:
+        """Raise RuntimeError if no loss was multiplied so far."""
+        if not self.applied:
             raise RuntimeError(
                 "the optimizer has a loss_scale=, by which it divides the gradient, and no loss "
                 "was multiplied by it: call optimizer.scale(loss).backward(), or "
                 "optimizer.backward(loss, weight=n)"
             )
-        return False
 
     def shrink(self) -> bool:
         """Halve the scale after an overflow; return False if the scale cannot be the cause."""
@@ -125,7 +109,3 @@ class LossScale:
         """Restore a dynamic scale; constant scales ignore the state."""
         if self.dynamic and state["dynamic"]:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
-
-
-def _note_backward(value: float, _: Tensor) -> None:
-    LossScale.latest = torch._C._current_graph_task_id(), value

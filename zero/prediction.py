@@ -76,7 +76,7 @@ def predict(
             memory.flat(index)
             work = ChainedWork(iter([CompletedWork()])) if chained else CompletedWork()
             memory.launched(index, work)
-        memory.wait()
+        shard.gradients.finish(1.0, frozenset())
     plain = [
         {**_of_any_device(group), "params": [made[name] for name, _ in group["params"]]}
         for group in named_groups
@@ -85,8 +85,8 @@ def predict(
         make = partial(make.func, *make.args, **_of_any_device(make.keywords))
     inner = make(shard.groups(plain))
     ones = _OnesForValues()  # type: ignore[no-untyped-call]
-    with ones, shard.gradients_set(frozenset()) as sums:
-        shard.scale_gradients(sums, 1.0, frozenset())
+    with ones, shard.gradients_set(frozenset()):
+        shard.scale_gradients(1.0, frozenset())
         inner.step()
     return shard.memory(inner.state)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.reduced import BucketGradients, gradients_of
+from zero.gradients.reduced import gradients_of
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
@@ -90,6 +90,7 @@ class OptimizerShard:
         alone: bool,
     ) -> None:
         self.stage, self.sharding = (stage if sharding.size > 1 else 0), sharding
+        self.sharded = self.stage > 0  # a rank owns some elements only
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
         self.gradients = gradients_of(self.stage, sharding, alone=alone)
@@ -98,16 +99,18 @@ class OptimizerShard:
         self.watch = ParameterWatch(model)
         self.buckets: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
+        # Of them, those with master weights; those of 16 bits, whose gradient is widened; and of
+        # the others, those whose gradient is not that of a parameter, as it lies in `p.grad`.
+        self._with_master: list[OwnedSlice] = []
+        self._widened: list[OwnedSlice] = []
+        self._apart: list[OwnedSlice] = []
+        self._exact: list[int] = []  # buckets whose gradients are not widened
+        self._shards: list[tuple[int, ParameterSlice]] = []  # of this rank, with their buckets
         self._names: dict[Parameter, str] = {}
         self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
         self.plain = self.stage == 0  # the torch optimizer updates the parameters themselves
         # By the first parameter of a group: an element beside its tensors, and its parameters.
         self._stand_ins: dict[Parameter, tuple[Tensor, list[Parameter]]] = {}
-
-    @property
-    def sharded(self) -> bool:
-        """True if a rank owns some elements only."""
-        return self.stage > 0
 
     def updated(self, tensor: Tensor) -> Tensor:
         """Return what is updated of a parameter that is owned whole; any other tensor as it is.
@@ -173,14 +176,8 @@ class OptimizerShard:
 
         The same slices at every stage, so that the norm has the same bits.
         """
-        for index, bucket in enumerate(self.buckets):
-            for piece in bucket.pieces(*bucket.shard(self.slot)):
-                yield piece.spec.name, self.gradients.reduced(index, piece)
-
-    def kept(self, index: int) -> Tensor:
-        """Return the means of a bucket that this rank keeps, of several ranks. Flat; a view."""
-        assert isinstance(self.gradients, BucketGradients), "a single rank has no buckets"
-        return self.gradients.memory.kept(index)
+        for index, piece in self._shards:
+            yield piece.spec.name, self.gradients.reduced(index, piece)
 
     def full_gradient(self, name: str, parameter: Parameter) -> Tensor:
         """Return a new tensor with the mean gradient of a parameter. Collective if sharded."""
@@ -189,7 +186,7 @@ class OptimizerShard:
         )
         index, entry = next(places)
         if self.sharded:
-            bucket, kept = self.buckets[index], self.kept(index)
+            bucket, (kept,) = self.buckets[index], self.gradients.kept(index)
             start, stop = bucket.shard(self.slot)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             flat = torch.empty(bucket.numel, dtype=dtype, device=kept.device)
@@ -203,13 +200,14 @@ class OptimizerShard:
 
     def wait(self) -> None:
         """Wait for parameters in flight. Raises RuntimeError if any was changed or replaced."""
-        self.parameters.wait()
+        if self.sharded:
+            self.parameters.wait()
         self.watch.check()
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
         """Overwrite the master weights with the parameters."""
-        for owned in self._with_master():
+        for owned in self._with_master:
             owned.tensor.copy_(owned.home)
 
     @torch.no_grad()
@@ -218,11 +216,11 @@ class OptimizerShard:
 
         Waits for parameters in flight, and if there are master weights, for the device.
         """
-        self.parameters.wait()
-        with_master = self._with_master()
-        changed = [owned.home != owned.rounded() for owned in with_master]
+        if self.sharded:
+            self.parameters.wait()
+        changed = [owned.home != owned.rounded() for owned in self._with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
-            for owned, mask in zip(with_master, changed, strict=True):
+            for owned, mask in zip(self._with_master, changed, strict=True):
                 wide = owned.home.to(owned.tensor.dtype)
                 owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
@@ -232,46 +230,44 @@ class OptimizerShard:
 
         The all-gathers are in flight on return.
         """
-        for owned in self._with_master():
+        for owned in self._with_master:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
-        self.parameters.launch()
+        if self.sharded:
+            self.parameters.launch()
 
     @contextmanager
-    def gradients_set(self, unused: Collection[str]) -> Iterator[list[Tensor]]:
+    def gradients_set(self, unused: Collection[str]) -> Iterator[None]:
         """Return a context in which the `grad` of every tensor is its sum, if of fp32 or wider.
 
-        Slices of parameters in `unused` have None, so that the torch optimizer skips them. Yields
-        the sums. Does not wait for a device, which may still compute them.
+        Slices of parameters in `unused` have None, so that the torch optimizer skips them. Nothing
+        is set where `p.grad` is the sum already. Does not wait for a device, which may still
+        compute them.
         """
-        before = [owned.tensor.grad for owned in self.pieces]
-        sums = []
-        for owned in self.pieces:
-            if not is_16_bit(owned.piece.spec.dtype):
-                sums.append(self.gradients.reduced(owned.index, owned.piece))
-                self._set(owned, sums[-1], unused)
+        changed = self._apart + self._widened
+        before = [owned.tensor.grad for owned in changed]
+        for owned in self._apart:
+            self._set(owned, self.gradients.reduced(owned.index, owned.piece), unused)
         for tensor, parameters in self._stand_ins.values():
             used = any(self._names[parameter] not in unused for parameter in parameters)
             tensor.grad = torch.zeros_like(tensor) if used else None
         try:
-            yield sums
+            yield
         finally:
-            for owned, gradient in zip(self.pieces, before, strict=True):
+            for owned, gradient in zip(changed, before, strict=True):
                 owned.tensor.grad = gradient
 
     @torch.no_grad()
-    def scale_gradients(
-        self, sums: Sequence[Tensor], factor: float, unused: Collection[str]
-    ) -> None:
+    def scale_gradients(self, factor: float, unused: Collection[str]) -> None:
         """Multiply the sums of `gradients_set` by a factor; widen 16-bit ones, and set these."""
-        rescale(sums, factor)
+        if factor != 1:
+            rescale([t for index in self._exact for t in self.gradients.kept(index)], factor)
         wide: dict[int, Tensor] = {}
-        for owned in self.pieces:
-            if is_16_bit(owned.piece.spec.dtype):
-                if owned.index not in wide:
-                    wide[owned.index] = self.gradients.widened(owned.index, factor)
-                part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
-                self._set(owned, part, unused)
+        for owned in self._widened:
+            if owned.index not in wide:
+                wide[owned.index] = self.gradients.widened(owned.index, factor)
+            part = wide[owned.index][owned.offset : owned.offset + owned.piece.numel]
+            self._set(owned, part, unused)
 
     def memory(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Memory:
         """Return the bytes held on this rank, at the peak, with the torch optimizer's `state`."""
@@ -281,7 +277,7 @@ class OptimizerShard:
             parameters=sum(parameter.nbytes for parameter in self._names),
             gradients=self.gradients.memory.peak_bytes,
             buckets=self.gradients.memory.working_bytes + self.parameters.gather_bytes,
-            master=sum(owned.tensor.nbytes for owned in self._with_master()),
+            master=sum(owned.tensor.nbytes for owned in self._with_master),
             state=sum(tensor.nbytes for tensor in kept),
         )
 
@@ -311,12 +307,18 @@ class OptimizerShard:
                 tensor.copy_(home)
             owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
             self.pieces.append(owned)
+            if master is not None:
+                self._with_master.append(owned)
+            if is_16_bit(bucket.dtype):
+                self._widened.append(owned)
+            elif self.sharded or master is not None:
+                self._apart.append(owned)
             if piece.whole:
                 self.owned_whole[parameter] = tensor
+        self._shards += [(index, piece) for piece in bucket.pieces(*bucket.shard(self.slot))]
+        if not is_16_bit(bucket.dtype):
+            self._exact.append(index)
         self.buckets.append(bucket)
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
-
-    def _with_master(self) -> list[OwnedSlice]:
-        return [owned for owned in self.pieces if owned.has_master]

@@ -59,7 +59,7 @@ class StateSlice(NamedTuple):
 def own_slices(
     owned: OptimizerShard,
     state: Mapping[Tensor, dict[str, Any]],
-    sync_state: Callable[[Tensor], dict[str, Tensor]],
+    sync_state: Callable[[Tensor], dict[str, Tensor]] | None = None,
 ) -> Iterator[StateSlice]:
     """Yield a slice for each slice that this rank owns, in their order. Local.
 
@@ -71,7 +71,8 @@ def own_slices(
         tensors, others, places = _split(state.get(own.tensor, {}), shape, own.flattened)
         if own.has_master:
             tensors[MASTER] = own.flattened(own.tensor)
-        tensors |= {k: own.flattened(value) for k, value in sync_state(own.tensor).items()}
+        if sync_state is not None:
+            tensors |= {k: own.flattened(value) for k, value in sync_state(own.tensor).items()}
         name, memory_order = piece.spec.name, order(own.parameter)
         place = piece.spec.shape, memory_order, piece.low, piece.high
         yield StateSlice(name, *place, tensors, others, places)
@@ -208,7 +209,7 @@ def load_slices(
     optimizer: torch.optim.Optimizer,
     slices: Iterable[StateSlice],
     shapes: Mapping[str, tuple[int, ...]],
-    load_sync_state: Callable[[Tensor, dict[str, Tensor]], None],
+    load_sync_state: Callable[[Tensor, dict[str, Tensor]], None] | None,
     *,
     options: Iterable[Mapping[str, Any]],
     unnamed: Mapping[Any, Any],
@@ -241,7 +242,8 @@ def load_slices(
     states = {}
     for assembler in assemblers.values():
         state, sync_state = assembler.assemble()
-        load_sync_state(assembler.owned.tensor, sync_state)
+        if load_sync_state is not None:
+            load_sync_state(assembler.owned.tensor, sync_state)
         if state:
             states[id(assembler.owned.tensor)] = state
     numbers: dict[int, int] = {}

@@ -27,17 +27,10 @@ class StepMessage:
         self._work: Work = CompletedWork()
         self._parts: dict[str, Tensor] = {}  # of what has arrived, by name
         self._sums: dict[str, float] = {}
-        self._size = 0  # ranks that it was sent to; 0: not sent yet
-
-    @property
-    def sent(self) -> bool:
+        self.sent = False
         """True if the message was sent: no name may be put any more."""
-        return self._size > 0
-
-    @property
-    def ranks(self) -> int:
-        """Number of the ranks that it was sent to; 0: it was not sent yet."""
-        return self._size
+        self.ranks = 0
+        """Number of the ranks that it was sent to."""
 
     @property
     def arrived(self) -> bool:
@@ -69,7 +62,7 @@ class StepMessage:
         tensors = [value.detach().double() for value in asked if isinstance(value, Tensor)]
         on_device = iter(_read(tensors))
         numbers = [next(on_device) if isinstance(v, Tensor) else float(v) for v in asked]
-        self._size, self._numbers = group.size, self._pack(group, numbers)
+        self.sent, self.ranks, self._numbers = True, group.size, self._pack(group, numbers)
         self._parts = {}
         self._work = group.all_reduce(self._numbers) if group.size > 1 else CompletedWork()
 
@@ -81,7 +74,7 @@ class StepMessage:
         assert self.sent, "the message was not sent"
         self._work.wait()
         if not self._parts:
-            widths = [self._size if maximum else 1 for _, maximum in self._values.values()]
+            widths = [self.ranks if maximum else 1 for _, maximum in self._values.values()]
             self._parts = dict(zip(self._values, self._numbers.split(widths), strict=True))
             self._sums = {name: float(part.max()) for name, part in self._parts.items()}
         return self._sums

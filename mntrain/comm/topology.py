@@ -84,7 +84,7 @@ class Topology:
         local = self.local_rank(rank)
         return tuple(node[local] for node in self.nodes if len(node) > local)
 
-    @property
+    @cached_property
     def smallest_node(self) -> int:
         """The number of ranks of the smallest node: the number of lanes that reach every node."""
         return min(len(node) for node in self.nodes)

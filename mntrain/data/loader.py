@@ -223,7 +223,7 @@ class ShardRegistry:
 
     def tell(self, optimizer: ZeroOptimizer) -> None:
         """Tell an optimizer that was just made of the batch that was drawn before. Local."""
-        optimizer.accumulation.before_backward = partial(_expect_training, self.evaluations)
+        optimizer.accumulation.evaluations = self.evaluations
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
@@ -245,16 +245,6 @@ class ShardRegistry:
 
     def _open(self) -> Iterator[ZeroOptimizer]:
         return (optimizer for optimizer in self._optimizers if not optimizer.closed)
-
-
-def _expect_training(evaluations: set[object]) -> None:
-    """Raise RuntimeError for a backward in a pass that was taken for an evaluation."""
-    if evaluations:
-        raise RuntimeError(
-            "this backward is in a pass over world.shard that began while gradients were disabled, "
-            "as under torch.no_grad(), and so counts as an evaluation: give world.shard(loader, "
-            "train=True) to train on its batches, or train=False if they are not of this backward"
-        )
 
 
 class ShardedLoader:

@@ -24,18 +24,13 @@ import torch
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from virtual_time import Threading, VirtualTime, in_simulation
 
-from zero.accumulation import Accumulation
-from zero.precision import LossScale
-
 ABSENT = _pytest.monkeypatch.NOTSET
-PLACES = (  # the last two are state of a running backward, and of the latest scaled loss
+PLACES = (
     (sys, "stdout"),
     (sys, "stderr"),
     (warnings, "filters"),
     (warnings, "showwarning"),
     (warnings, "_showwarnmsg_impl"),
-    (Accumulation, "_weighed_for"),
-    (LossScale, "latest"),
 )
 
 

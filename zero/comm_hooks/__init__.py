@@ -118,7 +118,8 @@ class CommHook:
         that needs them. The gradients belong to the work until then. A hook that launches further
         collectives once the first has finished returns a `ChainedWork`.
         """
-        return bucket.reduce(narrower(self.wire_dtype, bucket.gradients.dtype))
+        wire = self.wire_dtype and narrower(self.wire_dtype, bucket.gradients.dtype)
+        return bucket.reduce(wire)
 
     def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
         """Let the hook serve an optimizer on so many ranks, at least 2. Local.

@@ -31,14 +31,17 @@ class BucketMemory:
 
     def __init__(self, owner: int | None = None) -> None:
         self.buckets: list[Bucket] = []
+        # Of each, the first element that this rank keeps, and that after the last.
+        self.ranges: list[tuple[int, int]] = []
         self.peak_bytes = 0  # outside of working tensors
         self.working_bytes = 0  # of working tensors
         self._owner = owner
 
-    def range(self, index: int) -> tuple[int, int]:
-        """Return the first element of a bucket that this rank keeps, and that after the last."""
-        bucket = self.buckets[index]
-        return (0, bucket.numel) if self._owner is None else bucket.shard(self._owner)
+    def extend(self, buckets: Sequence[Bucket]) -> None:
+        """Note more buckets."""
+        owner = self._owner
+        self.buckets.extend(buckets)
+        self.ranges += [(0, b.numel) if owner is None else b.shard(owner) for b in buckets]
 
     def note_peak(self, nbytes: int) -> None:
         """Count bytes that are in use at a time."""
@@ -57,6 +60,8 @@ class WholeBuckets(BucketMemory):
         super().__init__(owner)
         self._collectives = collectives
         self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
+        self._flats: list[Tensor] = []  # without the padding
+        self._kept: list[Tensor] = []  # the part that this rank keeps
         self.places: dict[str, Tensor] = {}  # of gradients, by parameter name
         self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
         self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
@@ -64,13 +69,15 @@ class WholeBuckets(BucketMemory):
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Allocate memory for more buckets, of parameters by name. Collective."""
-        self.buckets.extend(buckets)
-        for bucket in buckets:
+        self.extend(buckets)
+        for bucket, kept in zip(buckets, self.ranges[len(self._memory) :], strict=True):
             device = parameters[bucket.entries[0].spec.name].device
             # At stage 1, half of a 16-bit bucket fits in fp32.
             padding = 0 if self._owner is None else bucket.numel % 2 * is_16_bit(bucket.dtype)
             memory = self._collectives.allocate(bucket.numel + padding, bucket.dtype, device)
             self._memory.append(memory)
+            self._flats.append(memory[: bucket.numel])
+            self._kept.append(memory[slice(*kept)])
             for entry in bucket.entries:
                 name = entry.spec.name
                 self.places[name] = own_view(memory, entry.start, parameters[name])
@@ -86,7 +93,7 @@ class WholeBuckets(BucketMemory):
 
     def flat(self, index: int) -> Tensor:
         """Return the flat gradients of a bucket, of which every gradient was taken."""
-        return self._memory[index][: self.buckets[index].numel]
+        return self._flats[index]
 
     def launched(self, index: int, work: Work) -> None:
         """Record the reduction of a bucket, to which its flat gradients belong from now on.
@@ -106,9 +113,7 @@ class WholeBuckets(BucketMemory):
 
     def kept(self, index: int) -> Tensor:
         """Return the sums or means of a bucket that this rank keeps. A view."""
-        if index in self._wide:
-            return self._wide[index]
-        return self.flat(index)[slice(*self.range(index))]
+        return self._wide[index] if index in self._wide else self._kept[index]
 
     def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
@@ -159,7 +164,7 @@ class BucketsInTurns(BucketMemory):
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Allocate working tensors anew, for all buckets. Collective."""
-        self.buckets.extend(buckets)
+        self.extend(buckets)
         self._parameters.update(parameters)
         self._shards.extend(None for _ in buckets)
         self._free, self.working_bytes = [], 0
@@ -204,7 +209,7 @@ class BucketsInTurns(BucketMemory):
         """Return the kept shard of a bucket; zeros if no rank had a micro-batch."""
         shard = self._shards[index]
         if shard is None:
-            low, high = self.range(index)
+            low, high = self.ranges[index]
             shard = torch.zeros(high - low, dtype=self.buckets[index].dtype, device=self._device)
             self._shards[index] = shard
         return shard
@@ -228,7 +233,7 @@ class BucketsInTurns(BucketMemory):
     def _finish_oldest(self) -> None:
         index, working, work = self._in_flight.popleft()
         work.wait()
-        shard = self._as_bucket(index, working)[slice(*self.range(index))]
+        shard = self._as_bucket(index, working)[slice(*self.ranges[index])]
         kept = self._shards[index]
         total = shard.clone() if kept is None else kept.to(sum_dtype(kept.dtype)).add_(shard)
         self._keep(index, total)

@@ -82,8 +82,8 @@ class BucketGradients:
             if gone == names:
                 continue
             self._aside[index] = self.memory.kept(index).clone()
-            low = self.memory.range(index)[0]
-            for piece in bucket.pieces(*self.memory.range(index)):
+            low = self.memory.ranges[index][0]
+            for piece in bucket.pieces(*self.memory.ranges[index]):
                 if piece.spec.name in gone:
                     self._aside[index][piece.start - low : piece.stop - low].zero_()
             self._aside_names |= names - gone
@@ -135,14 +135,18 @@ class BucketGradients:
         return frozenset(dropped)
 
     def _zero(self, index: int, name: str) -> None:
-        for piece in self.memory.buckets[index].pieces(*self.memory.range(index)):
+        for piece in self.memory.buckets[index].pieces(*self.memory.ranges[index]):
             if piece.spec.name == name:
                 self.reduced(index, piece).zero_()
 
     def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
         """Return the mean of a slice that this rank keeps. Flat; a view."""
-        start = piece.start - self.memory.range(index)[0]
+        start = piece.start - self.memory.ranges[index][0]
         return self.memory.kept(index)[start : start + piece.numel]
+
+    def kept(self, index: int) -> list[Tensor]:
+        """Return the means of a bucket that this rank keeps: one flat tensor. A view."""
+        return [self.memory.kept(index)]
 
     def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
@@ -192,7 +196,7 @@ class LocalGradients:
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Hold the gradients of more buckets, of parameters by name."""
-        self.memory.buckets.extend(buckets)
+        self.memory.extend(buckets)
         for name, parameter in parameters.items():
             self.slots.add(name, parameter)
         self._note_peak()
@@ -263,6 +267,11 @@ class LocalGradients:
             return parameter.new_empty(0)
         flat = parameter.grad.detach().as_strided((piece.spec.numel,), (1,))
         return flat[piece.low : piece.high]
+
+    def kept(self, index: int) -> list[Tensor]:
+        """Return the gradients of a bucket, of which some parameters may have none."""
+        names = [entry.spec.name for entry in self.memory.buckets[index].entries]
+        return [g for name in names if (g := self.slots.parameters[name].grad) is not None]
 
     def widened(self, index: int, factor: float) -> Tensor:
         """Return the gradients of a bucket in fp32, in a new tensor; zeros where there is none."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from first_of_two import zero
 from sharding import Clock, Log, Numbers, balancing_of, concatenated, in_turns, sharded
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -147,10 +148,17 @@ def test_a_pass_without_stand_ins_or_that_was_left_or_trained_ends_without_an_er
 
 
 def backward_of(shards):
-    """What an optimizer of the world does first in a backward."""
-    accumulation = SimpleNamespace(before_backward=None, weight=SimpleNamespace())
-    shards.tell(SimpleNamespace(accumulation=accumulation))
-    return accumulation.before_backward
+    """A backward of an optimizer of the world."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = zero(model, lr=0.1)
+    shards.tell(optimizer)
+
+    def backward():
+        optimizer.zero_grad()
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            model(torch.ones(1, 1)).sum().backward()
+
+    return backward
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])

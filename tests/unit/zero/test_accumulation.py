@@ -1,7 +1,9 @@
 """The sums and weights of gradients in an accumulation, and refusals."""
 
 import math
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
+from mntrain.data.loader import ShardRegistry
+from mntrain.data.source import Alone
 from zero import SingleProcessCollectives
 from zero.gradients.weights import BatchSource
 
@@ -427,6 +432,85 @@ def test_the_loss_scale_of_another_optimizer_is_refused_where_the_gradient_is_us
     second.zero_grad()
     mean(other, 4).backward()
     assert second.step().grad_norm == 4.0
+
+
+# Several threads, each with a model of its own.
+
+
+def in_two_threads(body):
+    """Run `body(number, meet)` in each of two threads; `meet`, a hook, waits for the other one."""
+    barrier = threading.Barrier(2, timeout=60)
+
+    def meet(_):
+        barrier.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(lambda number: body(number, meet), range(2))]
+
+
+@STAGES
+def test_two_threads_that_train_two_models_weigh_each_loss_by_its_own_loader(stage):
+    shards = ShardRegistry(Alone(), optimizers := [], warn=print, observe=lambda *_: None)
+    pairs = [one_weight(stage, FirstOfTwo) for _ in range(2)]
+    optimizers += [optimizer for _, optimizer in pairs]
+    of_loader = {"weight": None, "train": True, "balance": False, "divided": False}
+
+    def body(number, meet):
+        (model, optimizer), norms = pairs[number], []
+        size = [4, 6][number]
+        data = torch.arange(1.0, 2 * size + 1).view(-1, 1)
+        for inputs in shards.shard(DataLoader(data, size), number, **of_loader):
+            loss = model(inputs).mean()
+            loss.register_hook(meet)  # both are in backward now
+            if number:
+                optimizer.backward(loss, weight=len(inputs))
+            else:
+                loss.backward()
+            norms.append(optimizer.step().grad_norm)
+            optimizer.zero_grad()
+        return norms
+
+    assert in_two_threads(body) == [[2.5, 6.5], [3.5, 9.5]]
+
+
+@WORLDS
+@STAGES
+def test_a_loss_scale_of_others_is_refused_beside_a_thread_that_scales_its_own_loss(stage, world):
+    def body(number, meet):
+        model, optimizer = one_weight(stage, world, loss_scale=8.0 + number)
+        other, second = one_weight(stage, world)
+        loss = mean(model, 3) + mean(other, 5)
+        loss.register_hook(meet)  # both losses were scaled
+        optimizer.scale(loss).backward()
+        with pytest.raises(RuntimeError, match="the loss scale of another optimizer"):
+            second.step()
+        return optimizer.step().grad_norm
+
+    assert in_two_threads(body) == [3.0, 3.0]
+
+
+@WORLDS
+@STAGES
+def test_changes_of_a_loss_are_known_behind_reentrant_checkpoints(stage, world):
+    """The first gradient comes in a backward that is nested in that of the loss."""
+    x = torch.ones(1, 1, requires_grad=True)
+    for how in ("scaled", "weighed"):
+        scale = {"loss_scale": 8.0} if how == "scaled" else {}
+        (model, optimizer), (other, second) = (
+            one_weight(stage, world, **scale),
+            one_weight(stage, world),
+        )
+        inner = nn.Sequential(model, other)
+        for _ in range(2):  # of one, a single rank has the mean whatever it weighs
+            loss = checkpoint(inner, x, use_reentrant=True).mean()
+            with optimizer.no_sync(), second.no_sync():
+                if how == "scaled":
+                    optimizer.scale(loss).backward()
+                else:
+                    optimizer.backward(loss, weight=6)
+        match = "the loss scale of another" if how == "scaled" else "the loss was weighed by"
+        with pytest.raises(RuntimeError, match=match):
+            second.step()
 
 
 # Batches that several optimizers, or several loaders, have a part in.

@@ -8,27 +8,22 @@ from torch import Tensor
 
 from zero.checksum import checksum
 from zero.collectives import Collectives, broadcast_from_rank_0
-from zero.exchange.exchange import Exchange, Exchanged
+from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
-from zero.parameter_watch import plain_parts
-from zero.schedule import EveryStep
+from zero.parameter_watch import BUFFERS, plain_parts
 from zero.shard import OptimizerShard
 from zero.state import LOCAL
 
 
 class Replicas:
-    """The parameters of this rank beside those of other replicas, if a schedule has several.
+    """The parameters of this rank beside those of other replicas, which exchange them.
 
     `collectives` are those of all replicas. Buffers, and parameters that no optimizer trains,
     become rank 0's when parameters are exchanged.
     """
 
-    def __init__(
-        self, schedule: EveryStep, shard: OptimizerShard, collectives: Collectives
-    ) -> None:
-        self._schedule, self._shard = schedule, shard
-        self._exchange = schedule if isinstance(schedule, Exchange) else None
-        self._collectives = collectives
+    def __init__(self, exchange: Exchange, shard: OptimizerShard, collectives: Collectives) -> None:
+        self._exchange, self._shard, self._collectives = exchange, shard, collectives
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
         self._averaging = False
@@ -48,20 +43,16 @@ class Replicas:
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return what the schedule keeps for an updated tensor, and this replica's own values."""
-        if self._exchange is None:
-            return {}
         own = {LOCAL: self._local[tensor]} if self._averaging else {}
         return self._exchange.state(tensor) | own
 
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. Local."""
-        if self._exchange is not None:
-            self._exchange.load_state(tensor, state)
+        self._exchange.load_state(tensor, state)
 
     def before_update(self, step: int) -> None:
         """Copy the parameters that the first step of a replica alone finds. Collective."""
-        if self._exchange is not None:
-            self._exchange.before_update(step, self._shard.tensors, equal=self.in_sync)
+        self._exchange.before_update(step, self._shard.tensors, equal=self.in_sync)
 
     def end_step(self, step: int, weight: float, *, updated: bool, constant: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
@@ -69,21 +60,19 @@ class Replicas:
         The all-gathers of parameters are in flight on return. `constant`: the ranks that share the
         state have the same buffers of those that are not in the model's state dict.
         """
-        group = self._schedule.group(step)
+        group = self._exchange.group(step)
         self.equal = self.equal and group.size == self._collectives.size
-        exchanged: Exchanged = "nothing"
-        if self._exchange is not None:
-            own = weight if updated else 0.0
-            try:
-                exchanged = self._exchange.after_update(step, self._shard.tensors, own)
-            except NonFiniteGradientError:  # on all ranks, which keep what they have updated
-                self._shard.publish()
-                raise
+        own = weight if updated else 0.0
+        try:
+            exchanged = self._exchange.after_update(step, self._shard.tensors, own)
+        except NonFiniteGradientError:  # on all ranks, which keep what they have updated
+            self._shard.publish()
+            raise
         if exchanged == "all":
-            self._overwrite(self._collectives, self._others())
+            self._overwrite(self._others())
         else:
             constant = constant and group.size == self._shard.sharding.size
-            self._overwrite(group, self._buffers(constant=constant))
+            self._shard.watch.overwrite_buffers(group, constant=constant)
         self.equal = self.equal or exchanged == "all"
         if updated or exchanged != "nothing":
             self._shard.publish()
@@ -91,7 +80,7 @@ class Replicas:
     def exchange(self, step: int) -> None:
         """Exchange parameters and buffers before a step, if they may differ. Collective."""
         self.check_not_averaging()
-        if self._exchange is None or self.in_sync:
+        if self.in_sync:
             return
         self._complete()
         tensors = self._shard.tensors
@@ -100,7 +89,7 @@ class Replicas:
         else:
             self._exchange.before_update(step, tensors, equal=False)
             self._exchange.exchange(tensors)
-        self._overwrite(self._collectives, self._others())
+        self._overwrite(self._others())
         self.equal = True
         self._shard.publish()
 
@@ -110,7 +99,7 @@ class Replicas:
 
         Yields whether they are other ones outside.
         """
-        if self._exchange is None or self.in_sync:
+        if self.in_sync:
             yield False
             return
         with torch.no_grad():
@@ -121,7 +110,7 @@ class Replicas:
             self._exchange.average(tensors)
             others = self._others()
             own_others = [tensor.clone() for tensor in others]
-            self._overwrite(self._collectives, others)
+            self._overwrite(others)
             self._shard.publish()
             self._shard.wait()
         self._averaging = True
@@ -140,37 +129,30 @@ class Replicas:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for exchanges in flight. Collective, if there are any."""
-        if self._exchange is not None and self._exchange.unsettled:
+        if self._exchange.unsettled:
             self._complete()
             self._exchange.settle()
             self._shard.publish()
 
-    def _buffers(self, *, constant: bool = False) -> list[Tensor]:
-        """Return the model's buffers, if others are `constant` only those in its state dict."""
-        watch = self._shard.watch
-        return watch.buffers(persistent=True) + (
-            [] if constant else watch.buffers(persistent=False)
-        )
-
     def _others(self) -> list[Tensor]:
         """Return buffers, and untrained parameters of which a rank has other values. Collective."""
+        persistent, others = self._shard.watch.buffers()
+        buffers = persistent + others
         if self.equal:
-            return self._buffers()
+            return buffers
         untrained = self._shard.watch.untrained().items()
         parts = [part for name, p in untrained for _, part in plain_parts(name, p)]
         if not parts:
-            return self._buffers()
+            return buffers
         own = torch.stack([checksum([part]).cpu() for part in parts])
         first = own.clone()
         self._collectives.broadcast(first).wait()
         apart = (own != first).long()
         self._collectives.all_reduce(apart).wait()
-        return self._buffers() + [
-            p for p, count in zip(parts, apart.tolist(), strict=True) if count
-        ]
+        return buffers + [p for p, count in zip(parts, apart.tolist(), strict=True) if count]
 
-    def _overwrite(self, ranks: Collectives, tensors: list[Tensor]) -> None:
-        broadcast_from_rank_0(ranks.named("buffers of the model"), tensors)
+    def _overwrite(self, tensors: list[Tensor]) -> None:
+        broadcast_from_rank_0(self._collectives.named(BUFFERS), tensors)
 
     def _complete(self) -> None:
         self._shard.wait()
