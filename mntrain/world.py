@@ -59,7 +59,6 @@ class World(Ranks):
     """
 
     def __init__(self, comm: "MPI.Intracomm | None" = None, **options: Any) -> None:
-        self._optimizers: list[ZeroOptimizer] = []
         self._optimizer_numbers = count(1)
         self._open = True
         super().__init__(comm, options)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
-from mntrain.run.means import DelayedSums
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
@@ -50,7 +48,6 @@ class OwnLoop:
         self._checkpoints: dict[RunDirectory, Checkpoints] = {}
         self._logs: dict[RunDirectory, MetricsLog] = {}
         self._stop: StopRequests | None = None
-        self._sums_made = count(1)
 
     def checkpoints(
         self,
@@ -82,8 +79,7 @@ class OwnLoop:
             warn=warn if world.master else lambda text: None, before_save=flush_metrics
         )
         directory.open_local(checked.local)
-        saved, sums = Saved(model, optimizer, objects), self._sums("checkpoints")
-        made = Checkpoints(world, directory, saved, checked, reports, sums=sums)
+        made = Checkpoints(world, directory, Saved(model, optimizer, objects), checked, reports)
         self._checkpoints[directory] = made
         return made
 
@@ -132,9 +128,7 @@ class OwnLoop:
             if world.master and config is not None:
                 write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
         described = partial(self._describe, directory)
-        self._logs[directory] = made = MetricsLog(
-            world, directory, log, described, self._sums("metrics")
-        )
+        self._logs[directory] = made = MetricsLog(world, directory, log, described)
         return made
 
     def stop_requested(self, max_minutes: float | None, grace: float) -> bool:
@@ -153,20 +147,9 @@ class OwnLoop:
                 longest_save_s=self._longest_save_s,
                 grace_s=grace,
                 option="grace of world.stop_requested",
-                sums=self._sums("requests"),
             )
             self._stop.__enter__()
         return self._stop.poll()
-
-    def _sums(self, name: str) -> DelayedSums:
-        """Make sums over all ranks, which travel with gradients. Local."""
-        name = f"{name} {next(self._sums_made)}"
-        return DelayedSums(self._world.collectives, name, self._latest)
-
-    def _latest(self) -> ZeroOptimizer | None:
-        """Return the optimizer with most steps. Local."""
-        optimizers = [one for one in self._optimizers if not one.closed]
-        return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
 
     def flush(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""

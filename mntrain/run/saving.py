@@ -19,7 +19,6 @@ from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints, restored_from
-from mntrain.run.means import DelayedSums
 from zero.step_message import Value
 
 _FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
@@ -110,14 +109,12 @@ class Checkpoints:
         options: CheckpointConfig,
         reports: SaveReports,
         *,
-        sums: DelayedSums,
         scored_by: str = "eval_loss",
         may_save: bool = True,
     ) -> None:
         """Check that all can be saved, unless it `may_save` nothing.
 
-        `sums` carry the flags of each rank to all. `scored_by` names the metric of which the lowest
-        score is kept.
+        `scored_by` names the metric of which the lowest score is kept.
         """
         self._world, self._directory, self._reports = world, directory, reports
         path, own = directory.path, directory.expect_own
@@ -128,7 +125,7 @@ class Checkpoints:
             directory.expect_shared()
             with world.agreement():
                 self._saver.check()
-        self._sums = sums
+        self._sums = world.sums("checkpoints")
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk

@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
-from mntrain.run.means import DelayedSums
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT
@@ -132,7 +131,7 @@ class StopRequests:
     A context manager, which notes signals. Only the master's deadline counts, since clocks of nodes
     may differ. `longest_save_s` returns the seconds that a save has taken so far. A job whose ranks
     do not agree within `grace_s` seconds after a signal is ended; `option` is what the user sets
-    these with. `sums` carry the requests of each rank to all.
+    these with.
 
     The `status` is "running" until ranks agree on a request: of a rank's own code ("stopped"), of
     a scheduler or the end of the time ("preempted"), or of a user ("interrupted").
@@ -146,13 +145,12 @@ class StopRequests:
         longest_save_s: Callable[[], float],
         grace_s: float,
         option: str,
-        sums: DelayedSums,
     ) -> None:
         self.status = "running"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
         self._signals = SignalRequests(world, grace_s, option)
-        self._sums = sums
+        self._sums = world.sums("requests")
         self._longest_step_s = 0.0
         self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code

@@ -69,9 +69,9 @@ def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, floa
     for name, means in by_set.items():
         named = {"loss": means.loss, **means.metrics}
         metrics |= {f"{name} {metric}": value for metric, value in named.items()}
-        for part, (value, items) in means.addends.items():
-            totals[part] += value * items
-            counts[part] += items
+        for part, addend in means.addends.items():
+            totals[part] += addend.value * addend.items
+            counts[part] += addend.items
     return sum(totals[part] / counts[part] for part in totals), metrics
 
 

@@ -20,7 +20,6 @@ from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.means import DelayedSums
 from mntrain.run.record import RunRecord
 from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
@@ -109,7 +108,6 @@ class TrainingJob:
             longest_save_s=lambda: self.checkpoints.longest_s,
             grace_s=config.run.grace,
             option="--run.grace",
-            sums=DelayedSums(world.collectives, "requests", lambda: self.optimizer),
         )
         self._saved_config = resumption.to_json(config)
         self._begin_run(world, config)
@@ -232,7 +230,6 @@ class TrainingJob:
             Saved(self.model, self.optimizer, objects),
             config.checkpoint,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
-            sums=DelayedSums(world.collectives, "checkpoints", lambda: self.optimizer),
             scored_by=self.best.text,
             may_save=self.saves,
         )

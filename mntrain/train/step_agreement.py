@@ -23,7 +23,6 @@ from mntrain.checkpoint import random_states, set_random_states
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
-from mntrain.run.means import DelayedSums
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
@@ -69,7 +68,7 @@ class StepAgreement:
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
-        self._told = DelayedSums(world.collectives, "of a round", lambda: job.optimizer)
+        self._told = world.sums("of a round")
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._group: Collectives = world.collectives  # the ranks of the means
         self._ranks: tuple[int, ...] = ()  # of a node that is alone
