@@ -9,7 +9,7 @@ from mntrain import checkpoint, tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Manifest, Saved, Stateful
-from mntrain.data.balancing import Balancing
+from mntrain.data.balancing import StepBalancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
@@ -201,7 +201,7 @@ class TrainingJob:
                 world, self.run_dir, recorded, self.steps, note=note, warn=warn
             )
         advice = "; --balance.mode throughput would give it a smaller part of each batch"
-        self.balancing = Balancing(
+        self.balancing = StepBalancing(
             world,
             self.data.plans,
             note=note,
