@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mntrain import errors
-from mntrain.checkpoint.objects import Stateful
+from mntrain.checkpoint import Saved, Stateful
 from mntrain.checks.finding import print_warnings
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
@@ -250,16 +250,9 @@ class World(Ranks):
         Raises AgreedError for a wrong argument, if another job uses the directory, and if `local`
         cannot be used on a node.
         """
-        return self._own_loop.checkpoints(
-            run_dir,
-            model,
-            optimizer,
-            every=every,
-            keep=keep,
-            local=local,
-            local_every=local_every,
-            objects=objects,
-        )
+        options = {"every": str(every), "keep": keep, "local_every": str(local_every)}
+        options["local"] = local and str(local)
+        return self._own_loop.checkpoints(run_dir, Saved(model, optimizer, objects), options)
 
     def metrics(
         self,

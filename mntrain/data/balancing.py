@@ -128,11 +128,10 @@ class StepBalancing(Balancing):
         slow = (straggler for straggler in self._stragglers.found if straggler.until is None)
         return {f"{one.rank}/{one.phase}": round(one.ratio, 2) for one in slow}
 
-    def by_rank(self) -> list[dict[str, Any]]:
-        """Return the samples of each rank so far, and its own seconds. Collective."""
+    def figures(self) -> dict[str, float]:
+        """Return the samples of this rank so far, and its own seconds. Waits for the device."""
         self._own.count_pending()
-        own = {"samples": self._own.samples, "own_s": self._own.seconds}
-        return list(self._ranks.gather(own))
+        return {"samples": self._own.samples, "own_s": self._own.seconds}
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: slow ranks, and the plans of parts. Local."""

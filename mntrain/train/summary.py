@@ -241,11 +241,6 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
-    figures = job.balancing.by_rank()
-    samples = figures[world.rank]["samples"]
-    used = resources(world, [job.optimizer], samples, result.seconds)
-    for rank, own in zip(used["ranks"], figures, strict=True):
-        rank.update(own)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,
@@ -266,7 +261,7 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(job.run_dir),
         "precision": config.train.precision,
-        **used,
+        **resources(world, [job.optimizer], job.balancing.figures(), result.seconds),
         "reason": result.reason,
         **job.checkpoints.summary(),
         **job.balancing.summary(),

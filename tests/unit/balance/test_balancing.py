@@ -43,7 +43,7 @@ def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
     assert (pace.samples, pace.seconds) == (9 * 4, pytest.approx(9 * 2.0))
     assert pace.waits == pytest.approx([7.5] * 9)
     assert pace.phases == pytest.approx(phases)
-    assert balancing.by_rank()[0] == {"samples": 40, "own_s": pytest.approx(118.0)}
+    assert balancing.figures() == {"samples": 40, "own_s": pytest.approx(118.0)}
 
 
 AT = BatchNumber(0, 0)
