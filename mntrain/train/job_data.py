@@ -221,8 +221,9 @@ class JobData:
 
         Not of a stream.
         """
-        plan, size, most = self._at(step), self._world.size, self._options.micro_batch_size
-        return tuple(plan.micro_batch_count(step - 1, rank, size, most) for rank in range(size))
+        size, most = self._world.size, self._options.micro_batch_size
+        bounds = (self._at(step).share_bounds(step - 1, rank, size) for rank in range(size))
+        return tuple(-(-(stop - start) // most) for _, start, stop in bounds)
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
