@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from mntrain import checkpoint
@@ -164,16 +165,10 @@ class Checkpoints:
         self._data = {"samples": self._digests()}
         if found:
             self._warn_of_differences(found)
-            self.load(found, self._saver.objects)
-        step = found.manifest.step if found else 0
         if self._local and (found or self._directory.last_step):
             self._world.print(restored_from(found, self._directory.last_step))
-        self._directory.rewind(step)
-        if found:
-            checkpoint.restore_randomness(found, self._world)
-        self.begin_local(found)
-        self._step = self._restored = step
-        return step
+        self._step = self._restored = self.resume(found, self._saver.objects)
+        return self._restored
 
     def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:
         """Save if that is due after `step` steps: in the background, while training continues.
@@ -211,29 +206,47 @@ class Checkpoints:
 
     # For a loop that makes manifests: that of a job.
 
-    def begin_local(self, found: FoundCheckpoint | None) -> None:
-        """Begin to save in the nodes' memory, after the run's directory was rewound. Collective."""
-        if self._local:
-            self._local.restored(found, self._directory.attempts().last)
-
     def end_local(self, *, removes: bool) -> None:
         """Save no more in the nodes' memory, and remove what is there if wanted: collective."""
         if self._local:
             self._local.end(removes=removes)
             self._local_summary, self._local = self._local.summary(), None
 
-    def load(
+    def resume(
         self,
-        found: FoundCheckpoint,
+        found: FoundCheckpoint | None,
         objects: Mapping[str, Stateful],
+        *,
         kept_options: Sequence[str] = (),
-    ) -> None:
-        """Load a checkpoint in place, as `checkpoint.load`, and what its jobs have measured."""
-        best_score = self._saver.best_score(found.manifest.step, self._scored_by)
-        self._best_score = math.inf if best_score is None else best_score
-        self.longest_s, self._resumed = found.manifest.wrote_s, found
-        model, optimizer, options = self._saver.model, self._saver.optimizer, kept_options
-        checkpoint.load(found, model, optimizer, self._world, objects=objects, kept_options=options)
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> int:
+        """Load a checkpoint, if there is one, and begin behind it in the run's directory.
+
+        As `checkpoint.load` and `RunDirectory.rewind`. Returns the steps that the run has taken, 0
+        if the checkpoint is of another run. Collective.
+        """
+        step, path = 0, self._directory.path.resolve()
+        if found is not None:
+            saver, manifest = self._saver, found.manifest
+            best_score = saver.best_score(manifest.step, self._scored_by)
+            self._best_score = math.inf if best_score is None else best_score
+            self.longest_s, self._resumed = manifest.wrote_s, found
+            checkpoint.load(
+                found,
+                saver.model,
+                saver.optimizer,
+                self._world,
+                objects=objects,
+                kept_options=kept_options,
+            )
+            if found.from_nodes or path in found.path.resolve().parents:
+                step = manifest.step
+        self._directory.rewind(step, saves=self._may_save, files=files)
+        if found is not None:
+            checkpoint.restore_randomness(found, self._world)
+        if self._local:
+            self._local.restored(found, self._directory.attempts().last)
+        return step
 
     def save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from mntrain import checkpoint, tasks
+from mntrain import tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Manifest, Saved, Stateful
@@ -112,8 +112,6 @@ class TrainingJob:
         self._saved_config = resumption.to_json(config)
         self._begin_run(world, config)
         self.directory.start_recording(config.run.recorder)
-        if resumed:
-            checkpoint.restore_randomness(resumed, world)
         self.record = RunRecord(world, self.directory, config.log, self.reporter.warn)
         world.watchdog.at_end.append(lambda *_: self.reporter.end_display())
 
@@ -136,19 +134,6 @@ class TrainingJob:
             position=self.data.position(record.step),
             score=self.best.score(record),
         )
-
-    def _begin_run(self, world: World, config: Config) -> None:
-        """Begin in the run's directory, or continue in it. Collective."""
-        with world.agreement():
-            options = to_toml(resumption.with_absolute_paths(config)).encode()
-            files = {CONFIG_FILE: options, **self.task.run_files()}
-        found = self.resumed
-        continued = found is not None and (
-            bool(found.from_nodes) or self.run_dir.resolve() in found.path.resolve().parents
-        )
-        step = found.manifest.step if found and continued else 0
-        self.directory.rewind(step, saves=self.saves, files=files)
-        self.checkpoints.begin_local(found)
 
     def _make_model(self, world: World, config: Config) -> None:
         """Make the model, and choose what trains it and how nodes exchange. Collective."""
@@ -214,12 +199,13 @@ class TrainingJob:
             self.learning_rates = LearningRates(self.task, self.optimizer, config.optim, self.steps)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
-        """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""
+        """Set up checkpointing. Collective."""
         objects: dict[str, Stateful] = {**self.learning_rates.objects}
         if self.data.stream:
             objects["data"] = self.data.stream
         if self.best.patience:
             objects["early stopping"] = self.best
+        self._saved = Saved(self.model, self.optimizer, objects)
         run, reporter = config.run, self.reporter
         # True if this job leaves a checkpoint at its end in any case.
         self.saves = config.checkpoint.wanted or run.stop_after is not None
@@ -227,20 +213,25 @@ class TrainingJob:
         self.checkpoints = Checkpoints(
             world,
             self.directory,
-            Saved(self.model, self.optimizer, objects),
+            self._saved,
             config.checkpoint,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
             scored_by=self.best.text,
             may_save=self.saves,
         )
-        if self.resumed:
-            known = {**objects}  # `objects` are those that are saved
-            if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then
-                known.pop("early stopping", None)
-            # This job's options count, even if the checkpoint was made with others. Only a learning
-            # rate that a scheduler with a state has set is the checkpoint's.
-            kept = ["weight_decay"] if self.learning_rates.objects else ["weight_decay", "lr"]
-            self.checkpoints.load(self.resumed, known, kept)
+
+    def _begin_run(self, world: World, config: Config) -> None:
+        """Begin in the run's directory, or continue from a checkpoint. Collective."""
+        with world.agreement():
+            options = to_toml(resumption.with_absolute_paths(config)).encode()
+            files = {CONFIG_FILE: options, **self.task.run_files()}
+        known = {**self._saved.objects}
+        if self.resumed and "early stopping" not in self.resumed.manifest.objects:
+            known.pop("early stopping", None)  # it had no patience then
+        # This job's options count, even if the checkpoint was made with others. Only a learning
+        # rate that a scheduler with a state has set is the checkpoint's.
+        kept = ["weight_decay"] if self.learning_rates.objects else ["weight_decay", "lr"]
+        self.checkpoints.resume(self.resumed, known, kept_options=kept, files=files)
         self.learning_rates.start(self.done)
 
 
