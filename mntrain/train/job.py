@@ -202,7 +202,7 @@ class TrainingJob:
         """Set up checkpointing. Collective."""
         objects: dict[str, Stateful] = {**self.learning_rates.objects}
         if self.data.stream:
-            objects["data"] = self.data.stream
+            objects["data"] = self.data
         if self.best.patience:
             objects["early stopping"] = self.best
         self._saved = Saved(self.model, self.optimizer, objects)
