@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from types import FrameType
@@ -125,13 +125,12 @@ class Deadline:
         return self.at - time.monotonic() < 2 * (step_s + save_s) + self._spare_s
 
 
-class StopRequests:
+class StopRequests(SignalRequests):
     """Requests to end a job: signals, and the end of its time. Ranks act on them together.
 
-    A context manager, which notes signals. Only the master's deadline counts, since clocks of nodes
-    may differ. `longest_save_s` returns the seconds that a save has taken so far. A job whose ranks
-    do not agree within `grace_s` seconds after a signal is ended; `option` is what the user sets
-    these with.
+    Only the master's deadline counts, since clocks of nodes may differ. `longest_save_s` returns
+    the seconds that a save has taken so far. A job whose ranks do not agree within `grace_s`
+    seconds after a signal is ended; `option` is what the user sets these with.
 
     The `status` is "running" until ranks agree on a request: of a rank's own code ("stopped"), of
     a scheduler or the end of the time ("preempted"), or of a user ("interrupted").
@@ -149,22 +148,11 @@ class StopRequests:
         self.status = "running"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
-        self._signals = SignalRequests(world, grace_s, option)
+        super().__init__(world, grace_s, option)
         self._sums = world.sums("requests")
         self._longest_step_s = 0.0
         self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code
-
-    def __enter__(self) -> Self:
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._signals.__exit__(*exception)
-
-    def deferred(self) -> AbstractContextManager[None]:
-        """Keep a second SIGINT from raising while a checkpoint is written inside."""
-        return self._signals.deferred()
 
     def ask(self, reason: str | None) -> None:
         """Ask all ranks to stop, with a reason; with None, ask nothing. Local."""
@@ -173,10 +161,6 @@ class StopRequests:
     def stop(self, reason: str) -> None:
         """Stop, with a reason that all ranks know. Local, on each of them."""
         self.status, self.reason = "stopped", reason
-
-    def end(self) -> None:
-        """Note that all ranks will end the job together. Local."""
-        self._signals.agreed()
 
     def poll(self) -> bool:
         """Return True, on all ranks, if any of them was asked to end. Collective, once a step.
@@ -200,22 +184,22 @@ class StopRequests:
         if request == "stopped":
             return self._asked is not None
         if request == "interrupted":
-            return self._signals.interrupted
+            return self.interrupted
         step_s = self._longest_step_s * self._sums.delay
-        return self._signals.preempted or self._deadline.near(step_s, self._longest_save_s())
+        return self.preempted or self._deadline.near(step_s, self._longest_save_s())
 
     def _agree(self, summed: Mapping[str, float]) -> None:
         """Take the sums of requests: the status is that of the first one that a rank has."""
         asked = [name for name in REQUESTS if summed[name]]
         if self.status == "running" and asked:
-            self.end()
+            self.agreed()
             self.status = asked[0]
 
     def _find_reason(self) -> str:
         """Return which request ends the job early, and whose. Collective."""
         if self.status == "stopped":
             return next(filter(None, self._world.gather(self._asked)))
-        first = self._signals.first
+        first = self.first
         for rank, name in enumerate(self._world.gather(first.name if first else None)):
             if name:
                 return f"{name} on rank {rank}"

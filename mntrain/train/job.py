@@ -1,7 +1,8 @@
 """Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 
@@ -14,7 +15,7 @@ from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE
-from mntrain.metrics.registry import StepRecord
+from mntrain.metrics.registry import RecentSteps, StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
@@ -48,6 +49,33 @@ def warn_of_launch(config: Config) -> None:
             "mntrain launch cannot resume this job after a loss: give --run.dir and "
             "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
         )
+
+
+@dataclass
+class JobResult:
+    """The end of a job, and its counters: the same on all ranks except for times."""
+
+    flops_per_item: float | None  # of the model, if the task knows it
+    skipped_steps: int  # earlier jobs of the run included
+    status: str = "running"  # until the end
+    last: StepRecord | None = None  # the last completed step of this job, if any
+    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
+    error: AgreedError | None = None
+    reason: str | None = None  # of an early end
+    items: int = 0  # tokens or samples that this job has trained on
+    seconds: float = 0.0  # of this job
+    _rates: RecentSteps[float] = field(default_factory=lambda: RecentSteps(1000))
+
+    def add(self, items: int, seconds: float, *, skipped: bool) -> None:
+        """Count a step."""
+        self.items += items
+        self.skipped_steps += skipped
+        self._rates.add(items / seconds)
+
+    @property
+    def items_per_s(self) -> float:
+        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
+        return median(self._rates.values) if self._rates.values else 0.0
 
 
 class TrainingJob:
@@ -110,6 +138,8 @@ class TrainingJob:
             option="--run.grace",
         )
         self._saved_config = resumption.to_json(config)
+        skipped_steps = resumed.manifest.skipped_steps if resumed else 0
+        self.result = JobResult(self.task.flops_per_item(self.model), skipped_steps)
         self._begin_run(world, config)
         self.directory.start_recording(config.run.recorder)
         self.record = RunRecord(world, self.directory, config.log, self.reporter.warn)
@@ -121,17 +151,19 @@ class TrainingJob:
         due = step == self.steps or (every > 0 and step % every == 0)
         return due and bool(self.data.validation_sets)
 
-    def progress(self, record: StepRecord, skipped_steps: int) -> Manifest:
-        """Return what a checkpoint after a step records of the run. Local."""
+    def _manifest(self, step: int, eval_loss: float | None) -> Manifest:
+        """Return what a checkpoint after the last step records of the run. Local."""
+        record = self.result.last
+        assert record is not None, "a step was taken"
         return Manifest(
-            step=record.step,
+            step=step,
             config=self._saved_config,
             samples=self.data.samples,
-            skipped_steps=skipped_steps,
+            skipped_steps=self.result.skipped_steps,
             eval_loss=record.eval_loss,
             data=self.data_facts,
             scored_by=self.best.text,
-            position=self.data.position(record.step),
+            position=self.data.position(step),
             score=self.best.score(record),
         )
 
@@ -218,6 +250,7 @@ class TrainingJob:
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
             scored_by=self.best.text,
             may_save=self.saves,
+            manifest=self._manifest,
         )
 
     def _begin_run(self, world: World, config: Config) -> None:
