@@ -24,7 +24,7 @@ from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import to_float, weight_problem
-from mntrain.run.named_sums import NamedSums, Own
+from mntrain.run.named_sums import NamedSums, NamedValue
 from mntrain.run.record import RunRecord
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
@@ -44,11 +44,12 @@ class _Line(NamedTuple):
         digest = zlib.crc32(names.encode()) % (1 << _DIGEST_BITS)
         return {"digest": digest, "squared digest": digest**2, "weight": float(self.weight)}
 
-    def own(self) -> dict[str, Own]:
+    def own(self) -> dict[str, NamedValue]:
         """Return the sums that the values stand for: 0 times nan is nan."""
         weight = self.weight
         return {
-            n: Own("mean", weight * v if weight else 0.0, weight) for n, v in self.values.items()
+            n: NamedValue("mean", weight * v if weight else 0.0, weight)
+            for n, v in self.values.items()
         }
 
 
@@ -131,7 +132,9 @@ class MetricsLog:
             if not sums["weight"]:
                 message = f"metrics.log({line.step}): the weights of all ranks are 0"
                 raise AgreedError(message, self._world.rank)
-            means = {name: self._mean(values[name].value, v) for name, v in line.values.items()}
+            means = {
+                name: self._mean(float(values[name].value), v) for name, v in line.values.items()
+            }
             self._last |= means
             self._record.write({"step": line.step, **means, **line.times, **by_rank})
 

@@ -14,19 +14,11 @@ Kind: TypeAlias = Literal["mean", "sum", "max", "addend"]  # an addend of a loss
 Reduce: TypeAlias = Literal["sum", "max"]
 
 
-class Own(NamedTuple):
-    """A rank's value: a sum, with the number of items that it is over, or a maximum."""
+class NamedValue(NamedTuple):
+    """A value of a rank, or of all: a sum or maximum; of a mean, a rank has the sum over items."""
 
     kind: Kind
     value: Tensor | float
-    items: float
-
-
-class Reduced(NamedTuple):
-    """A value over all ranks: a mean over so many items, a sum or a maximum."""
-
-    kind: Kind
-    value: float
     items: float
 
 
@@ -40,13 +32,14 @@ class NamedSums:
     def __init__(self) -> None:
         self._known: dict[str, Kind] = {}  # on all ranks of the group, sorted
 
-    def terms(self, own: Mapping[str, Own]) -> dict[str, tuple[Value, Reduce]]:
+    def terms(self, own: Mapping[str, NamedValue]) -> dict[str, tuple[Value, Reduce]]:
         """Return what a message is to have, of this rank's values when it is sent. Local."""
+        known = self._known  # of which `take` makes another one
         terms: dict[str, tuple[Value, Reduce]] = {
-            "unknown names": (lambda: any(self._known.get(n) != own[n].kind for n in own), "sum")
+            "unknown names": (lambda: any(known.get(n) != own[n].kind for n in own), "sum")
         }
-        for name, kind in self._known.items():
-            nothing = Own(kind, -math.inf if kind == "max" else 0.0, float(kind == "sum"))
+        for name, kind in known.items():
+            nothing = NamedValue(kind, -math.inf if kind == "max" else 0.0, float(kind == "sum"))
             reduce: Reduce = "max" if kind == "max" else "sum"
             terms[f"value of {name}"] = partial(_value, own, name, nothing), reduce
             terms[f"items of {name}"] = partial(_items, own, name, nothing), "sum"
@@ -54,10 +47,10 @@ class NamedSums:
 
     def take(
         self,
-        several: Sequence[Mapping[str, Own]],
+        several: Sequence[Mapping[str, NamedValue]],
         found: Sequence[Mapping[str, float]],
         group: Collectives,
-    ) -> list[dict[str, Reduced]]:
+    ) -> list[dict[str, NamedValue]]:
         """Return the values of some steps over all ranks, as far as any rank has items. Collective.
 
         `several` are this rank's, and `found` what the messages with their terms had. Raises
@@ -77,29 +70,30 @@ class NamedSums:
             ]
         return [self._reduced(sums) for sums in found]
 
-    def _reduced(self, sums: Mapping[str, float]) -> dict[str, Reduced]:
+    def _reduced(self, sums: Mapping[str, float]) -> dict[str, NamedValue]:
         reduced = {}
         for name, kind in self._known.items():
             if items := sums.get(f"items of {name}"):
                 value = sums[f"value of {name}"] / (1.0 if kind in ("sum", "max") else items)
-                reduced[name] = Reduced(kind, value, items)
+                reduced[name] = NamedValue(kind, value, items)
         return reduced
 
-    def _learn(self, several: Sequence[Mapping[str, Own]], group: Collectives) -> None:
+    def _learn(self, several: Sequence[Mapping[str, NamedValue]], group: Collectives) -> None:
         """Gather the names of the ranks. Collective."""
         own = [{name: value.kind for name, value in values.items()} for values in several]
+        known = dict(self._known)
         for kinds in gather_objects(group, own):
             for name, kind in (item for step in kinds for item in step.items()):
-                if (known := self._known.setdefault(name, kind)) != kind:
+                if (before := known.setdefault(name, kind)) != kind:
                     raise ValueError(
-                        f"the metric {name} is a {kind}, and was a {known}: reduce it in one way"
+                        f"the metric {name} is a {kind}, and was a {before}: reduce it in one way"
                     )
-        self._known = dict(sorted(self._known.items()))
+        self._known = dict(sorted(known.items()))
 
 
-def _value(own: Mapping[str, Own], name: str, nothing: Own) -> Tensor | float:
+def _value(own: Mapping[str, NamedValue], name: str, nothing: NamedValue) -> Tensor | float:
     return own.get(name, nothing).value
 
 
-def _items(own: Mapping[str, Own], name: str, nothing: Own) -> float:
+def _items(own: Mapping[str, NamedValue], name: str, nothing: NamedValue) -> float:
     return own.get(name, nothing).items

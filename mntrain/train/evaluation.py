@@ -70,7 +70,7 @@ def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, floa
         named = {"loss": means.loss, **means.metrics}
         metrics |= {f"{name} {metric}": value for metric, value in named.items()}
         for part, addend in means.addends.items():
-            totals[part] += addend.value * addend.items
+            totals[part] += float(addend.value) * addend.items
             counts[part] += addend.items
     return sum(totals[part] / counts[part] for part in totals), metrics
 

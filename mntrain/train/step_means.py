@@ -24,7 +24,7 @@ from mntrain.comm.waits import Waits
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
-from mntrain.run.named_sums import Kind, NamedSums, Own, Reduced
+from mntrain.run.named_sums import Kind, NamedSums, NamedValue
 from mntrain.tasks import Loss, Losses, Max, Mean, Metric, Task, check_loss, loss_of
 from zero.collectives import Collectives, gather_objects
 from zero.step_message import StepMessage
@@ -39,7 +39,7 @@ class GlobalMeans:
     count: int  # items that the loss counts
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
     # What adds up to the loss: that of a `Loss`, or the parts of `Losses`.
-    addends: Mapping[str, Reduced] = field(default_factory=dict)
+    addends: Mapping[str, NamedValue] = field(default_factory=dict)
 
 
 class StepMeans:
@@ -52,7 +52,7 @@ class StepMeans:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._sums = defaultdict[Sequence[int], NamedSums](NamedSums)  # by the ranks of a group
-        self._own: dict[str, Own] = {}
+        self._own: dict[str, NamedValue] = {}
 
     def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
         """Add a micro-batch of `count` items. Local; does not wait for a device."""
@@ -86,7 +86,7 @@ class StepMeans:
             combine = torch.maximum if kind == "max" else torch.add
             value = combine(torch.as_tensor(before).to(value.device), value)
             items += count
-        self._own[name] = Own(kind, value, items)
+        self._own[name] = NamedValue(kind, value, items)
 
     def put(self, message: StepMessage, ranks: Sequence[int] = ()) -> None:
         """Put what is added until the message is sent. Local."""
@@ -122,14 +122,14 @@ class StepMeans:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank
             )
-        loss = sum(one.value for one in addends.values()) if addends else math.nan
+        loss = sum(float(one.value) for one in addends.values()) if addends else math.nan
         nonfinite = ""
         if addends and not math.isfinite(loss):
             losses = gather_objects(group, float(own_loss.value) if own_loss else 0.0)
             by_rank = zip(ranks or range(group.size), losses, strict=True)
             culprits = [f"{x} on rank {r}" for r, x in by_rank if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
-        metrics = {name: one.value for name, one in reduced.items() if name not in parts}
+        metrics = {name: float(one.value) for name, one in reduced.items() if name not in parts}
         return GlobalMeans(loss, metrics, int(whole.items) if whole else 0, nonfinite, addends)
 
 

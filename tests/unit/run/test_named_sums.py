@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mntrain.run.named_sums import NamedSums, Own, Reduced
+from mntrain.run.named_sums import NamedSums, NamedValue
 from zero import SingleProcessCollectives
 from zero.step_message import StepMessage
 
@@ -33,40 +33,53 @@ def send(sums, own):
 
 def test_names_that_are_new_in_several_steps_take_one_message_more_for_all_of_them(sent):
     sums = NamedSums()
-    steps = [{"loss": Own("mean", 6.0, 3.0)}, {"loss": Own("mean", torch.tensor(8.0), 2.0)}]
-    steps[1]["worst"] = Own("max", 7.0, 1.0)
+    steps = [
+        {"loss": NamedValue("mean", 6.0, 3.0)},
+        {"loss": NamedValue("mean", torch.tensor(8.0), 2.0)},
+    ]
+    steps[1]["worst"] = NamedValue("max", 7.0, 1.0)
     found = [send(sums, own) for own in steps]
     assert sent == [["unknown names"]] * 2
     first, second = sums.take(steps, found, GROUP)
-    assert first == {"loss": Reduced("mean", 2.0, 3.0)}
-    assert second == {"loss": Reduced("mean", 4.0, 2.0), "worst": Reduced("max", 7.0, 1.0)}
+    assert first == {"loss": NamedValue("mean", 2.0, 3.0)}
+    assert second == {"loss": NamedValue("mean", 4.0, 2.0), "worst": NamedValue("max", 7.0, 1.0)}
     assert len(sent) == 3
 
 
 def test_names_that_are_known_take_no_other_message_and_may_be_lacking(sent):
     sums = NamedSums()
-    own = {"loss": Own("mean", 6.0, 3.0), "errors": Own("sum", 2.0, 1.0)}
+    own = {"loss": NamedValue("mean", 6.0, 3.0), "errors": NamedValue("sum", 2.0, 1.0)}
     sums.take([own], [send(sums, own)], GROUP)
     sent.clear()
-    own = {"errors": Own("sum", 0.0, 1.0)}
-    assert sums.take([own], [send(sums, own)], GROUP) == [{"errors": Reduced("sum", 0.0, 1.0)}]
+    own = {"errors": NamedValue("sum", 0.0, 1.0)}
+    assert sums.take([own], [send(sums, own)], GROUP) == [{"errors": NamedValue("sum", 0.0, 1.0)}]
     assert len(sent) == 1
 
 
 def test_a_value_counts_as_it_is_when_the_message_is_sent():
-    sums, own = NamedSums(), {"loss": Own("mean", 1.0, 1.0)}
+    sums, own = NamedSums(), {"loss": NamedValue("mean", 1.0, 1.0)}
     sums.take([own], [send(sums, own)], GROUP)
     message = StepMessage()
     for name, term in sums.terms(own).items():
         message.put(name, *term)
-    own["loss"] = Own("mean", 10.0, 4.0)
+    own["loss"] = NamedValue("mean", 10.0, 4.0)
     message.send(GROUP)
-    assert sums.take([own], [message.read()], GROUP) == [{"loss": Reduced("mean", 2.5, 4.0)}]
+    assert sums.take([own], [message.read()], GROUP) == [{"loss": NamedValue("mean", 2.5, 4.0)}]
+
+
+def test_a_name_that_has_become_known_between_a_message_and_its_sending_is_not_lost():
+    sums, own = NamedSums(), {"loss": NamedValue("mean", 6.0, 3.0)}
+    message = StepMessage()
+    for name, term in sums.terms(own).items():
+        message.put(name, *term)
+    sums.take([own], [send(sums, own)], GROUP)
+    message.send(GROUP)
+    assert sums.take([own], [message.read()], GROUP) == [{"loss": NamedValue("mean", 2.0, 3.0)}]
 
 
 def test_a_name_that_is_reduced_in_two_ways_is_refused():
-    sums, own = NamedSums(), {"loss": Own("mean", 1.0, 1.0)}
+    sums, own = NamedSums(), {"loss": NamedValue("mean", 1.0, 1.0)}
     sums.take([own], [send(sums, own)], GROUP)
-    own = {"loss": Own("max", 1.0, 1.0)}
+    own = {"loss": NamedValue("max", 1.0, 1.0)}
     with pytest.raises(ValueError, match="the metric loss is a max, and was a mean: reduce it in"):
         sums.take([own], [send(sums, own)], GROUP)
