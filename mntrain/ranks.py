@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, fields
 from functools import partial
 from io import BytesIO
+from itertools import count
 from numbers import Complex
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -28,6 +29,7 @@ from mntrain.alike.values import compare
 from mntrain.checks.finding import Finding
 from mntrain.comm import mpi, transport
 from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
@@ -54,6 +56,7 @@ from mntrain.watchdog.side_channel import (
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
 from zero.comm_hooks import NodeLevels
+from zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -121,6 +124,8 @@ class Ranks:
     def __init__(self, comm: "MPI.Intracomm | None", options: Mapping[str, Any]) -> None:
         if unknown := options.keys() - {field.name for field in fields(WorldConfig)}:
             raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
+        self._optimizers: list[ZeroOptimizer] = []
+        self._sums_made = count(1)
         with ExitStack() as meeting:
             limits = options.get("timeout", TIMEOUT_S), options.get("lost_after", LOST_S)
             meeting.enter_context(limited_start(*limits))
@@ -419,6 +424,21 @@ class Ranks:
         """Return the context of `errors.agreement` over all ranks. Its end is collective."""
         self._engine.check_open()
         return errors.agreement(self.gather, self.rank)
+
+    def sums(self, name: str) -> DelayedSums:
+        """Return sums over all ranks that travel with the gradients of a loop's steps.
+
+        Local, in the same order on all ranks: for what all are to act on after the same step.
+        `name` is for readers of the messages.
+        """
+        return DelayedSums(
+            self.collectives, f"{name} {next(self._sums_made)}", self._latest_optimizer
+        )
+
+    def _latest_optimizer(self) -> ZeroOptimizer | None:
+        """Return the optimizer with most steps. Local."""
+        optimizers = [one for one in self._optimizers if not one.closed]
+        return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""

@@ -16,40 +16,82 @@ from mntrain.ranks import Ranks
 class Balancing:
     """Collects the ranks' paces every few batches, names slow ranks, and revises `plans`.
 
-    Of a job, whose batches are its steps, or of the training passes over the loaders of a dataset,
-    or of several in turn, in an `own_loop`. Own time (`OwnPace`) is that of `computing` in a job;
-    in an own loop, that from one request for a batch to the next (waits for a future of
-    `World.gather_later` count as its own), by the median batch, since between some of them a loop
-    evaluates or saves.
-
     `ranks` is the world or a weak proxy of it. `warn` is told of a slow rank, with `advice`; `note`
-    of one that has recovered, and of new plans, unless these begin after `last_step`. All ranks
-    wait for each other `every` few batches.
+    of one that has recovered, and of new plans, unless these begin after `last_step`. `batch` is
+    the word for a batch.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         plans: Shares | Cadence | None,
+        own: OwnPace,
         *,
         note: Callable[[str], None],
         warn: Callable[[str], None],
         advice: str = "",
         last_step: int = 0,
-        every: int = 1,
-        own_loop: bool = False,
+        batch: str = "step",
     ) -> None:
         self.plans = plans
         self._ranks, self._note, self._warn, self._advice = ranks, note, warn, advice
-        self._last_step, self._rarest = last_step, max(INTERVAL, every)
-        self._own = OwnPace(ranks.waits, robust=own_loop)
-        self._batch = "batch" if own_loop else "step"
+        self._last_step, self._own, self._batch = last_step, own, batch
         self._stragglers = Stragglers(ranks.size)
         # The latest batch after which ranks could compare their paces; None before the first.
         self._compared: int | None = None
-        self._passes = 0  # of own loops
-        self._handed_over = 0  # passes, when another dataset last took over
-        self._largest_own: int | None = None  # samples of this rank's part of a batch
+
+    def _compare(
+        self, step: int, passes: int = 0, most: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Exchange paces, if that is due after this step, which all ranks have taken. Collective.
+
+        It is after each multiple of `INTERVAL` steps, or in the first call after one. Waits for
+        the device. Raises RuntimeError on all ranks if they are not at the same batch of so many
+        `passes`. `most` returns the samples of a batch that fit into this rank's memory.
+        """
+        before = step - 1 if self._compared is None else self._compared
+        self._compared = step
+        if self._ranks.size == 1 or step // INTERVAL == before // INTERVAL:
+            return
+        place, plans = (passes, step), self.plans
+        pace = self._own.take(plans.drawn if plans else BatchNumber(0, 0), most())
+        gathered = self._ranks.gather((place, pace))
+        if any(other != place for other, _ in gathered):
+            places = ", ".join(f"rank {r}: pass {p}" for r, ((p, _), _) in enumerate(gathered))
+            raise RuntimeError(
+                f"ranks have begun other passes over world.shard(balance=True) ({places}): iterate "
+                "over it equally often on all ranks; to look at a batch, use the loader itself"
+            )
+        paces = [pace for _, pace in gathered]
+        for straggler in self._stragglers.update(step, paces):
+            self._report(straggler)
+        plan = plans.revise(paces) if plans else None
+        if plans and plan and plan.first.batch < self._last_step:
+            self._note(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
+
+    def _report(self, straggler: Straggler) -> None:
+        name = f"rank {straggler.rank} on {self._ranks.places[straggler.rank].host}"
+        if straggler.until is not None:
+            self._note(f"{name} is no longer slow after {self._batch} {straggler.until}")
+            return
+        phase = f", mostly in {straggler.phase}" if straggler.phase else ""
+        self._warn(
+            f"since {self._batch} {straggler.since}, {name} takes {straggler.ratio:.1f} times as "
+            f"long for a sample as the other ranks (median){phase}{self._advice}"
+        )
+
+
+class StepBalancing(Balancing):
+    """That of a job, whose batches are its steps. Own time (`OwnPace`) is that of `computing`.
+
+    All ranks wait for each other `every` few steps.
+    """
+
+    def __init__(
+        self, ranks: Ranks, plans: Shares | Cadence | None, *, every: int = 1, **options: Any
+    ) -> None:
+        super().__init__(ranks, plans, OwnPace(ranks.waits), **options)
+        self._rarest = max(INTERVAL, every)
 
     @contextmanager
     def computing(
@@ -73,47 +115,8 @@ class Balancing:
         self.compare(step)
 
     def compare(self, step: int) -> None:
-        """Exchange paces, if that is due after this step, which all ranks have taken. Collective.
-
-        It is after each multiple of `INTERVAL` steps, or in the first call after one. Waits for
-        the device. Raises RuntimeError on all ranks if they are not at the same batch.
-        """
-        before = step - 1 if self._compared is None else self._compared
-        self._compared = step
-        if self._ranks.size == 1 or step // INTERVAL == before // INTERVAL:
-            return
-        place, plans = (self._passes, step), self.plans
-        pace = self._own.take(plans.drawn if plans else BatchNumber(0, 0), self._most())
-        gathered = self._ranks.gather((place, pace))
-        if any(other != place for other, _ in gathered):
-            places = ", ".join(f"rank {r}: pass {p}" for r, ((p, _), _) in enumerate(gathered))
-            raise RuntimeError(
-                f"ranks have begun other passes over world.shard(balance=True) ({places}): iterate "
-                "over it equally often on all ranks; to look at a batch, use the loader itself"
-            )
-        paces = [pace for _, pace in gathered]
-        for straggler in self._stragglers.update(step, paces):
-            self._report(straggler)
-        plan = plans.revise(paces) if plans else None
-        if plans and plan and plan.first.batch < self._last_step:
-            self._note(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
-
-    def _most(self) -> int | None:
-        """Return the samples of a batch that fit into memory, which grows no faster than a part."""
-        if self._largest_own is None or (room := self._ranks.memory_room()) == math.inf:
-            return None
-        return int(self._largest_own * max(1.0, room))
-
-    def _report(self, straggler: Straggler) -> None:
-        name = f"rank {straggler.rank} on {self._ranks.places[straggler.rank].host}"
-        if straggler.until is not None:
-            self._note(f"{name} is no longer slow after {self._batch} {straggler.until}")
-            return
-        phase = f", mostly in {straggler.phase}" if straggler.phase else ""
-        self._warn(
-            f"since {self._batch} {straggler.since}, {name} takes {straggler.ratio:.1f} times as "
-            f"long for a sample as the other ranks (median){phase}{self._advice}"
-        )
+        """Compare the paces of ranks, if that is due after this step. Collective."""
+        self._compare(step)
 
     def slow_ranks(self, step: int) -> dict[str, float]:
         """Return the ratio of each rank that is slow, by "rank/phase": see `Straggler`. Local.
@@ -125,11 +128,10 @@ class Balancing:
         slow = (straggler for straggler in self._stragglers.found if straggler.until is None)
         return {f"{one.rank}/{one.phase}": round(one.ratio, 2) for one in slow}
 
-    def by_rank(self) -> list[dict[str, Any]]:
-        """Return the samples of each rank so far, and its own seconds. Collective."""
+    def figures(self) -> dict[str, float]:
+        """Return the samples of this rank so far, and its own seconds. Waits for the device."""
         self._own.count_pending()
-        own = {"samples": self._own.samples, "own_s": self._own.seconds}
-        return list(self._ranks.gather(own))
+        return {"samples": self._own.samples, "own_s": self._own.seconds}
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of summary.json: slow ranks, and the plans of parts. Local."""
@@ -139,6 +141,24 @@ class Balancing:
             begun = (plan for plan in plans.plans if plan.first.batch < self._last_step)
             entries[plans.name] = [entry for plan in begun if (entry := plans.entry(plan))]
         return entries
+
+
+class LoaderBalancing(Balancing):
+    """That of the training passes over the loaders of a dataset, or of several in turn.
+
+    Own time is that from one request for a batch to the next (waits for a future of
+    `World.gather_later` count as its own), by the median batch, since between some of them a loop
+    evaluates or saves.
+    """
+
+    plans: Shares
+
+    def __init__(self, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        own = OwnPace(ranks.waits, robust=True)
+        super().__init__(ranks, Shares(ranks.size, 0), own, note=warn, warn=warn, batch="batch")
+        self._passes = 0
+        self._handed_over = 0  # passes, when another dataset last took over
+        self._largest_own: int | None = None  # samples of this rank's part of a batch
 
     def begin_pass(self) -> int:
         """Begin a training pass, and return its number, which is the same on all ranks. Local."""
@@ -165,13 +185,18 @@ class Balancing:
             self._own.drop()
 
     def batch_done(self, own: int, total: int) -> None:
-        """Count a batch, of which this rank had `own` samples of `total`. Collective: `compare`.
+        """Count a batch, of which this rank had `own` samples of `total`. Collective.
 
         Called when the next one is asked for.
         """
-        assert isinstance(self.plans, Shares), "own loops have no cadence"
         self._own.end(own)
         self.plans.samples = max(self.plans.samples, total)  # an epoch's last may be small
         self._largest_own = max(self._largest_own or 0, own)
-        self.compare((self._compared or 0) + 1)
+        self._compare((self._compared or 0) + 1, self._passes, self._most)
         self._own.begin()
+
+    def _most(self) -> int | None:
+        """Return the samples of a batch that fit into memory, which grows no faster than a part."""
+        if self._largest_own is None or (room := self._ranks.memory_room()) == math.inf:
+            return None
+        return int(self._largest_own * max(1.0, room))

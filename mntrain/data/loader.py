@@ -46,8 +46,7 @@ from mntrain.alike.sample_digest import (
 )
 from mntrain.alike.values import Peers
 from mntrain.balance.own_pace import BatchNumber
-from mntrain.balance.shares import Shares
-from mntrain.data.balancing import Balancing
+from mntrain.data.balancing import LoaderBalancing
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import PlannedBatch
@@ -78,7 +77,7 @@ class Passes:
     # By seed, which of the datasets that the world has had with it, in the order of their shards.
     numbers: dict[int, int] = field(default_factory=dict)
     left_early: bool = False  # the last one
-    balance: Balancing | None = None  # if its batches are divided by the ranks' speeds
+    balance: LoaderBalancing | None = None  # if its batches are divided by the ranks' speeds
     compared: bool = False
 
 
@@ -102,8 +101,8 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
-    bound one would keep the world alive. `warn` is that of `Balancing`; `observe` is told of each
-    load of a batch: a name, and its start by `time.perf_counter`. `compare`, None for one rank, is
+    bound one would keep the world alive. `warn` is told of slow ranks; `observe` of each load of a
+    batch: a name, and its start by `time.perf_counter`. `compare`, None for one rank, is
     collective, and raises AgreedError on all ranks if their loaders differ.
     """
 
@@ -125,7 +124,7 @@ class ShardRegistry:
         self._datasets = Counter[int]()  # so far, by seed
         self.evaluations = set[object]()  # passes in progress of which the grad mode says so
         self._batch: DrawnBatch | None = None  # of a pass in progress
-        self._balances: list[Balancing] = []
+        self._balances: list[LoaderBalancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
 
@@ -169,7 +168,6 @@ class ShardRegistry:
                 self._datasets[seed] += 1
             if balance is True and self.size > 1:
                 passes.balance = passes.balance or self._next_balance()
-                assert passes.balance.plans is not None, "as in every own loop"
                 division = passes.balance.plans.divide
             shard = ShardedLoader(
                 loader,
@@ -193,15 +191,14 @@ class ShardRegistry:
         self._datasets.clear()
         self._shards.clear()
 
-    def _next_balance(self) -> Balancing:
+    def _next_balance(self) -> LoaderBalancing:
         """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
 
         An epoch may have a dataset of its own, too short to measure speeds in it.
         """
         known = next((one for one in self._balances if one.hand_over()), None)
         if known is None:
-            plans, warn = Shares(self.size, 0), self._warn
-            known = Balancing(self._ranks, plans, note=warn, warn=warn, own_loop=True)
+            known = LoaderBalancing(self._ranks, self._warn)
             self._balances.append(known)
         return known
 
@@ -289,7 +286,7 @@ class ShardedLoader:
         train: bool | None = None,
         known: Passes | None = None,
         division: Division | None = None,
-        balance: Balancing | None = None,
+        balance: LoaderBalancing | None = None,
         divided: bool = False,
         batches: int | None = None,
     ) -> None:

@@ -95,30 +95,16 @@ class SamplingPlan:
 
     def position(self, step: int) -> Position:
         """Return where a step begins."""
-        epoch, start, _ = self._batch_bounds(step)
+        epoch, start, _ = self.batch_bounds(step)
         return Position(step, epoch, start)
 
-    def length(self, step: int) -> int:
-        """Return the number of samples in a step's global batch."""
-        _, start, stop = self._batch_bounds(step)
-        return stop - start
-
-    def batch(self, step: int) -> "PlannedBatch":
+    def batch(self, step: int, *, keyed: bool = False) -> "PlannedBatch":
         """Return the samples of a step's global batch."""
-        return PlannedBatch(self, step, *self._batch_bounds(step))
+        return PlannedBatch(self, step, keyed=keyed)
 
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
-        return self.samples_at(*self._share_bounds(step, rank, size))
-
-    def share_length(self, step: int, rank: int, size: int) -> int:
-        """Return the number of samples in a rank's share of a step."""
-        _, start, stop = self._share_bounds(step, rank, size)
-        return stop - start
-
-    def micro_batch_count(self, step: int, rank: int, size: int, micro_batch_size: int) -> int:
-        """Return the number of a rank's micro-batches in a step, without computing them."""
-        return -(-self.share_length(step, rank, size) // micro_batch_size)
+        return self.samples_at(*self.share_bounds(step, rank, size))
 
     def micro_batches(
         self, step: int, rank: int, size: int, micro_batch_size: int
@@ -135,15 +121,15 @@ class SamplingPlan:
             return torch.tensor(self.order[start:stop], dtype=torch.int64, device="cpu")
         return torch.from_numpy(permuted(start, stop, self.samples, self.seed, epoch))
 
-    def _share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
+    def share_bounds(self, step: int, rank: int, size: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of a rank's share in the epoch's order."""
-        epoch, start, stop = self._batch_bounds(step)
+        epoch, start, stop = self.batch_bounds(step)
         bounds: Sequence[int] = split(stop - start, size)
         if self.shares is not None:
             bounds = self.shares.bounds(stop - start, BatchNumber(0, step))
         return epoch, start + bounds[rank], start + bounds[rank + 1]
 
-    def _batch_bounds(self, step: int) -> tuple[int, int, int]:
+    def batch_bounds(self, step: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of its batch in the epoch's order."""
         since = step - self.origin.step
         assert since >= 0, "the plan begins later"
@@ -162,24 +148,9 @@ class PlannedBatch(Sequence[Any]):
     decides the samples: 16 bits.
     """
 
-    def __init__(
-        self,
-        plan: SamplingPlan,
-        step: int,
-        epoch: int,
-        start: int,
-        stop: int,
-        *,
-        keyed: bool = False,
-    ) -> None:
+    def __init__(self, plan: SamplingPlan, step: int, *, keyed: bool = False) -> None:
         self._plan, self._step, self._keyed = plan, step, keyed
-        self._epoch, self._start, self._stop = epoch, start, stop
-
-    @property
-    def keyed(self) -> "PlannedBatch":
-        """The same batch, whose items are (step, sample)."""
-        place = self._step, self._epoch, self._start, self._stop
-        return PlannedBatch(self._plan, *place, keyed=True)
+        self._epoch, self._start, self._stop = plan.batch_bounds(step)
 
     @property
     def digest(self) -> int:
@@ -336,7 +307,7 @@ class StepBatches:
         self._plan, self._steps = plan, steps
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._plan.at(step).batch(step).keyed for step in self._steps)
+        return (self._plan.at(step).batch(step, keyed=True) for step in self._steps)
 
     def __len__(self) -> int:
         return len(self._steps)

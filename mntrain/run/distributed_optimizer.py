@@ -16,13 +16,12 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.sync import LocalSGD
-from zero.comm_hooks import make_hook
+from zero.comm_hooks import CommHook, make_hook
 from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
 from zero.options import Options
 from zero.param_groups import (
     by_name,
-    check_sharding,
     check_trainable,
     describe_optimizer,
     name_parameters,
@@ -30,6 +29,8 @@ from zero.param_groups import (
 from zero.parameter_watch import check_free
 from zero.sync_batchnorm import SyncBatchNorm
 from zero.trials import check_arguments, check_partition
+
+OF_WORLD = ("gather_dtype", "bucket_bytes")  # options that the world's settings decide
 
 
 def make_optimizer(
@@ -39,15 +40,18 @@ def make_optimizer(
     *,
     number: int,
     groups: Iterable[Any] | None,
-    options: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
+    comm_hook: CommHook | None,
+    sync: LocalSGD | None,
+    arguments: Mapping[str, Any],
 ) -> ZeroOptimizer:
-    """Make the optimizer of `World.optimizer`, with the options of `ZeroOptimizer`. Collective.
+    """Make the optimizer of `World.optimizer`. Collective.
 
-    The world counts its optimizers by `number`. `sync` describes the `schedule`. Raises
-    AgreedError on all ranks, before anything is allocated, if they differ in what they give or if
-    any of them cannot accept it.
+    `arguments` are `zero.Options`, and those of the class. The world counts its optimizers by
+    `number`. Raises AgreedError on all ranks, before anything is allocated, if they differ in what
+    they give or if any of them cannot accept it.
     """
+    names = Options.__dataclass_fields__.keys() - OF_WORLD
+    kwargs = {name: value for name, value in arguments.items() if name not in names}
     with world.agreement():
         check_model(model, world.size)
         if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
@@ -57,16 +61,21 @@ def make_optimizer(
             )
         if alone := lone_accelerator(world.size):
             raise ValueError(alone)
-        check_sync(world, options["sync"])
-        if options["sync"] and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+        options = Options(
+            bucket_bytes=world.settings.bucket_bytes,
+            gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
+            **{name: value for name, value in arguments.items() if name in names},
+        )
+        check_sync(world, sync)
+        if sync and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
             raise ValueError(
                 "the model was given to world.sync_batchnorm, which needs all ranks in every "
                 "step, and with sync= nodes take steps of their own: leave one of the two out"
             )
     make = partial(optimizer_class, **kwargs)
-    compare(world, describe(model, options))
+    compare(world, describe(model, {**vars(options), "comm_hook": comm_hook, "sync": sync}))
     with world.agreement():
-        given = compression.select_hook(world.settings.compress, options["comm_hook"])
+        given = compression.select_hook(world.settings.compress, comm_hook)
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
         trainable = _check_parameters(named, make, options)
@@ -74,9 +83,7 @@ def make_optimizer(
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
-    resolved = ("sync", "comm_hook")
-    own = {key: value for key, value in options.items() if key not in resolved}
-    schedule = _make_schedule(world, options["sync"], stream, stage=own["stage"], user=label)
+    schedule = _make_schedule(world, sync, stream, stage=options.stage, user=label)
     needs_levels = hook.between_nodes and world.size > 1
     levels = world.node_levels(label) if needs_levels else None
     with world.agreement(), _arguments_of(optimizer_class):
@@ -84,11 +91,7 @@ def make_optimizer(
             named,
             optimizer_class,
             stream,
-            Options(
-                bucket_bytes=world.settings.bucket_bytes,
-                gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
-                **own,
-            ),
+            options,
             model=model,
             schedule=schedule,
             levels=levels,
@@ -103,13 +106,10 @@ def make_optimizer(
 
 
 def _check_parameters(
-    named: list[dict[str, Any]],
-    make: partial[torch.optim.Optimizer],
-    options: Mapping[str, Any],
+    named: list[dict[str, Any]], make: partial[torch.optim.Optimizer], options: Options
 ) -> list[dict[str, Any]]:
     """Return the groups of parameters that train. Raises ValueError for what cannot. Local."""
-    stage = options["stage"]
-    check_sharding(stage, options["partition"])
+    stage = options.stage
     trainable = check_trainable(named, sharded=stage != 0)
     check_free(by_name(trainable))
     # Optimizers of others may need more than small tensors.
@@ -118,7 +118,7 @@ def _check_parameters(
         check_arguments(make.func, make.keywords, plain, leaves=stage == 0)
     if stage != 0:
         with _arguments_of(make.func):
-            check_partition(make, trainable, options["partition"])
+            check_partition(make, trainable, options.partition)
     return trainable
 
 

@@ -1,10 +1,10 @@
 """Resources that a job or an own loop has used, for its summary."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from mntrain.rank_info import Usage
 from mntrain.ranks import Ranks
@@ -22,29 +22,70 @@ _PROCESS_ROLES = {
     "pinned": "pinned_memory",
 }
 _ROLES = [role.name for role in dataclasses.fields(Memory)]
+_SETTINGS = ("wire_dtype", "gather_dtype", "compress")
 _TRAFFIC = ("node_messages", "node_bytes", "cross_messages", "cross_bytes")
 
 
+class _Used(NamedTuple):
+    """What a rank has used."""
+
+    figures: Mapping[str, float]  # "samples", and further ones
+    checks_s: float
+    memory: Memory
+    predicted: Memory | None
+    at_stage_0: Memory | None
+
+
 def resources(
-    world: Ranks, optimizers: Sequence[ZeroOptimizer], samples: int, wall_s: float
+    world: Ranks,
+    optimizers: Sequence[ZeroOptimizer],
+    figures: Mapping[str, float],
+    wall_s: float,
 ) -> dict[str, Any]:
     """Return the entries of summary.json about the world, memory and traffic. Collective.
 
-    This rank has trained on so many samples, in `wall_s` seconds of the job.
+    `figures` are of this rank: the "samples" that it has trained on in `wall_s` seconds of the job,
+    and others.
     """
-    usage = world.usage()
     measured = _sum([optimizer.memory() for optimizer in optimizers])
-    own = measured, _predicted(optimizers, measured), _predicted(optimizers, measured, stage=0)
+    predicted = (_predicted(optimizers, measured, stage) for stage in (None, 0))
     checks = [optimizer.weight_checks for optimizer in optimizers]
-    checks_s = sum(seconds for _, seconds in checks)
-    gathered = world.gather((*own, samples, checks_s))
-    by_rank, predicted, at_stage_0, samples_by_rank, checks_by_rank = zip(*gathered, strict=True)
-    compressed = {
-        "before_bytes": sum(used.before_bytes for used in usage),
-        "sent_bytes": sum(used.compressed_bytes for used in usage),
+    own = _Used(figures, sum(seconds for _, seconds in checks), measured, *predicted)
+    usage, ranks = world.usage(), world.gather(own)
+    samples = sum(rank.figures["samples"] for rank in ranks) or None
+    checks_s = max(rank.checks_s for rank in ranks)
+    return {
+        **_settings(world, optimizers),
+        "compression": _compression(usage),
+        "memory": memory_by_role(
+            [rank.memory for rank in ranks],
+            usage,
+            [rank.predicted for rank in ranks],
+            [rank.at_stage_0 for rank in ranks],
+        ),
+        "traffic": {name: sum(getattr(used, name) for used in usage) for name in _TRAFFIC},
+        **{
+            name: median(getattr(used, name) for used in usage)
+            for name in ("communication_s", "exposed_s")
+        },
+        "checks": {"weights": sum(number for number, _ in checks), "seconds": checks_s},
+        "samples": samples,
+        "samples_per_s": samples / wall_s if samples else None,
+        "ranks": [
+            {
+                **asdict(place),
+                **asdict(used),
+                **rank.figures,
+                "checks_s": rank.checks_s,
+                "memory_by_role": asdict(rank.memory),
+                "predicted_by_role": asdict(rank.predicted) if rank.predicted else None,
+            }
+            for place, used, rank in zip(world.places, usage, ranks, strict=True)
+        ],
     }
-    sent, before = compressed["sent_bytes"], compressed["before_bytes"]
-    total_samples = sum(samples_by_rank) or None
+
+
+def _settings(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, Any]:
     return {
         "world": {
             "size": world.size,
@@ -57,39 +98,14 @@ def resources(
         "stage": _common([optimizer.stage for optimizer in optimizers]),
         "partition": _common([optimizer.partition for optimizer in optimizers]),
         "sync": _common([optimizer.schedule.mode for optimizer in optimizers]),
-        "wire_dtype": world.settings.wire_dtype,
-        "gather_dtype": world.settings.gather_dtype,
-        "compress": world.settings.compress,
-        "compression": {**compressed, "ratio": before / sent if sent else None},
-        "memory": memory_by_role(by_rank, usage, predicted, at_stage_0),
-        "traffic": {name: sum(getattr(used, name) for used in usage) for name in _TRAFFIC},
-        **{
-            name: median(getattr(used, name) for used in usage)
-            for name in ("communication_s", "exposed_s")
-        },
-        "checks": {"weights": sum(number for number, _ in checks), "seconds": max(checks_by_rank)},
-        "samples": total_samples,
-        "samples_per_s": total_samples / wall_s if total_samples else None,
-        "ranks": [
-            {
-                **asdict(place),
-                **asdict(used),
-                "samples": samples,
-                "checks_s": checks_s,
-                "memory_by_role": asdict(memory),
-                "predicted_by_role": asdict(expected) if expected else None,
-            }
-            for place, used, samples, checks_s, memory, expected in zip(
-                world.places,
-                usage,
-                samples_by_rank,
-                checks_by_rank,
-                by_rank,
-                predicted,
-                strict=True,
-            )
-        ],
+        **{name: getattr(world.settings, name) for name in _SETTINGS},
     }
+
+
+def _compression(usage: Sequence[Usage]) -> dict[str, Any]:
+    before = sum(used.before_bytes for used in usage)
+    sent = sum(used.compressed_bytes for used in usage)
+    return {"before_bytes": before, "sent_bytes": sent, "ratio": before / sent if sent else None}
 
 
 def _common(values: Sequence[Any]) -> Any:
@@ -103,11 +119,11 @@ def _sum(several: Sequence[Memory]) -> Memory:
 
 
 def _predicted(
-    optimizers: Sequence[ZeroOptimizer], measured: Memory, stage: int | None = None
+    optimizers: Sequence[ZeroOptimizer], measured: Memory, stage: int | None
 ) -> Memory | None:
-    """Return what optimizers take by their layout, or None if it is not known. Local.
+    """Return what optimizers take by their layout at a stage (None: theirs). Local.
 
-    What hooks and sync schedules keep counts as it was measured.
+    None if it is not known. What hooks and sync schedules keep counts as it was measured.
     """
     try:
         predicted = _sum([optimizer.predicted_memory(stage) for optimizer in optimizers])

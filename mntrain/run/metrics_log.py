@@ -4,13 +4,14 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from mntrain.alike.naming import difference
+from mntrain.comm.delayed_sums import Sums
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import (
     METRICS_FILE,
@@ -22,7 +23,8 @@ from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.means import DelayedSums, Sums, to_float, weight_problem
+from mntrain.run.means import to_float, weight_problem
+from mntrain.run.named_sums import NamedSums, NamedValue
 from mntrain.run.record import RunRecord
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
@@ -42,10 +44,13 @@ class _Line(NamedTuple):
         digest = zlib.crc32(names.encode()) % (1 << _DIGEST_BITS)
         return {"digest": digest, "squared digest": digest**2, "weight": float(self.weight)}
 
-    def weighted(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the terms of the sums over ranks: 0 for a value that this rank lacks."""
-        values = self.values if self.weight else {}  # 0 times nan is nan
-        return {f"of {name}": self.weight * values.get(name, 0.0) for name in names}
+    def own(self) -> dict[str, NamedValue]:
+        """Return the sums that the values stand for: 0 times nan is nan."""
+        weight = self.weight
+        return {
+            n: NamedValue("mean", weight * v if weight else 0.0, weight)
+            for n, v in self.values.items()
+        }
 
 
 class MetricsLog:
@@ -62,21 +67,19 @@ class MetricsLog:
         directory: RunDirectory,
         log: LogConfig,
         describe: Callable[[float], Mapping[str, Any]],
-        sums: DelayedSums,
     ) -> None:
         """Make metrics.jsonl. Collective. `log` selects copies of it, and the page at its end.
 
-        `sums` are those of a line's values. `describe` returns more of the summary, collectively,
-        given the seconds since now.
+        `describe` returns more of the summary, collectively, given the seconds since now.
         """
         self._world, self._directory, self._describe = world, directory, describe
         self._per_rank = log.per_rank
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._record, self._sums = RunRecord(world, directory, log, warn), sums
+        self._record, self._sums = RunRecord(world, directory, log, warn), world.sums("metrics")
         self._lines = deque[_Line]()  # whose sums are under way
-        self._names: list[str] = []  # of all values so far, the same on all ranks
+        self._values = NamedSums()
         self._last: dict[str, float] = {}
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
@@ -107,7 +110,8 @@ class MetricsLog:
         self._directory.last_step = step
         line = _Line(step, weight, read, times)
         self._lines.append(line)
-        self._sums.start(line.told() | line.weighted(self._names), own)
+        terms = self._values.terms(line.own()).items()
+        self._sums.start(line.told() | {name: value for name, (value, _) in terms}, own)
 
     def flush(self) -> None:
         """Write the last lines. Collective; waits for their means."""
@@ -119,31 +123,20 @@ class MetricsLog:
         Raises AgreedError on all ranks.
         """
         lines = [self._lines.popleft() for _ in taken]
-        lacking: dict[str, float] = {}
-        for number, (line, (sums, _)) in enumerate(zip(lines, taken, strict=True)):
+        for line, (sums, _) in zip(lines, taken, strict=True):
             if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
                 raise AgreedError(self._difference(line), self._world.rank)
-            new = [name for name in sorted(line.values) if f"of {name}" not in sums]
-            self._names += [name for name in new if name not in self._names]
-            lacking |= {f"{number} {key}": value for key, value in line.weighted(new).items()}
-        if lacking:
-            for key, value in self._sums.now(lacking).items():
-                number_text, _, name = key.partition(" ")
-                taken[int(number_text)].sums[name] = value
-        for line, (sums, by_rank) in zip(lines, taken, strict=True):
-            self._write(line, sums, by_rank)
-
-    def _write(
-        self, line: _Line, sums: Mapping[str, float], by_rank: Mapping[str, dict[str, float]]
-    ) -> None:
-        """Write a line, on the master. Local; raises AgreedError on all ranks."""
-        weight = sums["weight"]
-        if not weight:
-            message = f"metrics.log({line.step}): the weights of all ranks are 0"
-            raise AgreedError(message, self._world.rank)
-        means = {n: self._mean(sums[f"of {n}"] / weight, own) for n, own in line.values.items()}
-        self._last |= means
-        self._record.write({"step": line.step, **means, **line.times, **by_rank})
+        found, own = [sums for sums, _ in taken], [line.own() for line in lines]
+        reduced = self._values.take(own, found, self._world.collectives)
+        for line, values, (sums, by_rank) in zip(lines, reduced, taken, strict=True):
+            if not sums["weight"]:
+                message = f"metrics.log({line.step}): the weights of all ranks are 0"
+                raise AgreedError(message, self._world.rank)
+            means = {
+                name: self._mean(float(values[name].value), v) for name, v in line.values.items()
+            }
+            self._last |= means
+            self._record.write({"step": line.step, **means, **line.times, **by_rank})
 
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time.

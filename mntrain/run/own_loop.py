@@ -5,16 +5,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
-from mntrain.checkpoint import Saved, Stateful
+from mntrain.checkpoint import Saved
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
@@ -26,7 +23,6 @@ from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
-from mntrain.run.means import DelayedSums
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
@@ -50,28 +46,20 @@ class OwnLoop:
         self._checkpoints: dict[RunDirectory, Checkpoints] = {}
         self._logs: dict[RunDirectory, MetricsLog] = {}
         self._stop: StopRequests | None = None
-        self._sums_made = count(1)
 
     def checkpoints(
-        self,
-        run_dir: str | Path,
-        model: nn.Module,
-        optimizer: ZeroOptimizer,
-        *,
-        every: int | str,
-        keep: int,
-        local: str | Path | None,
-        local_every: int | str,
-        objects: Mapping[str, Stateful],
+        self, run_dir: str | Path, saved: Saved, options: Mapping[str, Any]
     ) -> Checkpoints:
-        """Make the checkpoints of a run. Collective. See `World.checkpoints`."""
-        world, options = self._world, {"every": str(every), "keep": keep}
-        options |= {"local": local and str(local), "local_every": str(local_every)}
-        given = {**options, "the saved objects": sorted(objects)}
+        """Make the checkpoints of a run. Collective. See `World.checkpoints`.
+
+        `options` are fields of `CheckpointConfig`.
+        """
+        world = self._world
+        given = {**options, "the saved objects": sorted(saved.objects)}
         compare(world, given, "give the same on all ranks")
         with world.agreement():
             checked = construct(CheckpointConfig, options, {name: name for name in options})
-            self._check_saved(model, optimizer, objects)
+            self._check_saved(saved)
         directory = self._directory(run_dir, self._checkpoints, "checkpoints")
 
         def flush_metrics() -> None:
@@ -82,15 +70,13 @@ class OwnLoop:
             warn=warn if world.master else lambda text: None, before_save=flush_metrics
         )
         directory.open_local(checked.local)
-        saved, sums = Saved(model, optimizer, objects), self._sums("checkpoints")
-        made = Checkpoints(world, directory, saved, checked, reports, sums=sums)
+        made = Checkpoints(world, directory, saved, checked, reports)
         self._checkpoints[directory] = made
         return made
 
-    def _check_saved(
-        self, model: nn.Module, optimizer: ZeroOptimizer, objects: Mapping[str, Stateful]
-    ) -> None:
+    def _check_saved(self, saved: Saved) -> None:
         """Raise ValueError for what cannot be saved together. Local."""
+        model, optimizer = saved.model, saved.optimizer
         if not isinstance(optimizer, ZeroOptimizer):
             raise ValueError("optimizer is not one that world.optimizer() has made")
         of_model = set(map(id, model.parameters()))
@@ -103,7 +89,7 @@ class OwnLoop:
                     "another optimizer with sync= trains parameters of model, and only those of "
                     "one are averaged for a checkpoint: give it a model of its own, or no sync="
                 )
-        for name, value in objects.items():
+        for name, value in saved.objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ValueError(
                     f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "
@@ -132,9 +118,7 @@ class OwnLoop:
             if world.master and config is not None:
                 write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
         described = partial(self._describe, directory)
-        self._logs[directory] = made = MetricsLog(
-            world, directory, log, described, self._sums("metrics")
-        )
+        self._logs[directory] = made = MetricsLog(world, directory, log, described)
         return made
 
     def stop_requested(self, max_minutes: float | None, grace: float) -> bool:
@@ -153,20 +137,9 @@ class OwnLoop:
                 longest_save_s=self._longest_save_s,
                 grace_s=grace,
                 option="grace of world.stop_requested",
-                sums=self._sums("requests"),
             )
             self._stop.__enter__()
         return self._stop.poll()
-
-    def _sums(self, name: str) -> DelayedSums:
-        """Make sums over all ranks, which travel with gradients. Local."""
-        name = f"{name} {next(self._sums_made)}"
-        return DelayedSums(self._world.collectives, name, self._latest)
-
-    def _latest(self) -> ZeroOptimizer | None:
-        """Return the optimizer with most steps. Local."""
-        optimizers = [one for one in self._optimizers if not one.closed]
-        return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
 
     def flush(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""
@@ -219,7 +192,7 @@ class OwnLoop:
         figures = {
             "steps": max((one.accumulation.steps for one in self._optimizers), default=0),
             "wall_s": wall_s,
-            **resources(self._world, self._optimizers, self._shards.samples, wall_s),
+            **self._resources(wall_s),
         }
         self._world.print("\n".join(final_lines(figures)))
         return figures
@@ -231,9 +204,12 @@ class OwnLoop:
         return {
             "status": "completed" if stop is None or stop.status == "running" else stop.status,
             "reason": stop.reason if stop else None,
-            **resources(self._world, self._optimizers, self._shards.samples, wall_s),
+            **self._resources(wall_s),
             **(checkpoints.summary() if checkpoints else {}),
         }
+
+    def _resources(self, wall_s: float) -> dict[str, Any]:
+        return resources(self._world, self._optimizers, {"samples": self._shards.samples}, wall_s)
 
     def _longest_save_s(self) -> float:
         return max((made.longest_s for made in self._checkpoints.values()), default=0.0)

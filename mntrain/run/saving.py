@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from mntrain import checkpoint
@@ -19,7 +20,6 @@ from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints, restored_from
-from mntrain.run.means import DelayedSums
 from zero.step_message import Value
 
 _FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
@@ -110,25 +110,26 @@ class Checkpoints:
         options: CheckpointConfig,
         reports: SaveReports,
         *,
-        sums: DelayedSums,
         scored_by: str = "eval_loss",
         may_save: bool = True,
+        manifest: Callable[[int, float | None], Manifest] | None = None,
     ) -> None:
         """Check that all can be saved, unless it `may_save` nothing.
 
-        `sums` carry the flags of each rank to all. `scored_by` names the metric of which the lowest
-        score is kept.
+        `scored_by` names the metric of which the lowest score is kept. `manifest` returns what a
+        checkpoint records of the run, given its step and the loss of an evaluation.
         """
         self._world, self._directory, self._reports = world, directory, reports
         path, own = directory.path, directory.expect_own
         self._saver = Saver(world, saved, path, options.keep, expect_own=own)
         self._interval = SaveInterval(options.every, options.mtbf_hours)
         self._scored_by, self._may_save = scored_by, may_save
+        self._manifest = manifest or self._plain_manifest
         if may_save:
             directory.expect_shared()
             with world.agreement():
                 self._saver.check()
-        self._sums = sums
+        self._sums = world.sums("checkpoints")
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
@@ -145,8 +146,6 @@ class Checkpoints:
             every, warn = options.local_every, reports.warn
             self._local = LocalCheckpoints(world, saved, folders, every, warn)
         self._local_summary: dict[str, Any] = {}  # once they have ended
-
-    # For every loop.
 
     def restore(self) -> int:
         """Load the newest sound checkpoint in place, and return its step; 0 if there is none.
@@ -167,16 +166,9 @@ class Checkpoints:
         self._data = {"samples": self._digests()}
         if found:
             self._warn_of_differences(found)
-            self.load(found, self._saver.objects)
-        step = found.manifest.step if found else 0
         if self._local and (found or self._directory.last_step):
             self._world.print(restored_from(found, self._directory.last_step))
-        self._directory.rewind(step)
-        if found:
-            checkpoint.restore_randomness(found, self._world)
-        self.begin_local(found)
-        self._step = self._restored = step
-        return step
+        return self.resume(found, self._saver.objects)
 
     def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:
         """Save if that is due after `step` steps: in the background, while training continues.
@@ -188,7 +180,22 @@ class Checkpoints:
         on; with `now`, AgreedError is raised, as for a wrong argument.
         """
         with self._world.recorder.phase("checkpoint", step):
-            self._save(step, now=now, eval_loss=eval_loss)
+            self._check(step)
+            if self._may_save:
+                self._saver.check_state()
+            again, self._step = step == self._step, step
+            if again and eval_loss is not None:
+                raise AgreedError(
+                    f"checkpoints.save({step}) was called before: give eval_loss in the first call",
+                    self._world.rank,
+                )
+            if eval_loss is not None:
+                compare(self._world, {"eval_loss": repr(eval_loss)})
+            progress = self._manifest(step, eval_loss)
+            if now:
+                self._save_now(progress)
+            elif not again:
+                self._save_if_due(progress)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written. Raises AgreedError if it failed.
@@ -212,41 +219,55 @@ class Checkpoints:
             self.wait(warns=error is not None)
             self.end_local(removes=error is None)
 
-    # For a loop that makes manifests: that of a job.
-
-    def begin_local(self, found: FoundCheckpoint | None) -> None:
-        """Begin to save in the nodes' memory, after the run's directory was rewound. Collective."""
-        if self._local:
-            self._local.restored(found, self._directory.attempts().last)
-
     def end_local(self, *, removes: bool) -> None:
         """Save no more in the nodes' memory, and remove what is there if wanted: collective."""
         if self._local:
             self._local.end(removes=removes)
             self._local_summary, self._local = self._local.summary(), None
 
-    def load(
+    def resume(
         self,
-        found: FoundCheckpoint,
+        found: FoundCheckpoint | None,
         objects: Mapping[str, Stateful],
+        *,
         kept_options: Sequence[str] = (),
-    ) -> None:
-        """Load a checkpoint in place, as `checkpoint.load`, and what its jobs have measured."""
-        best_score = self._saver.best_score(found.manifest.step, self._scored_by)
-        self._best_score = math.inf if best_score is None else best_score
-        self.longest_s, self._resumed = found.manifest.wrote_s, found
-        model, optimizer, options = self._saver.model, self._saver.optimizer, kept_options
-        checkpoint.load(found, model, optimizer, self._world, objects=objects, kept_options=options)
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> int:
+        """Load a checkpoint, if there is one, and begin behind it in the run's directory.
 
-    def save_if_due(self, progress: Manifest) -> None:
+        As `checkpoint.load` and `RunDirectory.rewind`. Returns the steps that the run has taken, 0
+        if the checkpoint is of another run. Collective.
+        """
+        step, path = 0, self._directory.path.resolve()
+        if found is not None:
+            saver, manifest = self._saver, found.manifest
+            best_score = saver.best_score(manifest.step, self._scored_by)
+            self._best_score = math.inf if best_score is None else best_score
+            self.longest_s, self._resumed = manifest.wrote_s, found
+            checkpoint.load(
+                found,
+                saver.model,
+                saver.optimizer,
+                self._world,
+                objects=objects,
+                kept_options=kept_options,
+            )
+            if found.from_nodes or path in found.path.resolve().parents:
+                step = manifest.step
+        self._directory.rewind(step, saves=self._may_save, files=files)
+        if found is not None:
+            checkpoint.restore_randomness(found, self._world)
+        if self._local:
+            self._local.restored(found, self._directory.attempts().last)
+        self._step = self._restored = step
+        return step
+
+    def _save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""
         local, flags = self._local, dict.fromkeys(_FLAGS, 0.0)
         for found in self._sums.take():
             flags = {**flags, **found.sums}
         due, ready = flags["save due"] > 0, flags["save ready"]
-        self._step = progress.step
-        if self._may_save:
-            self._saver.check_state()
         if self._saver.saving and ready >= self._world.size:
             self._sums.drop()  # flags of the phase that ends
             self._report(self._saver.advance)
@@ -276,10 +297,9 @@ class Checkpoints:
         """Return whether the master's clock says that a save is due."""
         return self._world.master and self._interval.due_now()
 
-    def save_now(self, progress: Manifest) -> None:
+    def _save_now(self, progress: Manifest) -> None:
         """Save and wait until that is complete. Raises AgreedError on failure."""
         self.wait()
-        self._step = progress.step
         if self.has(progress.step):  # it may have been the one that was being written
             return
         self._reports.before_save()
@@ -335,27 +355,16 @@ class Checkpoints:
         if self._world.master:
             self._reports.on_checkpoint(saved.path)
 
-    # Of a loop of one's own.
-
-    def _save(self, step: int, *, now: bool, eval_loss: float | None) -> None:
-        self._check(step)
-        self._saver.check_state()
-        again, self._step = step == self._step, step
-        if again and eval_loss is not None:
-            raise AgreedError(
-                f"checkpoints.save({step}) was called before: give eval_loss in the first call",
-                self._world.rank,
-            )
-        if eval_loss is not None:
-            compare(self._world, {"eval_loss": repr(eval_loss)})
-            eval_loss = eval_loss if math.isfinite(eval_loss) else None
-        progress = Manifest(
-            step, config={}, samples=0, skipped_steps=0, eval_loss=eval_loss, data=self._data
+    def _plain_manifest(self, step: int, eval_loss: float | None) -> Manifest:
+        finite = eval_loss is not None and math.isfinite(eval_loss)
+        return Manifest(
+            step,
+            config={},
+            samples=0,
+            skipped_steps=0,
+            eval_loss=eval_loss if finite else None,
+            data=self._data,
         )
-        if now:
-            self.save_now(progress)
-        elif not again:
-            self.save_if_due(progress)
 
     def _check(self, step: int) -> None:
         """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""

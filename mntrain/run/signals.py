@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from types import FrameType
@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
-from mntrain.run.means import DelayedSums
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT
@@ -30,71 +29,6 @@ REQUESTS = ("stopped", "preempted", "interrupted")  # the first of several count
 _SPARE_FRACTION = 0.05
 _MAX_SPARE_S = 30.0
 _MIN_ALLOCATION_SPARE_S = 5.0
-
-
-class SignalRequests:
-    """Notes the first signal that arrives while it is entered.
-
-    A second SIGINT raises KeyboardInterrupt, except inside `deferred`. The job ends `grace_s`
-    seconds after the first signal unless `agreed` is called before; and with several ranks, at the
-    second signal. `option` is what the user sets the seconds with.
-    """
-
-    def __init__(self, world: Ranks, grace_s: float, option: str) -> None:
-        self._watchdog, self._on_signal = world.watchdog, world.recorder.signal_arrived
-        self._grace_s, self._option = grace_s, option
-        self._second_interrupts = True
-        self.first: signal.Signals | None = None
-        self._previous_handlers: dict[signal.Signals, Any] = {}
-        self._deferred = False
-        self._process = os.getpid()
-
-    @property
-    def interrupted(self) -> bool:
-        """True if a user wants the job to end."""
-        return self.first == INTERRUPT
-
-    @property
-    def preempted(self) -> bool:
-        """True if a scheduler wants the job to end."""
-        return self.first in PREEMPT
-
-    def __enter__(self) -> Self:
-        signals = (INTERRUPT, *PREEMPT)
-        self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
-        if self._watchdog.expect_signals(signals, self._grace_s, self._option):
-            self._second_interrupts = self._watchdog.alone
-        return self
-
-    def agreed(self) -> None:
-        """Note that all ranks know of the signal, and will end the job together. Local."""
-        self._watchdog.ignore_signals()
-        self._second_interrupts = True
-
-    def __exit__(self, *exception: object) -> None:
-        self.agreed()
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Keep a second SIGINT from raising while a checkpoint is written inside."""
-        self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked child, which ends as if this had no handlers
-            signal.signal(number, self._previous_handlers[signal.Signals(number)])
-            os.kill(os.getpid(), number)
-            return
-        self._on_signal(number)
-        second = self.interrupted and number == INTERRUPT and self._second_interrupts
-        if second and not self._deferred:
-            raise KeyboardInterrupt
-        self.first = self.first or signal.Signals(number)
 
 
 class Deadline:
@@ -129,10 +63,11 @@ class Deadline:
 class StopRequests:
     """Requests to end a job: signals, and the end of its time. Ranks act on them together.
 
-    A context manager, which notes signals. Only the master's deadline counts, since clocks of nodes
-    may differ. `longest_save_s` returns the seconds that a save has taken so far. A job whose ranks
-    do not agree within `grace_s` seconds after a signal is ended; `option` is what the user sets
-    these with. `sums` carry the requests of each rank to all.
+    A context manager, which notes the first signal that arrives. A second SIGINT raises
+    KeyboardInterrupt, except inside `deferred`. A job whose ranks do not agree within `grace_s`
+    seconds after the first signal is ended, and with several ranks, at the second signal; `option`
+    is what the user sets the seconds with. Only the master's deadline counts, since clocks of nodes
+    may differ. `longest_save_s` returns the seconds that a save has taken so far.
 
     The `status` is "running" until ranks agree on a request: of a rank's own code ("stopped"), of
     a scheduler or the end of the time ("preempted"), or of a user ("interrupted").
@@ -146,27 +81,47 @@ class StopRequests:
         longest_save_s: Callable[[], float],
         grace_s: float,
         option: str,
-        sums: DelayedSums,
     ) -> None:
         self.status = "running"
         self.reason: str | None = None
         self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
-        self._signals = SignalRequests(world, grace_s, option)
-        self._sums = sums
+        self._watchdog, self._on_signal = world.watchdog, world.recorder.signal_arrived
+        self._grace_s, self._option = grace_s, option
+        self._first: signal.Signals | None = None
+        self._second_interrupts = True
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._deferred = False
+        self._process = os.getpid()
+        self._sums = world.sums("requests")
         self._longest_step_s = 0.0
         self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code
 
     def __enter__(self) -> Self:
-        self._signals.__enter__()
+        signals = (INTERRUPT, *PREEMPT)
+        self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
+        if self._watchdog.expect_signals(signals, self._grace_s, self._option):
+            self._second_interrupts = self._watchdog.alone
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._signals.__exit__(*exception)
+    def agreed(self) -> None:
+        """Note that all ranks know of the signal, and will end the job together. Local."""
+        self._watchdog.ignore_signals()
+        self._second_interrupts = True
 
-    def deferred(self) -> AbstractContextManager[None]:
+    def __exit__(self, *exception: object) -> None:
+        self.agreed()
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
         """Keep a second SIGINT from raising while a checkpoint is written inside."""
-        return self._signals.deferred()
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
     def ask(self, reason: str | None) -> None:
         """Ask all ranks to stop, with a reason; with None, ask nothing. Local."""
@@ -175,10 +130,6 @@ class StopRequests:
     def stop(self, reason: str) -> None:
         """Stop, with a reason that all ranks know. Local, on each of them."""
         self.status, self.reason = "stopped", reason
-
-    def end(self) -> None:
-        """Note that all ranks will end the job together. Local."""
-        self._signals.agreed()
 
     def poll(self) -> bool:
         """Return True, on all ranks, if any of them was asked to end. Collective, once a step.
@@ -202,23 +153,34 @@ class StopRequests:
         if request == "stopped":
             return self._asked is not None
         if request == "interrupted":
-            return self._signals.interrupted
+            return self._first == INTERRUPT
         step_s = self._longest_step_s * self._sums.delay
-        return self._signals.preempted or self._deadline.near(step_s, self._longest_save_s())
+        return self._first in PREEMPT or self._deadline.near(step_s, self._longest_save_s())
 
     def _agree(self, summed: Mapping[str, float]) -> None:
         """Take the sums of requests: the status is that of the first one that a rank has."""
         asked = [name for name in REQUESTS if summed[name]]
         if self.status == "running" and asked:
-            self.end()
+            self.agreed()
             self.status = asked[0]
 
     def _find_reason(self) -> str:
         """Return which request ends the job early, and whose. Collective."""
         if self.status == "stopped":
             return next(filter(None, self._world.gather(self._asked)))
-        first = self._signals.first
+        first = self._first
         for rank, name in enumerate(self._world.gather(first.name if first else None)):
             if name:
                 return f"{name} on rank {rank}"
         return self._world.gather(self._deadline.reason)[0]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked child, which ends as if this had no handlers
+            signal.signal(number, self._previous_handlers[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+            return
+        self._on_signal(number)
+        second = self._first == number == INTERRUPT and self._second_interrupts
+        if second and not self._deferred:
+            raise KeyboardInterrupt
+        self._first = self._first or signal.Signals(number)

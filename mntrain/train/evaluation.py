@@ -69,9 +69,9 @@ def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, floa
     for name, means in by_set.items():
         named = {"loss": means.loss, **means.metrics}
         metrics |= {f"{name} {metric}": value for metric, value in named.items()}
-        for part, (value, items) in means.addends.items():
-            totals[part] += value * items
-            counts[part] += items
+        for part, addend in means.addends.items():
+            totals[part] += float(addend.value) * addend.items
+            counts[part] += addend.items
     return sum(totals[part] / counts[part] for part in totals), metrics
 
 
@@ -139,6 +139,7 @@ def try_evaluation(
 
     Modules and random generators are left as they were. Raises ValueError for a task that fails or
     returns no Loss, with the error and its line, and if no evaluation will have the metric `best`.
+    What `derive` lacks in a single batch, such as a number above 0 to divide by, is no failure.
     """
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
     task = copy.copy(task)  # one that counts its calls, say, must not count this one
@@ -157,11 +158,13 @@ def try_evaluation(
     finally:
         set_random_states(states, on)
     by_set: dict[str, GlobalMeans] = {}
-    try:
-        for which, means in sums.items():
-            found = means.reduce(SingleProcessCollectives(), "in an evaluation")
-            by_set[which] = replace(found, metrics=task.derive(found.loss, found.metrics))
-    except Exception:  # of a batch without a positive, say: the first evaluation checks it
-        return
-    if by_set:
-        best.check([EVAL_LOSS, *merge_sets(by_set)[1]])
+    with errors_of_task(task, "derive() fails in an evaluation"):
+        try:
+            for which, means in sums.items():
+                found = means.reduce(SingleProcessCollectives(), "in an evaluation")
+                by_set[which] = replace(found, metrics=task.derive(found.loss, found.metrics))
+        except (ArithmeticError, LookupError, ValueError):
+            return  # of a batch without a positive, say: the first evaluation checks it
+        names = [EVAL_LOSS, *merge_sets(by_set)[1]] if by_set else []
+    if names:
+        best.check(names)

@@ -1,26 +1,26 @@
 """Setup of a training job: its precision, data, model, optimizer and checkpointing."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 
-from mntrain import checkpoint, tasks
+from mntrain import tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Manifest, Saved, Stateful
-from mntrain.data.balancing import Balancing
+from mntrain.data.balancing import StepBalancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE
-from mntrain.metrics.registry import StepRecord
+from mntrain.metrics.registry import RecentSteps, StepRecord
 from mntrain.metrics.report import Reporter
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.means import DelayedSums
 from mntrain.run.record import RunRecord
 from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.run.signals import Deadline, StopRequests
@@ -49,6 +49,33 @@ def warn_of_launch(config: Config) -> None:
             "mntrain launch cannot resume this job after a loss: give --run.dir and "
             "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
         )
+
+
+@dataclass
+class JobResult:
+    """The end of a job, and its counters: the same on all ranks except for times."""
+
+    flops_per_item: float | None  # of the model, if the task knows it
+    skipped_steps: int  # earlier jobs of the run included
+    status: str = "running"  # until the end
+    last: StepRecord | None = None  # the last completed step of this job, if any
+    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
+    error: AgreedError | None = None
+    reason: str | None = None  # of an early end
+    items: int = 0  # tokens or samples that this job has trained on
+    seconds: float = 0.0  # of this job
+    _rates: RecentSteps[float] = field(default_factory=lambda: RecentSteps(1000))
+
+    def add(self, items: int, seconds: float, *, skipped: bool) -> None:
+        """Count a step."""
+        self.items += items
+        self.skipped_steps += skipped
+        self._rates.add(items / seconds)
+
+    @property
+    def items_per_s(self) -> float:
+        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
+        return median(self._rates.values) if self._rates.values else 0.0
 
 
 class TrainingJob:
@@ -109,13 +136,12 @@ class TrainingJob:
             longest_save_s=lambda: self.checkpoints.longest_s,
             grace_s=config.run.grace,
             option="--run.grace",
-            sums=DelayedSums(world.collectives, "requests", lambda: self.optimizer),
         )
         self._saved_config = resumption.to_json(config)
+        skipped_steps = resumed.manifest.skipped_steps if resumed else 0
+        self.result = JobResult(self.task.flops_per_item(self.model), skipped_steps)
         self._begin_run(world, config)
         self.directory.start_recording(config.run.recorder)
-        if resumed:
-            checkpoint.restore_randomness(resumed, world)
         self.record = RunRecord(world, self.directory, config.log, self.reporter.warn)
         world.watchdog.at_end.append(lambda *_: self.reporter.end_display())
 
@@ -125,32 +151,21 @@ class TrainingJob:
         due = step == self.steps or (every > 0 and step % every == 0)
         return due and bool(self.data.validation_sets)
 
-    def progress(self, record: StepRecord, skipped_steps: int) -> Manifest:
-        """Return what a checkpoint after a step records of the run. Local."""
+    def _manifest(self, step: int, eval_loss: float | None) -> Manifest:
+        """Return what a checkpoint after the last step records of the run. Local."""
+        record = self.result.last
+        assert record is not None, "a step was taken"
         return Manifest(
-            step=record.step,
+            step=step,
             config=self._saved_config,
             samples=self.data.samples,
-            skipped_steps=skipped_steps,
+            skipped_steps=self.result.skipped_steps,
             eval_loss=record.eval_loss,
             data=self.data_facts,
             scored_by=self.best.text,
-            position=self.data.position(record.step),
+            position=self.data.position(step),
             score=self.best.score(record),
         )
-
-    def _begin_run(self, world: World, config: Config) -> None:
-        """Begin in the run's directory, or continue in it. Collective."""
-        with world.agreement():
-            options = to_toml(resumption.with_absolute_paths(config)).encode()
-            files = {CONFIG_FILE: options, **self.task.run_files()}
-        found = self.resumed
-        continued = found is not None and (
-            bool(found.from_nodes) or self.run_dir.resolve() in found.path.resolve().parents
-        )
-        step = found.manifest.step if found and continued else 0
-        self.directory.rewind(step, saves=self.saves, files=files)
-        self.checkpoints.begin_local(found)
 
     def _make_model(self, world: World, config: Config) -> None:
         """Make the model, and choose what trains it and how nodes exchange. Collective."""
@@ -203,7 +218,7 @@ class TrainingJob:
                 world, self.run_dir, recorded, self.steps, note=note, warn=warn
             )
         advice = "; --balance.mode throughput would give it a smaller part of each batch"
-        self.balancing = Balancing(
+        self.balancing = StepBalancing(
             world,
             self.data.plans,
             note=note,
@@ -216,12 +231,13 @@ class TrainingJob:
             self.learning_rates = LearningRates(self.task, self.optimizer, config.optim, self.steps)
 
     def _set_up_checkpoints(self, world: World, config: Config) -> None:
-        """Set up checkpointing, and continue from a checkpoint if there is one. Collective."""
+        """Set up checkpointing. Collective."""
         objects: dict[str, Stateful] = {**self.learning_rates.objects}
         if self.data.stream:
-            objects["data"] = self.data.stream
+            objects["data"] = self.data
         if self.best.patience:
             objects["early stopping"] = self.best
+        self._saved = Saved(self.model, self.optimizer, objects)
         run, reporter = config.run, self.reporter
         # True if this job leaves a checkpoint at its end in any case.
         self.saves = config.checkpoint.wanted or run.stop_after is not None
@@ -229,21 +245,26 @@ class TrainingJob:
         self.checkpoints = Checkpoints(
             world,
             self.directory,
-            Saved(self.model, self.optimizer, objects),
+            self._saved,
             config.checkpoint,
             SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
-            sums=DelayedSums(world.collectives, "checkpoints", lambda: self.optimizer),
             scored_by=self.best.text,
             may_save=self.saves,
+            manifest=self._manifest,
         )
-        if self.resumed:
-            known = {**objects}  # `objects` are those that are saved
-            if "early stopping" not in self.resumed.manifest.objects:  # it had no patience then
-                known.pop("early stopping", None)
-            # This job's options count, even if the checkpoint was made with others. Only a learning
-            # rate that a scheduler with a state has set is the checkpoint's.
-            kept = ["weight_decay"] if self.learning_rates.objects else ["weight_decay", "lr"]
-            self.checkpoints.load(self.resumed, known, kept)
+
+    def _begin_run(self, world: World, config: Config) -> None:
+        """Begin in the run's directory, or continue from a checkpoint. Collective."""
+        with world.agreement():
+            options = to_toml(resumption.with_absolute_paths(config)).encode()
+            files = {CONFIG_FILE: options, **self.task.run_files()}
+        known = {**self._saved.objects}
+        if self.resumed and "early stopping" not in self.resumed.manifest.objects:
+            known.pop("early stopping", None)  # it had no patience then
+        # This job's options count, even if the checkpoint was made with others. Only a learning
+        # rate that a scheduler with a state has set is the checkpoint's.
+        kept = ["weight_decay"] if self.learning_rates.objects else ["weight_decay", "lr"]
+        self.checkpoints.resume(self.resumed, known, kept_options=kept, files=files)
         self.learning_rates.start(self.done)
 
 

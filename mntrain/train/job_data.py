@@ -1,6 +1,7 @@
 """The samples of a job: those of each step, and those of its evaluations."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,35 +21,12 @@ from mntrain.options.config import Config, TrainConfig
 from mntrain.world import World
 
 
-class StreamPosition:
-    """The position of a job in its stream behind its last completed step. Local.
-
-    A step may fail after its batch was drawn: checkpoints then hold the position before it.
-    """
-
-    def __init__(self, shard: ShardedLoader) -> None:
-        self._shard, self._step, self._kept = shard, 0, shard.state_dict()
-
-    def keep_behind(self, step: int) -> tuple[int, int]:
-        """Keep the position behind a step, unless it is kept; return its epoch and batches."""
-        if step > self._step:
-            self._step, self._kept = step, self._shard.position
-        return self._kept["epoch"], self._kept["batches"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position that is kept, as that of the shard."""
-        return dict(self._kept)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
-        self._shard.load_state_dict(state)
-        self._kept = dict(state)
-
-
 class JobData:
     """The samples of a task: the batches of this rank, and those it validates on. Local.
 
-    Both are those of `World.shard` over a DataLoader, as in a loop of one's own.
+    Both are those of `World.shard` over a DataLoader, as in a loop of one's own. Of a `stream`,
+    checkpoints hold the state: the position behind the last completed step, also if the next one
+    has failed after its batch was drawn.
     """
 
     def __init__(
@@ -56,7 +34,9 @@ class JobData:
     ) -> None:
         train, valid = task.dataset("train"), task.dataset("valid")
         self._world = world
-        self.stream: StreamPosition | None = None
+        self.stream = isinstance(train, IterableDataset)
+        self._stream: ShardedLoader | None = None
+        self._completed, self._position = 0, dict[str, Any]()  # of the stream
         self.sizes = 0, 0
         """Samples of this rank in the step whose batch was drawn last, and of all."""
         self.datasets: dict[str, Any] = {}  # whose samples are compared
@@ -72,7 +52,7 @@ class JobData:
         if isinstance(train, IterableDataset):
             loader = stream_loader(train, self._options, size, drop_last=drop_last)
             self._stream = self._shard(loader, seed, train=True)
-            self.stream = StreamPosition(self._stream)
+            self._position = self._stream.state_dict()
         else:
             self.datasets["training"] = _sized(train, "training", config.task)
         for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
@@ -105,28 +85,23 @@ class JobData:
 
         They are none if the rank has no sample. Close it to end the workers. Collective, by step,
         for streams of which each reader has its own. With a cadence, `world.batch_counts` is that
-        of the step.
+        of the step. Raises ValueError for an epoch of a stream without a sample.
         """
-        steps = range(done, last_step)
-        if self.stream:
-            yield from self._batches_of_stream(steps)
-            return
-        loader = sampling.step_loader(self.datasets["training"], self._plan, self._options, steps)
-        division = partial(self.plans.divide, done=done) if self.plans else False
-        shard = self._shard(loader, self._plan.seed, train=True, balance=division)
-        for step, batch in enumerate(shard, done + 1):
+        if self._stream is not None:
+            shard, batches = self._stream, _endless(self._stream)
+        else:  # whose samples are noted where they are loaded
+            train, steps = self.datasets["training"], range(done, last_step)
+            loader = sampling.step_loader(train, self._plan, self._options, steps)
+            division = partial(self.plans.divide, done=done) if self.plans else False
+            shard = self._shard(loader, self._plan.seed, train=True, balance=division)
+            batches = iter(shard)
+        for step in range(done + 1, last_step + 1):
+            reading = noted(self._options.rank, f"reading the training stream in step {step}")
+            with reading if self.stream else nullcontext():
+                batch = next(batches)
             self.sizes = shard.sizes
             if isinstance(self.plans, Cadence):
                 self._world.batch_counts = self.batch_counts(step)
-            yield batch if self.sizes[0] else []
-
-    def _batches_of_stream(self, steps: range) -> Generator[Sequence[Any]]:
-        """Raises ValueError for an epoch without a sample."""
-        passes = _endless(self._stream)
-        for step in steps:
-            with noted(self._options.rank, f"reading the training stream in step {step + 1}"):
-                batch = next(passes)
-            self.sizes = self._stream.sizes
             yield batch if self.sizes[0] else []
 
     def steps(self, train: TrainConfig) -> int:
@@ -221,18 +196,31 @@ class JobData:
 
         Not of a stream.
         """
-        plan, size, most = self._at(step), self._world.size, self._options.micro_batch_size
-        return tuple(plan.micro_batch_count(step - 1, rank, size, most) for rank in range(size))
+        size, most = self._world.size, self._options.micro_batch_size
+        bounds = (self._at(step).share_bounds(step - 1, rank, size) for rank in range(size))
+        return tuple(-(-(stop - start) // most) for _, start, stop in bounds)
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
 
         Of a stream, whose state becomes that after the step: its epoch and batches.
         """
-        if self.stream:
-            return self.stream.keep_behind(step)
+        if self._stream is not None:
+            if step > self._completed:
+                self._completed, self._position = step, self._stream.position
+            return self._position["epoch"], self._position["batches"]
         _, epoch, offset = self._plan.at(step).position(step)
         return epoch, offset
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream, as that of the shard."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
+        assert self._stream is not None, "other data have no state"
+        self._stream.load_state_dict(state)
+        self._position = dict(state)
 
 
 def _endless(shard: ShardedLoader) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,12 +23,10 @@ from mntrain.checkpoint import random_states, set_random_states
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
-from mntrain.run.means import DelayedSums
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
 from zero.agreement import DifferentWeightsError
-from zero.collectives import Collectives
 from zero.norms import NonFiniteGradientError
 from zero.step_message import StepMessage
 
@@ -69,16 +67,15 @@ class StepAgreement:
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
-        self._told = DelayedSums(world.collectives, "of a round", lambda: job.optimizer)
+        self._told = world.sums("of a round")
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
-        self._group: Collectives = world.collectives  # the ranks of the means
-        self._ranks: tuple[int, ...] = ()  # of a node that is alone
-        self._node_samples = 0.0
-        if job.sync:  # made here, since all ranks make it together
-            self._node = world.node_collectives
+        self._ranks: Sequence[int] = ()  # of a node that is alone
+        if job.sync:
+            world.node_collectives  # noqa: B018 - made here, since all ranks make it together
         self._message = StepMessage()  # of this step
         self._error: Exception | None = None  # of this rank in this step
         self._failed = False  # this step, on any rank
+        self._samples = 0.0  # of this step, over the ranks of the means
         self._states = random_states(world.device)  # before this step
         self.measured: dict[str, float] = {}  # by this rank in the step before, for all to know
         self.by_rank: dict[str, Any] = {}  # what all ranks have measured, by rank
@@ -98,17 +95,14 @@ class StepAgreement:
         schedule, number = optimizer.schedule, optimizer.accumulation.steps
         self._alone = schedule.alone(number)
         self._ends_round = self._alone and schedule.exchange_due(number)
-        self._message = optimizer.accumulation.message
+        self._ranks = world.topology.node_group(world.rank) if self._alone else ()
+        self._message = message = optimizer.accumulation.message
+        message.put("failed", lambda: float(self._error is not None))
+        message.put("samples", lambda: float(self._job.data.sizes[0]))
+        self.losses.put(message, self._ranks)
         if self._alone:
-            nodes = world.topology.nodes
-            self._group, self._ranks = self._node, tuple(next(n for n in nodes if world.rank in n))
-            self.losses.put(self._message, self._ranks)
-            self._message.put("node samples", lambda: float(self._job.data.sizes[0]))
             yield
             return
-        self._group, self._ranks = world.collectives, ()
-        self._message.put("failed", lambda: float(self._error is not None))
-        self.losses.put(self._message)
         self._states = random_states(world.device)
         try:
             yield
@@ -151,12 +145,11 @@ class StepAgreement:
         self.counts.end_step()
         self._job.optimizer.synchronize()
         sums = self._message.read()
-        self._failed = bool(sums.get("failed"))
+        self._failed, self._samples = bool(sums["failed"]), sums["samples"]
         if self._failed:
             return
-        self.means = self.losses.take(self._message, self._group, where, self._ranks)
+        self.means = self.losses.take(self._message, self._averaged_over(), where, self._ranks)
         if self._alone:
-            self._node_samples = sums["node samples"]
             self._losses[_LOSS] += self.means.loss * self.means.count if self.means.count else 0.0
             self._losses[_ITEMS] += self.means.count
         if self.means.nonfinite and self._raises_non_finite:
@@ -195,7 +188,7 @@ class StepAgreement:
         """
         if not self._alone:
             return self.means.count
-        whole, node = self._job.data.sizes[1], self._node_samples
+        whole, node = self._job.data.sizes[1], self._samples
         return round(self.means.count * whole / node) if node else 0
 
     def after_update(self, step: int) -> None:

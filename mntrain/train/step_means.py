@@ -10,12 +10,11 @@ Ranks sum it while the first forward is running:
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +24,10 @@ from mntrain.comm.waits import Waits
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepTimer
+from mntrain.run.named_sums import Kind, NamedSums, NamedValue
 from mntrain.tasks import Loss, Losses, Max, Mean, Metric, Task, check_loss, loss_of
 from zero.collectives import Collectives, gather_objects
 from zero.step_message import StepMessage
-
-Kind = Literal["mean", "sum", "max", "addend"]  # an addend of the loss is a mean, too
 
 
 @dataclass(frozen=True)
@@ -40,23 +38,21 @@ class GlobalMeans:
     metrics: dict[str, float]  # of the task, without means over no items
     count: int  # items that the loss counts
     nonfinite: str  # "nan on rank 1" if the loss is not finite, else ""
-    # What adds up to the loss, with numbers of items: that of a `Loss`, or the parts of `Losses`.
-    addends: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # What adds up to the loss: that of a `Loss`, or the parts of `Losses`.
+    addends: Mapping[str, NamedValue] = field(default_factory=dict)
 
 
 class StepMeans:
     """The loss and metrics of a job, added up over micro-batches, and reduced over a group.
 
-    Ranks may lack some names. A message has those that all ranks know; if a rank has another one,
-    the names are gathered, and a message is sent once more. `rank` is this rank in the world, for
-    errors. In the methods, `ranks` are those of the group, which by default is the world.
+    `rank` is this rank in the world, for errors. In the methods, `ranks` are those of the group,
+    which by default is the world.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._known: dict[Sequence[int], dict[str, Kind]] = {}  # of a group's ranks, sorted
-        # By name: a sum, with the number of items that it is over, or a maximum.
-        self._own: dict[str, tuple[Kind, Tensor, float]] = {}
+        self._sums = defaultdict[Sequence[int], NamedSums](NamedSums)  # by the ranks of a group
+        self._own: dict[str, NamedValue] = {}
 
     def add(self, count: int, metrics: Mapping[str, Metric]) -> None:
         """Add a micro-batch of `count` items. Local; does not wait for a device."""
@@ -88,25 +84,14 @@ class StepMeans:
         if name in self._own:
             kind, before, count = self._own[name]
             combine = torch.maximum if kind == "max" else torch.add
-            value = combine(before.to(value.device), value)
+            value = combine(torch.as_tensor(before).to(value.device), value)
             items += count
-        self._own[name] = kind, value, items
+        self._own[name] = NamedValue(kind, value, items)
 
     def put(self, message: StepMessage, ranks: Sequence[int] = ()) -> None:
         """Put what is added until the message is sent. Local."""
-        kinds = self._known.setdefault(ranks, {})
-        message.put("unknown names", partial(self._lacks, kinds))
-        for name, kind in kinds.items():
-            nothing = kind, -math.inf if kind == "max" else 0.0, float(kind == "sum")
-            value, items = (partial(self._get, column, name, nothing) for column in (1, 2))
-            message.put(f"value of {name}", value, "max" if kind == "max" else "sum")
-            message.put(f"items of {name}", items)
-
-    def _lacks(self, kinds: Mapping[str, Kind]) -> bool:
-        return any(kinds.get(name) != kind for name, (kind, *_) in self._own.items())
-
-    def _get(self, column: int, name: str, nothing: tuple[Kind, float, float]) -> Any:
-        return self._own.get(name, nothing)[column]
+        for name, term in self._sums[ranks].terms(self._own).items():
+            message.put(name, *term)
 
     def reduce(self, group: Collectives, where: str) -> GlobalMeans:
         """Return the means over all ranks, in a message of their own. Collective."""
@@ -124,48 +109,28 @@ class StepMeans:
         item, and for a metric that ranks reduce in two ways. A smaller group may have no items:
         then the loss is NaN.
         """
-        while (sums := message.read())["unknown names"]:
-            self._learn(group, where, ranks)
-            message = StepMessage()
-            self.put(message, ranks)
-            message.send(group)
+        try:
+            [reduced] = self._sums[ranks].take([self._own], [message.read()], group)
+        except ValueError as error:
+            raise TrainingStoppedError(f"{where}, {error}", self._rank) from None
         own_loss = self._own.get("loss")
         self._own.clear()
-        means: dict[str, tuple[float, float]] = {}
-        parts: dict[str, tuple[float, float]] = {}
-        for name, kind in self._known[ranks].items():
-            value, items = sums[f"value of {name}"], sums[f"items of {name}"]
-            if items:
-                found = parts if kind == "addend" else means
-                found[name] = (value if kind in ("sum", "max") else value / items, items)
-        whole = means.pop("loss", None)
+        whole = reduced.pop("loss", None)
+        parts = {name: one for name, one in reduced.items() if one.kind == "addend"}
         addends = parts or ({"loss": whole} if whole else {})
         if not addends and not ranks:
             raise TrainingStoppedError(
                 f"{where}, no rank has anything to take a mean over", self._rank
             )
-        loss = sum((value for value, _ in addends.values()), 0.0) if addends else math.nan
+        loss = sum(float(one.value) for one in addends.values()) if addends else math.nan
         nonfinite = ""
         if addends and not math.isfinite(loss):
-            losses = gather_objects(group, float(own_loss[1]) if own_loss else 0.0)
+            losses = gather_objects(group, float(own_loss.value) if own_loss else 0.0)
             by_rank = zip(ranks or range(group.size), losses, strict=True)
             culprits = [f"{x} on rank {r}" for r, x in by_rank if not math.isfinite(x)]
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
-        metrics = {name: value for name, (value, _) in means.items()}
-        return GlobalMeans(loss, metrics, int(whole[1]) if whole else 0, nonfinite, addends)
-
-    def _learn(self, group: Collectives, where: str, ranks: Sequence[int]) -> None:
-        """Gather the names of the ranks of a group. Collective."""
-        kinds = dict(self._known[ranks])
-        for own in gather_objects(group, {name: kind for name, (kind, *_) in self._own.items()}):
-            for name, kind in own.items():
-                if kinds.setdefault(name, kind) != kind:
-                    raise TrainingStoppedError(
-                        f"{where}, the metric {name} is a {kind}, and was a {kinds[name]}: reduce "
-                        "it in one way",
-                        self._rank,
-                    )
-        self._known[ranks] = dict(sorted(kinds.items()))
+        metrics = {name: float(one.value) for name, one in reduced.items() if name not in parts}
+        return GlobalMeans(loss, metrics, int(whole.items) if whole else 0, nonfinite, addends)
 
 
 def _sum_of(mean: Tensor, items: float) -> Tensor:

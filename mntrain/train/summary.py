@@ -4,17 +4,14 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from mntrain.alike.compared_task import changed_data
 from mntrain.alike.naming import by_value, naming
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
-from mntrain.errors import AgreedError
 from mntrain.metrics.files import json_text
-from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
+from mntrain.metrics.registry import METRICS
 from mntrain.rank_info import Place
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
@@ -40,33 +37,6 @@ _PEAKS = {
     r"NVIDIA A10G": (70, 35),
     r"NVIDIA GeForce RTX 4090": (165.2, 82.6),
 }
-
-
-@dataclass
-class JobResult:
-    """The end of a job, and its counters: the same on all ranks except for times."""
-
-    flops_per_item: float | None  # of the model, if the task knows it
-    skipped_steps: int  # earlier jobs of the run included
-    status: str = "running"  # until the end
-    last: StepRecord | None = None  # the last completed step of this job, if any
-    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
-    error: AgreedError | None = None
-    reason: str | None = None  # of an early end
-    items: int = 0  # tokens or samples that this job has trained on
-    seconds: float = 0.0  # of this job
-    _rates: RecentSteps[float] = field(default_factory=lambda: RecentSteps(1000))
-
-    def add(self, items: int, seconds: float, *, skipped: bool) -> None:
-        """Count a step."""
-        self.items += items
-        self.skipped_steps += skipped
-        self._rates.add(items / seconds)
-
-    @property
-    def items_per_s(self) -> float:
-        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
-        return median(self._rates.values) if self._rates.values else 0.0
 
 
 def describe_job(world: World, job: TrainingJob) -> None:
@@ -204,17 +174,17 @@ def show_sample(job: TrainingJob) -> None:
         job.reporter.note(textwrap.indent(sample, "  "))
 
 
-def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
+def finish_report(world: World, job: TrainingJob) -> dict[str, Any]:
     """Print the final report, and write summary.json and report.html. Collective.
 
     Returns the content of summary.json, with what the master could not write to the run's directory
     as "not_written", a text for each file.
     """
-    config, reporter = job.config, job.reporter
+    config, reporter, result = job.config, job.reporter, job.result
     by_option = result.status == "stopped" and not result.reason
     if by_option:
         result.reason = f"--run.stop-after {config.run.stop_after}"
-    summary = summarize(world, job, result)
+    summary = summarize(world, job)
     lines = final_lines(summary, job.steps, job.task.items)
     reporter.finish(summary["status"], lines)
     missing = job.record.finish(summary)
@@ -233,19 +203,14 @@ def finish_report(world: World, job: TrainingJob, result: JobResult) -> dict[str
     return content
 
 
-def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, Any]:
+def summarize(world: World, job: TrainingJob) -> dict[str, Any]:
     """Return the content of summary.json. Collective."""
     # Recomputation in backward does not count: PaLM, appendix B (2022, arXiv 2204.02311).
-    per_item, config = result.flops_per_item, job.config
+    result, config, per_item = job.result, job.config, job.result.flops_per_item
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
     last = result.last
-    figures = job.balancing.by_rank()
-    samples = figures[world.rank]["samples"]
-    used = resources(world, [job.optimizer], samples, result.seconds)
-    for rank, own in zip(used["ranks"], figures, strict=True):
-        rank.update(own)
     return {
         "status": result.status,
         "steps": last.step if last else job.done,
@@ -266,7 +231,7 @@ def summarize(world: World, job: TrainingJob, result: JobResult) -> dict[str, An
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
         "run_dir": str(job.run_dir),
         "precision": config.train.precision,
-        **used,
+        **resources(world, [job.optimizer], job.balancing.figures(), result.seconds),
         "reason": result.reason,
         **job.checkpoints.summary(),
         **job.balancing.summary(),

@@ -23,7 +23,7 @@ from mntrain.rank_info import memory_now
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_agreement import StepAgreement, errors_stop
-from mntrain.train.summary import JobResult, describe_job, finish_report, show_sample
+from mntrain.train.summary import describe_job, finish_report, show_sample
 from mntrain.world import World
 from zero.optimizer import StepResult
 
@@ -38,9 +38,7 @@ class Trainer:
         self._world = world
         self.job = job = TrainingJob(world, config, task)
         self._model, self._optimizer = job.model, job.optimizer
-        self._reporter, self._requests = job.reporter, job.requests
-        skipped_steps = job.resumed.manifest.skipped_steps if job.resumed else 0
-        self._result = JobResult(job.task.flops_per_item(job.model), skipped_steps)
+        self._reporter, self._requests, self._result = job.reporter, job.requests, job.result
         self._agreement = StepAgreement(world, job, self._save_last)
 
     def fit(self) -> dict[str, Any]:
@@ -70,7 +68,7 @@ class Trainer:
                 show_sample(self.job)
             result.seconds = time.perf_counter() - start
             result.reason = str(result.error) if result.error else self._requests.reason
-            summary = finish_report(self._world, self.job, result)
+            summary = finish_report(self._world, self.job)
         if missing := summary.get("not_written"):
             AgreedError(loss_text(self.job.run_dir, missing), self._world.rank).report()
         if result.error:
@@ -91,12 +89,10 @@ class Trainer:
                 self._requests.ask(self.job.task.on_step(record))
                 result.status = self._status(step)
                 if result.status != "running":
-                    self._requests.end()
+                    self._requests.agreed()
                     return
-                saving = self._world.recorder.phase("checkpoint", step)
-                with saving, errors_stop(self._world, step):
-                    progress = self.job.progress(record, result.skipped_steps)
-                    self.job.checkpoints.save_if_due(progress)
+                with errors_stop(self._world, step):
+                    self.job.checkpoints.save(step)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 self.job.record.write({"step": step, "error": str(error)})
@@ -111,7 +107,7 @@ class Trainer:
             return None
         try:
             with errors_stop(self._world, last.step):
-                checkpoints.save_now(self.job.progress(last, result.skipped_steps))
+                checkpoints.save(last.step, now=True)
         except AgreedError as error:
             return error
         return None

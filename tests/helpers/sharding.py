@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import Dataset
 
-from mntrain.balance.shares import Shares
-from mntrain.data.balancing import Balancing
+from mntrain.data.balancing import LoaderBalancing
 from mntrain.data.loader import Passes, ShardedLoader
 from mntrain.options.config import Config
 from mntrain.train.job_data import JobData
@@ -91,7 +90,7 @@ def balancing_of(size, gather, clock, *, room=math.inf, warnings=None):
     ranks = SimpleNamespace(size=size, gather=gather, waits=clock, places=places)
     ranks.memory_room = lambda: room
     warn = [].append if warnings is None else warnings.append
-    return Balancing(ranks, Shares(size, 0), note=warn, warn=warn, own_loop=True)
+    return LoaderBalancing(ranks, warn)
 
 
 def world_of(rank=0, size=1, gather=alone):

@@ -9,7 +9,7 @@ from sharding import Clock
 from mntrain.balance import own_pace
 from mntrain.balance.own_pace import BatchNumber, Pace
 from mntrain.balance.stragglers import Straggler, Stragglers
-from mntrain.data.balancing import Balancing
+from mntrain.data.balancing import StepBalancing
 
 PHASES = {"data": 0.5, "forward": 0.1, "backward": 0.2, "reduce_wait": 0.0}
 
@@ -30,7 +30,7 @@ def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
         waits=clock,
         gather=lambda own: sent.append(own) or [own, own],
     )
-    balancing = Balancing(world, None, note=print, warn=print)
+    balancing = StepBalancing(world, None, note=print, warn=print)
     for step in range(1, 11):
         with balancing.computing(lambda: 4, lambda: PHASES):
             clock.now += 100.0 if step == 1 else 2.0  # the first step compiles
@@ -43,7 +43,7 @@ def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
     assert (pace.samples, pace.seconds) == (9 * 4, pytest.approx(9 * 2.0))
     assert pace.waits == pytest.approx([7.5] * 9)
     assert pace.phases == pytest.approx(phases)
-    assert balancing.by_rank()[0] == {"samples": 40, "own_s": pytest.approx(118.0)}
+    assert balancing.figures() == {"samples": 40, "own_s": pytest.approx(118.0)}
 
 
 AT = BatchNumber(0, 0)
@@ -112,7 +112,7 @@ def test_slow_ranks_are_told_of_and_are_in_the_metrics_while_ranks_compare():
 
     places = [SimpleNamespace(host=name) for name in "ab"]
     world = SimpleNamespace(size=2, waits=Clock(), gather=gather, places=places)
-    balancing = Balancing(
+    balancing = StepBalancing(
         world, None, note=told.append, warn=told.append, advice="; advice", every=12
     )
     for step in range(3, 60, 3):  # an exchange every third step

@@ -71,7 +71,6 @@ def test_shares_and_micro_batches_put_together_are_the_global_batch_at_any_size(
         assert all(1 <= length <= micro_batch_size for length in lengths)
         assert max(lengths, default=0) - min(lengths, default=0) <= 1
         assert len(pieces) == -(-sum(lengths) // micro_batch_size)
-        assert len(pieces) == plan.micro_batch_count(step, rank, size, micro_batch_size)
 
 
 def test_epochs_and_seeds_shuffle_differently_and_an_order_is_kept():
@@ -92,7 +91,7 @@ def test_a_plan_goes_on_where_another_has_ended(samples, batch_size, drop_last, 
     for later in range(step, step + 8):
         assert torch.equal(rest.share(later, 0, 1), whole.share(later, 0, 1))
         assert rest.position(later) == whole.position(later)
-        assert rest.length(later) == len(whole.share(later, 0, 1))
+        assert len(rest.batch(later)) == len(whole.share(later, 0, 1))
 
 
 @given(st.integers(12, 40), st.integers(1, 12), st.integers(1, 12), st.integers(0, 12))
@@ -117,7 +116,7 @@ def test_another_batch_size_goes_on_after_the_samples_that_were_seen(samples, be
 def test_the_last_batch_of_an_epoch_is_left_out_if_it_is_smaller():
     plan = SamplingPlan(samples=11, batch_size=4, seed=0, drop_last=True)
     assert plan.steps_per_epoch == 2
-    assert [plan.length(step) for step in range(5)] == [4] * 5
+    assert [len(plan.batch(step)) for step in range(5)] == [4] * 5
     assert len(set(plan.share(2, 0, 1).tolist() + plan.share(3, 0, 1).tolist())) == 8
     assert SamplingPlan(12, 4, seed=0, drop_last=True).steps_per_epoch == 3
     with pytest.raises(ValueError, match=r"3 samples, fewer than a batch of 4, .*--data.drop-last"):
@@ -174,7 +173,7 @@ def test_a_part_of_a_batch_is_computed_alone(monkeypatch):
     assert len(batch) == 400
     assert batch[7:19] == whole[7:19]
     assert (batch[0], batch[-1], batch[5:5]) == (whole[0], whole[-1], [])
-    assert batch.keyed[1:3] == [(3, whole[1]), (3, whole[2])]
+    assert plan.batch(3, keyed=True)[1:3] == [(3, whole[1]), (3, whole[2])]
     assert asked == [12, 1, 1, 2]
     assert (batch[3:9:2], batch[::-1], batch[9:2:-3]) == (whole[3:9:2], whole[::-1], whole[9:2:-3])
     assert list(batch) == whole

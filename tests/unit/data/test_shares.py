@@ -84,7 +84,7 @@ def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
         ]
         assert [*chain(*parts)] == equal.share(step, 0, 1).tolist()
         assert [len(part) for part in parts] == [
-            plan.share_length(step, r, size) for r in range(size)
+            len(plan.share(step, r, size)) for r in range(size)
         ]
         assert plan.position(step) == equal.position(step)
 

@@ -5,7 +5,7 @@ import signal
 import time
 from unittest.mock import MagicMock
 
-from mntrain.run.signals import Deadline, SignalRequests
+from mntrain.run.signals import Deadline, StopRequests
 
 
 def slurm(seconds: float) -> dict[str, str]:
@@ -37,7 +37,8 @@ def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock, monkeypatch):
 
 def test_a_forked_child_ends_by_a_signal_as_without_handlers():
     ready, started = os.pipe()
-    with SignalRequests(MagicMock(), 30.0, "") as requests:
+    options = {"longest_save_s": float, "grace_s": 30.0, "option": ""}
+    with StopRequests(MagicMock(), Deadline(None, {}), **options) as requests:
         if not (child := os.fork()):
             os.write(started, b"1")
             time.sleep(60)
@@ -45,6 +46,6 @@ def test_a_forked_child_ends_by_a_signal_as_without_handlers():
         os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-        assert requests.first is None
+        assert requests._first is None
     os.close(ready)
     os.close(started)

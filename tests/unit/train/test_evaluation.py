@@ -180,6 +180,21 @@ class Divides(Derives):
         return {"rate": 1 / metrics["hits"]}
 
 
+class Lacks(Derives):
+    def derive(self, loss, metrics):
+        return {"rate": metrics["of another batch"]}
+
+
+class Misspells(Points):
+    def derive(self, loss, metrics):
+        return {"root": loss.sqrt()}
+
+
+class ReturnsNothing(Points):
+    def derive(self, loss, metrics):
+        metrics["root"] = loss**0.5
+
+
 @pytest.mark.parametrize(
     ("kind", "best", "names"),
     [
@@ -193,6 +208,7 @@ class Divides(Derives):
             "eval_loss, news loss, news root, news errors, books loss, books root, books errors",
         ),
         (Divides, "rate:max", None),  # the first evaluation will tell
+        (Lacks, "rate:max", None),
     ],
 )
 def test_a_best_metric_that_evaluations_will_not_have_is_refused_at_the_start(kind, best, names):
@@ -211,11 +227,16 @@ def test_a_best_metric_that_evaluations_will_not_have_is_refused_at_the_start(ki
         (Uncollated, "an evaluation of the validation data fails: IndexError: list index out"),
         (Fails, "an evaluation of the validation data fails: AssertionError: points must be"),
         (OfNoLoss, "returned a Tensor: return mntrain.tasks.Loss"),
+        (Misspells, "derive() fails in an evaluation: AttributeError: 'float' object has no"),
+        (ReturnsNothing, "derive() fails in an evaluation: TypeError: Value after * must be an"),
     ],
 )
 def test_an_error_of_the_task_is_one_line_with_its_place(kind, sentence):
     with pytest.raises(ValueError, match=f"^--task own:Points: .*{re.escape(sentence)}") as raised:
         check(kind)
-    where = "__init__.py" if kind is OfNoLoss else "test_evaluation.py"  # its call has returned
+    # Their calls have returned.
+    where = {OfNoLoss: "__init__.py", ReturnsNothing: "evaluation.py"}.get(
+        kind, "test_evaluation.py"
+    )
     assert re.search(rf"\({where}, line \d+\)$", str(raised.value))
     assert "\n" not in str(raised.value)

@@ -43,9 +43,8 @@ def failing():
         config=config,
         precision=precision,
         sync=None,
+        data=SimpleNamespace(sizes=(1, 1)),
         task=OneLoss(Config()),
-        requests=SimpleNamespace(local_flags=lambda delay: {}),
-        checkpoints=SimpleNamespace(local_flags=dict),
     )
     with mntrain.init(device="cpu") as world:
         made = StepAgreement(world, job, lambda: None)
