@@ -1,16 +1,19 @@
 """What the run directory of a job says of its end."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mntrain.launch.verdict import EndCause
-from mntrain.recorder.recording import recordings
+from mntrain.launch.verdict import WORDLESS, EndCause
+from mntrain.recorder.recording import Kind, Recording, recordings
+
+_BY = "the recordings"
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,47 @@ class Evidence:
             return content if isinstance(content, dict) and self.summary != before.summary else None
         return None
 
-    def of_recordings(self, before: "Evidence") -> EndCause | None:
-        """Return the verdict of the ranks' recordings, if there are others than `before`.
+    def judge(self, said: EndCause, before: "Evidence") -> EndCause:
+        """Return the verdict of the ranks' recordings if they know more than `said`, else `said`.
 
-        A machine is to blame if no rank has noted an error and some have ended without a word.
+        Recordings count if there are others than `before`.
         """
+        lost = re.search(rf"rank (\d+) on [^\n]*{WORDLESS}", said.what)
         if self.run is None or self.recorded == before.recorded:
-            return None
-        from mntrain.recorder.autopsy import examine, find_recordings  # noqa: PLC0415 - rarely needed
+            return said
+        if said.fault is not None and not lost:
+            return said
+        from mntrain.recorder.autopsy import find_recordings  # noqa: PLC0415 - rarely needed
 
         try:
             found, _ = find_recordings(self.run)
         except ValueError:
-            return None
-        autopsy = examine(self.run, found)
-        errors = [recording.error for recording in found if recording.error]
-        if autopsy.state != "failed" or not (errors or autopsy.first):
-            return None
-        ranks = {recording.header.rank: recording.header.host for recording in found}
-        hosts = tuple({ranks[rank] for rank in autopsy.first if rank in ranks})
-        named = ", ".join(f"rank {rank} on {ranks.get(rank, '?')}" for rank in autopsy.first)
-        what = f"{named}: {autopsy.cause}" if named else autopsy.cause
-        return EndCause(not errors, what, "the recordings", hosts)
+            return said
+        if lost:
+            return _crash_of(int(lost[1]), found) or said
+        return _first_end(self.run, found) or said
+
+
+def _crash_of(rank: int, found: Sequence[Recording]) -> EndCause | None:
+    """Return that a rank has crashed by itself, if it has. SIGBUS comes of memory that fails."""
+    for header, error in ((one.header, one.error) for one in found):
+        if error and error.kind == Kind.CRASH and error.text != "Bus error" and header.rank == rank:
+            what = f"rank {rank} on {header.host}: native code crashed: {error.text}"
+            return EndCause(False, what, _BY, (header.host,))
+    return None
+
+
+def _first_end(run: Path, found: Sequence[Recording]) -> EndCause | None:
+    """Return who stopped first. A machine is to blame if no rank has noted an error."""
+    from mntrain.recorder.autopsy import examine  # noqa: PLC0415 - rarely needed
+
+    # Ranks on other hosts do not run any more either, however new their recordings are.
+    autopsy = replace(examine(run, found), now=math.inf)
+    errors = [recording.error for recording in found if recording.error]
+    if autopsy.state != "failed" or not (errors or autopsy.first):
+        return None
+    ranks = {recording.header.rank: recording.header.host for recording in found}
+    hosts = tuple({ranks[rank] for rank in autopsy.first if rank in ranks})
+    named = ", ".join(f"rank {rank} on {ranks.get(rank, '?')}" for rank in autopsy.first)
+    what = f"{named}: {autopsy.cause}" if named else autopsy.cause
+    return EndCause(not errors, what, _BY, hosts)

@@ -125,9 +125,8 @@ class Launch:
         self._keeper.keep(None)
         after, steps = Evidence.of(self._notes.run_dir), self._notes.steps
         has_run = after.run is not None
-        verdict = judge(code, start.output, after.new_summary(before), run=has_run)
-        if verdict.fault is None:
-            verdict = after.of_recordings(before) or verdict
+        said = judge(code, start.output, after.new_summary(before), run=has_run)
+        verdict = after.judge(said, before)
         if steps is not None:
             self._step_at = steps.at
         # A run that comes to the same step each time does not get on, either.
