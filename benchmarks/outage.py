@@ -212,8 +212,9 @@ def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random
     run.until(lambda: run.said(r"launch: start \d+ trains", at))
     trains = time.time()
     starts = [came for came, _ in run.said(r"launch: start \d+ on ", at) if came < trains]
-    resumed = run.until(lambda: run.said(r"resumed after step (\d+)", starts[-1]))
-    done = int(resumed[-1][1][1])
+    began = r"resumed after step (\d+)|step +1/"  # a new run, without a whole step
+    resumed = run.until(lambda: run.said(began, starts[-1]))
+    done = int(resumed[0][1][1] or 0)
     report = run.said(r"mntrain: error: .*(lost|not answer)", at)
     looked = run.said(r"looking at hosts took ([\d.]+) s", at)
     restored = run.said(r"restored (step|the run's)", at)
@@ -244,6 +245,7 @@ def outages(text: str, folder: Path, chance: random.Random) -> dict[str, Any]:
         try:
             run.until(run.step)
             plain_s = time.time() - run.began
+            run.until(lambda: run.step() > EVERY)
             for number, loss in enumerate(LOSSES[text].split(), 1):
                 kind, moment = loss.split("/")
                 found.append(lose(run, kind, moment, plain_s, chance))
@@ -252,6 +254,7 @@ def outages(text: str, folder: Path, chance: random.Random) -> dict[str, Any]:
             run.process.wait(LIMIT_S)
         finally:
             run.process.terminate()
+            run.process.wait(LIMIT_S)
             (folder / "output").write_text("".join(line for _, line in run.lines))
     ours = losses_in(run.metrics)
     with Cluster((1,) * layout.nodes) as cluster:
