@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
 from mntrain.launch.hosts import Host
 from mntrain.recorder.launch_notes import VARIABLE
 
 LIMIT_S = 20.0  # for all hosts
-ENOUGH_S = 5.0  # after which hosts are not waited for if enough others have answered
+ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
@@ -34,6 +33,7 @@ for i in 1 2 3 4 5 6 7 8 9 10; do
     sleep 0.$i
 done
 """
+_LOOKING = "true"
 _REMOVING = 'rm -rf -- "$0"'
 _HERE = Host("localhost")
 
@@ -41,21 +41,24 @@ _HERE = Host("localhost")
 class Hosts:
     """A way to hosts. `agent` stands in place of ssh, if it is not empty.
 
+    `all` are the hosts, and `environment` that in which they are asked.
+
     Commands are sent by srun in an allocation of Slurm, by blaunch in one of LSF, by `flux exec`,
     and otherwise by ssh, as mpirun does; to this host by none of them.
     """
 
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
-        self._hosts, self._agent = hosts, agent
+        self.all, self._agent = hosts, agent
+        self._early: _Question | None = None
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
-        self._environment = {k: v for k, v in environment.items() if k != VARIABLE}
+        self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
         self._slurm = "SLURM_JOB_ID" in environment and not agent
         if self._slurm:  # the shape of the job's steps is not that of the question
             kept = ("SLURM_JOB_ID", "SLURM_CONF")
-            self._environment = {
+            self.environment = {
                 name: value
-                for name, value in self._environment.items()
+                for name, value in self.environment.items()
                 if not name.startswith("SLURM_") or name in kept
             }
 
@@ -67,71 +70,97 @@ class Hosts:
         if self._slurm:
             options = ["--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none"]
             return ["srun", *options, "--quiet", f"--nodelist={host.name}", *script_words]
-        if "LSB_JOBID" in self._environment and not self._agent:
+        if "LSB_JOBID" in self.environment and not self._agent:
             return ["blaunch", host.name, *script_words]
-        if "FLUX_JOB_ID" in self._environment and not self._agent:
-            return ["flux", "exec", "-n", f"--rank={self._hosts.index(host)}", *script_words]
+        if "FLUX_JOB_ID" in self.environment and not self._agent:
+            return ["flux", "exec", "-n", f"--rank={self.all.index(host)}", *script_words]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT_S:.0f}"]
         ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]
         return [*ssh, host.name, shlex.join(script_words)]
 
+    def begin(self) -> None:
+        """Begin to ask which hosts answer, for the next `free`. Returns at once."""
+        self._early = self._early or _Question(self, _LOOKING, "")
+
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.
 
-        With each the name that it has for itself. Takes LIMIT_S at most, or ENOUGH_S once `enough`
-        hosts have answered.
+        With each the name that it has for itself. Takes LIMIT_S at most. Once `enough` hosts have
+        answered, others are not waited for that have not since ENOUGH_S, from `begin` on.
         """
+        asked, early = _Question(self, _ENDING, folder), self._early
+
+        def over() -> bool:
+            now, answered = time.monotonic(), asked.found.keys()
+            expected = early.found.keys() if early else answered
+            silent_s = now - (early or asked).began
+            late = silent_s > ENOUGH_S and len(answered) > enough and expected <= answered
+            return late or asked.over
+
+        wait_until(over)
         found = {}
-        for host, output in self._ask(_ENDING, folder, enough).items():
+        for host, output in asked.end().items():
             for line in output.splitlines():
                 if line.startswith(_MARK):
                     found[host] = line.split()[-1]
-        return {host: found[host] for host in self._hosts if host in found}
+        if early:
+            early.end()
+        self._early = None
+        return {host: found[host] for host in self.all if host in found}
 
     def remove(self, folder: str) -> None:
         """Remove a folder on all hosts that answer. Takes LIMIT_S at most."""
-        self._ask(_REMOVING, folder, enough=1 + len(self._hosts))
+        asked = _Question(self, _REMOVING, folder)
+        wait_until(lambda: asked.over)
+        asked.end()
 
-    def _ask(self, script: str, argument: str, enough: int) -> dict[Host, str]:
-        """Run a script on all hosts and this one; return the output of those that answer."""
-        asked = [_HERE, *self._hosts]
-        began = time.monotonic()
-        pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
-        found: dict[Host, str] = {}
-        running: list[subprocess.Popen[str]] = []
 
-        def ask(host: Host) -> None:
-            with suppress(OSError):
-                done = subprocess.Popen(
-                    self.words(host, script, argument),
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    text=True,
-                )
-                running.append(done)
-                with suppress(subprocess.TimeoutExpired):
-                    out, _ = done.communicate(timeout=began + LIMIT_S - time.monotonic())
-                    if done.returncode == 0:
-                        found[host] = out
+class _Question:
+    """A script that runs on all hosts and this one, for LIMIT_S at most."""
 
-        asking = [pool.submit(partial(ask, host)) for host in asked]
+    def __init__(self, hosts: Hosts, script: str, argument: str) -> None:
+        asked = [_HERE, *hosts.all]
+        self.began = time.monotonic()
+        self.found: dict[Host, str] = {}  # the outputs so far
+        self._running: list[subprocess.Popen[str]] = []
+        self._pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
+        self._asking = [
+            self._pool.submit(self._ask, host, hosts.words(host, script, argument), hosts)
+            for host in asked
+        ]
 
-        def over() -> bool:
-            seconds = time.monotonic() - began
-            late = seconds > (ENOUGH_S if len(found) > enough else LIMIT_S)
-            return late or all(one.done() for one in asking)
+    @property
+    def over(self) -> bool:
+        """True if all have answered, or the time is over."""
+        late = time.monotonic() > self.began + LIMIT_S
+        return late or all(one.done() for one in self._asking)
 
-        wait_until(over)
-        answered = dict(found)
-        for one in running:
+    def end(self) -> dict[Host, str]:
+        """Ask no more; return the outputs of the hosts that have answered."""
+        answered = dict(self.found)
+        for one in [*self._running]:
             if one.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(one.pid, signal.SIGKILL)
-        pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         return answered
+
+    def _ask(self, host: Host, words: Sequence[str], hosts: Hosts) -> None:
+        with suppress(OSError):
+            done = subprocess.Popen(
+                words,
+                env=hosts.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                text=True,
+            )
+            self._running.append(done)
+            with suppress(subprocess.TimeoutExpired):
+                out, _ = done.communicate(timeout=self.began + LIMIT_S - time.monotonic())
+                if done.returncode == 0:
+                    self.found[host] = out
 
 
 def wait_until(over: Callable[[], bool]) -> None:

@@ -68,7 +68,7 @@ class Launch:
                     _say(f"not started again: {verdict.said}, which is no fault of a machine")
                 return code
             ended = time.monotonic()
-            free = self._answering.free(str(self._folder), enough=self._full)
+            free = self._answering.free(str(self._folder), enough=self._enough(verdict))
             self._names |= free
             silent = ", ".join(host.name for host in self._hosts if host not in free)
             if verdict.fault is None and not silent:
@@ -96,6 +96,13 @@ class Launch:
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
 
+    def _enough(self, verdict: EndCause) -> int:
+        """Return how many answers are enough: hosts that ranks call silent are not waited for."""
+        if not verdict.silent:
+            return self._full
+        left = len(self._command.hosts) - len(verdict.hosts)
+        return max(self._least, min(self._full, left))
+
     def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
         """Run the command once; return its exit code, the verdict, and whether it took a step."""
         self._number += 1
@@ -103,7 +110,7 @@ class Launch:
         if why:
             on = f" on {', '.join(host.name for host in self._hosts)}" if self._hosts else ""
             _say(f"start {number}{on}: {why}")
-        self._notes.begin_start()
+        self._notes.begin_start(number)
         environment = {**os.environ, VARIABLE: str(self._folder)}
         if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
             environment["SLURM_OVERLAP"] = "1"
@@ -114,6 +121,8 @@ class Launch:
 
         def look() -> None:
             nonlocal told
+            if start.lost:
+                self._answering.begin()
             if not told and self._notes.steps is not None:
                 told = True
                 since = self._step_at

@@ -19,7 +19,7 @@ _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 SIGNALS = (*_OF_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # After the ranks' report of a loss, for them to end as they do, and for the launcher, which may
 # wait for a node that is gone; then after SIGTERM.
-_ENDING_S, _TERMINATING_S = 6.0, 3.0
+_ENDING_S, _TERMINATING_S = 2.0, 1.0
 _LINES = 4000  # of the output that are kept
 _DRAIN_S = 2.0  # for output after the end, of which other processes may hold the pipe
 # Ends the last process group that it was told of when its input ends: with this process, in any
@@ -147,6 +147,11 @@ class Start:
         for thread in self._threads:
             thread.join(_DRAIN_S)
         return 128 - code if code < 0 else code
+
+    @property
+    def lost(self) -> bool:
+        """True once the ranks have reported the loss of a rank or node."""
+        return self._lost_at is not None
 
     @property
     def output(self) -> str:

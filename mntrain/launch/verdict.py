@@ -76,6 +76,11 @@ class EndCause:
     hosts: tuple[str, ...] = ()
 
     @property
+    def silent(self) -> bool:
+        """True if ranks have waited in vain for an answer of the hosts."""
+        return bool(self.fault) and bool(re.search(r"\bnot answer\b|\bno answer\b", self.what))
+
+    @property
     def said(self) -> str:
         """The reason in words, and whose they are."""
         what = re.split(r"\. Fix: |\[(?:proxy|mpiexec)\b", self.what)[0]  # mpirun's, in one line

@@ -91,8 +91,9 @@ def test_rank_0_notes_its_first_step_and_later_ones_once_a_second(tmp_path, monk
     assert abs(reader.steps.at - time.time()) < 60
     notes.use_run(tmp_path / "run")
     assert reader.run_dir == tmp_path / "run"
-    reader.begin_start()
-    assert reader.steps is None
+    assert notes.start == 0
+    reader.begin_start(2)
+    assert (reader.steps, notes.start) == (None, 2)
     gone = LaunchNotes(tmp_path / "gone")  # training goes on
     gone.take_step()
     gone.use_run(tmp_path)
