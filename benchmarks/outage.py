@@ -110,12 +110,13 @@ class Run:
                 self.hosts = [f"n{name.removeprefix('n')}" for name in names]
 
     def until(self, happened: Callable[[], Any]) -> Any:
-        """Wait until something is true, and return it; exits with the output if it does not."""
+        """Wait until something is true, and return it; prints the output and exits if it does not."""
         end = time.time() + LIMIT_S
         while not (found := happened()):
             if self.process.poll() is not None or time.time() > end:
                 text = "".join(f"{at - self.began:.1f} {line}" for at, line in self.lines)
-                sys.exit(f"{text}the run did not go on")
+                print(text, flush=True)
+                sys.exit("the run did not go on")
             time.sleep(_LOOK_S)
         return found
 
@@ -185,7 +186,7 @@ def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random
         step, began = run.step(), time.time()
         os.kill(chance.choice(run.ranks(chance.choice(run.hosts))), signal.SIGKILL)
         run.until(lambda: run.said(r"launch: start \d+ on ", began))
-        time.sleep(chance.uniform(0.1, 0.8) * plain_s)
+        time.sleep(chance.uniform(0.05, 0.5) * plain_s)
         host = chance.choice(run.hosts)
         run.until(lambda: kind not in ("rank", "processes") or run.ranks(host))
         caught = not run.said(r"start \d+ trains", began)

@@ -15,6 +15,8 @@ from mntrain.recorder.launch_notes import VARIABLE
 
 LIMIT_S = 20.0  # for all hosts
 ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
+SILENT_S = 15.0  # of a host before the first step, until it counts as lost
+_ASK_S = 5.0  # between two questions then
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
@@ -50,6 +52,7 @@ class Hosts:
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
         self.all, self._agent = hosts, agent
         self._early: _Question | None = None
+        self._regular: _Question | None = None
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
         self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
@@ -81,6 +84,26 @@ class Hosts:
     def begin(self) -> None:
         """Begin to ask which hosts answer, for the next `free`. Returns at once."""
         self._early = self._early or _Question(self, _LOOKING, "")
+
+    def silent(self, hosts: Sequence[Host]) -> list[Host]:
+        """Return those of some hosts that have not answered for SILENT_S. Called again and again.
+
+        Returns at once: a question is under way for most of the time.
+        """
+        now = time.monotonic()
+        asked = self._regular
+        if asked is None or (asked.over and now > asked.began + _ASK_S):
+            self.watch_no_more()
+            asked = self._regular = _Question(self, _LOOKING, "")
+        if now < asked.began + SILENT_S or _HERE not in asked.found:
+            return []
+        return [host for host in hosts if host not in asked.found]
+
+    def watch_no_more(self) -> None:
+        """End the question of `silent`."""
+        if self._regular is not None:
+            self._regular.end()
+        self._regular = None
 
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import SIGINT
 
-from mntrain.launch.answers import Hosts
+from mntrain.launch.answers import SILENT_S, Hosts
 from mntrain.launch.evidence import Evidence
 from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
@@ -96,6 +96,10 @@ class Launch:
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
 
+    def _known(self) -> list[Host]:
+        """Return the hosts of the present start that have answered before."""
+        return [host for host in self._hosts if host in self._names]
+
     def _enough(self, verdict: EndCause) -> int:
         """Return how many answers are enough: hosts that ranks call silent are not waited for."""
         if not verdict.silent:
@@ -117,25 +121,33 @@ class Launch:
         # It names itself before it begins, so that it ends with `launch` at any moment.
         start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
         self._signals.direct(start.process)
-        told = number == 1
+        told, lost = number == 1, EndCause(None, "")
 
         def look() -> None:
-            nonlocal told
+            nonlocal told, lost
             if start.lost:
                 self._answering.begin()
+            elif not told and (silent := self._answering.silent(self._known())):
+                # Ranks that have not met yet would notice much later.
+                names = tuple(host.name for host in silent)
+                what = f"before the first step, {', '.join(names)} did not answer"
+                lost = EndCause(True, f"{what} for {SILENT_S:.0f} s", "launch", names)
+                start.end()
             if not told and self._notes.steps is not None:
                 told = True
+                self._answering.watch_no_more()
                 since = self._step_at
-                lost = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
-                _say(f"start {number} trains{lost}")
+                idle = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
+                _say(f"start {number} trains{idle}")
 
         code = start.wait(look)
+        self._answering.watch_no_more()
         self._signals.direct(None)
         self._keeper.keep(None)
         after, steps = Evidence.of(self._notes.run_dir), self._notes.steps
         has_run = after.run is not None
         said = judge(code, start.output, after.new_summary(before), run=has_run)
-        verdict = after.judge(said, before)
+        verdict = lost if lost.fault else after.judge(said, before)
         if steps is not None:
             self._step_at = steps.at
         # A run that comes to the same step each time does not get on, either.

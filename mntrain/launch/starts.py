@@ -140,7 +140,7 @@ class Start:
                 break
             look()
             if self._lost_at is not None and time.monotonic() > self._lost_at + _ENDING_S:
-                self._end()
+                self.end()
         code = self.process.returncode
         if code:  # after a clean end, what a script has started may go on
             _send(self.process, signal.SIGKILL, group=True)
@@ -158,7 +158,8 @@ class Start:
         """The last lines that the command has printed, on either stream, as they came."""
         return "".join(self._lines)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the command. Takes some seconds."""
         _send(self.process, signal.SIGTERM, group=True)
         try:
             self.process.wait(_TERMINATING_S)

@@ -142,7 +142,6 @@ class LocalCheckpoints:
         self._interval.step_taken(disturbed=self._saver.saving)
         due = flags["local due"] > 0 or self._interval.due_after(progress.step)
         if self._saver.saving and flags["local ready"] >= self._world.size:
-            self._saver.copy_s = self._interval.copy_s
             self._advance()
             ended = True
         if due and self._saver.saving:
@@ -155,6 +154,7 @@ class LocalCheckpoints:
         spent = time.perf_counter() - start
         self._waited_s += spent
         self._interval.leaves(spent)
+        self._saver.copies.seconds = self._interval.copy_s
         return ended
 
     def end(self, *, removes: bool) -> None:

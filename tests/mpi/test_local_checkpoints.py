@@ -308,7 +308,7 @@ def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, cap
         assert ("No space left on device" in errors) == (COMM.rank == 0)
         # Without a copy, and whole while no node is lost; the room for the next one is free again.
         assert steps_of(folder) == ["step-00000002"]
-        address = run.checkpoints._local._saver._copies._address
+        address = run.checkpoints._local._saver.copies._address
         with socket.create_connection(address) as stranger:
             stranger.sendall(bytes(99))
         with pytest.raises(AuthenticationError):

@@ -21,6 +21,7 @@ import sys
 from mntrain.launch import answers, launch_command, starts
 starts._ENDING_S = starts._TERMINATING_S = 0.3
 answers.ENOUGH_S, answers.LIMIT_S = 1.0, 5.0
+answers.SILENT_S, answers._ASK_S = 1.5, 0.3
 sys.exit(launch_command.run(sys.argv[1:]))
 """
 
@@ -180,6 +181,40 @@ def test_a_host_that_does_not_answer_is_left_out_and_a_spare_one_taken(tmp_path)
     assert files == [["n1:2", "n2:2"], ["n1:2", "n3:2"]]
     assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
     assert err[1] == "mntrain: launch: not started again: exit code 255, and every host answers"
+
+
+def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(tmp_path):
+    """Ranks that have not met yet would notice much later."""
+    (tmp_path / "agent").write_text(AGENT.replace("[ $1 = n2 ] &&", "[ $1 = n3 -a -e cut ] &&"))
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2,n3:2"
+    script = f"""case $(wc -l <starts) in
+        0) {STEP} echo '{LOST}'; exit 1;;
+        1) echo >>starts; touch cut; sleep 1000;;
+        *) {STEP} tail -n 9 "$2";;
+    esac"""
+    (tmp_path / "starts").touch()
+    words = f"{hosts} -n 4 train.py"
+    code, out, err = end(launch(tmp_path, script, program="mpirun", words=words))
+    assert (code, out.splitlines()[1:]) == (0, ["n1:2", "n2:2"])
+    assert err[1].startswith(
+        "mntrain: launch: start 3 on n1, n2: no answer from n3; before the first step, n3 did not "
+        "answer for 15 s (says launch); looking at hosts took "
+    )
+
+
+def test_what_the_ranks_say_is_silent_is_not_waited_for_without_a_spare_host(tmp_path):
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2"
+    silent = LOST.replace("its process has ended without a word", "its node does not answer")
+    script = f'{STEP} [ $starts = 2 ] && exit; echo "{silent}"; exit 255'
+    words = f"{hosts} -n 4 train.py"
+    process = launch(tmp_path, script, "--nodes", "1:2", program="mpirun", words=words)
+    code, _, err = end(process)
+    looked = float(re.search(r"looking at hosts took ([\d.]+) s", err[-1])[1])
+    assert code == 0
+    assert 0.5 < looked < 4  # of 5 that others may take
 
 
 def test_too_few_hosts_are_left(tmp_path):
