@@ -110,7 +110,7 @@ class Run:
                 self.hosts = [f"n{name.removeprefix('n')}" for name in names]
 
     def until(self, happened: Callable[[], Any]) -> Any:
-        """Wait until something is true, and return it; prints the output and exits if it does not."""
+        """Wait until something is true, and return it; else print the output, and exit."""
         end = time.time() + LIMIT_S
         while not (found := happened()):
             if self.process.poll() is not None or time.time() > end:

@@ -82,11 +82,13 @@ def _crash_of(rank: int, found: Sequence[Recording]) -> EndCause | None:
 
 
 def _first_end(run: Path, found: Sequence[Recording]) -> EndCause | None:
-    """Return who stopped first. A machine is to blame if no rank has noted an error."""
+    """Return who stopped first, if any. A machine is to blame if no rank has noted an error."""
     from mntrain.recorder.autopsy import examine  # noqa: PLC0415 - rarely needed
 
     # Ranks on other hosts do not run any more either, however new their recordings are.
     autopsy = replace(examine(run, found), now=math.inf)
+    if autopsy.state == "ended well":  # a loop of one's own may write no summary
+        return EndCause(False, "all ranks have ended well", _BY)
     errors = [recording.error for recording in found if recording.error]
     if autopsy.state != "failed" or not (errors or autopsy.first):
         return None

@@ -1,7 +1,9 @@
 """`mntrain launch` on one machine: a rank of a job, or of a script for DDP, is killed."""
 
+import json
 import os
 import sys
+from itertools import pairwise
 
 import pytest
 from job import job_words, losses, summary
@@ -9,9 +11,22 @@ from launch import in_own_group, mpirun_words
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
-# Saves in each step; in the fourth step of the first start, rank 1 is killed.
-DDP = """
-import os, pathlib, signal, torch
+# Kills rank 1 once; and notes the losses of the run by step.
+BEGIN = """
+import json, os, pathlib, signal, torch
+
+def lose(rank, step, last):
+    if os.environ["LOSE"] == "1" and rank == 1 and step == last and not os.path.exists("killed"):
+        open("killed", "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def note(rank, step, loss):
+    if rank == 0:
+        with open("losses", "a") as file:
+            print(json.dumps([step, loss]), file=file)
+"""
+# Saves in each step.
+DDP = f"""{BEGIN}
 import torch.distributed as dist
 import mntrain.torch_backend
 
@@ -25,20 +40,46 @@ if state.exists():
     done, weights, moments = torch.load(state)
     model.module.load_state_dict(weights)
     optimizer.load_state_dict(moments)
-for step in range(done, 8):
+for step in range(done + 1, 9):
     torch.manual_seed(100 * step + rank)
-    model(torch.randn(2, 4)).square().mean().backward()
+    loss = model(torch.randn(2, 4)).square().mean()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    dist.all_reduce(loss.detach())
+    note(rank, step, loss.item())
     if rank == 0:
-        torch.save((step + 1, model.module.state_dict(), optimizer.state_dict()), "new.pt")
+        torch.save((step, model.module.state_dict(), optimizer.state_dict()), "new.pt")
         os.replace("new.pt", state)
     dist.barrier()
-    if os.environ["LOSE"] == "1" and not done and step == 3 and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-if rank == 0:
-    print([value.tolist() for value in model.module.parameters()], flush=True)
+    lose(rank, step, 4)
 dist.destroy_process_group()
+"""
+# Saves in the memory of two virtual nodes alone.
+OWN_LOOP = f"""{BEGIN}
+import time
+import mntrain
+
+with mntrain.init(device="cpu", ranks_per_node=1) as world:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = world.optimizer(model, torch.optim.AdamW, lr=0.1, stage=1)
+    checkpoints = world.checkpoints(
+        "run", model=model, optimizer=optimizer, every=0, local=os.path.abspath("memory"),
+        local_every=2,
+    )
+    with checkpoints:
+        done = checkpoints.restore()
+        for step in range(done + 1, 21):
+            torch.manual_seed(100 * step + world.rank)
+            loss = model(torch.randn(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            note(world.rank, step, world.mean(loss.item()))
+            checkpoints.save(step)
+            time.sleep(0.05)
+            lose(world.rank, step, 15)
 """
 TASK = """
 import os, signal
@@ -83,13 +124,26 @@ def test_a_job_on_virtual_nodes_whose_rank_is_killed_ends_as_an_undisturbed_one(
     assert found[0] == found[1]
 
 
-@pytest.mark.exhaustive
-def test_a_script_for_ddp_with_checkpoints_of_its_own_goes_on(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "last"), [pytest.param(DDP, 8, id="DDP"), pytest.param(OWN_LOOP, 20, id="own loop")]
+)
+def test_a_script_that_saves_by_itself_goes_on_with_the_losses_of_an_undisturbed_one(
+    tmp_path, script, last
+):
     found = []
     for lose in (True, False):
         folder = tmp_path / f"lose {lose}"
         folder.mkdir()
-        (folder / "train.py").write_text(DDP)
-        found.append(run(folder, [sys.executable, "train.py"], lose=lose).splitlines()[-1])
+        (folder / "train.py").write_text(script)
+        out = run(folder, [sys.executable, "train.py"], lose=lose)
+        noted = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
+        begins = [
+            step for step, after in pairwise([0, *(step for step, _ in noted)]) if after <= step
+        ]
+        assert noted[0][0] == 1
+        assert len(begins) == (lose and script is OWN_LOOP), noted  # DDP saves each step
+        assert ("restored step" in out) == (lose and script is OWN_LOOP)
+        found.append(dict(noted))
     assert found[0] == found[1]
-    assert found[0].startswith("[[[")
+    assert sorted(found[0]) == list(range(1, last + 1))
+    assert not list(tmp_path.glob("*/memory/*"))

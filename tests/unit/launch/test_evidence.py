@@ -31,6 +31,9 @@ if end == "raise" and rank == 1:
     recorder.error_raised(KeyError("a bug"))
 if rank == 0:
     recorder.peer_ended(1)
+if end == "close":
+    recorder.close()
+    sys.exit()
 os.kill(os.getpid(), getattr(signal, end) if rank == 1 and end[:3] == "SIG" else signal.SIGKILL)
 """
 NOBODY = EndCause(None, "exit code 1")
@@ -54,6 +57,11 @@ def test_recordings_tell_a_rank_that_was_killed_from_one_that_raised(tmp_path, e
     assert f"rank 1 on {os.uname().nodename}: " in verdict.what
     assert after.judge(NOBODY, after) is NOBODY  # of an earlier start
     assert Evidence.of(None).judge(NOBODY, before) is NOBODY
+
+
+def test_ranks_that_have_closed_their_recordings_have_ended_well(tmp_path):
+    before, after = end_of_ranks(tmp_path, "close")
+    assert after.judge(NOBODY, before).fault is False
 
 
 @pytest.mark.parametrize(
