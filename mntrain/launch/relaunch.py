@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT
 
@@ -148,6 +149,8 @@ class Launch:
         has_run = after.run is not None
         said = judge(code, start.output, after.new_summary(before), run=has_run)
         verdict = lost if lost.fault else after.judge(said, before)
+        if verdict.fault is False and verdict.what.partition(" with ")[0] in start.output:
+            verdict = replace(verdict, what="the error above")
         if steps is not None:
             self._step_at = steps.at
         # A run that comes to the same step each time does not get on, either.

@@ -132,6 +132,8 @@ def test_errors_end_with_the_commands_exit_code_and_one_sentence(tmp_path, repor
     assert (returned, len(err)) == (code, 2)
     assert err[-1].startswith("mntrain: launch: not started again: ")
     assert err[-1].endswith("which is no fault of a machine")
+    said = report.removeprefix("mntrain: ").removeprefix("error: ").rstrip(":")
+    assert not report or "\n".join(err).count(said) == 1
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
@@ -243,6 +245,7 @@ def test_too_few_hosts_are_left(tmp_path):
         ("--nodes 3:2 -- true", "--nodes 3:2: give MIN:MAX, such as 7:8"),
         ("--nodes 7:8 -- mpirun -hosts a,b -n 2 x", "--nodes 7:8: there are 2 hosts to use"),
         ("-- mpirun -f missing -n 2 x", "missing"),
+        ("-- mpirun -np 2 true : -np 2 true", "mpirun is to start several programs, separated"),
         ("-- no-such-program", "no-such-program"),
     ],
 )
