@@ -22,12 +22,14 @@ _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
 # on this host, too; containers of other process ids see to their own. Stopped ones die of SIGKILL.
 # What waits for a file server does not, and such a host does not count as answering.
-_ENDING = f"""
+_IDS = f"""
 ids() {{
     grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
         [ "$(readlink /proc/$id/ns/pid)" != "$(readlink /proc/self/ns/pid)" ] || echo $id
     done
 }}
+"""
+_ENDING = f"""{_IDS}
 for i in 1 2 3 4 5 6 7 8 9 10; do
     left=$(ids)
     [ "$left" ] || {{ echo {_MARK} "$(uname -n)"; exit; }}
@@ -35,7 +37,12 @@ for i in 1 2 3 4 5 6 7 8 9 10; do
     sleep 0.$i
 done
 """
-_LOOKING = "true"
+# A host whose processes are stopped does not answer either.
+_LOOKING = f"""{_IDS}
+for id in $(ids); do
+    ! grep -qs '^State:.T (stopped)' /proc/$id/status || exit 1
+done
+"""
 _REMOVING = 'rm -rf -- "$0"'
 _HERE = Host("localhost")
 
@@ -81,20 +88,21 @@ class Hosts:
         ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]
         return [*ssh, host.name, shlex.join(script_words)]
 
-    def begin(self) -> None:
+    def begin(self, folder: str) -> None:
         """Begin to ask which hosts answer, for the next `free`. Returns at once."""
-        self._early = self._early or _Question(self, _LOOKING, "")
+        self._early = self._early or _Question(self, _LOOKING, folder)
 
-    def silent(self, hosts: Sequence[Host]) -> list[Host]:
+    def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
         """Return those of some hosts that have not answered for SILENT_S. Called again and again.
 
+        Nor does a host answer on which processes of the launch with a folder are stopped.
         Returns at once: a question is under way for most of the time.
         """
         now = time.monotonic()
         asked = self._regular
         if asked is None or (asked.over and now > asked.began + _ASK_S):
             self.watch_no_more()
-            asked = self._regular = _Question(self, _LOOKING, "")
+            asked = self._regular = _Question(self, _LOOKING, folder)
         if now < asked.began + SILENT_S or _HERE not in asked.found:
             return []
         return [host for host in hosts if host not in asked.found]

@@ -105,8 +105,7 @@ class Launch:
         """Return how many answers are enough: hosts that ranks call silent are not waited for."""
         if not verdict.silent:
             return self._full
-        left = len(self._command.hosts) - len(verdict.hosts)
-        return max(self._least, min(self._full, left))
+        return max(self._least, len(self._hosts) - len(verdict.hosts))
 
     def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
         """Run the command once; return its exit code, the verdict, and whether it took a step."""
@@ -127,8 +126,8 @@ class Launch:
         def look() -> None:
             nonlocal told, lost
             if start.lost:
-                self._answering.begin()
-            elif not told and (silent := self._answering.silent(self._known())):
+                self._answering.begin(str(self._folder))
+            elif not told and (silent := self._answering.silent(str(self._folder), self._known())):
                 # Ranks that have not met yet would notice much later.
                 names = tuple(host.name for host in silent)
                 what = f"before the first step, {', '.join(names)} did not answer"

@@ -19,6 +19,7 @@ from mntrain.ranks import Ranks
 SHARE = 0.01  # of the time of training, that `auto` may cost
 _FIRST_AFTER = 5  # undisturbed steps, whose time is known then
 _STEPS = 64  # of which the time is kept
+_OTHER_BYTES = 64 << 10  # of a rank, beside tensors: random generators, headers, the manifest
 _COPY_S = 30.0  # most seconds in which a copy is to be sent
 
 
@@ -246,7 +247,7 @@ def _own_bytes(world: Ranks, saver: LocalSaver) -> int:
     state = memory.master + memory.state
     if not optimizer.sharded:
         state //= world.size
-    return int(model // world.size + state)
+    return int(model // world.size + state) + _OTHER_BYTES
 
 
 def _used_bytes(folder: Path) -> int:

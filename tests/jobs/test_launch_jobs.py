@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -81,6 +83,24 @@ with mntrain.init(device="cpu", ranks_per_node=1) as world:
             time.sleep(0.05)
             lose(world.rank, step, 15)
 """
+# In its first start, the nodes' memory is full for a while, and rank 1 is stopped for a while.
+TROUBLED = OWN_LOOP.replace(
+    "            lose(",
+    """            pids, filler = world.gather(os.getpid()), pathlib.Path("memory/filler")
+            if not done and world.rank == 0:
+                if step == 3:
+                    with contextlib.suppress(OSError), filler.open("wb", 0) as file:
+                        while file.write(bytes(512)):
+                            pass
+                if step == 9:
+                    filler.unlink()
+                if step == 12:
+                    stop = f"kill -STOP {pids[1]}; sleep 2; kill -CONT {pids[1]}"
+                    subprocess.Popen(["sh", "-c", stop])
+            lose(""",
+).replace("import time\n", "import contextlib, subprocess, time\n")
+SMALL_MEMORY = """mkdir memory && chmod 700 memory
+mount -t tmpfs -o size=4m,mode=700 none memory && exec "$@" """
 TASK = """
 import os, signal
 from mntrain.tasks.lm import LanguageModel
@@ -98,9 +118,11 @@ class Killed(LanguageModel):
 """
 
 
-def run(folder, command, *, lose):
+def run(folder, command, *, lose, small_memory=False):
     """Run a command on two ranks, under launch if one is to be lost; return its output."""
     begin = [sys.executable, "-m", "mntrain", "launch", "--"] if lose else []
+    if small_memory:
+        begin = ["unshare", "--mount", "sh", "-c", SMALL_MEMORY, "sh", *begin]
     words = [*begin, *mpirun_words(2), *command]
     settings = {"LOSE": str(int(lose)), "PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
     with in_own_group(words, folder, env=settings) as process:
@@ -108,7 +130,30 @@ def run(folder, command, *, lose):
     assert process.returncode == 0, out + err
     said = [line for line in err.splitlines() if line.startswith("mntrain: launch: ")]
     assert [line.split()[2:4] for line in said] == [["start", "2:"], ["start", "2"]] * lose, err
-    return out
+    return out + err
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the losses of a script by step without the loss of a rank."""
+
+    @cache
+    def of(script):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        (folder / "train.py").write_text(script)
+        run(folder, [sys.executable, "train.py"], lose=False)
+        return losses_of(folder)[0]
+
+    return of
+
+
+def losses_of(folder):
+    """Return the losses by step, the last of each, and how often a start went back."""
+    noted = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
+    assert noted[0][0] == 1
+    assert not list(folder.glob("memory/*"))  # after a clean end
+    steps = [step for step, _ in noted]
+    return dict(noted), sum(after <= before for before, after in pairwise(steps))
 
 
 def test_a_job_on_virtual_nodes_whose_rank_is_killed_ends_as_an_undisturbed_one(tmp_path):
@@ -124,26 +169,29 @@ def test_a_job_on_virtual_nodes_whose_rank_is_killed_ends_as_an_undisturbed_one(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("script", "last"), [pytest.param(DDP, 8, id="DDP"), pytest.param(OWN_LOOP, 20, id="own loop")]
-)
-def test_a_script_that_saves_by_itself_goes_on_with_the_losses_of_an_undisturbed_one(
-    tmp_path, script, last
+def test_a_script_for_ddp_that_saves_by_itself_goes_on_as_an_undisturbed_one(tmp_path, undisturbed):
+    (tmp_path / "train.py").write_text(DDP)
+    run(tmp_path, [sys.executable, "train.py"], lose=True)
+    found, again = losses_of(tmp_path)
+    assert sorted(found) == list(range(1, 9))
+    assert again == 0  # it saves in each step
+    assert found == undisturbed(DDP)
+
+
+@pytest.mark.parametrize("trouble", [False, True])
+def test_an_own_loop_goes_on_from_the_nodes_memory_as_an_undisturbed_one(
+    tmp_path, undisturbed, trouble
 ):
-    found = []
-    for lose in (True, False):
-        folder = tmp_path / f"lose {lose}"
-        folder.mkdir()
-        (folder / "train.py").write_text(script)
-        out = run(folder, [sys.executable, "train.py"], lose=lose)
-        noted = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
-        begins = [
-            step for step, after in pairwise([0, *(step for step, _ in noted)]) if after <= step
-        ]
-        assert noted[0][0] == 1
-        assert len(begins) == (lose and script is OWN_LOOP), noted  # DDP saves each step
-        assert ("restored step" in out) == (lose and script is OWN_LOOP)
-        found.append(dict(noted))
-    assert found[0] == found[1]
-    assert sorted(found[0]) == list(range(1, last + 1))
-    assert not list(tmp_path.glob("*/memory/*"))
+    """Also where the memory was full for a while, and a partner was stopped."""
+    if trouble and os.geteuid():
+        pytest.skip("needs root to mount a file system")
+    (tmp_path / "train.py").write_text(TROUBLED if trouble else OWN_LOOP)
+    out = run(tmp_path, [sys.executable, "train.py"], lose=True, small_memory=trouble)
+    (step,) = re.findall(r"restored step (\d+) in the nodes' memory", out)
+    assert 10 <= int(step) <= 14
+    warned = "warning: in the nodes' memory, "
+    assert out.count(warned) == trouble, out
+    assert ("No space left on device" in out) == trouble
+    found, again = losses_of(tmp_path)
+    assert (sorted(found), again) == (list(range(1, 21)), 1)
+    assert found == undisturbed(OWN_LOOP)
