@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from mntrain.launch.hosts import Host
+from mntrain.launch.hosts import Host, in_flux
 from mntrain.recorder.launch_notes import VARIABLE
 
 LIMIT_S = 20.0  # for all hosts
@@ -53,7 +53,8 @@ class Hosts:
     `all` are the hosts, and `environment` that in which they are asked.
 
     Commands are sent by srun in an allocation of Slurm, by blaunch in one of LSF, by `flux exec`,
-    and otherwise by ssh, as mpirun does; to this host by none of them.
+    and otherwise by ssh, as mpirun does; to this host by none of them. ssh gives the command to a
+    shell, and so would blaunch without -no-shell (man ssh, blaunch, flux-exec).
     """
 
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
@@ -81,8 +82,8 @@ class Hosts:
             options = ["--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none"]
             return ["srun", *options, "--quiet", f"--nodelist={host.name}", *script_words]
         if "LSB_JOBID" in self.environment and not self._agent:
-            return ["blaunch", host.name, *script_words]
-        if "FLUX_JOB_ID" in self.environment and not self._agent:
+            return ["blaunch", "-no-shell", host.name, *script_words]
+        if in_flux(self.environment) and not self._agent:
             return ["flux", "exec", "-n", f"--rank={self.all.index(host)}", *script_words]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT_S:.0f}"]
         ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]

@@ -1,5 +1,6 @@
 """Starts of commands that stand for launchers: shell scripts, without ranks."""
 
+import os
 import re
 import shlex
 import signal
@@ -183,6 +184,49 @@ def test_a_host_that_does_not_answer_is_left_out_and_a_spare_one_taken(tmp_path)
     assert files == [["n1:2", "n2:2"], ["n1:2", "n3:2"]]
     assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
     assert err[1] == "mntrain: launch: not started again: exit code 255, and every host answers"
+
+
+# By kind: the program that reaches hosts, as it takes its arguments, and the allocation.
+PROBES = {
+    "ssh": ("ssh", 'while [ "$1" = -o ]; do shift 2; done; host=$1; shift; set -- sh -c "$*"', ""),
+    "PBS": (
+        "ssh",
+        'while [ "$1" = -o ]; do shift 2; done; host=$1; shift; set -- sh -c "$*"',
+        "PBS_NODEFILE",
+    ),
+    "LSF": (
+        "blaunch",
+        '[ "$1" = -no-shell ] || exit 1; host=$2; shift 2',
+        "LSB_DJOB_HOSTFILE",
+    ),
+    "Flux": (
+        "flux",
+        """[ "$*" = "hostlist --expand instance" ] && { echo n1 n2 n3; exit; }
+        [ "$1 $2" = "exec -n" ] || exit 1; host=n$((${3#--rank=} + 1)); shift 3""",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_hosts_of_each_kind_are_asked_in_its_way(tmp_path, monkeypatch, kind):
+    program, arguments, variable = PROBES[kind]
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / program
+    fake.write_text(f'#!/bin/sh\n{arguments}\n[ $host = n2 ] && sleep 1000\nexec "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\nn3\nn3\n")
+    if variable:
+        monkeypatch.setenv(variable, str(tmp_path / "nodes"))
+    monkeypatch.setenv({"LSF": "LSB_JOBID", "Flux": "FLUX_URI"}.get(kind, "UNUSED"), "7")
+    given = "-hosts n1:2,n2:2,n3:2" if kind == "ssh" else ""
+    script = f'{STEP} tail -n 9 "$2"; [ $starts = 2 ] || exit 255'
+    words = f"{given} -n 4 train.py"
+    code, out, err = end(launch(tmp_path, script, "--spares", "1", program="mpirun", words=words))
+    assert code == 0, err
+    assert out.split() == ["n1:2", "n2:2", "n1:2", "n3:2"]
+    assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
 
 
 def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(tmp_path):
