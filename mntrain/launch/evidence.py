@@ -57,9 +57,10 @@ class Evidence:
         Recordings count if there are others than `before`.
         """
         lost = re.search(rf"rank (\d+) on [^\n]*{WORDLESS}", said.what)
+        unsure = lost or (said.fault and said.by == "mpirun")
         if self.run is None or self.recorded == before.recorded:
             return said
-        if said.fault is not None and not lost:
+        if said.fault is not None and not unsure:
             return said
         from mntrain.recorder.autopsy import find_recordings  # noqa: PLC0415 - rarely needed
 
@@ -67,16 +68,21 @@ class Evidence:
             found, _ = find_recordings(self.run)
         except ValueError:
             return said
-        if lost:
-            return _crash_of(int(lost[1]), found) or said
+        if unsure:
+            return _crash_of(int(lost[1]) if lost else None, found) or said
         return _first_end(self.run, found) or said
 
 
-def _crash_of(rank: int, found: Sequence[Recording]) -> EndCause | None:
-    """Return that a rank has crashed by itself, if it has. SIGBUS comes of memory that fails."""
+def _crash_of(rank: int | None, found: Sequence[Recording]) -> EndCause | None:
+    """Return that a rank, or any, has crashed by itself, if it has.
+
+    SIGBUS comes of memory that fails; and others may abort when MPI has lost a rank.
+    """
+    others = {"Bus error"} if rank is not None else {"Bus error", "Aborted"}
     for header, error in ((one.header, one.error) for one in found):
-        if error and error.kind == Kind.CRASH and error.text != "Bus error" and header.rank == rank:
-            what = f"rank {rank} on {header.host}: native code crashed: {error.text}"
+        crashed = error and error.kind == Kind.CRASH and error.text not in others
+        if error and crashed and rank in (None, header.rank):
+            what = f"rank {header.rank} on {header.host}: native code crashed: {error.text}"
             return EndCause(False, what, _BY, (header.host,))
     return None
 

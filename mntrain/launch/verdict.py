@@ -43,6 +43,12 @@ _LAUNCHERS = (
     ("mpirun", True, rf"{_BANNER}(?P<what>(?:Killed|Bus error) \(signal \d+\))"),
     # Not signal 15, with which mpirun itself ends the other ranks.
     ("mpirun", False, rf"{_BANNER}(?P<what>(?!Terminated)[^\n]*)"),
+    # In place of the signal if mpirun's daemons end before they tell: mostly, but not always 9.
+    (
+        "mpirun",
+        True,
+        r"RUNNING AT (?P<host>\S+)\n=   (?P<what>EXIT CODE: 9)\n(?![\s\S]*EXIT STRING)",
+    ),
     ("mpirun", True, r"control_cb [^\n]*assert \(!closed\) failed"),
     ("mpirun", True, r"has lost communication with a remote daemon"),
     ("mpirun", True, rf"{_ON_NODE}[79]\b"),

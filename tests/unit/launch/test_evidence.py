@@ -73,6 +73,8 @@ def test_a_rank_that_others_have_seen_end_may_have_crashed_by_itself(tmp_path, e
     assert after.judge(LOST, before).fault == fault
     other = EndCause(True, LOST.what.replace("rank 1 on n2", "rank 0 on n1"))
     assert after.judge(other, before) is other
+    unsure = EndCause(True, "a rank on n2 ended: EXIT CODE: 9", "mpirun")
+    assert after.judge(unsure, before).fault == (end != "SIGSEGV")
 
 
 def test_a_summary_counts_if_it_is_another_one_and_the_last_step_is_that_of_the_run(tmp_path):

@@ -36,6 +36,7 @@ STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
         (f"mntrain: error: caught by the script\n{LOST}", "the ranks", ("n2",)),
         (HYDRA.format("Killed (signal 9)"), "mpirun", ("n3",)),
         (HYDRA.format("Bus error (signal 7)"), "mpirun", ("n3",)),
+        (HYDRA.rpartition("YOUR APP")[0], "mpirun", ("n3",)),  # its daemons have ended too early
         (PRTE.format("9 (Killed)"), "mpirun", ("n3",)),
         (f"{OF_MPI}{PRTE.format('9 (Killed)')}", "mpirun", ("n3",)),
         ("PRTE has lost communication with a remote daemon.", "mpirun", ()),
