@@ -61,6 +61,7 @@ class Hosts:
         self.all, self._agent = hosts, agent
         self._early: _Question | None = None
         self._regular: _Question | None = None
+        self._heard: dict[Host, float] = {}  # when the last question began that a host answered
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
         self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
@@ -99,20 +100,25 @@ class Hosts:
         Nor does a host answer on which processes of the launch with a folder are stopped.
         Returns at once: a question is under way for most of the time.
         """
-        now = time.monotonic()
-        asked = self._regular
+        now, asked = time.monotonic(), self._regular
         if asked is None or (asked.over and now > asked.began + _ASK_S):
-            self.watch_no_more()
+            if asked is not None:
+                asked.end()
             asked = self._regular = _Question(self, _LOOKING, folder)
-        if now < asked.began + SILENT_S or _HERE not in asked.found:
+        for host in (*hosts, *asked.found):
+            if host in asked.found or host not in self._heard:
+                self._heard[host] = asked.began
+        if _HERE not in asked.found:
             return []
-        return [host for host in hosts if host not in asked.found]
+        late = [host for host in hosts if now > self._heard[host] + SILENT_S]
+        return [host for host in late if host not in asked.found]
 
     def watch_no_more(self) -> None:
         """End the question of `silent`."""
         if self._regular is not None:
             self._regular.end()
         self._regular = None
+        self._heard.clear()
 
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.

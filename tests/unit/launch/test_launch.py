@@ -229,9 +229,11 @@ def test_hosts_of_each_kind_are_asked_in_its_way(tmp_path, monkeypatch, kind):
     assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
 
 
-def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(tmp_path):
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(tmp_path, refuses):
     """Ranks that have not met yet would notice much later."""
-    (tmp_path / "agent").write_text(AGENT.replace("[ $1 = n2 ] &&", "[ $1 = n3 -a -e cut ] &&"))
+    agent = AGENT.replace("[ $1 = n2 ] &&", "[ $1 = n3 -a -e cut ] &&")
+    (tmp_path / "agent").write_text(agent.replace("sleep 1000", "exit 255") if refuses else agent)
     (tmp_path / "agent").chmod(0o755)
     hosts = "-launcher-exec ./agent -hosts n1:2,n2:2,n3:2"
     script = f"""case $(wc -l <starts) in
