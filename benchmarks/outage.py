@@ -1,16 +1,18 @@
-"""Lose nodes of a run that `mntrain launch` started, and measure what each loss costs.
+"""Lose nodes of runs that `mntrain launch` started, and measure what each loss costs.
 
-    python benchmarks/outage.py [--losses 12] [--seed 0]
+    python benchmarks/outage.py [--runs 2+1 4+1 3+0 8+0]
 
-On three emulated nodes of two ranks, of which one is spare, a job saves every few steps. A loss is
-one of these, in turn, at a random instant: a rank is killed (SIGKILL), all processes of a node are
-stopped (SIGSTOP), its network is cut, or it ends. The run is not started anew in between: what was
-stopped or cut comes back, and a node that ended ends the run's losses. At the end the losses of all
-steps are compared with those of a run without an outage. Writes docs/results/outage.md; figures
-with another MPI library, from an earlier call, stay in it.
+A run 4+1 is a job on four emulated nodes of one rank, beside one that is spare; without a spare, it
+goes on with fewer nodes and ranks. It saves in the nodes' memory every few steps, and at times in
+the run directory. Nodes are lost one after the other, in several ways and at chosen moments, which
+are seen from outside: in files that are not complete yet, and lines of output. The run is not
+started anew in between: what was stopped or cut comes back. At the end, the losses of all steps are
+compared with those of a run without an outage. Adds to docs/results/outage.md; runs with another
+MPI library, or other runs, from calls before or at the same time, stay in it.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -24,32 +26,75 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from emulated import Cluster, is_open_mpi
 from results import DOCS, facts, heading, spread, table, write
 
-KINDS = ("rank killed", "node stopped", "network cut", "node ended")
-EVERY, STEPS, TIMEOUT_S = 5, 100_000, 40
-JOB = ["-m", "mntrain", "--model.layers", "2", "--model.width", "64", "--model.context", "32"]
-JOB += ["--device", "cpu", "--train.steps", str(STEPS), "--train.batch-size", "8"]
+# Each kind at each moment once. A node that has ended does not come back.
+LOSSES = {
+    "2+1": "rank/any stop/save cut/copy processes/restart cut/local end/any",
+    "4+1": "cut/restart rank/copy processes/save stop/local rank/restart end/save",
+    "3+0": "processes/copy cut/any rank/local stop/restart end/copy",
+    "8+0": "rank/save processes/any stop/copy end/local cut/save processes/local stop/any "
+    "end/restart",
+}
+KINDS = {
+    "rank": "a rank is killed",
+    "processes": "all ranks of a node are killed",
+    "stop": "a node is stopped",
+    "cut": "a node's network is cut",
+    "end": "a node ends",
+}
+MOMENTS = {
+    "any": "at any time",
+    "save": "while a checkpoint is written to the run directory",
+    "local": "while one is written in the nodes' memory",
+    "copy": "while its copies are sent",
+    "restart": "while the job starts again after a loss",
+}
+LOCAL_EVERY, EVERY, STEPS, TIMEOUT_S = 6, 20, 100_000, 40
+LOCAL = "dev/shm/mntrain-outage"
+JOB = ["-u", "-m", "mntrain", "--model.layers", "2", "--model.width", "64", "--model.context", "32"]
+JOB += ["--device", "cpu", "--train.steps", str(STEPS), "--train.batch-size", "24"]
 JOB += ["--train.eval-every", "0", "--zero.stage", "1", "--checkpoint.every", str(EVERY)]
+JOB += ["--checkpoint.local", f"/{LOCAL}", "--checkpoint.local-every", str(LOCAL_EVERY)]
 JOB += ["--comm.timeout", str(TIMEOUT_S), "--comm.warn-after", "10"]
-LIMIT_S = 240.0  # for one loss
+LIMIT_S = 400.0  # for one loss
+_LOOK_S = 0.002
+
+
+class Layout(NamedTuple):
+    """The number of nodes that a run uses, each with one rank, and of those that are spare."""
+
+    nodes: int
+    spares: int
+
+    @classmethod
+    def of(cls, text: str) -> "Layout":
+        """Parse 4+1."""
+        return cls(*map(int, text.split("+")))
+
+    @property
+    def options(self) -> list[str]:
+        """The options of launch."""
+        return ["--spares", "1"] if self.spares else ["--nodes", f"1:{self.nodes}"]
 
 
 class Run:
     """A run under launch on emulated nodes, and the times of its lines."""
 
-    def __init__(self, cluster: Any, folder: Path) -> None:
-        self.cluster, self.metrics = cluster, folder / "run" / "metrics.jsonl"
+    def __init__(self, cluster: Any, folder: Path, layout: Layout) -> None:
+        self.cluster, self.folder = cluster, folder / "run"
+        self.metrics = self.folder / "metrics.jsonl"
         command, environment = cluster.mpirun(
-            [sys.executable, *JOB, "--run.dir", str(folder / "run")], env={"OMP_NUM_THREADS": "1"}
+            [sys.executable, *JOB, "--run.dir", str(self.folder)], env={"OMP_NUM_THREADS": "1"}
         )
-        command[command.index("-n") + 1] = "4"
-        launch = [sys.executable, "-m", "mntrain", "launch", "--", *command]
+        command[command.index("-n") + 1] = str(layout.nodes)
+        launch = [sys.executable, "-m", "mntrain", "launch", *layout.options, "--", *command]
         self.lines: list[tuple[float, str]] = []
+        self.hosts = list(cluster.hosts[: layout.nodes])  # of the present start
         self.began = time.time()
         self.process = subprocess.Popen(
             launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -60,37 +105,63 @@ class Run:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.time(), line))
+            if found := re.search(r"launch: start \d+ on ([^:]*):", line):  # names, or addresses
+                names = [name.rpartition(".")[2] for name in found[1].split(", ")]
+                self.hosts = [f"n{name.removeprefix('n')}" for name in names]
 
     def until(self, happened: Callable[[], Any]) -> Any:
-        """Wait until something is true, and return it; exits with the output if it does not."""
+        """Wait until something is true, and return it; else print the output, and exit."""
         end = time.time() + LIMIT_S
         while not (found := happened()):
             if self.process.poll() is not None or time.time() > end:
-                sys.exit("".join(line for _, line in self.lines) + "the run did not go on")
-            time.sleep(0.02)
+                text = "".join(f"{at - self.began:.1f} {line}" for at, line in self.lines)
+                print(text, flush=True)
+                sys.exit("the run did not go on")
+            time.sleep(_LOOK_S)
         return found
 
-    def said(self, pattern: str, since: float) -> tuple[float, "re.Match[str]"] | None:
-        """Return the first line since a time that has a pattern, and when it came."""
-        for at, line in list(self.lines):
-            if at >= since and (found := re.search(pattern, line)):
-                return at, found
-        return None
+    def said(self, pattern: str, since: float) -> list[tuple[float, "re.Match[str]"]]:
+        """Return the lines since a time that have a pattern, and when they came."""
+        found = [(at, re.search(pattern, line)) for at, line in list(self.lines) if at >= since]
+        return [(at, one) for at, one in found if one]
 
     def step(self) -> int:
         """Return the last step of metrics.jsonl."""
         return max(losses_in(self.metrics), default=0)
 
-    def ranks(self) -> list[int]:
-        """Return the processes of the ranks."""
-        word = f"--run.dir\0{self.metrics.parent}\0".encode()
+    def ranks(self, host: str) -> list[int]:
+        """Return the processes of the ranks on a node."""
+        word = f"--run.dir\0{self.folder}\0".encode()
+        own = os.readlink(f"/proc/{self.cluster.pid(host)}/ns/pid")
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 line = (entry / "cmdline").read_bytes()
-                if word in line and line.startswith(f"{sys.executable}\0-m\0mntrain\0--m".encode()):
+                of_rank = line.startswith(f"{sys.executable}\0-u\0-m\0mntrain\0".encode())
+                if of_rank and word in line and os.readlink(entry / "ns" / "pid") == own:
                     found.append(int(entry.name))
         return found
+
+    def local_steps(self, host: str) -> list[Path]:
+        """Return the steps in the memory of a node, the newest first."""
+        return sorted(
+            Path(f"/proc/{self.cluster.pid(host)}/root", LOCAL).glob("*/node-*/*/step-*"),
+            key=lambda path: path.name,
+            reverse=True,
+        )
+
+    def saves(self) -> bool:
+        """Return whether a checkpoint is being written to the run directory."""
+        return any(self.folder.glob("checkpoints/.step-*"))
+
+    def saves_locally(self, host: str) -> bool:
+        """Return whether one is being written in the memory of a node."""
+        return any(not (path / "manifest.json").exists() for path in self.local_steps(host)[:1])
+
+    def copies(self, host: str) -> bool:
+        """Return whether copies of one are being sent: the one before is there, too."""
+        steps = self.local_steps(host)
+        return len(steps) > 1 and (steps[0] / "manifest.json").exists()
 
 
 def losses_in(metrics: Path) -> dict[int, float]:
@@ -104,134 +175,211 @@ def losses_in(metrics: Path) -> dict[int, float]:
     return found
 
 
-def lose(run: Run, kind: str, host: str, chance: random.Random) -> dict[str, Any]:
-    """Do a loss to a host, and return its figures once the run takes steps again."""
+def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random) -> dict[str, Any]:
+    """Do a loss at a moment, and return its figures once the run takes steps again."""
+    cluster, host = run.cluster, chance.choice(run.hosts)
     first = run.step()
-    run.until(lambda: run.step() > first + EVERY)
-    time.sleep(chance.uniform(0, 0.5))
-    at, step, cluster = time.time(), run.step(), run.cluster
-    if kind == "rank killed":
-        os.kill(chance.choice(run.ranks()), signal.SIGKILL)
-    elif kind == "node stopped":
+    run.until(lambda: run.step() > first + LOCAL_EVERY)
+    step = run.step()
+    if moment == "restart":
+        run.until(lambda: len(run.local_steps(host)) == 1 and not run.saves_locally(host))
+        step, began = run.step(), time.time()
+        os.kill(chance.choice(run.ranks(chance.choice(run.hosts))), signal.SIGKILL)
+        run.until(lambda: run.said(r"launch: start \d+ on ", began))
+        time.sleep(chance.uniform(0.05, 0.5) * plain_s)
+        host = chance.choice(run.hosts)
+        run.until(lambda: kind not in ("rank", "processes") or run.ranks(host))
+        caught = not run.said(r"start \d+ trains", began)
+    else:
+        looks = {"save": run.saves, "copy": lambda: run.copies(host)}
+        looks["local"] = lambda: run.saves_locally(host)
+        if moment == "any":
+            time.sleep(chance.uniform(0, 0.5))
+        else:
+            run.until(lambda: not looks[moment]())
+            run.until(looks[moment])
+        step = run.step()
+        caught = moment == "any" or looks[moment]()
+    at = time.time()
+    if kind in ("rank", "processes"):
+        for process in run.ranks(host):  # each node has one
+            os.kill(process, signal.SIGKILL)
+    elif kind == "stop":
         cluster.stop(host)
-    elif kind == "network cut":
+    elif kind == "cut":
         cluster.link(host, up=False)
     else:
         cluster.crash(host)
-    started, _ = run.until(lambda: run.said(r"launch: start \d+ on ", at))
-    ended, resumed = run.until(lambda: run.said(r"resumed after step (\d+)", at))
-    done = int(resumed[1])
-    run.until(lambda: run.metrics.stat().st_mtime > ended and run.step() > done)
-    trained = time.time()
+    run.until(lambda: run.said(r"launch: start \d+ trains", at))
+    trains = time.time()
+    starts = [came for came, _ in run.said(r"launch: start \d+ on ", at) if came < trains]
+    began = r"resumed after step (\d+)|step +1/"  # a new run, without a whole step
+    resumed = run.until(lambda: run.said(began, starts[-1]))
+    done = int(resumed[0][1][1] or 0)
     report = run.said(r"mntrain: error: .*(lost|not answer)", at)
-    if kind == "network cut":
+    looked = run.said(r"looking at hosts took ([\d.]+) s", at)
+    restored = run.said(r"restored (step|the run's)", at)
+    if kind == "cut":
         cluster.link(host, up=True)
     return {
         "kind": kind,
+        "moment": moment,
+        "host": host,
+        "caught": caught,
         "steps_lost": step - done,
-        "report_s": report[0] - at if report else None,
-        "start_s": started - at,
-        "step_s": trained - at,
-        "begin_s": trained - started,
+        "memory": bool(restored) and restored[-1][1][1] == "step",
+        "starts": len(starts),
+        "report_s": report[0][0] - at if report else None,
+        "looking_s": float(looked[0][1][1]),
+        "start_s": starts[0] - at,
+        "step_s": trains - at,
+        "begin_s": trains - starts[-1],
     }
 
 
-def hosts_of_last_start(run: Run, hosts: Sequence[str]) -> list[str]:
-    """Return the nodes that the last start uses, by their numbers: launch may name addresses."""
-    found = [line for _, line in list(run.lines) if "launch: start " in line and " on " in line]
-    if not found:
-        return list(hosts[:2])
-    names = re.findall(r" on ([^:]*):", found[-1])[0].split(", ")
-    return [f"n{name.rpartition('.')[2].removeprefix('n')}" for name in names]
+def outages(text: str, folder: Path, chance: random.Random) -> dict[str, Any]:
+    """Return the figures of a run, with its losses, and those of one without an outage."""
+    layout, found = Layout.of(text), []
+    load = os.getloadavg()[0]
+    with Cluster((1,) * sum(layout)) as cluster:
+        run = Run(cluster, folder, layout)
+        try:
+            run.until(run.step)
+            plain_s = time.time() - run.began
+            run.until(lambda: run.step() > EVERY)
+            for number, loss in enumerate(LOSSES[text].split(), 1):
+                kind, moment = loss.split("/")
+                found.append(lose(run, kind, moment, plain_s, chance))
+                print(text, number, found[-1], flush=True)
+            run.process.send_signal(signal.SIGUSR1)
+            run.process.wait(LIMIT_S)
+        finally:
+            run.process.terminate()
+            run.process.wait(LIMIT_S)
+            (folder / "output").write_text("".join(line for _, line in run.lines))
+    ours = losses_in(run.metrics)
+    with Cluster((1,) * layout.nodes) as cluster:
+        whole = folder / "whole"
+        words = [*JOB, "--run.dir", str(whole), "--run.stop-after", str(max(ours))]
+        command, environment = cluster.mpirun(
+            [sys.executable, *words], env={"OMP_NUM_THREADS": "1"}
+        )
+        began = time.time()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as plain:
+            while not losses_in(whole / "metrics.jsonl") and plain.poll() is None:
+                time.sleep(_LOOK_S)
+            plain_s = (plain_s + time.time() - began) / 2
+    theirs = losses_in(whole / "metrics.jsonl")
+    missing = float("inf")
+    return {
+        "run": text,
+        "load": load,
+        "losses": found,
+        "plain_s": plain_s,
+        "steps": len(theirs),
+        "same": sum(ours.get(step) == loss for step, loss in theirs.items()),
+        "difference": max(
+            abs(ours.get(step, missing) - loss) / loss for step, loss in theirs.items()
+        ),
+    }
 
 
 def main() -> None:
-    """Lose nodes, compare the losses, and write the page."""
+    """Lose nodes, compare the losses, and add to the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--losses", type=int, default=12)
+    parser.add_argument("--runs", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=DOCS, metavar="DIR")
     options = parser.parse_args()
-    page, chance = facts(), random.Random(options.seed)
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix=".outage-", dir=".") as name:
-        folder = Path(name).resolve()
-        with Cluster((2, 2, 2)) as cluster:
-            run = Run(cluster, folder)
-            try:
-                run.until(run.step)
-                for number in range(1, options.losses + 1):
-                    # Nothing can be lost in turn after a node that does not come back.
-                    kind = KINDS[
-                        -1 if number == options.losses else (number - 1) % (len(KINDS) - 1)
-                    ]
-                    host = chance.choice(hosts_of_last_start(run, cluster.hosts))
-                    found.append(lose(run, kind, host, chance))
-                    print(number, host, found[-1], flush=True)
-                run.process.send_signal(signal.SIGUSR1)
-                run.process.wait(LIMIT_S)
-            finally:
-                run.process.kill()
-        ours = losses_in(run.metrics)
-        with Cluster((2, 2)) as cluster:
-            words = [*JOB, "--run.dir", str(folder / "whole"), "--run.stop-after", str(max(ours))]
-            command, environment = cluster.mpirun(
-                [sys.executable, *words], env={"OMP_NUM_THREADS": "1"}
-            )
-            whole, began = folder / "whole", time.time()
-            with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as plain:
-                while not losses_in(whole / "metrics.jsonl") and plain.poll() is None:
-                    time.sleep(0.02)
-                plain_s = time.time() - began
-        theirs = losses_in(whole / "metrics.jsonl")
-    same = sum(ours.get(step) == loss for step, loss in theirs.items())
+    about, chance = facts(), random.Random(options.seed)
+    about["versions"] = {"torch": torch.__version__}
     library = "Open MPI" if is_open_mpi() else "MPICH"
-    figures = {"losses": found, "plain_s": plain_s, "steps": len(theirs), "same": same}
-    with suppress(OSError):  # of an earlier call
-        page["libraries"] = json.loads((options.output / "results/outage.json").read_text())[
-            "libraries"
-        ]
-    page["libraries"] = {
-        **page.get("libraries", {}),
-        library: {**figures, "command": page["command"]},
-    }
-    page["versions"] = {"torch": torch.__version__}
-    publish(page, "outage", options.output)
+    for text in options.runs:
+        with tempfile.TemporaryDirectory(prefix=".outage-", dir=".") as name:
+            figures = {"library": library, **outages(text, Path(name).resolve(), chance)}
+        add(figures, about, options.output)
+
+
+def add(figures: dict[str, Any], about: dict[str, Any], output: Path) -> None:
+    """Put the figures of a run into the page, in the place of those of the same run before."""
+    folder = output / "results"
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs: list[dict[str, Any]] = []
+        with suppress(OSError):
+            runs = json.loads((folder / "outage.json").read_text())["runs"]
+        runs = [one for one in runs if any(one[key] != figures[key] for key in ("library", "run"))]
+        order = list(LOSSES)
+        runs = sorted([*runs, figures], key=lambda one: (one["library"], order.index(one["run"])))
+        publish({**about, "runs": runs}, "outage", output)
+    finally:
+        os.close(lock)
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
     """Write the page."""
+    runs = page["runs"]
+    losses = [(run, loss) for run in runs for loss in run["losses"]]
     about = (
-        "Three emulated nodes of two ranks on one machine, one of them spare; a job of `mntrain "
-        f"launch` saves every {EVERY} steps, with `--comm.timeout {TIMEOUT_S}`. Seconds are the "
-        "median, and the least and the largest, from the loss on: until the ranks report it, until "
-        "`launch` starts the job again, and until the next step; then those of that start alone. "
-        "Ranks share the cores, so a start takes many times as long as on nodes of their own. The "
-        "loss of a stopped node is noticed 20 s later if ranks 0 and 1 are on it."
+        "Emulated nodes of one rank on one machine, some spare; jobs of `mntrain launch` that save "
+        f"in the nodes' memory every {LOCAL_EVERY} steps and in the run directory every {EVERY}, "
+        f"with `--comm.timeout {TIMEOUT_S}`. Seconds are the median, and the least and the "
+        "largest: from the loss until the ranks report it, until `launch` starts the job again, "
+        "and until the next step; then the latter less what a start of the same job took without "
+        "a loss. Ranks share the cores, so a start takes many times as long as on nodes of their "
+        "own. The loss of a stopped node is noticed 20 s later if ranks 0 and 1 are on it."
     )
     lines = heading(page, "What the loss of a node costs", page["versions"], about)
     rows = []
-    for library, figures in page["libraries"].items():
-        for kind in KINDS:
-            those = [one for one in figures["losses"] if one["kind"] == kind]
+    for library in dict.fromkeys(run["library"] for run in runs):
+        for kind, words in KINDS.items():
+            those = [
+                (run, loss)
+                for run, loss in losses
+                if run["library"] == library and loss["kind"] == kind
+            ]
             if those:
-                parts = []
-                for part in ("report_s", "start_s", "step_s", "begin_s"):
-                    values = [one[part] for one in those if one[part] is not None]
-                    parts.append(spread(values, 1) if values else "none")
-                lost = [one["steps_lost"] for one in those]
-                rows.append([library, kind, str(len(those)), f"{min(lost)} to {max(lost)}", *parts])
+                parts = [
+                    _spread([loss[part] for _, loss in those])
+                    for part in ("report_s", "start_s", "step_s")
+                ]
+                more = _spread([loss["step_s"] - run["plain_s"] for run, loss in those])
+                rows.append([library, words, str(len(those)), _range(those), *parts, more])
     head = ["library", "loss", "times", "steps lost", "report, s", "next start, s", "next step, s"]
-    lines += [*table([*head, "that start, s"], rows, texts=2), ""]
-    for library, figures in page["libraries"].items():
-        count = len(figures["losses"])
-        lines.append(
-            f"- {library} (`{figures['command']}`): the run went on after each of {count} losses, "
-            f"and {figures['same']} of {figures['steps']} steps have bitwise the loss of a run "
-            f"without an outage. By `mpirun` alone, a start took {figures['plain_s']:.1f} s to its "
-            "first step."
-        )
+    lines += [*table([*head, "more than a start, s"], rows, texts=2), ""]
+    rows = []
+    for moment, words in MOMENTS.items():
+        those = [(run, loss) for run, loss in losses if loss["moment"] == moment]
+        if those:
+            counts = [sum(bool(loss[key]) for _, loss in those) for key in ("caught", "memory")]
+            rows.append([words, str(len(those)), *map(str, counts), _range(those)])
+    head = ["moment", "times", "met", "restored from the nodes' memory", "steps lost"]
+    lines += [*table(head, rows), ""]
+    rows = []
+    for run in runs:
+        same = f"{run['same']} of {run['steps']}"
+        difference = f"{run['difference']:.0e}" if run["difference"] else "none"
+        cells = [str(len(run["losses"])), same, difference, f"{run['plain_s']:.1f}"]
+        rows.append([run["library"], run["run"], *cells, f"{run['load']:.0f}"])
+    head = ["library", "nodes + spare", "losses", "steps with bitwise the loss of a run without"]
+    head += ["largest relative difference", "a start, s", "load before"]
+    lines += [*table(head, rows, texts=2), ""]
+    lines.append(
+        f"Each run went on after each of {len(losses)} losses. Without a spare node, some steps "
+        "are taken by fewer ranks, and differ by rounding."
+    )
     write(output, name, page, lines)
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return spread(known, 1) if known else "none"
+
+
+def _range(losses: Sequence[tuple[Any, dict[str, Any]]]) -> str:
+    lost = [loss["steps_lost"] for _, loss in losses]
+    return f"{min(lost)} to {max(lost)}"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 DIR/<run>/node-0/<attempt>/step-00000050/     what the ranks of this node write, in its place
                            ... /manifest.json when all ranks have written theirs
 
-Then a copy of it goes to the partner's node (`partner_copies`). The step before, with its copies,
-is kept until those of this one are complete, on all ranks. `node_folders` finds what is left.
+A copy of what a rank has written goes to the partner's node at once (`partner_copies`). The step
+before, with its copies, is kept until those of this one are complete, on all ranks. `node_folders`
+finds what is left.
 """
 
 import shutil
@@ -26,14 +27,14 @@ class LocalSaver(Saver):
     """Saves a run into the folders of its nodes. Created by all ranks.
 
     `attempt` names what this start of the run trains; it is set before the first `begin`, and
-    `copy_s`, the seconds in which a copy is to be made, before the end of a save.
+    `copies.seconds`, those in which a copy is to be made, while it is sent.
     """
 
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders) -> None:
         super().__init__(world, saved, folders.own, 1)
         self._reads_back, self._folders = False, folders
-        self._copies = PartnerCopies(world, folders)
-        self.attempt, self.copy_s = "", 0.0
+        self.copies, self.attempt = PartnerCopies(world, folders), ""
+        self._copying: Future[str] = Future()  # why that of this rank failed, or ""
         # The newest step whose copies are complete; before there is any, the newest without.
         self._whole: Path | None = None
         self._copied = False
@@ -44,7 +45,7 @@ class LocalSaver(Saver):
     @property
     def partner(self) -> int | None:
         """The node to which copies of this one go; None on all ranks if it is the only one."""
-        return self._copies.partner
+        return self.copies.partner
 
     def keep_only(self, path: Path | None) -> None:
         """Remove what this node has of the run, but for a whole step that was restored. Local.
@@ -82,7 +83,7 @@ class LocalSaver(Saver):
 
     def close(self, *, removes: bool) -> None:
         """End, and remove what this node has of the run, if wanted. That is collective."""
-        self._copies.close()
+        self.copies.close()
         self._stop_saving()
         for removal in self._removals:
             with suppress(Exception):
@@ -100,6 +101,17 @@ class LocalSaver(Saver):
             with suppress(Exception):  # its thread holds tensors until then
                 save.written.result(EXIT_S)
             self._end(save)
+
+    def _begin(self, progress: Manifest, *, in_background: bool) -> None:
+        super()._begin(progress, in_background=in_background)
+        assert self._pending is not None
+        self._copying = in_thread(partial(self._copy, self._pending))
+
+    def _copy(self, save: Save) -> str:
+        """Send what this rank has written. In a thread."""
+        own = save.written.result()
+        sizes = {name: (save.path / name).stat().st_size for name in FILES}
+        return self.copies.send(save.path.relative_to(self._folders.own), sizes, own)
 
     def _new(self, progress: Manifest, start: float, token: str) -> Save:
         path = self._folders.own / self.attempt / checkpoint_name(progress.step)
@@ -122,13 +134,10 @@ class LocalSaver(Saver):
             self._removals = [*running, in_thread(partial(_remove, removed))]
 
     def _publish(self, save: Save) -> None:
-        """Write the manifest, and send this rank's copy. In a thread."""
-        manifest = save.described()
+        """Write the manifest, and wait for this rank's copy. In a thread."""
         if self._folders.leader:
-            write_manifest(save.path, manifest)
-        sizes = {name: sum(part.length for part in manifest.checksums[name]) for name in FILES}
-        step, own = save.path.relative_to(self._folders.own), save.by_rank[self._world.rank]
-        self._problem = self._copies.send(step, sizes, own, self.copy_s)
+            write_manifest(save.path, save.described())
+        self._problem = self._copying.result()
         save.seconds = time.perf_counter() - save.start
 
 

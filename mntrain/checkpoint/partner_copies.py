@@ -61,6 +61,7 @@ class PartnerCopies:
 
     def __init__(self, world: Ranks, folders: NodeFolders) -> None:
         self._root, self._closed = folders.own, False
+        self.seconds = 0.0  # in which a copy is to be sent
         self._listener: socket.socket | None = None
         nodes, node = world.topology.nodes, world.topology.node(world.rank)
         gathered = world.gather((_rack(), own_addresses(), secrets.token_bytes(32)))
@@ -88,9 +89,8 @@ class PartnerCopies:
         step: Path,
         sizes: Mapping[str, int],
         ranges: Mapping[str, Sequence[ChecksummedRange]],
-        seconds: float,
     ) -> str:
-        """Send ranges of a step's files, in about so many seconds; return why that failed, or "".
+        """Send ranges of a step's files, in about `seconds`; return why that failed, or "".
 
         Local. `step` is relative to the node's folder, and `sizes` are those of the whole files.
         Does nothing without a partner.
@@ -98,7 +98,7 @@ class PartnerCopies:
         if self.partner is None:
             return ""
         try:
-            return self._send(step, sizes, ranges, seconds)
+            return self._send(step, sizes, ranges)
         except Exception as error:  # also what the library asserts of a peer
             return f"{type(error).__name__}: {error}"
 
@@ -115,7 +115,6 @@ class PartnerCopies:
         step: Path,
         sizes: Mapping[str, int],
         ranges: Mapping[str, Sequence[ChecksummedRange]],
-        seconds: float,
     ) -> str:
         total = sum(part.length for parts in ranges.values() for part in parts)
         with socket.create_connection(self._address, _GREETING_S) as own:
@@ -133,12 +132,17 @@ class PartnerCopies:
                             count = min(_PIECE_BYTES, part.length - low)
                             own.sendall(os.pread(file.fileno(), count, part.start + low))
                             sent += count
-                            due = start + seconds * sent / total
-                            while (wait := due - time.monotonic()) > 0 and not self._closed:
+                            while (
+                                wait := self._due_in(start, sent / total)
+                            ) > 0 and not self._closed:
                                 time.sleep(min(wait, 1.0))
                             if self._closed:
                                 return "the run has ended"
             return connection.recv_bytes(_MAX_HEADER).decode()
+
+    def _due_in(self, start: float, share: float) -> float:
+        """Return the seconds until a share of a copy is to be sent."""
+        return start + self.seconds * share - time.monotonic()
 
     def _listen(self) -> None:
         """Receive copies, in a thread for each. In the thread."""
@@ -184,7 +188,8 @@ def _write_ranges(
     own: socket.socket, path: Path, size: int, ranges: Sequence[ChecksummedRange]
 ) -> None:
     """Receive ranges of a file. Raises OSError, also for what does not have its checksum."""
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # The ranks of this node may not have begun to write it.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(file, size)
         buffer = memoryview(bytearray(_PIECE_BYTES))

@@ -9,29 +9,38 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 
-from mntrain.launch.hosts import Host
+from mntrain.launch.hosts import Host, in_flux
 from mntrain.recorder.launch_notes import VARIABLE
 
 LIMIT_S = 20.0  # for all hosts
-ENOUGH_S = 5.0  # after which hosts are not waited for if enough others have answered
+ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
+SILENT_S = 15.0  # of a host before the first step, until it counts as lost
+_ASK_S = 5.0  # between two questions then
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
 # on this host, too; containers of other process ids see to their own. Stopped ones die of SIGKILL.
 # What waits for a file server does not, and such a host does not count as answering.
-_ENDING = f"""
+_IDS = f"""
 ids() {{
     grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
         [ "$(readlink /proc/$id/ns/pid)" != "$(readlink /proc/self/ns/pid)" ] || echo $id
     done
 }}
+"""
+_ENDING = f"""{_IDS}
 for i in 1 2 3 4 5 6 7 8 9 10; do
     left=$(ids)
     [ "$left" ] || {{ echo {_MARK} "$(uname -n)"; exit; }}
     kill -s KILL $left 2>/dev/null
     sleep 0.$i
+done
+"""
+# A host whose processes are stopped does not answer either.
+_LOOKING = f"""{_IDS}
+for id in $(ids); do
+    ! grep -qs '^State:.T (stopped)' /proc/$id/status || exit 1
 done
 """
 _REMOVING = 'rm -rf -- "$0"'
@@ -41,21 +50,27 @@ _HERE = Host("localhost")
 class Hosts:
     """A way to hosts. `agent` stands in place of ssh, if it is not empty.
 
+    `all` are the hosts, and `environment` that in which they are asked.
+
     Commands are sent by srun in an allocation of Slurm, by blaunch in one of LSF, by `flux exec`,
-    and otherwise by ssh, as mpirun does; to this host by none of them.
+    and otherwise by ssh, as mpirun does; to this host by none of them. ssh gives the command to a
+    shell, and so would blaunch without -no-shell (man ssh, blaunch, flux-exec).
     """
 
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
-        self._hosts, self._agent = hosts, agent
+        self.all, self._agent = hosts, agent
+        self._early: _Question | None = None
+        self._regular: _Question | None = None
+        self._heard: dict[Host, float] = {}  # when the last question began that a host answered
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
-        self._environment = {k: v for k, v in environment.items() if k != VARIABLE}
+        self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
         self._slurm = "SLURM_JOB_ID" in environment and not agent
         if self._slurm:  # the shape of the job's steps is not that of the question
             kept = ("SLURM_JOB_ID", "SLURM_CONF")
-            self._environment = {
+            self.environment = {
                 name: value
-                for name, value in self._environment.items()
+                for name, value in self.environment.items()
                 if not name.startswith("SLURM_") or name in kept
             }
 
@@ -67,71 +82,123 @@ class Hosts:
         if self._slurm:
             options = ["--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none"]
             return ["srun", *options, "--quiet", f"--nodelist={host.name}", *script_words]
-        if "LSB_JOBID" in self._environment and not self._agent:
-            return ["blaunch", host.name, *script_words]
-        if "FLUX_JOB_ID" in self._environment and not self._agent:
-            return ["flux", "exec", "-n", f"--rank={self._hosts.index(host)}", *script_words]
+        if "LSB_JOBID" in self.environment and not self._agent:
+            return ["blaunch", "-no-shell", host.name, *script_words]
+        if in_flux(self.environment) and not self._agent:
+            return ["flux", "exec", "-n", f"--rank={self.all.index(host)}", *script_words]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT_S:.0f}"]
         ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]
         return [*ssh, host.name, shlex.join(script_words)]
 
+    def begin(self, folder: str) -> None:
+        """Begin to ask which hosts answer, for the next `free`. Returns at once."""
+        self._early = self._early or _Question(self, _LOOKING, folder)
+
+    def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
+        """Return those of some hosts that have not answered for SILENT_S. Called again and again.
+
+        Nor does a host answer on which processes of the launch with a folder are stopped.
+        Returns at once: a question is under way for most of the time.
+        """
+        now, asked = time.monotonic(), self._regular
+        if asked is None or (asked.over and now > asked.began + _ASK_S):
+            if asked is not None:
+                asked.end()
+            asked = self._regular = _Question(self, _LOOKING, folder)
+        for host in (*hosts, *asked.found):
+            if host in asked.found or host not in self._heard:
+                self._heard[host] = asked.began
+        if _HERE not in asked.found:
+            return []
+        late = [host for host in hosts if now > self._heard[host] + SILENT_S]
+        return [host for host in late if host not in asked.found]
+
+    def watch_no_more(self) -> None:
+        """End the question of `silent`."""
+        if self._regular is not None:
+            self._regular.end()
+        self._regular = None
+        self._heard.clear()
+
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.
 
-        With each the name that it has for itself. Takes LIMIT_S at most, or ENOUGH_S once `enough`
-        hosts have answered.
+        With each the name that it has for itself. Takes LIMIT_S at most. Once `enough` hosts have
+        answered, others are not waited for that have not since ENOUGH_S, from `begin` on.
         """
+        asked, early = _Question(self, _ENDING, folder), self._early
+
+        def over() -> bool:
+            now, answered = time.monotonic(), asked.found.keys()
+            expected = early.found.keys() if early else answered
+            silent_s = now - (early or asked).began
+            late = silent_s > ENOUGH_S and len(answered) > enough and expected <= answered
+            return late or asked.over
+
+        wait_until(over)
         found = {}
-        for host, output in self._ask(_ENDING, folder, enough).items():
+        for host, output in asked.end().items():
             for line in output.splitlines():
                 if line.startswith(_MARK):
                     found[host] = line.split()[-1]
-        return {host: found[host] for host in self._hosts if host in found}
+        if early:
+            early.end()
+        self._early = None
+        return {host: found[host] for host in self.all if host in found}
 
     def remove(self, folder: str) -> None:
         """Remove a folder on all hosts that answer. Takes LIMIT_S at most."""
-        self._ask(_REMOVING, folder, enough=1 + len(self._hosts))
+        asked = _Question(self, _REMOVING, folder)
+        wait_until(lambda: asked.over)
+        asked.end()
 
-    def _ask(self, script: str, argument: str, enough: int) -> dict[Host, str]:
-        """Run a script on all hosts and this one; return the output of those that answer."""
-        asked = [_HERE, *self._hosts]
-        began = time.monotonic()
-        pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
-        found: dict[Host, str] = {}
-        running: list[subprocess.Popen[str]] = []
 
-        def ask(host: Host) -> None:
-            with suppress(OSError):
-                done = subprocess.Popen(
-                    self.words(host, script, argument),
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    text=True,
-                )
-                running.append(done)
-                with suppress(subprocess.TimeoutExpired):
-                    out, _ = done.communicate(timeout=began + LIMIT_S - time.monotonic())
-                    if done.returncode == 0:
-                        found[host] = out
+class _Question:
+    """A script that runs on all hosts and this one, for LIMIT_S at most."""
 
-        asking = [pool.submit(partial(ask, host)) for host in asked]
+    def __init__(self, hosts: Hosts, script: str, argument: str) -> None:
+        asked = [_HERE, *hosts.all]
+        self.began = time.monotonic()
+        self.found: dict[Host, str] = {}  # the outputs so far
+        self._running: list[subprocess.Popen[str]] = []
+        self._pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
+        self._asking = [
+            self._pool.submit(self._ask, host, hosts.words(host, script, argument), hosts)
+            for host in asked
+        ]
 
-        def over() -> bool:
-            seconds = time.monotonic() - began
-            late = seconds > (ENOUGH_S if len(found) > enough else LIMIT_S)
-            return late or all(one.done() for one in asking)
+    @property
+    def over(self) -> bool:
+        """True if all have answered, or the time is over."""
+        late = time.monotonic() > self.began + LIMIT_S
+        return late or all(one.done() for one in self._asking)
 
-        wait_until(over)
-        answered = dict(found)
-        for one in running:
+    def end(self) -> dict[Host, str]:
+        """Ask no more; return the outputs of the hosts that have answered."""
+        answered = dict(self.found)
+        for one in [*self._running]:
             if one.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(one.pid, signal.SIGKILL)
-        pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         return answered
+
+    def _ask(self, host: Host, words: Sequence[str], hosts: Hosts) -> None:
+        with suppress(OSError):
+            done = subprocess.Popen(
+                words,
+                env=hosts.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                text=True,
+            )
+            self._running.append(done)
+            with suppress(subprocess.TimeoutExpired):
+                out, _ = done.communicate(timeout=self.began + LIMIT_S - time.monotonic())
+                if done.returncode == 0:
+                    self.found[host] = out
 
 
 def wait_until(over: Callable[[], bool]) -> None:

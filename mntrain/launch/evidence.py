@@ -1,16 +1,19 @@
 """What the run directory of a job says of its end."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mntrain.launch.verdict import EndCause
-from mntrain.recorder.recording import recordings
+from mntrain.launch.verdict import WORDLESS, EndCause
+from mntrain.recorder.recording import Kind, Recording, recordings
+
+_BY = "the recordings"
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,55 @@ class Evidence:
             return content if isinstance(content, dict) and self.summary != before.summary else None
         return None
 
-    def of_recordings(self, before: "Evidence") -> EndCause | None:
-        """Return the verdict of the ranks' recordings, if there are others than `before`.
+    def judge(self, said: EndCause, before: "Evidence") -> EndCause:
+        """Return the verdict of the ranks' recordings if they know more than `said`, else `said`.
 
-        A machine is to blame if no rank has noted an error and some have ended without a word.
+        Recordings count if there are others than `before`.
         """
+        lost = re.search(rf"rank (\d+) on [^\n]*{WORDLESS}", said.what)
+        unsure = lost or (said.fault and said.by == "mpirun")
         if self.run is None or self.recorded == before.recorded:
-            return None
-        from mntrain.recorder.autopsy import examine, find_recordings  # noqa: PLC0415 - rarely needed
+            return said
+        if said.fault is not None and not unsure:
+            return said
+        from mntrain.recorder.autopsy import find_recordings  # noqa: PLC0415 - rarely needed
 
         try:
             found, _ = find_recordings(self.run)
         except ValueError:
-            return None
-        autopsy = examine(self.run, found)
-        errors = [recording.error for recording in found if recording.error]
-        if autopsy.state != "failed" or not (errors or autopsy.first):
-            return None
-        ranks = {recording.header.rank: recording.header.host for recording in found}
-        hosts = tuple({ranks[rank] for rank in autopsy.first if rank in ranks})
-        named = ", ".join(f"rank {rank} on {ranks.get(rank, '?')}" for rank in autopsy.first)
-        what = f"{named}: {autopsy.cause}" if named else autopsy.cause
-        return EndCause(not errors, what, "the recordings", hosts)
+            return said
+        if unsure:
+            return _crash_of(int(lost[1]) if lost else None, found) or said
+        return _first_end(self.run, found) or said
+
+
+def _crash_of(rank: int | None, found: Sequence[Recording]) -> EndCause | None:
+    """Return that a rank, or any, has crashed by itself, if it has.
+
+    SIGBUS comes of memory that fails; and others may abort when MPI has lost a rank.
+    """
+    others = {"Bus error"} if rank is not None else {"Bus error", "Aborted"}
+    for header, error in ((one.header, one.error) for one in found):
+        crashed = error and error.kind == Kind.CRASH and error.text not in others
+        if error and crashed and rank in (None, header.rank):
+            what = f"rank {header.rank} on {header.host}: native code crashed: {error.text}"
+            return EndCause(False, what, _BY, (header.host,))
+    return None
+
+
+def _first_end(run: Path, found: Sequence[Recording]) -> EndCause | None:
+    """Return who stopped first, if any. A machine is to blame if no rank has noted an error."""
+    from mntrain.recorder.autopsy import examine  # noqa: PLC0415 - rarely needed
+
+    # Ranks on other hosts do not run any more either, however new their recordings are.
+    autopsy = replace(examine(run, found), now=math.inf)
+    if autopsy.state == "ended well":  # a loop of one's own may write no summary
+        return EndCause(False, "all ranks have ended well", _BY)
+    errors = [recording.error for recording in found if recording.error]
+    if autopsy.state != "failed" or not (errors or autopsy.first):
+        return None
+    ranks = {recording.header.rank: recording.header.host for recording in found}
+    hosts = tuple({ranks[rank] for rank in autopsy.first if rank in ranks})
+    named = ", ".join(f"rank {rank} on {ranks.get(rank, '?')}" for rank in autopsy.first)
+    what = f"{named}: {autopsy.cause}" if named else autopsy.cause
+    return EndCause(not errors, what, _BY, hosts)

@@ -1,4 +1,10 @@
-"""The hosts that a job may use: of the scheduler, and of hostfiles. Pure but for `flux`."""
+"""The hosts that a job may use: of the scheduler, and of hostfiles. Pure but for `flux`.
+
+Sources: man srun (SLURM_*); "PBS_NODEFILE" in the PBS Professional User's Guide; "Environment
+variables set for job execution" in the reference of IBM Spectrum LSF (LSB_DJOB_HOSTFILE, a line for
+each slot; LSB_MCPU_HOSTS, "host slots" pairs); man flux-hostlist (`instance`: the hosts of the
+brokers in the order of their ranks; with --expand separated by spaces).
+"""
 
 import re
 import subprocess
@@ -38,7 +44,7 @@ def of_scheduler(environment: Mapping[str, str]) -> list[Host]:
     if "LSB_MCPU_HOSTS" in environment:
         words = environment["LSB_MCPU_HOSTS"].split()
         return [Host(name, int(n)) for name, n in zip(words[::2], words[1::2], strict=True)]
-    if "FLUX_JOB_ID" in environment:
+    if in_flux(environment):
         words = ["flux", "hostlist", "--expand", "instance"]
         try:
             done = subprocess.run(
@@ -48,6 +54,11 @@ def of_scheduler(environment: Mapping[str, str]) -> list[Host]:
             return []
         return [Host(name) for name in done.stdout.split()]
     return []
+
+
+def in_flux(environment: Mapping[str, str]) -> bool:
+    """Return whether this process is in an instance of Flux, which hides the id of its own job."""
+    return "FLUX_URI" in environment or "FLUX_JOB_ID" in environment
 
 
 def expand(text: str) -> list[str]:

@@ -70,7 +70,8 @@ class LauncherCommand:
 
     `kind` is "mpirun", "srun" or "flux", or "" for another program, which is never changed.
     `hosts` are those that it may use, in order; none if it uses this host, or nobody says which.
-    `ranks` is their number, None if it is not said.
+    `ranks` is their number, None if it is not said. Raises ValueError for several programs in one
+    command, and for a hostfile that cannot be read.
     """
 
     words: Sequence[str]
@@ -89,6 +90,11 @@ class LauncherCommand:
         self.options: list[Option] = []
         if not self.kind:
             return
+        if ":" in self.words and self.kind != "flux":
+            raise ValueError(
+                f"launch: {program} is to start several programs, separated by ':', whose hosts "
+                f"launch cannot choose: give it one program, or a script in which {program} stands"
+            )
         self.options = self._read_options()
         self._given = [one for one in self.options if one.name in _FILES | _LISTS]
         if self.kind != "mpirun" or not self._given:

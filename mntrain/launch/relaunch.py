@@ -5,10 +5,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT
 
-from mntrain.launch.answers import Hosts
+from mntrain.launch.answers import SILENT_S, Hosts
 from mntrain.launch.evidence import Evidence
 from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
@@ -68,7 +69,7 @@ class Launch:
                     _say(f"not started again: {verdict.said}, which is no fault of a machine")
                 return code
             ended = time.monotonic()
-            free = self._answering.free(str(self._folder), enough=self._full)
+            free = self._answering.free(str(self._folder), enough=self._enough(verdict))
             self._names |= free
             silent = ", ".join(host.name for host in self._hosts if host not in free)
             if verdict.fault is None and not silent:
@@ -96,6 +97,16 @@ class Launch:
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
 
+    def _known(self) -> list[Host]:
+        """Return the hosts of the present start that have answered before."""
+        return [host for host in self._hosts if host in self._names]
+
+    def _enough(self, verdict: EndCause) -> int:
+        """Return how many answers are enough: hosts that ranks call silent are not waited for."""
+        if not verdict.silent:
+            return self._full
+        return max(self._least, len(self._hosts) - len(verdict.hosts))
+
     def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
         """Run the command once; return its exit code, the verdict, and whether it took a step."""
         self._number += 1
@@ -103,31 +114,42 @@ class Launch:
         if why:
             on = f" on {', '.join(host.name for host in self._hosts)}" if self._hosts else ""
             _say(f"start {number}{on}: {why}")
-        self._notes.begin_start()
+        self._notes.begin_start(number)
         environment = {**os.environ, VARIABLE: str(self._folder)}
         if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
             environment["SLURM_OVERLAP"] = "1"
         # It names itself before it begins, so that it ends with `launch` at any moment.
         start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
         self._signals.direct(start.process)
-        told = number == 1
+        told, lost = number == 1, EndCause(None, "")
 
         def look() -> None:
-            nonlocal told
+            nonlocal told, lost
+            if start.lost:
+                self._answering.begin(str(self._folder))
+            elif not told and (silent := self._answering.silent(str(self._folder), self._known())):
+                # Ranks that have not met yet would notice much later.
+                names = tuple(host.name for host in silent)
+                what = f"before the first step, {', '.join(names)} did not answer"
+                lost = EndCause(True, f"{what} for {SILENT_S:.0f} s", "launch", names)
+                start.end()
             if not told and self._notes.steps is not None:
                 told = True
+                self._answering.watch_no_more()
                 since = self._step_at
-                lost = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
-                _say(f"start {number} trains{lost}")
+                idle = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
+                _say(f"start {number} trains{idle}")
 
         code = start.wait(look)
+        self._answering.watch_no_more()
         self._signals.direct(None)
         self._keeper.keep(None)
         after, steps = Evidence.of(self._notes.run_dir), self._notes.steps
         has_run = after.run is not None
-        verdict = judge(code, start.output, after.new_summary(before), run=has_run)
-        if verdict.fault is None:
-            verdict = after.of_recordings(before) or verdict
+        said = judge(code, start.output, after.new_summary(before), run=has_run)
+        verdict = lost if lost.fault else after.judge(said, before)
+        if verdict.fault is False and verdict.what.partition(" with ")[0] in start.output:
+            verdict = replace(verdict, what="the error above")
         if steps is not None:
             self._step_at = steps.at
         # A run that comes to the same step each time does not get on, either.

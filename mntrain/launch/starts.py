@@ -19,7 +19,7 @@ _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 SIGNALS = (*_OF_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # After the ranks' report of a loss, for them to end as they do, and for the launcher, which may
 # wait for a node that is gone; then after SIGTERM.
-_ENDING_S, _TERMINATING_S = 6.0, 3.0
+_ENDING_S, _TERMINATING_S = 2.0, 1.0
 _LINES = 4000  # of the output that are kept
 _DRAIN_S = 2.0  # for output after the end, of which other processes may hold the pipe
 # Ends the last process group that it was told of when its input ends: with this process, in any
@@ -140,7 +140,7 @@ class Start:
                 break
             look()
             if self._lost_at is not None and time.monotonic() > self._lost_at + _ENDING_S:
-                self._end()
+                self.end()
         code = self.process.returncode
         if code:  # after a clean end, what a script has started may go on
             _send(self.process, signal.SIGKILL, group=True)
@@ -149,11 +149,17 @@ class Start:
         return 128 - code if code < 0 else code
 
     @property
+    def lost(self) -> bool:
+        """True once the ranks have reported the loss of a rank or node."""
+        return self._lost_at is not None
+
+    @property
     def output(self) -> str:
         """The last lines that the command has printed, on either stream, as they came."""
         return "".join(self._lines)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the command. Takes some seconds."""
         _send(self.process, signal.SIGTERM, group=True)
         try:
             self.process.wait(_TERMINATING_S)

@@ -15,6 +15,7 @@ _CODES = {2: "options or data were refused", 74: "files could not be written", 7
 _CODES |= {130: "Ctrl-C"}
 _KILLS = {135: "killed by SIGBUS", 137: "killed by SIGKILL"}  # 128 and the signal, as of a shell
 
+WORDLESS = "has ended without a word"  # of a rank's process, in a report of the ranks
 # Reports of the ranks for which a machine is to blame, and the words in them that name the hosts.
 _LOSSES = (
     r"(?P<whom>ranks? [^\n;]*?) (?:is|are) lost: [^\n]*",
@@ -40,7 +41,14 @@ _BANNER = (
 _ON_NODE = r"process rank \d+ with PID \d+ on node (?P<host>\S+) exited on\s+signal "
 _LAUNCHERS = (
     ("mpirun", True, rf"{_BANNER}(?P<what>(?:Killed|Bus error) \(signal \d+\))"),
-    ("mpirun", False, rf"{_BANNER}(?P<what>[^\n]*)"),
+    # Not signal 15, with which mpirun itself ends the other ranks.
+    ("mpirun", False, rf"{_BANNER}(?P<what>(?!Terminated)[^\n]*)"),
+    # In place of the signal if mpirun's daemons end before they tell: mostly, but not always 9.
+    (
+        "mpirun",
+        True,
+        r"RUNNING AT (?P<host>\S+)\n=   (?P<what>EXIT CODE: 9)\n(?![\s\S]*EXIT STRING)",
+    ),
     ("mpirun", True, r"control_cb [^\n]*assert \(!closed\) failed"),
     ("mpirun", True, r"has lost communication with a remote daemon"),
     ("mpirun", True, rf"{_ON_NODE}[79]\b"),
@@ -57,6 +65,8 @@ _LAUNCHERS = (
     ("srun", False, r"srun: error: (?P<host>\S+): tasks? [^\n]*: [^\n]*"),
     ("ssh", True, r"ssh: connect to host (?P<host>\S+) port \d+: [^\n]*"),
 )
+# An abort may be that of a rank whose MPI has lost another one.
+_OWN_SIGNAL = re.compile(r"Segmentation fault|signal (?:4|8|11)\b")
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,15 @@ class EndCause:
     hosts: tuple[str, ...] = ()
 
     @property
+    def silent(self) -> bool:
+        """True if ranks have waited in vain for an answer of the hosts."""
+        return bool(self.fault) and bool(re.search(r"\bnot answer\b|\bno answer\b", self.what))
+
+    @property
     def said(self) -> str:
         """The reason in words, and whose they are."""
-        return f"{self.what.partition('. Fix: ')[0]} (says {self.by})"
+        what = re.split(r"\. Fix: |\[(?:proxy|mpiexec)\b", self.what)[0]  # mpirun's, in one line
+        return f"{what} (says {self.by})"
 
 
 def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: bool) -> EndCause:
@@ -83,12 +99,14 @@ def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: boo
     `summary` is that which this start has written, if any; `run` says that it has a run directory,
     and so would have written one at a clean end.
     """
-    return (
-        _of_summary(summary or {})
-        or _of_ranks(output)
-        or _of_launchers(output)
-        or _of_code(code, run=run)
-    )
+    of_job = _of_summary(summary or {}) or _of_ranks(output)
+    if of_job and not (of_job.fault and WORDLESS in of_job.what):
+        return of_job
+    of_launcher = _of_launchers(output)
+    # Other ranks do not see the signal by which one has ended.
+    if of_job and not (of_launcher and _OWN_SIGNAL.search(of_launcher.what)):
+        return of_job
+    return of_launcher or _of_code(code, run=run)
 
 
 def _of_summary(summary: Mapping[str, Any]) -> EndCause | None:

@@ -3,6 +3,7 @@
 FOLDER/run           path of the run directory, if there is one
 FOLDER/local         path of what the run has on each node, with --checkpoint.local
 FOLDER/step          number of steps of any torch optimizer in this start, and the time of the last
+FOLDER/start         written by `launch` itself: the number of the start
 FOLDER/hosts         written by `launch` itself: the hostfile of a start
 """
 
@@ -31,6 +32,7 @@ class LaunchNotes:
 
     def __init__(self, folder: Path) -> None:
         self._run, self._step, self._local = folder / "run", folder / "step", folder / "local"
+        self._start = folder / "start"
         self._count, self._next_at = 0, 0.0
 
     @classmethod
@@ -76,8 +78,15 @@ class LaunchNotes:
         count, _, at = text.partition(" ")
         return Steps(int(count), float(at)) if text.endswith("\n") else None
 
-    def begin_start(self) -> None:
-        """Forget the steps of the start before."""
+    @property
+    def start(self) -> int:
+        """The number of the start, from 1 on; 0 if the folder is not seen here."""
+        text = _text(self._start)
+        return int(text) if text.isdigit() else 0
+
+    def begin_start(self, number: int) -> None:
+        """Note the number of a start, and forget the steps of the one before."""
+        self._start.write_text(str(number))
         self._step.unlink(missing_ok=True)
 
 

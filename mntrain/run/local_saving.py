@@ -19,6 +19,7 @@ from mntrain.ranks import Ranks
 SHARE = 0.01  # of the time of training, that `auto` may cost
 _FIRST_AFTER = 5  # undisturbed steps, whose time is known then
 _STEPS = 64  # of which the time is kept
+_OTHER_BYTES = 64 << 10  # of a rank, beside tensors: random generators, headers, the manifest
 _COPY_S = 30.0  # most seconds in which a copy is to be sent
 
 
@@ -142,7 +143,6 @@ class LocalCheckpoints:
         self._interval.step_taken(disturbed=self._saver.saving)
         due = flags["local due"] > 0 or self._interval.due_after(progress.step)
         if self._saver.saving and flags["local ready"] >= self._world.size:
-            self._saver.copy_s = self._interval.copy_s
             self._advance()
             ended = True
         if due and self._saver.saving:
@@ -155,6 +155,7 @@ class LocalCheckpoints:
         spent = time.perf_counter() - start
         self._waited_s += spent
         self._interval.leaves(spent)
+        self._saver.copies.seconds = self._interval.copy_s
         return ended
 
     def end(self, *, removes: bool) -> None:
@@ -246,7 +247,7 @@ def _own_bytes(world: Ranks, saver: LocalSaver) -> int:
     state = memory.master + memory.state
     if not optimizer.sharded:
         state //= world.size
-    return int(model // world.size + state)
+    return int(model // world.size + state) + _OTHER_BYTES
 
 
 def _used_bytes(folder: Path) -> int:

@@ -4,7 +4,8 @@ RUN/.lock names the holder, as a JSON object, and is removed at its end. Only on
 the file. What a killed job has left is replaced: on the same host, a holder is alive if its process
 is. On another one it is alive if it counts on: it writes a higher number every BEAT_S. After
 SILENT_S without, another job takes the lock; a holder that was stopped so long then finds another
-name in the file, and ends.
+name in the file, and ends. A later start of the same `mntrain launch` takes it at once: launch has
+ended the holder, or had no answer from its host.
 """
 
 import atexit
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain.recorder.events import boot_id, pid_namespace, process_start
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 
 FILE = ".lock"
 BEAT_S = 5.0  # between two numbers of the holder
@@ -110,6 +112,8 @@ def describe_process() -> dict[str, Any]:
         "pid": pid,
         "start": process_start(pid),  # in clock ticks since boot
         "count": 0,  # rises while the process holds the lock
+        "launch": os.environ.get(VARIABLE, ""),
+        "launch start": notes.start if (notes := LaunchNotes.of(os.environ)) else 0,
     }
 
 
@@ -156,8 +160,11 @@ def _remove(path: Path, dead: dict[str, Any]) -> None:
 
 def _is_alive(path: Path, found: dict[str, Any]) -> bool:
     """Return whether the holder that the file names is alive. Takes up to SILENT_S."""
-    if found.get("place") == describe_process()["place"] != "" and found["start"]:
+    own = describe_process()
+    if found.get("place") == own["place"] != "" and found["start"]:
         return process_start(found["pid"]) == str(found["start"])
+    if found.get("launch") == own["launch"] != "" and found["launch start"] < own["launch start"]:
+        return False
     if found:
         print(
             f"mntrain: {path} names a job {_words(found)}: waiting up to {SILENT_S:g} s for a sign "

@@ -1,6 +1,7 @@
 """The part of the watchdog on ranks 0 and 1: finds out who waits for whom, and who was lost."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from mntrain.alike.naming import by_value, naming
 from mntrain.alike.rank_facts import RankFacts
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
+from mntrain.recorder.launch_notes import VARIABLE
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
 from mntrain.watchdog.side_channel import Message, SideChannel
 
@@ -25,6 +27,13 @@ class Limits(NamedTuple):
 
     warn_after: float
     timeout: float | None  # None: a job that hangs is not ended
+
+
+def relaunch_hint() -> str:
+    """Return a line on how a job that has lost a rank is started again by itself, if it is not."""
+    if VARIABLE in os.environ:
+        return ""
+    return "\n  `mntrain launch -- COMMAND` starts it again on the hosts left: docs/recovery.md"
 
 
 def same_processes(one: RankFacts, other: RankFacts) -> bool:
@@ -299,7 +308,7 @@ class Monitor:
         if self._limits.timeout is None:
             self._warn(reason)
         else:
-            self._end_job(reason, reason, "lost", 1)
+            self._end_job(reason + relaunch_hint(), reason, "lost", 1)
 
     def _look_at_exit(self, now: float) -> None:
         """Let the ranks at the exit go on once no other is waited for."""

@@ -22,11 +22,13 @@ import errno
 import fcntl
 import hmac
 import json
+import math
 import os
 import resource
 import secrets
 import selectors
 import socket
+import struct
 import termios
 import time
 from collections import Counter
@@ -47,6 +49,8 @@ _ACCEPT_S = 1e-3  # between two that are accepted
 _GREETING_S = 10.0  # for the proofs, which a busy host takes long for
 _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
+_SURE_S = 2.0  # between the first look at a connection that may be lost and the last
+_TCP_INFO = struct.Struct("=3xB20xI28xI")  # of linux/tcp.h: probes, unacked, last_ack_recv
 _LOOPBACK = "127.0.0.1"
 # In which users name the interfaces of MPI.
 _INTERFACE_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
@@ -164,6 +168,10 @@ class SideChannel:
         for connection in [*self._strangers]:
             if connection.since < now - _GREETING_S:
                 self._drop(connection)
+        for peer, connection in [*self._connections.items()]:
+            if connection.silent(now):
+                self._drop(connection)
+                yield peer, {"kind": "disconnected", "error": os.strerror(errno.ETIMEDOUT)}
 
     def stop_listening(self) -> None:
         """Close the port, and the connections of strangers, since all ranks are connected."""
@@ -262,6 +270,7 @@ class _Connection:
         self.challenge = secrets.token_hex(16)  # that the peer must answer
         self.rank: int | None = None  # the peer's, once it has joined
         self._received = self._unsent = b""
+        self._lost_after, self._doubted_at = lost_after, math.inf
         seconds = min(lost_after, _MAX_S)
         probe = max(1, min(_PROBE_S, int(seconds / 4)))
         options = {
@@ -294,6 +303,24 @@ class _Connection:
         except OSError:  # not Linux: it is not known
             return True
         return not self._unsent and not any(queued)
+
+    def silent(self, now: float) -> bool:
+        """Return whether the peer's kernel has acknowledged nothing for the limit, by two looks.
+
+        The kernel's own limit begins anew with the first message after the peer was lost.
+        """
+        if self._unanswered_s() < self._lost_after - _SURE_S:
+            self._doubted_at = math.inf
+        self._doubted_at = min(self._doubted_at, now)
+        return now >= self._doubted_at + _SURE_S
+
+    def _unanswered_s(self) -> float:
+        """Return how old the last acknowledgement is, if another one is waited for; else 0."""
+        with suppress(OSError, AttributeError, struct.error):  # not Linux: it is not known
+            found = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            probes, unacknowledged, last_ms = _TCP_INFO.unpack(found)
+            return last_ms / 1000 if probes or unacknowledged else 0.0
+        return 0.0
 
     def receive(self) -> tuple[list[Message], bool, str | None]:
         """Return the messages that have arrived, whether the connection has ended, and the error.

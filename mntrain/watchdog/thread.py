@@ -31,7 +31,7 @@ from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import Recorder
-from mntrain.watchdog.monitor import MONITORS, Limits, Monitor
+from mntrain.watchdog.monitor import MONITORS, Limits, Monitor, relaunch_hint
 from mntrain.watchdog.rank_status import (
     EXIT,
     STACK_SIGNAL,
@@ -460,7 +460,7 @@ class Watchdog:
             if self._limits.timeout is None:
                 _print(f"warning: {reason}")
             else:
-                self._end_job(reason, reason, "lost", 1)
+                self._end_job(reason + relaunch_hint(), reason, "lost", 1)
 
     def _on_signal(self, number: int) -> None:
         """End the job some time after the first signal, or at a second one in a larger world."""

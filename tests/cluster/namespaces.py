@@ -85,6 +85,15 @@ class Namespaces:
             # A first process that never was, or that is gone by itself, is none to kill.
             with contextlib.suppress(RuntimeError, ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+                self._kill_stopped_parents()
+
+    def _kill_stopped_parents(self) -> None:
+        """Kill each nsenter that has stopped with its child, of which it would see no end."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                line, state = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
+                if line.startswith(f"nsenter\0-t\0{self.pid}\0".encode()) and ") T " in state:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
     def wait(self) -> None:
         """Wait until the last process inside is gone, after `kill`."""

@@ -160,6 +160,10 @@ class Cluster:
         directory = self._directory / host
         return [*self._nodes[host].enter(), "env", "-C", os.getcwd(), f"TMPDIR={directory}"]
 
+    def pid(self, host: str) -> int:
+        """The node's first process, as the machine counts."""
+        return self._nodes[host].pid
+
     def link(self, host: str, up: bool) -> None:
         """Plug or unplug the node's cable: its connections stall, and go on when it is back."""
         index = self.hosts.index(host) + 1
@@ -200,7 +204,7 @@ class Cluster:
 
     def stop(self, host: str) -> None:
         """Stop all processes of the node, whose kernel still acknowledges what it receives."""
-        own = os.readlink(f"/proc/{self._nodes[host].pid}/ns/pid")
+        own = os.readlink(f"/proc/{self.pid(host)}/ns/pid")
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if os.readlink(entry / "ns" / "pid") == own:
@@ -208,7 +212,7 @@ class Cluster:
 
     def sent(self, host: str) -> int:
         """Return how many bytes the node has put on its link, headers included."""
-        devices = Path(f"/proc/{self._nodes[host].pid}/net/dev").read_text()
+        devices = Path(f"/proc/{self.pid(host)}/net/dev").read_text()
         return int(devices.partition("eth0:")[2].split()[8])  # after eight figures of receiving
 
     def mpirun(

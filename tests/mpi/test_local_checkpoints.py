@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import socket
+import threading
 from contextlib import contextmanager
 from itertools import chain, combinations
 from multiprocessing import AuthenticationError
@@ -22,6 +23,7 @@ from worlds import RANKS, first_ranks, hosts, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
+from mntrain.checkpoint import saver
 from mntrain.checkpoint.format import FILE, OPTIMIZER
 from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
 from mntrain.run import local_saving
@@ -248,6 +250,46 @@ def test_slices_of_other_runs_and_of_an_abandoned_timeline_are_not_taken(folder)
         assert run.done == 4
 
 
+def test_two_runs_at_a_time_share_a_folder_on_each_node(folder):
+    with running(folder, killed=True) as one:
+        other = Run(one.world, folder, stage=1, run="other")
+        for last in (2, 4):
+            one.train(last)
+            other.train(last + 2)
+        states = one.state(), other.state()
+    once(lose, folder, [0])
+    with running(folder) as one:
+        other = Run(one.world, folder, stage=1, run="other")
+        assert (one.done, other.done) == (4, 6)
+        assert_state(one, states[0])
+        assert_state(other, states[1])
+        one.checkpoints.close()
+        meet()
+        assert len(list((folder / "local").iterdir())) == 1  # the other's
+    assert not list((folder / "local").iterdir())
+
+
+def test_saves_in_memory_go_on_while_the_run_directory_hangs(folder, monkeypatch):
+    answers = threading.Event()
+
+    def hang(save, *given):
+        assert folder / "run" not in save.folder.parents or answers.wait(60)
+        return written(save, *given)
+
+    written = saver._write
+    monkeypatch.setattr(saver, "_write", hang)
+    with running(folder, killed=True, every=3) as run:
+        run.train(5)
+        assert run.checkpoints._saver.saving
+        assert not list((folder / "run" / "checkpoints").glob("step-*"))
+        state = run.state()
+        answers.set()
+    with running(folder, killed=True, every=0) as run:
+        assert run.done == 4
+        run.train(5)
+        assert_state(run, state)
+
+
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatch):
     world = mntrain.init(device="cpu")
     model = nn.Linear(2, 2)
@@ -264,6 +306,10 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatc
     assert "is no folder" in words(folder / "file")
     once((folder / "open").mkdir, 0o755)
     assert "is open to other users (mode 755)" in words(folder / "open")
+    if os.geteuid() == 0:
+        once((folder / "theirs").mkdir, 0o700)
+        once(os.chown, folder / "theirs", 12345, -1)
+        assert "belongs to the user 12345: give another one" in words(folder / "theirs")
     assert "local_every: must be a number of steps, or auto" in words(folder, local_every=0)
     if COMM.rank == 1:
         monkeypatch.setattr(local_saving, "free_bytes", lambda path: 0)
@@ -308,7 +354,7 @@ def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, cap
         assert ("No space left on device" in errors) == (COMM.rank == 0)
         # Without a copy, and whole while no node is lost; the room for the next one is free again.
         assert steps_of(folder) == ["step-00000002"]
-        address = run.checkpoints._local._saver._copies._address
+        address = run.checkpoints._local._saver.copies._address
         with socket.create_connection(address) as stranger:
             stranger.sendall(bytes(99))
         with pytest.raises(AuthenticationError):

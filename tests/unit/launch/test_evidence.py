@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.launch.evidence import Evidence
+from mntrain.launch.verdict import EndCause
 from mntrain.options.config import CheckpointConfig
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.train.job import warn_of_launch
@@ -18,9 +19,11 @@ RANK = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
+from mntrain.recorder import events
 from mntrain.recorder.events import Recorder
 
 folder, rank, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+events.pid_namespace = lambda: "1"  # as on another host, where this one sees no processes
 recorder = Recorder(rank, 2)
 assert recorder.open(folder / "recorder", "job") == ""
 recorder.begin_phase("forward", 3)
@@ -28,22 +31,50 @@ if end == "raise" and rank == 1:
     recorder.error_raised(KeyError("a bug"))
 if rank == 0:
     recorder.peer_ended(1)
-os.kill(os.getpid(), signal.SIGKILL)
+if end == "close":
+    recorder.close()
+    sys.exit()
+os.kill(os.getpid(), getattr(signal, end) if rank == 1 and end[:3] == "SIG" else signal.SIGKILL)
 """
+NOBODY = EndCause(None, "exit code 1")
+LOST = EndCause(True, "rank 1 on n2 is lost: its process has ended without a word", "the ranks")
+
+
+def end_of_ranks(folder, end):
+    """Let two ranks end; return what the run directory says before and after."""
+    before = Evidence.of(folder)
+    for rank in (1, 0):
+        subprocess.run([sys.executable, "-c", RANK, folder, str(rank), end], check=False)
+    return before, Evidence.of(folder)
 
 
 @pytest.mark.parametrize(("end", "fault"), [("kill", True), ("raise", False)])
 def test_recordings_tell_a_rank_that_was_killed_from_one_that_raised(tmp_path, end, fault):
-    before = Evidence.of(tmp_path)
-    for rank in (1, 0):
-        subprocess.run([sys.executable, "-c", RANK, tmp_path, str(rank), end], check=False)
-    after = Evidence.of(tmp_path)
-    verdict = after.of_recordings(before)
+    before, after = end_of_ranks(tmp_path, end)
+    verdict = after.judge(NOBODY, before)
     assert (verdict.fault, verdict.by) == (fault, "the recordings")
     assert verdict.hosts == (os.uname().nodename,)
     assert f"rank 1 on {os.uname().nodename}: " in verdict.what
-    assert after.of_recordings(after) is None  # of an earlier start
-    assert Evidence.of(None).of_recordings(before) is None
+    assert after.judge(NOBODY, after) is NOBODY  # of an earlier start
+    assert Evidence.of(None).judge(NOBODY, before) is NOBODY
+
+
+def test_ranks_that_have_closed_their_recordings_have_ended_well(tmp_path):
+    before, after = end_of_ranks(tmp_path, "close")
+    assert after.judge(NOBODY, before).fault is False
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [("SIGKILL", True), ("SIGSEGV", False), ("SIGABRT", False), ("SIGBUS", True), ("raise", True)],
+)
+def test_a_rank_that_others_have_seen_end_may_have_crashed_by_itself(tmp_path, end, fault):
+    before, after = end_of_ranks(tmp_path, end)
+    assert after.judge(LOST, before).fault == fault
+    other = EndCause(True, LOST.what.replace("rank 1 on n2", "rank 0 on n1"))
+    assert after.judge(other, before) is other
+    unsure = EndCause(True, "a rank on n2 ended: EXIT CODE: 9", "mpirun")
+    assert after.judge(unsure, before).fault == (end != "SIGSEGV")
 
 
 def test_a_summary_counts_if_it_is_another_one_and_the_last_step_is_that_of_the_run(tmp_path):
@@ -70,8 +101,9 @@ def test_rank_0_notes_its_first_step_and_later_ones_once_a_second(tmp_path, monk
     assert abs(reader.steps.at - time.time()) < 60
     notes.use_run(tmp_path / "run")
     assert reader.run_dir == tmp_path / "run"
-    reader.begin_start()
-    assert reader.steps is None
+    assert notes.start == 0
+    reader.begin_start(2)
+    assert (reader.steps, notes.start) == (None, 2)
     gone = LaunchNotes(tmp_path / "gone")  # training goes on
     gone.take_step()
     gone.use_run(tmp_path)

@@ -33,7 +33,8 @@ def test_each_schedulers_hosts_and_their_ranks_are_found(tmp_path, monkeypatch):
     flux.write_text('#!/bin/sh\n[ "$*" = "hostlist --expand instance" ] && echo f1 f2\n')
     flux.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
-    assert of_scheduler({"FLUX_JOB_ID": "f1"}) == [Host("f1"), Host("f2")]
+    for variable in ("FLUX_JOB_ID", "FLUX_URI"):  # of a batch script only the latter
+        assert of_scheduler({variable: "f1"}) == [Host("f1"), Host("f2")]
     assert of_scheduler({}) == []
 
 

@@ -1,5 +1,6 @@
 """Starts of commands that stand for launchers: shell scripts, without ranks."""
 
+import os
 import re
 import shlex
 import signal
@@ -21,6 +22,7 @@ import sys
 from mntrain.launch import answers, launch_command, starts
 starts._ENDING_S = starts._TERMINATING_S = 0.3
 answers.ENOUGH_S, answers.LIMIT_S = 1.0, 5.0
+answers.SILENT_S, answers._ASK_S = 1.5, 0.3
 sys.exit(launch_command.run(sys.argv[1:]))
 """
 
@@ -131,6 +133,8 @@ def test_errors_end_with_the_commands_exit_code_and_one_sentence(tmp_path, repor
     assert (returned, len(err)) == (code, 2)
     assert err[-1].startswith("mntrain: launch: not started again: ")
     assert err[-1].endswith("which is no fault of a machine")
+    said = report.removeprefix("mntrain: ").removeprefix("error: ").rstrip(":")
+    assert not report or "\n".join(err).count(said) == 1
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
@@ -182,6 +186,85 @@ def test_a_host_that_does_not_answer_is_left_out_and_a_spare_one_taken(tmp_path)
     assert err[1] == "mntrain: launch: not started again: exit code 255, and every host answers"
 
 
+# By kind: the program that reaches hosts, as it takes its arguments, and the allocation.
+PROBES = {
+    "ssh": ("ssh", 'while [ "$1" = -o ]; do shift 2; done; host=$1; shift; set -- sh -c "$*"', ""),
+    "PBS": (
+        "ssh",
+        'while [ "$1" = -o ]; do shift 2; done; host=$1; shift; set -- sh -c "$*"',
+        "PBS_NODEFILE",
+    ),
+    "LSF": (
+        "blaunch",
+        '[ "$1" = -no-shell ] || exit 1; host=$2; shift 2',
+        "LSB_DJOB_HOSTFILE",
+    ),
+    "Flux": (
+        "flux",
+        """[ "$*" = "hostlist --expand instance" ] && { echo n1 n2 n3; exit; }
+        [ "$1 $2" = "exec -n" ] || exit 1; host=n$((${3#--rank=} + 1)); shift 3""",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_hosts_of_each_kind_are_asked_in_its_way(tmp_path, monkeypatch, kind):
+    program, arguments, variable = PROBES[kind]
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / program
+    fake.write_text(f'#!/bin/sh\n{arguments}\n[ $host = n2 ] && sleep 1000\nexec "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\nn3\nn3\n")
+    if variable:
+        monkeypatch.setenv(variable, str(tmp_path / "nodes"))
+    monkeypatch.setenv({"LSF": "LSB_JOBID", "Flux": "FLUX_URI"}.get(kind, "UNUSED"), "7")
+    given = "-hosts n1:2,n2:2,n3:2" if kind == "ssh" else ""
+    script = f'{STEP} tail -n 9 "$2"; [ $starts = 2 ] || exit 255'
+    words = f"{given} -n 4 train.py"
+    code, out, err = end(launch(tmp_path, script, "--spares", "1", program="mpirun", words=words))
+    assert code == 0, err
+    assert out.split() == ["n1:2", "n2:2", "n1:2", "n3:2"]
+    assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(tmp_path, refuses):
+    """Ranks that have not met yet would notice much later."""
+    agent = AGENT.replace("[ $1 = n2 ] &&", "[ $1 = n3 -a -e cut ] &&")
+    (tmp_path / "agent").write_text(agent.replace("sleep 1000", "exit 255") if refuses else agent)
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2,n3:2"
+    script = f"""case $(wc -l <starts) in
+        0) {STEP} echo '{LOST}'; exit 1;;
+        1) echo >>starts; touch cut; sleep 1000;;
+        *) {STEP} tail -n 9 "$2";;
+    esac"""
+    (tmp_path / "starts").touch()
+    words = f"{hosts} -n 4 train.py"
+    code, out, err = end(launch(tmp_path, script, program="mpirun", words=words))
+    assert (code, out.splitlines()[1:]) == (0, ["n1:2", "n2:2"])
+    assert err[1].startswith(
+        "mntrain: launch: start 3 on n1, n2: no answer from n3; before the first step, n3 did not "
+        "answer for 15 s (says launch); looking at hosts took "
+    )
+
+
+def test_what_the_ranks_say_is_silent_is_not_waited_for_without_a_spare_host(tmp_path):
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2"
+    silent = LOST.replace("its process has ended without a word", "its node does not answer")
+    script = f'{STEP} [ $starts = 2 ] && exit; echo "{silent}"; exit 255'
+    words = f"{hosts} -n 4 train.py"
+    process = launch(tmp_path, script, "--nodes", "1:2", program="mpirun", words=words)
+    code, _, err = end(process)
+    looked = float(re.search(r"looking at hosts took ([\d.]+) s", err[-1])[1])
+    assert code == 0
+    assert 0.5 < looked < 4  # of 5 that others may take
+
+
 def test_too_few_hosts_are_left(tmp_path):
     (tmp_path / "agent").write_text(AGENT)
     (tmp_path / "agent").chmod(0o755)
@@ -208,6 +291,7 @@ def test_too_few_hosts_are_left(tmp_path):
         ("--nodes 3:2 -- true", "--nodes 3:2: give MIN:MAX, such as 7:8"),
         ("--nodes 7:8 -- mpirun -hosts a,b -n 2 x", "--nodes 7:8: there are 2 hosts to use"),
         ("-- mpirun -f missing -n 2 x", "missing"),
+        ("-- mpirun -np 2 true : -np 2 true", "mpirun is to start several programs, separated"),
         ("-- no-such-program", "no-such-program"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 from mntrain.launch.verdict import choose, judge
 
 LOST = "mntrain: error: ranks 2, 3 on n2 are lost: the node, or the network to it, does not answer"
+WORDLESS = "mntrain: error: rank 1 on n2 is lost: its process has ended without a word"
 FAILED = "mntrain: rank 1 of 4 on n2 failed:\nTraceback (most recent call last):\nKeyError: 'x'\n"
 OF_MPI = FAILED.replace("KeyError: 'x'", "mpi4py.MPI.Exception: MPI_ERR_PROC_FAILED")
 HYDRA = """=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
@@ -35,11 +36,14 @@ STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
         (f"mntrain: error: caught by the script\n{LOST}", "the ranks", ("n2",)),
         (HYDRA.format("Killed (signal 9)"), "mpirun", ("n3",)),
         (HYDRA.format("Bus error (signal 7)"), "mpirun", ("n3",)),
+        (HYDRA.rpartition("YOUR APP")[0], "mpirun", ("n3",)),  # its daemons have ended too early
         (PRTE.format("9 (Killed)"), "mpirun", ("n3",)),
         (f"{OF_MPI}{PRTE.format('9 (Killed)')}", "mpirun", ("n3",)),
         ("PRTE has lost communication with a remote daemon.", "mpirun", ()),
         ("srun: error: Node failure on n2\nsrun: error: n1: task 0: Killed", "srun", ("n2",)),
         ("srun: error: n2: task 1: Out Of Memory", "srun", ("n2",)),
+        (f"{WORDLESS}\n{HYDRA.format('Killed (signal 9)')}", "the ranks", ("n2",)),
+        (f"{WORDLESS}\n{HYDRA.format('Aborted (signal 6)')}", "the ranks", ("n2",)),
         ("ssh: connect to host n2 port 22: No route to host", "ssh", ("n2",)),
     ],
 )
@@ -58,6 +62,8 @@ def test_losses_and_kills_are_faults_of_machines(output, by, hosts):
         (3, "mntrain: rank 1 of 2 on n2 left the job with exit code 3", "the ranks"),
         (139, HYDRA.format("Segmentation fault (signal 11)"), "mpirun"),
         (139, PRTE.format("11 (Segmentation fault)"), "mpirun"),
+        (139, f"{WORDLESS}\n{HYDRA.format('Segmentation fault (signal 11)')}", "mpirun"),
+        (1, f"{WORDLESS}\n{PRTE.format('8 (Floating point exception)')}", "mpirun"),
         (1, f"MPI_ABORT was invoked on rank 1\n{PRTE.format('9 (Killed)')}", "mpirun"),
         (1, "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed",
          "srun"),
@@ -105,6 +111,7 @@ def test_a_command_that_was_killed_itself_is_told_from_others_by_its_exit_code()
 
 
 def test_what_nobody_explains_is_left_to_the_hosts():
+    assert judge(9, HYDRA.format("Terminated (signal 15)"), None, run=False).fault is None
     assert judge(255, "Connection to n2 closed", None, run=False).fault is None
     assert judge(0, "", None, run=True).fault is None  # a run without a summary: Open MPI's mpirun
 

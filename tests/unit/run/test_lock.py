@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 from waiting import until
 
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import lock
 from mntrain.run.lock import RunLock
 
@@ -58,6 +59,27 @@ def test_a_silent_holder_on_another_host_is_dead(tmp_path, capsys):
     elsewhere(tmp_path)
     take(tmp_path).close()
     assert "names a job on far, process 7: waiting up to 1.5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("holder", "waits"), [(("a", 1), False), (("a", 2), True), (("b", 1), True), (("", 0), True)]
+)
+def test_a_later_start_of_the_same_launch_does_not_wait_for_a_holder_that_it_has_ended(
+    tmp_path, capsys, monkeypatch, holder, waits
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    for folder, number in (holder, ("a", 2)):
+        if not folder:
+            monkeypatch.delenv(VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(VARIABLE, str(tmp_path / folder))
+            (tmp_path / folder).mkdir(exist_ok=True)
+            LaunchNotes(tmp_path / folder).begin_start(number)
+        if not (run / ".lock").exists():
+            elsewhere(run)
+    take(run).close()
+    assert ("waiting up to" in capsys.readouterr().err) == waits
 
 
 def test_a_holder_on_another_host_that_counts_on_is_alive(tmp_path):

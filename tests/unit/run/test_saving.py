@@ -115,6 +115,12 @@ def test_invalid_values_of_checkpoint_local_every(every):
         CheckpointConfig(local_every=every)
 
 
+def test_an_interval_in_memory_without_its_folder_is_refused():
+    with pytest.raises(ValueError, match=r"local_every 9 is of .*: give their folder, local, too"):
+        CheckpointConfig(local_every="9")
+    assert CheckpointConfig(local_every="9", local=Path("/dev/shm/x")).wanted
+
+
 def test_a_restart_tells_what_it_used_and_how_many_steps_are_taken_again():
     found = FoundCheckpoint(Path(), Manifest(6, {}, 0, 0, None), {}, "of 2 ranks")
     assert restored_from(found, 8) == (

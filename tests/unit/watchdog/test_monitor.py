@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mntrain.recorder.late_ranks import Wait
+from mntrain.recorder.launch_notes import VARIABLE
 from mntrain.watchdog import monitor as monitors
 from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, UNREACHED_S, Limits, Monitor
 from mntrain.watchdog.rank_status import RankStatus
@@ -290,6 +291,15 @@ def test_a_lost_rank_ends_the_job_if_there_is_a_limit(make, limit, ends):
     assert (len(world.ends), len(world.warnings)) == (ends, 1 - ends)
     text = world.ends[0][0] if ends else world.warnings[0]
     assert text.startswith("rank 2 on b is lost: its process has ended without a word")
+    assert text.count("`mntrain launch -- COMMAND`") == ends
+    assert not ends or "mntrain launch" not in world.ends[0][1][0]
+
+
+def test_a_lost_rank_of_a_job_under_launch_is_told_without_a_hint(make, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "folder")
+    world = make(0)
+    world.monitor.on_disconnected(2, None)
+    assert "mntrain launch" not in world.ends[0][0]
 
 
 def test_all_ranks_of_a_lost_node_are_named_but_not_those_of_a_namesake(make):
@@ -460,4 +470,5 @@ def test_a_process_that_ends_after_the_world_is_lost_once_all_others_are_at_the_
     come(world, 1)
     assert world.ends == []  # rank 0 has work left
     come(world, 0)
-    assert world.ends[0][0] == ("rank 2 on b is lost: its process has ended without the end of MPI")
+    said = "rank 2 on b is lost: its process has ended without the end of MPI"
+    assert world.ends[0][1][0] == said
