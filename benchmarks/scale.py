@@ -23,7 +23,11 @@ from results import DOCS, facts, heading, ms, size_label, table, write
 
 RATE, LATENCY_S, MESSAGE_S = 12.5e9, 5e-6, 1e-6
 NODES, PER_NODE = (2, 4, 16, 64, 256, 1024), (1, 4)
-MOST_RANKS = {1: 4096, 64: 1024, 1024: 64, 25 * 1024: 16}  # that one process simulates, by KiB
+# Ranks that one process simulates at most, by ranks of a node and KiB.
+MOST_RANKS = {
+    1: {1: 4096, 64: 1024, 1024: 64, 25 * 1024: 16},
+    4: {1: 4096, 64: 1024, 1024: 256, 25 * 1024: 64},
+}
 EMULATED, LINK, EMULATED_KIB = ("1,1", "2,2", "1,1,1,1", "1,1,1,1,1,1,1,1"), "0.1gbit", (1024, 4096)
 SMALL_KIB = 4  # whose time on two nodes is the latency of the emulated network, with MPI and Python
 LEFT_OUT = """
@@ -51,7 +55,7 @@ def main() -> None:
     runs = [
         all_reduce(nodes, per_node, kib)
         for per_node in PER_NODE
-        for kib, most in MOST_RANKS.items()
+        for kib, most in MOST_RANKS[per_node].items()
         for nodes in NODES
         if nodes * per_node <= most and nodes <= options.most_nodes
     ]

@@ -34,7 +34,8 @@ EMPTY: Span = (0, 0)
 NO_RANK = -1
 # Lanes and parts begin at whole cache lines where the verb leaves the choice.
 LINE_BYTES = 64
-# A lane is not cut into shorter chunks for the sake of their number.
+# A lane is not cut into shorter chunks for the sake of their number, for each level of an exchange
+# between nodes: on each, a chunk costs the latency of a message and CPU time, whatever its length.
 MIN_CHUNK_BYTES = 64 << 10
 # Nodes exchange parts in groups of so many where that divides their number, else of its factors.
 GROUP = 4
@@ -146,7 +147,8 @@ class HierarchyPlan:
         for lane, (low, high) in enumerate(_aligned((0, numel), self.lanes, line)):
             length = chunk_bytes // itemsize
             if count > 1:
-                length = _chunk_length(high - low, itemsize, chunk_bytes, min_chunks)
+                least = self._least_bytes
+                length = _chunk_length(high - low, itemsize, chunk_bytes, min_chunks, least)
             for number, span in enumerate(_cut((low, high), length)):
                 parts = (span,) if whole else tuple(_aligned(span, count, line))
                 chunks.append((number, lane, parts, ()))
@@ -159,7 +161,8 @@ class HierarchyPlan:
         """Return the chunks of a reduce-scatter, which are also those of an all-gather."""
         count = len(self.nodes.nodes)
         numel = bounds[-1] // self.lanes
-        length = max(1, _chunk_length(numel, itemsize, chunk_bytes, min_chunks) // count)
+        whole = _chunk_length(numel, itemsize, chunk_bytes, min_chunks, self._least_bytes)
+        length = max(1, whole // count)
         chunks = []
         for lane, rows in enumerate(self._shard_rows):
             number = 0
@@ -179,6 +182,11 @@ class HierarchyPlan:
         """Return the chunks of a broadcast, which take the lanes in turn."""
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, chunk_bytes, min_chunks))
         return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
+
+    @property
+    def _least_bytes(self) -> int:
+        """The least bytes of a chunk that goes through all levels, unless a lane has fewer."""
+        return MIN_CHUNK_BYTES * (len(self.widths) - 1)
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:
         """Return the span of a rank's shard."""
@@ -203,9 +211,11 @@ class HierarchyPlan:
         return source, [(node + first) % count for node in after if node < count]
 
 
-def _chunk_length(numel: int, itemsize: int, chunk_bytes: int, min_chunks: int) -> int:
+def _chunk_length(
+    numel: int, itemsize: int, chunk_bytes: int, min_chunks: int, least: int = MIN_CHUNK_BYTES
+) -> int:
     """Return the elements of a chunk where `numel` elements make at least `min_chunks` chunks."""
-    nbytes = max(numel * itemsize // min_chunks, MIN_CHUNK_BYTES)
+    nbytes = max(numel * itemsize // min_chunks, least)
     return max(1, min(chunk_bytes, nbytes) // itemsize)
 
 

@@ -150,10 +150,10 @@ class Messages:
         """Call a function when these ranks have come to it, too, with the same tag."""
 
         def steps() -> Steps[T]:
-            tokens = np.zeros((2, 1), np.uint8)
-            yield Requests.of(*[self._comm.send(peer, tokens[0], tag) for peer in others]).test
-            for peer in others:
-                yield self._comm.receive(peer, tokens[1], tag).test
+            own, *theirs = np.zeros((1 + len(others), 1), np.uint8)
+            receives = [self._comm.receive(*one, tag) for one in zip(others, theirs, strict=True)]
+            sends = [self._comm.send(peer, own, tag) for peer in others]
+            yield Requests.of(*receives, *sends).test
             return then()
 
         peers = [self._ranks[r] for r in others]

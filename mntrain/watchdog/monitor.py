@@ -221,7 +221,7 @@ class Monitor:
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
-        self._failed: set[int] = set()  # ranks that wait until the others have left
+        self._failed: dict[int, Message] = {}  # what was told of ranks that wait until others left
         self._at_exit: set[int] = set()
         self._busy: set[int] = set()  # of these, ranks that cannot compare their calls
         self._closed: set[int] = set()  # ranks whose watchdogs have ended, here or in another world
@@ -236,6 +236,9 @@ class Monitor:
 
     def look(self, now: float) -> None:
         """Act on what is due by the clock."""
+        for peer in set(self._channel.peers) - self._connected:  # it was not told before
+            for failure in self._failed.values():
+                self._channel.send(peer, failure)
         self._connected |= set(self._channel.peers)
         if self._connected.issuperset(range(self._rank + 1, len(self._facts))):
             self._channel.stop_listening()
@@ -281,7 +284,7 @@ class Monitor:
                     (self._closed if kind == "closed" else self._at_exit).add(peer)
                 self._on_left(peer)
             case "failed" if peer == message["report"]["rank"]:
-                self._failed.add(peer)
+                self._failed[peer] = message
                 for other in set(self._channel.peers) - {peer}:
                     self._channel.send(other, message)
                 self._on_left(peer)  # which the others may have done before

@@ -341,10 +341,12 @@ class Watchdog:
                 self._end_unheard()
 
     def _end_unheard(self) -> None:
-        """End the job, since monitors that are connected do nothing: they may be stopped."""
-        if self._monitor is None and self._channel.peers:
+        """End the job, since no monitor does: they may be stopped, or out of reach and lost."""
+        tried = self._attempts == ATTEMPTS
+        if self._monitor is None and (self._channel.peers or tried):
+            why = "do not answer" if self._channel.peers else "cannot be reached beside MPI"
             reason = f"rank {self._rank} has waited {self._stalled_s:.0f} s, and "
-            reason += f"{self._monitors_named} do not answer"
+            reason += f"{self._monitors_named} {why}"
             self._end_job(reason, reason, "stalled", 1)
 
     def _look_at_output(self, passed: float) -> None:

@@ -1,6 +1,4 @@
-"""Nodes that train alone for some steps, here and in one process."""
-
-import copy
+"""Nodes that train alone for some steps."""
 
 import torch
 from model_digest import model_digest
@@ -13,54 +11,6 @@ RANK = MPI.COMM_WORLD.rank
 PER_NODE = 2 if RANKS == 4 else 1
 NODES = RANKS // PER_NODE
 NODE = RANK // PER_NODE
-
-
-class LoneNodes:
-    """A replica for each node, trained with plain torch in this process.
-
-    Subclasses `exchange` after a step, of which the first after the warm-up is number 1.
-    """
-
-    def __init__(self, model, sync, kind=ADAMW):
-        self.models = [copy.deepcopy(model) for _ in range(NODES)]
-        self.inner = [kind(model.parameters()) for model in self.models]
-        self.sync = sync
-
-    def step(self, step):
-        taken = step - self.sync.warmup + 1
-        if taken == 1:
-            self.begin()
-        for node, (model, inner) in enumerate(zip(self.models, self.inner, strict=True)):
-            batch = samples(12, step)
-            if taken > 0:
-                batch = tuple(column.chunk(NODES)[node] for column in batch)
-            update(inner, loss_of(model, batch))
-        if taken > 0:
-            with torch.no_grad():
-                self.exchange(taken)
-
-    def begin(self):
-        """Note the parameters before the first step after the warm-up."""
-        self.exchanged = [p.detach().clone() for p in self.models[0].parameters()]
-        self.momentum = [torch.zeros_like(p) for p in self.exchanged]
-        self.left = [[torch.zeros_like(p) for p in self.exchanged] for _ in self.models]
-
-    def mean(self, index):
-        """The mean of a parameter over nodes."""
-        return sum(list(model.parameters())[index].detach() for model in self.models) / NODES
-
-    def send(self, node, index, change, code=None, keeps=1.0):
-        """Return what a node sends of a change, and of what it has not sent before."""
-        whole = change + keeps * self.left[node][index]
-        sent = coded(code, whole) if code else whole
-        self.left[node][index] = whole - sent
-        return sent
-
-    def after_outer_step(self, index, before, mean):
-        """Exchanged parameters after a step by a mean change, of SGD with Nesterov's momentum."""
-        factor = getattr(self.sync, "outer_momentum", 0.0)
-        self.momentum[index] = factor * self.momentum[index] + mean
-        return before - getattr(self.sync, "outer_lr", 1.0) * (mean + factor * self.momentum[index])
 
 
 def keep_world():
@@ -97,18 +47,6 @@ def take_steps(world, model, optimizer, steps):
 
 def digests(world, model):
     return world.gather(model_digest(model))
-
-
-def coded(code, values):
-    """Return what the code of one node's values stands for."""
-    left, written = (
-        values.flatten().clone(),
-        torch.zeros(code.nbytes(values.numel()), dtype=torch.uint8),
-    )
-    total = torch.zeros_like(left)
-    code.encode(left, written)
-    code.decode(written, total)
-    return total.view(values.shape)
 
 
 def run(world, folder, stage, sync, steps, *, every=0, now=None):

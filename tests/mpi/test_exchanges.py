@@ -13,7 +13,6 @@ from lone_nodes import (
     NODES,
     PER_NODE,
     RANK,
-    LoneNodes,
     digests,
     keep_optimizers,
     keep_world,
@@ -35,6 +34,7 @@ from oracle import (
     samples,
     update,
 )
+from replicas import Means, Sparse
 from torch import nn
 from worlds import RANKS, refusal
 
@@ -66,49 +66,6 @@ def make(world):
 def cut(world):
     """Makes optimizers whose shards cut parameters at stages 1 and 2."""
     yield from keep_optimizers(world)
-
-
-class Exchanging(LoneNodes):
-    def exchange(self, taken):
-        if taken % self.sync.every == 0:
-            self.exchange_now()
-
-
-class Means(Exchanging):
-    """Of local SGD, and of DiLoCo with torch's outer optimizer."""
-
-    def begin(self):
-        super().begin()
-        if isinstance(self.sync, DiLoCo):
-            self.outer = torch.optim.SGD(
-                [p.requires_grad_() for p in self.exchanged],
-                lr=self.sync.outer_lr,
-                momentum=self.sync.outer_momentum,
-                nesterov=True,
-            )
-
-    @torch.no_grad()
-    def exchange_now(self):
-        means = [self.mean(index) for index in range(len(self.exchanged))]
-        if isinstance(self.sync, DiLoCo):
-            for parameter, mean in zip(self.exchanged, means, strict=True):
-                parameter.grad = parameter - mean
-            self.outer.step()
-            means = self.exchanged
-        for model in self.models:
-            for parameter, mean in zip(model.parameters(), means, strict=True):
-                parameter.copy_(mean)
-
-
-class Sparse(Exchanging):
-    def exchange_now(self):
-        code = ChunkCode(self.sync.density)
-        for index, before in enumerate(self.exchanged):
-            own = [list(model.parameters())[index] for model in self.models]
-            sent = [self.send(n, index, before - p, code, 0.95) for n, p in enumerate(own)]
-            self.exchanged[index] = self.after_outer_step(index, before, sum(sent) / NODES)
-            for parameter in own:
-                parameter.copy_(self.exchanged[index])
 
 
 def kept(optimizer, *keys):
@@ -145,7 +102,7 @@ def assert_equal_between_nodes(world, optimizer, *keys):
 )
 def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sync, stage):
     model = net()
-    replicas, exact = kind(model, sync), kind is Means
+    replicas, exact = kind(model, sync, ADAMW, NODES), kind is Means
     optimizer = (cut if exact else make)(model, sync=sync, stage=stage)
     tolerance = EXACT if exact else 1e-9
     for step in range(14):

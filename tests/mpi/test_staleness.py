@@ -13,7 +13,6 @@ from lone_nodes import (
     NODES,
     PER_NODE,
     RANK,
-    LoneNodes,
     digests,
     keep_optimizers,
     keep_world,
@@ -24,10 +23,10 @@ from lone_nodes import (
 from model_digest import differing_ranks, model_digest
 from models import net
 from oracle import ADAMW, SGD, assert_close, init, loss_of, mine, samples, update
+from replicas import Rounds
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
-from zero.comm_hooks.codes import ChunkCode
 from zero.exchange.exchange import EXCHANGED, SentExchange
 from zero.norms import NonFiniteGradientError
 from zero.state import UNSENT
@@ -66,64 +65,6 @@ def withhold(monkeypatch, lags):
     monkeypatch.setattr(SentExchange, "arrived", lambda self: arrived)
 
 
-class Rounds(LoneNodes):
-    """Nodes by the formula.
-
-    The exchanged parameters G(k) of all rounds are kept. After round r, a node starts from G(k)
-    minus its own outer gradients of rounds k + 1 to r, with k = r - its lag.
-    """
-
-    def __init__(self, model, kind, sync, lags):
-        super().__init__(model, sync, kind)
-        self.lags = lags
-
-    def begin(self):
-        super().begin()
-        self.starts = [self.exchanged] * NODES
-        self.exchanged = [self.exchanged]
-        self.settled = 0  # rounds that all nodes have
-        self.own = [[] for _ in self.models]  # by node and round
-
-    def exchange(self, taken):
-        if taken % self.sync.every == 0:
-            self.end_round(self.lags)
-
-    def end_round(self, lags):
-        for node, model in enumerate(self.models):
-            pairs = zip(self.starts[node], model.parameters(), strict=True)
-            self.own[node].append([start - p for start, p in pairs])
-        means = [self.mean_of_round(index) for index in range(len(self.momentum))]
-        pairs = enumerate(zip(self.exchanged[-1], means, strict=True))
-        self.exchanged.append([self.after_outer_step(i, g, mean) for i, (g, mean) in pairs])
-        for node, lag in enumerate(lags):
-            self.start_round(node, lag)
-
-    def start_round(self, node, lag):
-        """Set a node's parameters to what it has after the last round, with a lag."""
-        rounds = len(self.own[node])
-        has = max(rounds - lag, self.settled)
-        own = self.own[node][has:]
-        pairs = enumerate(self.exchanged[has])
-        self.starts[node] = [g - sum(changes[i] for changes in own) for i, g in pairs]
-        for p, start in zip(self.models[node].parameters(), self.starts[node], strict=True):
-            p.copy_(start)
-
-    @torch.no_grad()
-    def settle(self):
-        """Let all that is in flight arrive, within a round or between two."""
-        for node, model in enumerate(self.models):
-            since = [s - p for s, p in zip(self.starts[node], model.parameters(), strict=True)]
-            self.settled = len(self.own[node])
-            self.start_round(node, 0)
-            for p, change in zip(model.parameters(), since, strict=True):
-                p.sub_(change)
-
-    def mean_of_round(self, index):
-        code = ChunkCode(self.sync.density) if isinstance(self.sync, SparseLoCo) else None
-        changes = [own[-1][index] for own in self.own]
-        return sum(self.send(n, index, own, code, 0.95) for n, own in enumerate(changes)) / NODES
-
-
 def kept(world, optimizer, key):
     """The outer state under a key, of all ranks of the first node and of this one's. Collective."""
     optimizer.state_dict()  # waits for what is in flight
@@ -144,7 +85,7 @@ def kept(world, optimizer, key):
 def test_nodes_train_as_the_formula_says(world, make, monkeypatch, *, kind, lags, sync, stage):
     withhold(monkeypatch, lags)
     model = net()
-    replicas = Rounds(model, kind, sync, lags)
+    replicas = Rounds(model, sync, kind, lags)
     optimizer = make(model, kind, sync=sync, stage=stage)
     for step in range(WARMUP + 5 * EVERY + 1):
         replicas.step(step)

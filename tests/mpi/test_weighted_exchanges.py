@@ -5,8 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from lone_nodes import NODE, NODES, PER_NODE, RANK, coded, digests, keep_optimizers, keep_world
+from lone_nodes import NODE, NODES, PER_NODE, RANK, digests, keep_optimizers, keep_world
 from oracle import init
+from replicas import coded
 from torch import nn
 from worlds import RANKS
 

@@ -257,19 +257,23 @@ class VirtualTime:
         what: Callable[[], str],
         seconds: float | None = None,
         lock: Lock | None = None,
+        *,
+        polls: bool = True,
     ) -> bool:
         """Wait until something happens to this rank, or until a lock is released if there is one.
 
         With `seconds` also until so much time has passed, or more if nothing happens for long;
-        returns False then.
+        returns False then. A thread that does not poll waits until it is woken by name.
         """
         thread = current()
         thread.waits, thread.lock = True, lock
-        thread.polls = lock is None or seconds is not None
+        thread.polls = polls and (lock is None or seconds is not None)
         found = True
         if seconds is not None:
-            thread.vain_looks += 1
-            longer = min(FIRST_LOOK_S * 4**thread.vain_looks, LAST_LOOK_S)
+            thread.vain_looks += polls
+            longer = (
+                min(FIRST_LOOK_S * 4.0 ** min(thread.vain_looks, 9), LAST_LOOK_S) if polls else 0.0
+            )
 
             def look() -> None:
                 nonlocal found
@@ -434,10 +438,34 @@ class Lock:
         self.release()
 
 
+class Flag:
+    """An event of the threads of one rank, with the interface of `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: list[Thread] = []
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        for thread in self._waiting:
+            thread.time.wake(thread)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        time, found = current().time, True
+        while found and not self._set:
+            self._waiting.append(current())
+            found = time.wait(lambda: "an event", timeout, polls=False)
+            self._waiting.remove(current())
+        return self._set
+
+
 class Threading:
     """The place of the module `threading` in modules of the library."""
 
-    Thread, Lock = Thread, Lock
+    Thread, Lock, Event = Thread, Lock, Flag
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
@@ -445,3 +473,9 @@ class Threading:
     @staticmethod
     def current_thread() -> Any:
         return getattr(_of_thread, "current", None) or threading.current_thread()
+
+    @staticmethod
+    def main_thread() -> Any:
+        """Return the thread of the running rank's program."""
+        thread = getattr(_of_thread, "current", None)
+        return thread.time.threads[thread.rank][0] if thread else threading.main_thread()

@@ -240,3 +240,16 @@ def test_every_part_is_a_sum_over_all_nodes_in_one_order_and_comes_to_all(count)
 
 def flat(order):
     return [order] if isinstance(order, int) else [node for part in order for node in flat(part)]
+
+
+# Of one, two, two, three and five levels.
+@pytest.mark.parametrize(("nodes", "chunks"), [(4, 8), (8, 4), (16, 4), (64, 3), (1024, 2)])
+@pytest.mark.parametrize("verb", ["all_reduce", "by_shard"])
+def test_a_chunk_has_64_kib_at_least_for_each_level_between_nodes(verb, nodes, chunks):
+    topology, numel = Topology(tuple((rank,) for rank in range(nodes))), 120 << 10
+    plan = load("lanes").plan(topology, 0)
+    if verb == "all_reduce":
+        found = plan.all_reduce(numel, 4, 512 << 10)
+    else:
+        found = plan.by_shard(tuple(split(numel, nodes)), 4, 512 << 10)
+    assert len(found) == chunks
