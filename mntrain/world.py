@@ -2,12 +2,12 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 from weakref import proxy
 
 import torch
@@ -26,7 +26,7 @@ from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
 from mntrain.run.directory import warn
-from mntrain.run.distributed_optimizer import OF_WORLD, make_optimizer
+from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
@@ -42,7 +42,6 @@ from mntrain.sync import LocalSGD
 from mntrain.timeline import Timeline
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
-from zero.options import Options
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,6 +96,14 @@ class World(Ranks):
         groups: Iterable[Any] | None = None,
         comm_hook: CommHook | None = None,
         sync: LocalSGD | None = None,
+        stage: int = 0,
+        partition: Literal["auto", "element", "parameter"] = "auto",
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        non_finite: Literal["stop", "skip"] = "stop",
+        loss_scale: float | Literal["dynamic"] | None = None,
+        overlap_forward: bool = False,
+        check_every: int = 100,
         **kwargs: Any,
     ) -> ZeroOptimizer:
         """Make a distributed optimizer for a model on `device`. Collective.
@@ -106,13 +113,13 @@ class World(Ranks):
         optimizer, and so the model, until `close` of either. With `overlap_forward`, updated
         parameters arrive during the next forward: each module waits for its own when it is called.
 
-        Any torch optimizer class will do; it gets `kwargs` but for the options of `zero.Options`,
-        which documents these (`stage` to `check_every`). `groups` are what torch's optimizers take:
-        parameters or parameter groups, with or without names; by default all parameters form one
-        group. With `sync` nodes exchange parameters every few steps instead of gradients in each:
-        by a description in `mntrain.sync`, such as `DiLoCo`. `zero.ZeroOptimizer` documents the
-        `step`. It closes an optimizer that has trained any of the parameters so far: each has one
-        optimizer at a time.
+        Any torch optimizer class will do; it gets `kwargs` as its arguments. `zero.Options`
+        documents the options from `stage` to `check_every`. `groups` are what torch's optimizers
+        take: parameters or parameter groups, with or without names; by default all parameters form
+        one group. With `sync` nodes exchange parameters every few steps instead of gradients in
+        each: by a description in `mntrain.sync`, such as `DiLoCo`. `zero.ZeroOptimizer` documents
+        the `step`. It closes an optimizer that has trained any of the parameters so far: each has
+        one optimizer at a time.
 
         Raises AgreedError (a ValueError) on all ranks if they differ in the names, shapes, dtypes
         or strides of the model, in an option from `stage` to `check_every`, in the class or a
@@ -127,7 +134,17 @@ class World(Ranks):
             groups=groups,
             comm_hook=comm_hook,
             sync=sync,
-            arguments=kwargs,
+            options={
+                "stage": stage,
+                "partition": partition,
+                "max_grad_norm": max_grad_norm,
+                "norm_type": norm_type,
+                "non_finite": non_finite,
+                "loss_scale": loss_scale,
+                "overlap_forward": overlap_forward,
+                "check_every": check_every,
+            },
+            kwargs=kwargs,
         )
         optimizer.accumulation.observe = self.recorder.span
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]
@@ -456,23 +473,6 @@ class World(Ranks):
         self._open = False
 
 
-def _list_options(
-    function: Any, kind: Callable[..., object], but: Collection[str] = (), *, more: bool = False
-) -> Any:
-    """Let the signature of a function list the arguments of `kind` in the place of its **kwargs.
-
-    With `more`, it takes others, too.
-    """
-    own, options = inspect.signature(function), inspect.signature(kind).parameters.items()
-    *first, rest = own.parameters.values()
-    listed = [option.replace(kind=rest.KEYWORD_ONLY) for name, option in options if name not in but]
-    function.__signature__ = own.replace(parameters=[*first, *listed, *[rest][:more]])
-    return function
-
-
-_list_options(World.optimizer, Options, OF_WORLD, more=True)
-
-
 class _Init(Protocol[P]):
     """The signature of `init`, whose keyword arguments are those of a class of options."""
 
@@ -481,11 +481,19 @@ class _Init(Protocol[P]):
     ) -> World: ...
 
 
-def _with_options_of(kind: Callable[P, object]) -> Callable[[Callable[..., World]], _Init[P]]:
-    return lambda function: _list_options(function, kind)
+def _with_arguments_of(kind: Callable[P, object]) -> Callable[[Callable[..., World]], _Init[P]]:
+    """Return a decorator that gives a function the keyword arguments of `kind` as its options."""
+
+    def decorate(function: Any) -> Any:
+        own, options = inspect.signature(function), inspect.signature(kind)
+        parameters = [own.parameters["comm"], *options.parameters.values()]
+        function.__signature__ = own.replace(parameters=parameters)
+        return function
+
+    return decorate
 
 
-@_with_options_of(WorldConfig)
+@_with_arguments_of(WorldConfig)
 def init(comm: "MPI.Intracomm | None" = None, **options: Any) -> World:
     """Start MPI if necessary, and make a world of the ranks of `comm`. Collective.
 

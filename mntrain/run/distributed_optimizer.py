@@ -30,8 +30,6 @@ from zero.parameter_watch import check_free
 from zero.sync_batchnorm import SyncBatchNorm
 from zero.trials import check_arguments, check_partition
 
-OF_WORLD = ("gather_dtype", "bucket_bytes")  # options that the world's settings decide
-
 
 def make_optimizer(
     world: Ranks,
@@ -42,16 +40,16 @@ def make_optimizer(
     groups: Iterable[Any] | None,
     comm_hook: CommHook | None,
     sync: LocalSGD | None,
-    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`. Collective.
 
-    `arguments` are `zero.Options`, and those of the class. The world counts its optimizers by
-    `number`. Raises AgreedError on all ranks, before anything is allocated, if they differ in what
-    they give or if any of them cannot accept it.
+    `options` are those of `zero.Options` that the world's settings do not decide, and `kwargs` the
+    arguments of the class. The world counts its optimizers by `number`. Raises AgreedError on all
+    ranks, before anything is allocated, if they differ in what they give or if any of them cannot
+    accept it.
     """
-    names = Options.__dataclass_fields__.keys() - OF_WORLD
-    kwargs = {name: value for name, value in arguments.items() if name not in names}
     with world.agreement():
         check_model(model, world.size)
         if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
@@ -61,10 +59,10 @@ def make_optimizer(
             )
         if alone := lone_accelerator(world.size):
             raise ValueError(alone)
-        options = Options(
+        checked = Options(
             bucket_bytes=world.settings.bucket_bytes,
             gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
-            **{name: value for name, value in arguments.items() if name in names},
+            **options,
         )
         check_sync(world, sync)
         if sync and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
@@ -73,17 +71,17 @@ def make_optimizer(
                 "step, and with sync= nodes take steps of their own: leave one of the two out"
             )
     make = partial(optimizer_class, **kwargs)
-    compare(world, describe(model, {**vars(options), "comm_hook": comm_hook, "sync": sync}))
+    compare(world, describe(model, {**vars(checked), "comm_hook": comm_hook, "sync": sync}))
     with world.agreement():
         given = compression.select_hook(world.settings.compress, comm_hook)
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
-        trainable = _check_parameters(named, make, options)
+        trainable = _check_parameters(named, make, checked)
     compare(world, {"the optimizer": describe_optimizer(make, trainable)})
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
-    schedule = _make_schedule(world, sync, stream, stage=options.stage, user=label)
+    schedule = _make_schedule(world, sync, stream, stage=checked.stage, user=label)
     needs_levels = hook.between_nodes and world.size > 1
     levels = world.node_levels(label) if needs_levels else None
     with world.agreement(), _arguments_of(optimizer_class):
@@ -91,7 +89,7 @@ def make_optimizer(
             named,
             optimizer_class,
             stream,
-            options,
+            checked,
             model=model,
             schedule=schedule,
             levels=levels,

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from mntrain.ranks import Ranks
-from mntrain.run.distributed_optimizer import OF_WORLD
 from mntrain.world import World
 from zero import Options
 
@@ -35,6 +34,9 @@ def test_each_public_name_of_a_world_stands_in_the_section():
 
 def test_the_page_shows_no_call_that_does_not_exist():
     assert set(re.findall(r"world\.(\w+)", PAGE)) <= public_names()
+
+
+OF_WORLD = ("gather_dtype", "bucket_bytes")  # options that the world's settings decide
 
 
 def test_the_signature_of_optimizer_lists_the_options_and_takes_arguments_of_the_class():
