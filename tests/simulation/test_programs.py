@@ -2,7 +2,7 @@
 
 Each ends with the right result on every rank, or with an error on every rank. To search longer:
 
-    SIMULATED_PROGRAMS=10000 python -m pytest -n 0 --timeout 0 tests/simulation/test_programs.py
+    SIMULATED_PROGRAMS=1000 python -m pytest -n 0 --timeout 0 --thorough tests/simulation
 """
 
 import random

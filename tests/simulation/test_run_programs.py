@@ -178,7 +178,7 @@ def test_every_start_goes_on_from_what_is_left_and_ends_as_an_undisturbed_run(ru
                 switches=0.1 * (run.seed % 4),
                 options={"bucket_mb": 1e-3, "ranks_per_node": start.per_node},
             )
-            known.restored = []
+            known.restored, known.final = [], None
             places = {"run": run, "start": start, "folder": folder, "known": known}
             worlds.run(partial(on_rank, **places, kill=worlds.kill))
             if known.restored:
@@ -190,6 +190,8 @@ def test_every_start_goes_on_from_what_is_left_and_ends_as_an_undisturbed_run(ru
                 known.everywhere = done if from_nodes else 0
             if start.killed is None:
                 assert known.final == LAST
+            if known.final == LAST:  # nodes keep nothing of a run that has ended
+                known.local = 0
             lost = {node for node in start.lost if node < start.nodes}
             partners = partner_nodes([""] * start.nodes)
             known.left = not any(partners[node] in lost for node in lost)

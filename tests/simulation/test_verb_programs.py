@@ -235,6 +235,7 @@ programs = st.builds(
 NONE_EAGER = Groups(0, (0, 0), ("all_reduce",), NetworkModel(eager_bytes=0))
 
 
+@pytest.mark.thorough
 @searched(20)
 @example(program=NONE_EAGER)
 @given(program=programs)
