@@ -325,10 +325,10 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         "Emulated nodes of one rank on one machine, some spare; jobs of `mntrain launch` that save "
         f"in the nodes' memory every {LOCAL_EVERY} steps and in the run directory every {EVERY}, "
         f"with `--comm.timeout {TIMEOUT_S}`. Seconds are the median, and the least and the "
-        "largest: from the loss until the ranks report it, until `launch` starts the job again, "
-        "and until the next step; then the latter less what a start of the same job took without "
-        "a loss. Ranks share the cores, so a start takes many times as long as on nodes of their "
-        "own. The loss of a stopped node is noticed 20 s later if ranks 0 and 1 are on it."
+        "largest: from the loss until the ranks report it, and until `launch` starts the job "
+        "again, which is what a loss costs beside a start; then those of that start until its "
+        "first step. Ranks share the cores, so a start takes many times as long as on nodes of "
+        "their own."
     )
     lines = heading(page, "What the loss of a node costs", page["versions"], about)
     rows = []
@@ -342,12 +342,11 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
             if those:
                 parts = [
                     _spread([loss[part] for _, loss in those])
-                    for part in ("report_s", "start_s", "step_s")
+                    for part in ("report_s", "start_s", "begin_s")
                 ]
-                more = _spread([loss["step_s"] - run["plain_s"] for run, loss in those])
-                rows.append([library, words, str(len(those)), _range(those), *parts, more])
-    head = ["library", "loss", "times", "steps lost", "report, s", "next start, s", "next step, s"]
-    lines += [*table([*head, "more than a start, s"], rows, texts=2), ""]
+                rows.append([library, words, str(len(those)), _range(those), *parts])
+    head = ["library", "loss", "times", "steps lost", "report, s", "next start, s", "that start, s"]
+    lines += [*table(head, rows, texts=2), ""]
     rows = []
     for moment, words in MOMENTS.items():
         those = [(run, loss) for run, loss in losses if loss["moment"] == moment]

@@ -108,7 +108,7 @@ class Hosts:
         for host in (*hosts, *asked.found):
             if host in asked.found or host not in self._heard:
                 self._heard[host] = asked.began
-        if _HERE not in asked.found:
+        if not asked.found:  # nothing can be asked from here
             return []
         late = [host for host in hosts if now > self._heard[host] + SILENT_S]
         return [host for host in late if host not in asked.found]

@@ -102,10 +102,9 @@ class Launch:
         return [host for host in self._hosts if host in self._names]
 
     def _enough(self, verdict: EndCause) -> int:
-        """Return how many answers are enough: hosts that ranks call silent are not waited for."""
-        if not verdict.silent:
-            return self._full
-        return max(self._least, len(self._hosts) - len(verdict.hosts))
+        """Return how many answers are enough: as many as hosts are used, or ranks say are left."""
+        silent = len(verdict.hosts) if verdict.silent else 0
+        return max(self._least, (len(self._hosts) or self._full) - silent)
 
     def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
         """Run the command once; return its exit code, the verdict, and whether it took a step."""
