@@ -8,10 +8,11 @@ a step is whole if each of its ranges is on any node.
 
 import os
 import secrets
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.collectives import Work
 
+NOT_WRITTEN = "not all ranks had written it"
 _IN_FLIGHT = 2  # ranges that are sent at a time
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -70,6 +72,8 @@ class NodeFolders:
     left: tuple[Path, ...]
     leader: bool  # this rank is the first one of its node
     attempts: Attempts  # before this start of the run
+    # Why steps that a restart has looked at were not taken. The same on all ranks.
+    passed_over: dict[Path, str] = field(default_factory=dict)
 
     def steps(self) -> set[tuple[int, str]]:
         """Return the steps, with their attempts, of which this node has anything that is valid."""
@@ -92,6 +96,14 @@ class NodeFolders:
             for attempt in _listed(folder)
             for path in _listed(attempt)
         ]
+
+    def remove_others(self, name: Path) -> None:
+        """Remove all that this node has of the run, but for one step. On its first rank."""
+        for path in self.paths():
+            if path.relative_to(path.parents[1]) != name:
+                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    path.parent.rmdir()  # of the attempt
 
 
 def open_folders(world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) -> NodeFolders:
@@ -166,14 +178,15 @@ class WholeStep:
 def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> WholeStep | str:
     """Give each node all ranges of a step, or return why they are not there. Collective.
 
-    Returns "" for a step that not all ranks have written. Each range that a node lacks is sent
-    once, by a rank on a node that has it.
+    Each range that a node lacks is sent once, by a rank on a node that has it. A step of which all
+    ranges are there is the one that is taken: all others are removed before, which makes room, and
+    AgreedError is raised where a node cannot be given it. Nothing of it is removed then.
     """
     name = Path(attempt, checkpoint_name(step))
     manifest = _manifest(folders, name) if folders.leader else None
     known = world.gather(manifest is not None)
     if not any(known):
-        return ""
+        return NOT_WRITTEN
     root = known.index(True)
     manifest = world.gather(manifest if world.rank == root else None)[root]
     assert manifest is not None
@@ -189,7 +202,12 @@ def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> W
     try:
         _Sending(world, folders, name, parts, held[world.rank]).send(manifest, messages)
     except AgreedError as error:
-        return str(error)
+        raise AgreedError(
+            f"{name.name} is whole in the nodes' memory, and a node cannot be given all of it "
+            f"({error}): free space in {folders.root.parent} and start again, or remove "
+            f"{folders.root} on each node to go on from the run directory",
+            world.rank,
+        ) from error
     sent = sum(parts[number].place.length for message in messages for number in message.numbers)
     return WholeStep(folders.own / name, manifest, sent)
 
@@ -325,6 +343,7 @@ class _Sending:
         folders, folder = self._folders, self._folders.own / self._name
         with self._world.agreement():
             if folders.leader:
+                folders.remove_others(self._name)
                 folders.make(folder)
                 for file, places in manifest.checksums.items():
                     opened = os.open(folder / file, _OPEN | os.O_RDWR | os.O_CREAT, 0o600)

@@ -217,6 +217,14 @@ class LocalCheckpoints:
         return bool(self._world.hosts[rank] == self._world.hosts[self._world.rank])
 
 
+def passed_over(found: FoundCheckpoint | None, local: NodeFolders | None) -> Mapping[Path, str]:
+    """Return the steps that a restart has not taken, with reasons. Local.
+
+    Those that were not written are told if nothing was found.
+    """
+    return found.skipped if found else local.passed_over if local else {}
+
+
 def restored_from(found: FoundCheckpoint | None, last_step: int) -> str:
     """Return what is told of a restart: what was used, and how many steps are lost. Pure.
 

@@ -19,7 +19,7 @@ from mntrain.errors import AgreedError, raised_by_all
 from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
-from mntrain.run.local_saving import LocalCheckpoints, restored_from
+from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_from
 from zero.step_message import Value
 
 _FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
@@ -164,9 +164,12 @@ class Checkpoints:
                 self._saver.check()
         found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
         self._data = {"samples": self._digests()}
+        passed = passed_over(found, self._directory.local)
+        for path, reason in passed.items():
+            self._reports.warn(f"{path.name} was passed over: {reason}")
         if found:
             self._warn_of_differences(found)
-        if self._local and (found or self._directory.last_step):
+        if self._local and (found or passed or self._directory.last_step):
             self._world.print(restored_from(found, self._directory.last_step))
         return self.resume(found, self._saver.objects)
 
@@ -402,8 +405,6 @@ class Checkpoints:
         scheduled = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
         if scheduled and not any(hasattr(value, "last_epoch") for value in objects.values()):
             warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
-        for path, reason in found.skipped.items():
-            warn(f"{path.name} was passed over: {reason}")
         if unused := sorted(found.manifest.objects.keys() - objects.keys()):
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):

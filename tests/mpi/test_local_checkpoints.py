@@ -23,7 +23,7 @@ from worlds import RANKS, first_ranks, hosts, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.checkpoint import saver
+from mntrain.checkpoint import node_folders, saver
 from mntrain.checkpoint.format import FILE, OPTIMIZER
 from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
 from mntrain.run import local_saving
@@ -221,6 +221,47 @@ def test_damaged_slices_are_taken_from_the_copy(folder, capfd):
         assert run.done == 6
     if COMM.rank == 0:
         assert "step-00000008 was passed over: in the nodes' memory, " in capfd.readouterr().err
+
+
+def test_a_restart_without_room_is_one_error_that_leaves_the_whole_step(folder, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with running(folder, killed=True) as run:
+        run.train(4)
+        state = run.state()
+        run.complete = lambda: None
+        run.train(6)
+    assert steps_of(folder) == ["step-00000006", "step-00000004"]
+    said = r"step-00000004 is whole in the nodes' memory, .* \(.*No space left.*\): free space in"
+    once(lose, folder, [0])
+    if COMM.rank == 0:
+        monkeypatch.setattr(node_folders, "write_at", full)
+    with pytest.raises(AgreedError, match=said), running(folder):
+        pass
+    meet()
+    assert steps_of(folder) == ["step-00000004"]  # what is not taken has made room
+    monkeypatch.undo()
+    with running(folder, killed=True) as run:
+        assert run.done == 4
+        assert_state(run, state)
+
+
+def test_a_restart_that_finds_nothing_says_why(folder, capfd):
+    with running(folder, killed=True) as run:
+        run.train(2)
+        run.complete = lambda: None
+        run.train(4)
+    os.truncate(folder / slices_of(folder, COMM.rank)[1], 0)
+    meet()
+    with running(folder, killed=True) as run:
+        assert run.done == 0
+    if COMM.rank == 0:
+        told = capfd.readouterr()
+        assert "restored nothing: no step is whole" in told.out
+        why = "was passed over: in the nodes' memory,"
+        assert f"step-00000004 {why} not all ranks had written it" in told.err
+        assert f"step-00000002 {why} " in told.err
 
 
 @pytest.mark.thorough
