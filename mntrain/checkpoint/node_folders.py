@@ -10,10 +10,10 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,10 +97,10 @@ class NodeFolders:
             for path in _listed(attempt)
         ]
 
-    def remove_others(self, name: Path) -> None:
-        """Remove all that this node has of the run, but for one step. On its first rank."""
+    def remove_all_but(self, *kept: Path) -> None:
+        """Remove all steps that this node has, but for some. On its first rank."""
         for path in self.paths():
-            if path.relative_to(path.parents[1]) != name:
+            if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
                 with suppress(OSError):
                     path.parent.rmdir()  # of the attempt
@@ -252,6 +252,45 @@ def plan(
     return [number for number, ranks in enumerate(owners) if not ranks], messages
 
 
+def keep_parts(folder: Path, manifest: Manifest, kept: Collection[int], count: int) -> None:
+    """Leave of a whole step on a node only what `kept` of `count` nodes are to have of it.
+
+    Files are replaced, not changed: others may have mapped them. Raises OSError.
+    """
+    total, before = max(manifest.nbytes, 1), 0
+    for file in FILES:
+        places = manifest.checksums[file]
+        starts = accumulate((place.length for place in places), initial=before)
+        own = [
+            place
+            for start, place in zip(starts, places, strict=False)
+            if start * count // total in kept
+        ]
+        before += sum(place.length for place in places)
+        if len(own) < len(places):
+            _copy_parts(folder, file, own)
+
+
+def _copy_parts(folder: Path, file: str, places: Sequence[ChecksummedRange]) -> None:
+    """Replace a file by one of the same length that has some of its parts."""
+    new = folder / _copied(file)
+    with ExitStack() as stack:
+        stack.callback(new.unlink, missing_ok=True)  # if it fails
+        source = os.open(folder / file, _OPEN | os.O_RDONLY)
+        stack.callback(os.close, source)
+        target = os.open(new, _OPEN | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        stack.callback(os.close, target)
+        os.ftruncate(target, os.fstat(source).st_size)
+        for start, length, _ in places:
+            write_at(target, memoryview(os.pread(source, length, start)), start)
+        os.fsync(target)
+        new.rename(folder / file)
+
+
+def _copied(file: str) -> str:
+    return f".{file}"
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a step into a folder, as a whole. Raises OSError and ValueError."""
     new = folder / f".{FILE}"
@@ -343,9 +382,10 @@ class _Sending:
         folders, folder = self._folders, self._folders.own / self._name
         with self._world.agreement():
             if folders.leader:
-                folders.remove_others(self._name)
+                folders.remove_all_but(*(one / self._name for one in (folders.own, *folders.left)))
                 folders.make(folder)
                 for file, places in manifest.checksums.items():
+                    (folder / _copied(file)).unlink(missing_ok=True)
                     opened = os.open(folder / file, _OPEN | os.O_RDWR | os.O_CREAT, 0o600)
                     try:
                         os.ftruncate(opened, max((p.start + p.length for p in places), default=0))

@@ -123,9 +123,12 @@ class LocalCheckpoints:
         return {"local due": self._due, "local ready": self._saver.ready}
 
     def restored(self, found: FoundCheckpoint | None, attempt: str) -> None:
-        """Begin an attempt with what was restored, and remove all else of the run. Local."""
+        """Begin an attempt with what was restored, and remove all else of the run. Collective."""
         self._saver.attempt = attempt
-        self._saver.keep_only(found.path if found and found.from_nodes else None)
+        try:
+            self._saver.keep_only(found if found and found.from_nodes else None)
+        except AgreedError as error:
+            self._fail(f"what was restored takes more room than its part: {error}")
 
     def after_step(
         self,
@@ -195,22 +198,28 @@ class LocalCheckpoints:
             )
 
     def _expect_room(self) -> None:
-        """Raise AgreedError if a host has no room for two steps and two copies. Collective."""
+        """Raise AgreedError if a host has no room for saves, and for a restart. Collective.
+
+        In a restart, each node gets a whole step, and then writes the part anew that it keeps. A
+        save has two steps and two copies, which is not more.
+        """
         world, nodes = self._world, self._world.topology.nodes
         by_rank = world.gather((_own_bytes(world, self._saver), self._saver.partner))
         of_node = [sum(by_rank[rank][0] for rank in node) for node in nodes]
         here = [number for number, node in enumerate(nodes) if self._on_this_host(node[0])]
         copied = [number for number, node in enumerate(nodes) if by_rank[node[0]][1] in here]
-        needed = 2 * sum(of_node[number] for number in [*here, *copied])
+        whole = sum(of_node) * len(here)
+        needed = whole + sum(of_node[number] for number in [*here, *copied])
         with world.agreement():
             folder = self._folders.root.parent
             room = free_bytes(folder) + _used_bytes(self._folders.root)
             if room < needed:
                 raise ValueError(
                     f"the folder for local checkpoints, {folder}, has room for {room / 1e9:.3g} GB "
-                    f"on {world.places[world.rank].host}, and two steps with two copies of "
-                    f"another node's take {needed / 1e9:.3g} GB: make it larger (of /dev/shm, "
-                    "mount -o remount,size=), or give one on a disk"
+                    f"on {world.places[world.rank].host}, and a restart takes {needed / 1e9:.3g} "
+                    "GB: a whole step for each node, and the part that it keeps of it, with its "
+                    "partner's. Make it larger (of /dev/shm, mount -o remount,size=), or give one "
+                    "on a disk"
                 )
 
     def _on_this_host(self, rank: int) -> bool:
