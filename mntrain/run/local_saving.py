@@ -135,12 +135,12 @@ class LocalCheckpoints:
         progress: Manifest,
         flags: Mapping[str, float],
         *,
-        begins: Callable[[], None] | None,
+        before_save: Callable[[], None],
     ) -> bool:
         """Advance the save that is being written, or begin one that is due. Collective.
 
-        `flags` are sums over ranks. Without `begins`, which is called before, none begins. Returns
-        whether flags that are on their way are of a phase that has ended.
+        `flags` are sums over ranks. Returns whether flags that are on their way are of a phase that
+        has ended.
         """
         start, ended = time.perf_counter(), False
         self._interval.step_taken(disturbed=self._saver.saving)
@@ -150,8 +150,8 @@ class LocalCheckpoints:
             ended = True
         if due and self._saver.saving:
             self._skipped += self._interval.due_after(progress.step)
-        elif due and begins:
-            begins()
+        elif due:
+            before_save()
             self._interval.begins()
             self._saver.begin(progress)
             ended = True

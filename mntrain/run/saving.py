@@ -276,9 +276,10 @@ class Checkpoints:
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
         due = due or self._interval.due_after(progress.step)
-        begins = due or (improved and self._interval.wanted)
-        if begins:
-            self._reports.before_save()
+        before = self._reports.before_save
+        if due or (improved and self._interval.wanted):
+            before()
+            before = SaveReports.before_save  # not twice
             start = time.perf_counter()
             self.wait()
             copy_start = time.perf_counter()
@@ -288,8 +289,7 @@ class Checkpoints:
             self._waited_s += end - start
         if local:
             known = replace(progress, wrote_s=self.longest_s)
-            before = None if begins else self._reports.before_save
-            if local.after_step(known, flags, begins=before):
+            if local.after_step(known, flags, before_save=before):
                 self._sums.drop()
         asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
         if asks and not self._sums.waiting:

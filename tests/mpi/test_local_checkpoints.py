@@ -355,6 +355,16 @@ def test_saves_in_memory_go_on_while_the_run_directory_hangs(folder, monkeypatch
         assert_state(run, state)
 
 
+@pytest.mark.parametrize("every", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_a_step_is_saved_in_memory_also_if_it_is_saved_in_the_run_directory(folder, every):
+    with running(folder, killed=True, every=every) as run:
+        run.train(9)
+        saves = run.checkpoints.summary()["checkpoints"]
+        assert (saves["local"]["saved"], saves["local"]["skipped"]) == (4, 0)
+        assert saves["failed"] == 0
+    assert steps_of(folder)[0] == "step-00000008"
+
+
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatch):
     world = mntrain.init(device="cpu")
     model = nn.Linear(2, 2)
