@@ -161,6 +161,17 @@ class LocalCheckpoints:
         self._saver.copies.seconds = self._interval.copy_s
         return ended
 
+    @property
+    def empty(self) -> bool:
+        """True if the nodes have no step of the run. The same on all ranks."""
+        return self._saver.empty
+
+    def finish(self) -> None:
+        """Complete the save that is being written, if there is one, without pauses. Collective."""
+        self._saver.copies.seconds = 0.0
+        while self._saver.saving:
+            self._advance()
+
     def end(self, *, removes: bool) -> None:
         """Save no more, and remove what the node has of the run if wanted. That is collective."""
         self._saver.close(removes=removes)

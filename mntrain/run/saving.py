@@ -158,6 +158,8 @@ class Checkpoints:
         if no checkpoint is sound, or if the directory holds a run that has ended without any.
         """
         self.wait()
+        if self._local:
+            self._local.finish()  # what a restart finds is still
         self._reports.before_save()
         if self._step is None:  # what was added to the model meanwhile is there when it is restored
             with self._world.agreement():
@@ -203,10 +205,10 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the checkpoint that is being written. Raises AgreedError if it failed.
 
-        Those in the nodes' memory are removed.
+        Those in the nodes' memory are removed if the last step is saved in the run directory.
         """
         self.wait(warns=False)
-        self.end_local(removes=True)
+        self.end_local(in_order=True)
 
     def wait(self, *, warns: bool = True) -> None:
         """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
@@ -220,13 +222,26 @@ class Checkpoints:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if raised_by_all(error):
             self.wait(warns=error is not None)
-            self.end_local(removes=error is None)
+            self.end_local(in_order=error is None)
 
-    def end_local(self, *, removes: bool) -> None:
-        """Save no more in the nodes' memory, and remove what is there if wanted: collective."""
-        if self._local:
-            self._local.end(removes=removes)
-            self._local_summary, self._local = self._local.summary(), None
+    def end_local(self, *, in_order: bool) -> None:
+        """Save no more in the nodes' memory. Local, but collective if the run ends `in_order`.
+
+        Then what is there is removed, unless it has steps that the run directory has not.
+        """
+        if (local := self._local) is None:
+            return
+        removes = in_order and self._step is not None and self.has(self._step)
+        if in_order and not removes:
+            local.finish()
+            if self._step is not None and not (removes := local.empty):
+                self._reports.warn(
+                    f"step {self._step} is not saved in the run directory, so checkpoints stay in "
+                    "the nodes' memory, and the next start goes on from them: save the last step "
+                    "with now=True, after which they are removed"
+                )
+        local.end(removes=removes)
+        self._local_summary, self._local = local.summary(), None
 
     def resume(
         self,

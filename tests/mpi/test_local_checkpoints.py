@@ -144,6 +144,7 @@ def test_what_nodes_that_are_left_hold_is_whole_if_no_partners_were_lost(folder,
     """Each subset of lost nodes; the run then has the losses of one that nobody has disturbed."""
     with running(folder / "whole", stage=stage) as run:
         losses = run.train(LAST)
+        run.checkpoints.save(LAST, now=True)
     assert not list((folder / "whole" / "local").iterdir())  # after a clean end
     place, kept = folder / "lossy", folder / "kept"
     with running(place, stage=stage, killed=True) as run:
@@ -192,6 +193,8 @@ def test_other_ranks_at_another_stage_restore_what_they_need(folder, writers, re
             if run:
                 assert run.done == 4
                 assert_state(run, state)
+                run.train(5)
+                run.checkpoints.save(5, now=True)
         assert not list((place / "local").iterdir())
 
 
@@ -328,10 +331,31 @@ def test_two_runs_at_a_time_share_a_folder_on_each_node(folder):
         assert (one.done, other.done) == (4, 6)
         assert_state(one, states[0])
         assert_state(other, states[1])
+        one.train(5)
+        one.checkpoints.save(5, now=True)
         one.checkpoints.close()
         meet()
         assert len(list((folder / "local").iterdir())) == 1  # the other's
+        other.train(7)
+        other.checkpoints.save(7, now=True)
     assert not list((folder / "local").iterdir())
+
+
+def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(folder, capfd):
+    with running(folder, every=5) as run:
+        run.train(4)
+        run.complete = lambda: None
+        run.train(7)
+    if COMM.rank == 0:
+        told = "step 7 is not saved in the run directory, so checkpoints stay in the nodes' memory"
+        assert told in capfd.readouterr().err
+    with running(folder) as run:
+        assert run.done == 6  # which was being written at the end
+        run.train(7)
+        run.checkpoints.save(7, now=True)
+    assert not list((folder / "local").iterdir())
+    if COMM.rank == 0:
+        assert "is not saved in" not in capfd.readouterr().err
 
 
 def test_saves_in_memory_go_on_while_the_run_directory_hangs(folder, monkeypatch):
