@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
@@ -349,12 +350,20 @@ def _sound(folder: Path, parts: Sequence[PlacedRange], numbers: Iterable[int]) -
 
 def _has(file: int, place: ChecksummedRange) -> bool:
     start, length, checksum = place
-    try:
-        if os.lseek(file, start, os.SEEK_DATA) >= start + length:  # a hole: nothing was written
-            return False
-    except OSError:  # nothing was written from there on
+    if os.fstat(file).st_size < start + length:
         return False
+    try:
+        hole = os.lseek(file, start, os.SEEK_DATA) >= start + length
+    except OSError:  # nothing was written from there on
+        hole = True
+    if hole:  # nothing was written, or zeros, for which some file systems keep no space
+        return checksum == _checksum_of_zeros(length)
     return zlib.crc32(os.pread(file, length, start)) == checksum
+
+
+@cache
+def _checksum_of_zeros(length: int) -> int:
+    return zlib.crc32(bytes(length))
 
 
 class _Sending:

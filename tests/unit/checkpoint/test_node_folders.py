@@ -1,5 +1,6 @@
 """Which slices are left, who sends them, and who keeps whose copies."""
 
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.checkpoint.format import FILES, ChecksummedRange, Manifest
-from mntrain.checkpoint.node_folders import Held, PlacedRange, keep_parts, plan
+from mntrain.checkpoint.node_folders import Held, PlacedRange, _sound, keep_parts, plan
 from mntrain.checkpoint.partner_copies import partner_nodes
 
 
@@ -111,6 +112,20 @@ def test_nodes_keep_equal_parts_of_a_whole_step_each_also_on_its_partner(lengths
             assert set().union(*(held[n] for n in range(count) if n != lost)) == everything
         else:
             assert held[lost] == everything
+
+
+def test_a_range_of_zeros_is_there_if_its_file_has_a_hole_in_its_place(tmp_path):
+    zeros, other = (zlib.crc32(data) for data in (bytes(5000), b"\1" * 5000))
+    parts = [
+        PlacedRange(FILES[0], ChecksummedRange(start, 5000, checksum))
+        for start, checksum in ((0, zeros), (5000, other), (10000, zeros), (15000, zeros))
+    ]
+    (tmp_path / FILES[0]).touch()
+    os.truncate(tmp_path / FILES[0], 15000)
+    assert list(_sound(tmp_path, parts, range(4))) == [0, 2]  # the file ends before the last
+    with (tmp_path / FILES[0]).open("r+b") as file:
+        file.write(b"\1" * 10000)
+    assert list(_sound(tmp_path, parts, range(4))) == [1, 2]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=12))
