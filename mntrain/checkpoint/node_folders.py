@@ -146,6 +146,9 @@ def open_folders(world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) 
     on_host = [node for node in topology.nodes if world.hosts[node[0]] == world.hosts[rank]]
     number = next(n for n, node in enumerate(on_host) if rank in node)
     root = folder / world.gather(run_folder(run_dir, attempts))[0]
+    with world.agreement():
+        if os.path.lexists(root):
+            prepare(root)  # whoever was let into DIR before may have made it
     found = {path.name: path for path in _listed(root) if path.name.startswith(NODE)}
     for n in range(len(on_host)):
         found.pop(f"{NODE}{n}", None)

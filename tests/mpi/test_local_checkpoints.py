@@ -422,6 +422,15 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatc
         assert "is one that several nodes share" in words(folder / "shared")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_a_folder_of_the_run_that_another_user_has_made_is_refused(folder):
+    with running(folder, killed=True) as run:
+        run.train(2)
+    once(lambda: [os.chown(path, 12345, -1) for path in (folder / "local").iterdir()])
+    with pytest.raises(AgreedError, match="belongs to the user 12345"), running(folder):
+        pass
+
+
 @contextmanager
 def no_room_for_files(here):
     """Let this process write files of a few bytes alone, if it is the one."""
