@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
-from mntrain.checkpoint.node_folders import NodeFolders, write_manifest
+from mntrain.checkpoint.node_folders import NodeFolders, keep_parts, write_manifest
 from mntrain.checkpoint.partner_copies import PartnerCopies
+from mntrain.checkpoint.reader import FoundCheckpoint
 from mntrain.checkpoint.saver import EXIT_S, Save, Saved, Saver, in_thread
 from mntrain.ranks import Ranks
 
@@ -41,26 +42,39 @@ class LocalSaver(Saver):
         self._present: list[Path] = []  # steps of this node, this start's and that it began with
         self._removals: list[Future[None]] = []  # that may be running
         self._problem = ""  # of this rank's last copy
+        # The nodes of whose slices this one has a copy: itself, and that whose partner it is.
+        node_of = world.topology.node
+        partners = world.gather(self.partner)
+        self._nodes = {node_of(world.rank)} | {
+            node_of(rank) for rank, node in enumerate(partners) if node == node_of(world.rank)
+        }
 
     @property
     def partner(self) -> int | None:
         """The node to which copies of this one go; None on all ranks if it is the only one."""
         return self.copies.partner
 
-    def keep_only(self, path: Path | None) -> None:
-        """Remove what this node has of the run, but for a whole step that was restored. Local.
+    @property
+    def empty(self) -> bool:
+        """True if the nodes have no step that is of use. The same on all ranks."""
+        return self._whole is None
 
-        Ends a save in progress.
+    def keep_only(self, found: FoundCheckpoint | None) -> None:
+        """Remove what nodes have of the run, but for a step that was restored. Collective.
+
+        Of it, a node keeps an equal part and its partner's, so that there is room for the next.
+        Ends a save in progress. Raises AgreedError if a node cannot write its part anew.
         """
         self._stop_saving()
+        path = found.path if found else None
         self._whole, self._present = path, [path] if path else []
-        self._copied = path is not None  # it is on all nodes
-        if self._folders.leader:
-            for step in self._folders.paths():
-                if step != path:
-                    shutil.rmtree(step, ignore_errors=True)
-                    with suppress(OSError):
-                        step.parent.rmdir()  # of the attempt
+        self._copied = path is not None
+        with self._world.agreement():
+            if self._folders.leader:
+                self._folders.remove_all_but(*self._present)
+                if found:
+                    count = len(self._world.topology.nodes)
+                    keep_parts(found.path, found.manifest, self._nodes, count)
 
     def ready(self) -> int:
         """Return the number of ranks known on this rank to be ready for `advance`. Local."""

@@ -8,11 +8,13 @@ a step is whole if each of its ranges is on any node.
 
 import os
 import secrets
+import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from zero.collectives import Work
 
+NOT_WRITTEN = "not all ranks had written it"
 _IN_FLIGHT = 2  # ranges that are sent at a time
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -70,6 +73,8 @@ class NodeFolders:
     left: tuple[Path, ...]
     leader: bool  # this rank is the first one of its node
     attempts: Attempts  # before this start of the run
+    # Why steps that a restart has looked at were not taken. The same on all ranks.
+    passed_over: dict[Path, str] = field(default_factory=dict)
 
     def steps(self) -> set[tuple[int, str]]:
         """Return the steps, with their attempts, of which this node has anything that is valid."""
@@ -92,6 +97,14 @@ class NodeFolders:
             for attempt in _listed(folder)
             for path in _listed(attempt)
         ]
+
+    def remove_all_but(self, *kept: Path) -> None:
+        """Remove all steps that this node has, but for some. On its first rank."""
+        for path in self.paths():
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    path.parent.rmdir()  # of the attempt
 
 
 def open_folders(world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) -> NodeFolders:
@@ -133,6 +146,9 @@ def open_folders(world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) 
     on_host = [node for node in topology.nodes if world.hosts[node[0]] == world.hosts[rank]]
     number = next(n for n, node in enumerate(on_host) if rank in node)
     root = folder / world.gather(run_folder(run_dir, attempts))[0]
+    with world.agreement():
+        if os.path.lexists(root):
+            prepare(root)  # whoever was let into DIR before may have made it
     found = {path.name: path for path in _listed(root) if path.name.startswith(NODE)}
     for n in range(len(on_host)):
         found.pop(f"{NODE}{n}", None)
@@ -166,14 +182,15 @@ class WholeStep:
 def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> WholeStep | str:
     """Give each node all ranges of a step, or return why they are not there. Collective.
 
-    Returns "" for a step that not all ranks have written. Each range that a node lacks is sent
-    once, by a rank on a node that has it.
+    Each range that a node lacks is sent once, by a rank on a node that has it. A step of which all
+    ranges are there is the one that is taken: all others are removed before, which makes room, and
+    AgreedError is raised where a node cannot be given it. Nothing of it is removed then.
     """
     name = Path(attempt, checkpoint_name(step))
     manifest = _manifest(folders, name) if folders.leader else None
     known = world.gather(manifest is not None)
     if not any(known):
-        return ""
+        return NOT_WRITTEN
     root = known.index(True)
     manifest = world.gather(manifest if world.rank == root else None)[root]
     assert manifest is not None
@@ -189,7 +206,12 @@ def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> W
     try:
         _Sending(world, folders, name, parts, held[world.rank]).send(manifest, messages)
     except AgreedError as error:
-        return str(error)
+        raise AgreedError(
+            f"{name.name} is whole in the nodes' memory, and a node cannot be given all of it "
+            f"({error}): free space in {folders.root.parent} and start again, or remove "
+            f"{folders.root} on each node to go on from the run directory",
+            world.rank,
+        ) from error
     sent = sum(parts[number].place.length for message in messages for number in message.numbers)
     return WholeStep(folders.own / name, manifest, sent)
 
@@ -232,6 +254,45 @@ def plan(
         end = file, start + nbytes
         sent[root] += nbytes
     return [number for number, ranks in enumerate(owners) if not ranks], messages
+
+
+def keep_parts(folder: Path, manifest: Manifest, kept: Collection[int], count: int) -> None:
+    """Leave of a whole step on a node only what `kept` of `count` nodes are to have of it.
+
+    Files are replaced, not changed: others may have mapped them. Raises OSError.
+    """
+    total, before = max(manifest.nbytes, 1), 0
+    for file in FILES:
+        places = manifest.checksums[file]
+        starts = accumulate((place.length for place in places), initial=before)
+        own = [
+            place
+            for start, place in zip(starts, places, strict=False)
+            if start * count // total in kept
+        ]
+        before += sum(place.length for place in places)
+        if len(own) < len(places):
+            _copy_parts(folder, file, own)
+
+
+def _copy_parts(folder: Path, file: str, places: Sequence[ChecksummedRange]) -> None:
+    """Replace a file by one of the same length that has some of its parts."""
+    new = folder / _copied(file)
+    with ExitStack() as stack:
+        stack.callback(new.unlink, missing_ok=True)  # if it fails
+        source = os.open(folder / file, _OPEN | os.O_RDONLY)
+        stack.callback(os.close, source)
+        target = os.open(new, _OPEN | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        stack.callback(os.close, target)
+        os.ftruncate(target, os.fstat(source).st_size)
+        for start, length, _ in places:
+            write_at(target, memoryview(os.pread(source, length, start)), start)
+        os.fsync(target)
+        new.rename(folder / file)
+
+
+def _copied(file: str) -> str:
+    return f".{file}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -292,12 +353,20 @@ def _sound(folder: Path, parts: Sequence[PlacedRange], numbers: Iterable[int]) -
 
 def _has(file: int, place: ChecksummedRange) -> bool:
     start, length, checksum = place
-    try:
-        if os.lseek(file, start, os.SEEK_DATA) >= start + length:  # a hole: nothing was written
-            return False
-    except OSError:  # nothing was written from there on
+    if os.fstat(file).st_size < start + length:
         return False
+    try:
+        hole = os.lseek(file, start, os.SEEK_DATA) >= start + length
+    except OSError:  # nothing was written from there on
+        hole = True
+    if hole:  # nothing was written, or zeros, for which some file systems keep no space
+        return checksum == _checksum_of_zeros(length)
     return zlib.crc32(os.pread(file, length, start)) == checksum
+
+
+@cache
+def _checksum_of_zeros(length: int) -> int:
+    return zlib.crc32(bytes(length))
 
 
 class _Sending:
@@ -325,8 +394,10 @@ class _Sending:
         folders, folder = self._folders, self._folders.own / self._name
         with self._world.agreement():
             if folders.leader:
+                folders.remove_all_but(*(one / self._name for one in (folders.own, *folders.left)))
                 folders.make(folder)
                 for file, places in manifest.checksums.items():
+                    (folder / _copied(file)).unlink(missing_ok=True)
                     opened = os.open(folder / file, _OPEN | os.O_RDWR | os.O_CREAT, 0o600)
                     try:
                         os.ftruncate(opened, max((p.start + p.length for p in places), default=0))

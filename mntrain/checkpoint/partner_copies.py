@@ -99,6 +99,8 @@ class PartnerCopies:
             return ""
         try:
             return self._send(step, sizes, ranges)
+        except BlockingIOError:  # a limit of the socket
+            return "the partner does not answer"
         except Exception as error:  # also what the library asserts of a peer
             return f"{type(error).__name__}: {error}"
 
@@ -119,6 +121,7 @@ class PartnerCopies:
         total = sum(part.length for parts in ranges.values() for part in parts)
         with socket.create_connection(self._address, _GREETING_S) as own:
             connection = _connection(own)
+            _limit(own, _GREETING_S)
             answer_challenge(connection, self._key)
             deliver_challenge(connection, self._key)
             _limit(own, _SILENT_S)
@@ -180,6 +183,8 @@ class PartnerCopies:
                 except OSError as error:
                     answer = f"the partner cannot write: {error}"
                 connection.send_bytes(answer.encode())
+                while own.recv(_PIECE_BYTES):  # with unread bytes, a closed socket takes it back
+                    pass
             finally:
                 self._places.release()
 

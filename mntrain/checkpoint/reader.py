@@ -39,7 +39,13 @@ from mntrain.checkpoint.model_state import (
     parameters_in,
     why_not_taken,
 )
-from mntrain.checkpoint.node_folders import NodeFolders, WholeStep, make_whole, newest_steps
+from mntrain.checkpoint.node_folders import (
+    NOT_WRITTEN,
+    NodeFolders,
+    WholeStep,
+    make_whole,
+    newest_steps,
+)
 from mntrain.checkpoint.objects import (
     HOOK,
     Stateful,
@@ -201,8 +207,8 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
 
     Of a run, also one that is whole over the nodes' memory, if it is newer than those in its
     directory; then each node has all of it. Returns None for a run without checkpoints. Raises
-    AgreedError if all those in its directory are damaged, and if a rank cannot read one that it
-    comes to, or rank 0 cannot list them: they may be sound.
+    AgreedError if all those in its directory are damaged, if a rank cannot read one that it comes
+    to, or rank 0 cannot list them: they may be sound; and as `make_whole`.
     """
     paths: list[Path] = []
     with world.agreement():
@@ -210,7 +216,10 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
             paths = _tried_again(where, lambda: _checkpoints_at(where))
     paths = world.gather(paths)[0]
     skipped: dict[Path, str] = {}
-    steps = newest_steps(world, local) if local else []
+    steps: list[tuple[int, str]] = []
+    if local:
+        local.passed_over.clear()
+        steps = newest_steps(world, local)
     for path in [*paths, None]:
         while local and steps and (path is None or steps[0][0] > (step_of(path) or 0)):
             step, attempt = steps.pop(0)
@@ -218,9 +227,10 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
             if isinstance(made, WholeStep):
                 others = f"of {world.topology}, which were sent {made.sent / 1e6:.1f} MB of it"
                 return FoundCheckpoint(made.path, made.manifest, skipped, others)
-            if made:
-                name = checkpoint_name(step)
-                skipped[local.own / attempt / name] = f"in the nodes' memory, {made}"
+            passed = local.own / attempt / checkpoint_name(step)
+            local.passed_over[passed] = f"in the nodes' memory, {made}"
+            if made != NOT_WRITTEN:  # as of each job that ends while it saves
+                skipped[passed] = local.passed_over[passed]
         if path is None:
             break
         with world.agreement():
@@ -230,7 +240,7 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
             return FoundCheckpoint(path, content, skipped)
         skipped[path] = combined_refusals(damages)
     if not paths:
-        return None  # whatever the nodes had
+        return None  # `passed_over` tells what the nodes had
     reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped.items())
     raise AgreedError(f"no checkpoint in {where} is sound: {reasons}", world.rank)
 

@@ -164,10 +164,16 @@ def examine(
 def clear(folder: Path, run_dir: Path) -> None:
     """Remove what a run has left in DIR on this host, if anything. Local.
 
-    Raises OSError if the run directory cannot be read.
+    Raises OSError if the run directory cannot be read, and ValueError if it is not that of a run
+    with such checkpoints.
     """
-    if attempts := read_attempts(run_dir):
-        shutil.rmtree(folder / run_folder(run_dir, attempts), ignore_errors=True)
+    attempts = read_attempts(run_dir)
+    if attempts is None:
+        raise ValueError(
+            f"{run_dir} has no {ATTEMPTS_FILE}, or a damaged one: give the directory of a run with "
+            "--checkpoint.local, or, if it was removed, remove DIR"
+        )
+    shutil.rmtree(folder / run_folder(run_dir, attempts), ignore_errors=True)
 
 
 def main(words: Sequence[str]) -> int:
@@ -177,7 +183,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     try:
         clear(Path(words[0]), Path(words[1]))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"mntrain: {error}", file=sys.stderr)
         return 1
     return 0

@@ -123,21 +123,24 @@ class LocalCheckpoints:
         return {"local due": self._due, "local ready": self._saver.ready}
 
     def restored(self, found: FoundCheckpoint | None, attempt: str) -> None:
-        """Begin an attempt with what was restored, and remove all else of the run. Local."""
+        """Begin an attempt with what was restored, and remove all else of the run. Collective."""
         self._saver.attempt = attempt
-        self._saver.keep_only(found.path if found and found.from_nodes else None)
+        try:
+            self._saver.keep_only(found if found and found.from_nodes else None)
+        except AgreedError as error:
+            self._fail(f"what was restored takes more room than its part: {error}")
 
     def after_step(
         self,
         progress: Manifest,
         flags: Mapping[str, float],
         *,
-        begins: Callable[[], None] | None,
+        before_save: Callable[[], None],
     ) -> bool:
         """Advance the save that is being written, or begin one that is due. Collective.
 
-        `flags` are sums over ranks. Without `begins`, which is called before, none begins. Returns
-        whether flags that are on their way are of a phase that has ended.
+        `flags` are sums over ranks. Returns whether flags that are on their way are of a phase that
+        has ended.
         """
         start, ended = time.perf_counter(), False
         self._interval.step_taken(disturbed=self._saver.saving)
@@ -147,8 +150,8 @@ class LocalCheckpoints:
             ended = True
         if due and self._saver.saving:
             self._skipped += self._interval.due_after(progress.step)
-        elif due and begins:
-            begins()
+        elif due:
+            before_save()
             self._interval.begins()
             self._saver.begin(progress)
             ended = True
@@ -157,6 +160,17 @@ class LocalCheckpoints:
         self._interval.leaves(spent)
         self._saver.copies.seconds = self._interval.copy_s
         return ended
+
+    @property
+    def empty(self) -> bool:
+        """True if the nodes have no step of the run. The same on all ranks."""
+        return self._saver.empty
+
+    def finish(self) -> None:
+        """Complete the save that is being written, if there is one, without pauses. Collective."""
+        self._saver.copies.seconds = 0.0
+        while self._saver.saving:
+            self._advance()
 
     def end(self, *, removes: bool) -> None:
         """Save no more, and remove what the node has of the run if wanted. That is collective."""
@@ -195,26 +209,40 @@ class LocalCheckpoints:
             )
 
     def _expect_room(self) -> None:
-        """Raise AgreedError if a host has no room for two steps and two copies. Collective."""
+        """Raise AgreedError if a host has no room for saves, and for a restart. Collective.
+
+        In a restart, each node gets a whole step, and then writes the part anew that it keeps. A
+        save has two steps and two copies, which is not more.
+        """
         world, nodes = self._world, self._world.topology.nodes
         by_rank = world.gather((_own_bytes(world, self._saver), self._saver.partner))
         of_node = [sum(by_rank[rank][0] for rank in node) for node in nodes]
         here = [number for number, node in enumerate(nodes) if self._on_this_host(node[0])]
         copied = [number for number, node in enumerate(nodes) if by_rank[node[0]][1] in here]
-        needed = 2 * sum(of_node[number] for number in [*here, *copied])
+        whole = sum(of_node) * len(here)
+        needed = whole + sum(of_node[number] for number in [*here, *copied])
         with world.agreement():
             folder = self._folders.root.parent
             room = free_bytes(folder) + _used_bytes(self._folders.root)
             if room < needed:
                 raise ValueError(
                     f"the folder for local checkpoints, {folder}, has room for {room / 1e9:.3g} GB "
-                    f"on {world.places[world.rank].host}, and two steps with two copies of "
-                    f"another node's take {needed / 1e9:.3g} GB: make it larger (of /dev/shm, "
-                    "mount -o remount,size=), or give one on a disk"
+                    f"on {world.places[world.rank].host}, and a restart takes {needed / 1e9:.3g} "
+                    "GB: a whole step for each node, and the part that it keeps of it, with its "
+                    "partner's. Make it larger (of /dev/shm, mount -o remount,size=), or give one "
+                    "on a disk"
                 )
 
     def _on_this_host(self, rank: int) -> bool:
         return bool(self._world.hosts[rank] == self._world.hosts[self._world.rank])
+
+
+def passed_over(found: FoundCheckpoint | None, local: NodeFolders | None) -> Mapping[Path, str]:
+    """Return the steps that a restart has not taken, with reasons. Local.
+
+    Those that were not written are told if nothing was found.
+    """
+    return found.skipped if found else local.passed_over if local else {}
 
 
 def restored_from(found: FoundCheckpoint | None, last_step: int) -> str:

@@ -150,14 +150,14 @@ class OwnLoop:
             checkpoints.wait()
 
     def end_local(self) -> None:
-        """Remove what runs have in the nodes' memory, at an end without an error. Collective."""
+        """End checkpoints in the nodes' memory, at an end without an error. Collective."""
         for checkpoints in self._checkpoints.values():
-            checkpoints.end_local(removes=True)
+            checkpoints.end_local(in_order=True)
 
     def close(self) -> None:
         """Restore the handlers of signals, and release the run directories. Local."""
         for checkpoints in self._checkpoints.values():
-            checkpoints.end_local(removes=False)
+            checkpoints.end_local(in_order=False)
         if self._stop is not None:
             self._stop.__exit__()
         for log in self._logs.values():

@@ -19,7 +19,7 @@ from mntrain.errors import AgreedError, raised_by_all
 from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
-from mntrain.run.local_saving import LocalCheckpoints, restored_from
+from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_from
 from zero.step_message import Value
 
 _FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
@@ -158,15 +158,20 @@ class Checkpoints:
         if no checkpoint is sound, or if the directory holds a run that has ended without any.
         """
         self.wait()
+        if self._local:
+            self._local.finish()  # what a restart finds is still
         self._reports.before_save()
         if self._step is None:  # what was added to the model meanwhile is there when it is restored
             with self._world.agreement():
                 self._saver.check()
         found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
         self._data = {"samples": self._digests()}
+        passed = passed_over(found, self._directory.local)
+        for path, reason in passed.items():
+            self._reports.warn(f"{path.name} was passed over: {reason}")
         if found:
             self._warn_of_differences(found)
-        if self._local and (found or self._directory.last_step):
+        if self._local and (found or passed or self._directory.last_step):
             self._world.print(restored_from(found, self._directory.last_step))
         return self.resume(found, self._saver.objects)
 
@@ -200,10 +205,10 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the checkpoint that is being written. Raises AgreedError if it failed.
 
-        Those in the nodes' memory are removed.
+        Those in the nodes' memory are removed if the last step is saved in the run directory.
         """
         self.wait(warns=False)
-        self.end_local(removes=True)
+        self.end_local(in_order=True)
 
     def wait(self, *, warns: bool = True) -> None:
         """Wait for the checkpoint that is being written. Warns, or raises, if it failed."""
@@ -217,13 +222,26 @@ class Checkpoints:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if raised_by_all(error):
             self.wait(warns=error is not None)
-            self.end_local(removes=error is None)
+            self.end_local(in_order=error is None)
 
-    def end_local(self, *, removes: bool) -> None:
-        """Save no more in the nodes' memory, and remove what is there if wanted: collective."""
-        if self._local:
-            self._local.end(removes=removes)
-            self._local_summary, self._local = self._local.summary(), None
+    def end_local(self, *, in_order: bool) -> None:
+        """Save no more in the nodes' memory. Local, but collective if the run ends `in_order`.
+
+        Then what is there is removed, unless it has steps that the run directory has not.
+        """
+        if (local := self._local) is None:
+            return
+        removes = in_order and self._step is not None and self.has(self._step)
+        if in_order and not removes:
+            local.finish()
+            if self._step is not None and not (removes := local.empty):
+                self._reports.warn(
+                    f"step {self._step} is not saved in the run directory, so checkpoints stay in "
+                    "the nodes' memory, and the next start goes on from them: save the last step "
+                    "with now=True, after which they are removed"
+                )
+        local.end(removes=removes)
+        self._local_summary, self._local = local.summary(), None
 
     def resume(
         self,
@@ -273,9 +291,10 @@ class Checkpoints:
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
         due = due or self._interval.due_after(progress.step)
-        begins = due or (improved and self._interval.wanted)
-        if begins:
-            self._reports.before_save()
+        before = self._reports.before_save
+        if due or (improved and self._interval.wanted):
+            before()
+            before = SaveReports.before_save  # not twice
             start = time.perf_counter()
             self.wait()
             copy_start = time.perf_counter()
@@ -285,8 +304,7 @@ class Checkpoints:
             self._waited_s += end - start
         if local:
             known = replace(progress, wrote_s=self.longest_s)
-            before = None if begins else self._reports.before_save
-            if local.after_step(known, flags, begins=before):
+            if local.after_step(known, flags, before_save=before):
                 self._sums.drop()
         asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
         if asks and not self._sums.waiting:
@@ -402,8 +420,6 @@ class Checkpoints:
         scheduled = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
         if scheduled and not any(hasattr(value, "last_epoch") for value in objects.values()):
             warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
-        for path, reason in found.skipped.items():
-            warn(f"{path.name} was passed over: {reason}")
         if unused := sorted(found.manifest.objects.keys() - objects.keys()):
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):

@@ -15,7 +15,7 @@ from mntrain.metrics.registry import METRICS
 from mntrain.rank_info import Place
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
-from mntrain.run.local_saving import restored_from
+from mntrain.run.local_saving import passed_over, restored_from
 from mntrain.train.compiling import uncompiled
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
@@ -134,12 +134,13 @@ def _describe_balance(job: TrainingJob) -> None:
 def _describe_resumption(job: TrainingJob) -> None:
     reporter, resumed = job.reporter, job.resumed
     looked = job.directory.local and job.config.run.resume == "auto"
-    if looked and (resumed or job.last_step_before):
+    passed = passed_over(resumed, job.directory.local)
+    if looked and (resumed or passed or job.last_step_before):
         reporter.note(restored_from(resumed, job.last_step_before))
+    for path, reason in passed.items():
+        reporter.warn(f"{path.name} was passed over: {reason}")
     if resumed is None:
         return
-    for path, reason in resumed.skipped.items():
-        reporter.warn(f"{path.name} was passed over: {reason}")
     manifest = resumed.manifest
     reporter.note(
         f"resumed after step {manifest.step}, from {resumed.path} (saved by {manifest.writers})"

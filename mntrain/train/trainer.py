@@ -115,7 +115,7 @@ class Trainer:
     def _save_at_end(self) -> None:
         """Save the last completed step; a failure is the job's result. Collective."""
         result, error = self._result, self._save_last()
-        self.job.checkpoints.end_local(removes=not (error or result.error))
+        self.job.checkpoints.end_local(in_order=not (error or result.error))
         if error and result.status != "interrupted":
             result.status = "failed"
             result.error = TrainingStoppedError(str(error), self._world.rank)

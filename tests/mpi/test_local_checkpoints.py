@@ -23,8 +23,8 @@ from worlds import RANKS, first_ranks, hosts, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.checkpoint import saver
-from mntrain.checkpoint.format import FILE, OPTIMIZER
+from mntrain.checkpoint import node_folders, saver
+from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
 from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
 from mntrain.run import local_saving
 
@@ -144,6 +144,7 @@ def test_what_nodes_that_are_left_hold_is_whole_if_no_partners_were_lost(folder,
     """Each subset of lost nodes; the run then has the losses of one that nobody has disturbed."""
     with running(folder / "whole", stage=stage) as run:
         losses = run.train(LAST)
+        run.checkpoints.save(LAST, now=True)
     assert not list((folder / "whole" / "local").iterdir())  # after a clean end
     place, kept = folder / "lossy", folder / "kept"
     with running(place, stage=stage, killed=True) as run:
@@ -192,6 +193,8 @@ def test_other_ranks_at_another_stage_restore_what_they_need(folder, writers, re
             if run:
                 assert run.done == 4
                 assert_state(run, state)
+                run.train(5)
+                run.checkpoints.save(5, now=True)
         assert not list((place / "local").iterdir())
 
 
@@ -221,6 +224,71 @@ def test_damaged_slices_are_taken_from_the_copy(folder, capfd):
         assert run.done == 6
     if COMM.rank == 0:
         assert "step-00000008 was passed over: in the nodes' memory, " in capfd.readouterr().err
+
+
+def test_a_restart_without_room_is_one_error_that_leaves_the_whole_step(folder, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with running(folder, killed=True) as run:
+        run.train(4)
+        state = run.state()
+        run.complete = lambda: None
+        run.train(6)
+    assert steps_of(folder) == ["step-00000006", "step-00000004"]
+    said = r"step-00000004 is whole in the nodes' memory, .* \(.*No space left.*\): free space in"
+    once(lose, folder, [0])
+    if COMM.rank == 0:
+        monkeypatch.setattr(node_folders, "write_at", full)
+    with pytest.raises(AgreedError, match=said), running(folder):
+        pass
+    meet()
+    assert steps_of(folder) == ["step-00000004"]  # what is not taken has made room
+    monkeypatch.undo()
+    with running(folder, killed=True) as run:
+        assert run.done == 4
+        assert_state(run, state)
+
+
+def test_a_restored_step_leaves_room_for_the_next_and_survives_the_loss_of_a_node(folder):
+    """A node keeps its part and its partner's, so each part is on two nodes."""
+
+    def content(node, name):
+        return torch.tensor(list(slices_of(folder, node, name)[0].read_bytes()))
+
+    with running(folder, killed=True) as run:
+        run.train(4)
+        state = run.state()
+    once(lose, folder, [0])
+    with running(folder, killed=True) as run:
+        assert run.done == 4
+        meet()
+        for name in (MODEL, OPTIMIZER):
+            nodes = torch.stack([content(node, name) for node in range(RANKS)])
+            whole = nodes.amax(0)
+            assert ((nodes == whole) | (nodes == 0)).all()
+            assert (nodes != 0).sum() == 2 * (whole != 0).sum()
+    once(lose, folder, [1])
+    with running(folder, killed=True) as run:
+        assert run.done == 4
+        assert_state(run, state)
+
+
+def test_a_restart_that_finds_nothing_says_why(folder, capfd):
+    with running(folder, killed=True) as run:
+        run.train(2)
+        run.complete = lambda: None
+        run.train(4)
+    os.truncate(folder / slices_of(folder, COMM.rank)[1], 0)
+    meet()
+    with running(folder, killed=True) as run:
+        assert run.done == 0
+    if COMM.rank == 0:
+        told = capfd.readouterr()
+        assert "restored nothing: no step is whole" in told.out
+        why = "was passed over: in the nodes' memory,"
+        assert f"step-00000004 {why} not all ranks had written it" in told.err
+        assert f"step-00000002 {why} " in told.err
 
 
 @pytest.mark.thorough
@@ -263,10 +331,31 @@ def test_two_runs_at_a_time_share_a_folder_on_each_node(folder):
         assert (one.done, other.done) == (4, 6)
         assert_state(one, states[0])
         assert_state(other, states[1])
+        one.train(5)
+        one.checkpoints.save(5, now=True)
         one.checkpoints.close()
         meet()
         assert len(list((folder / "local").iterdir())) == 1  # the other's
+        other.train(7)
+        other.checkpoints.save(7, now=True)
     assert not list((folder / "local").iterdir())
+
+
+def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(folder, capfd):
+    with running(folder, every=5) as run:
+        run.train(4)
+        run.complete = lambda: None
+        run.train(7)
+    if COMM.rank == 0:
+        told = "step 7 is not saved in the run directory, so checkpoints stay in the nodes' memory"
+        assert told in capfd.readouterr().err
+    with running(folder) as run:
+        assert run.done == 6  # which was being written at the end
+        run.train(7)
+        run.checkpoints.save(7, now=True)
+    assert not list((folder / "local").iterdir())
+    if COMM.rank == 0:
+        assert "is not saved in" not in capfd.readouterr().err
 
 
 def test_saves_in_memory_go_on_while_the_run_directory_hangs(folder, monkeypatch):
@@ -288,6 +377,16 @@ def test_saves_in_memory_go_on_while_the_run_directory_hangs(folder, monkeypatch
         assert run.done == 4
         run.train(5)
         assert_state(run, state)
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_a_step_is_saved_in_memory_also_if_it_is_saved_in_the_run_directory(folder, every):
+    with running(folder, killed=True, every=every) as run:
+        run.train(9)
+        saves = run.checkpoints.summary()["checkpoints"]
+        assert (saves["local"]["saved"], saves["local"]["skipped"]) == (4, 0)
+        assert saves["failed"] == 0
+    assert steps_of(folder)[0] == "step-00000008"
 
 
 def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatch):
@@ -321,6 +420,15 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatc
         model = nn.Linear(2, 2)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
         assert "is one that several nodes share" in words(folder / "shared")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_a_folder_of_the_run_that_another_user_has_made_is_refused(folder):
+    with running(folder, killed=True) as run:
+        run.train(2)
+    once(lambda: [os.chown(path, 12345, -1) for path in (folder / "local").iterdir()])
+    with pytest.raises(AgreedError, match="belongs to the user 12345"), running(folder):
+        pass
 
 
 @contextmanager

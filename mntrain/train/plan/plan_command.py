@@ -94,14 +94,14 @@ def local_text(job: "PlannedJob") -> str:
     """Return what checkpoints in the nodes' memory take: see `mntrain.checkpoint.local_saver`."""
     whole, nodes = job.checkpoint, len(job.topology.nodes)
     of_node = round(whole * max(map(len, job.topology.nodes)) / job.topology.size)
-    kept, sent = "two steps", ""
+    kept, sent, shares = "two steps", "", 1
     if nodes > 1:
-        kept = "two steps, and two of its partner's"
+        kept, shares = "two steps, and two of its partner's", 2
         sent = f"a save sends {decimal(whole)} between nodes; "
     return (
         f"--checkpoint.local on {job.topology}: a node keeps up to "
-        f"{decimal((4 if nodes > 1 else 2) * of_node)} there ({kept}), and {decimal(of_node)} as a "
-        f"snapshot; {sent}a restarted node has {decimal(whole)} there until it has saved again"
+        f"{decimal(2 * shares * of_node)} there ({kept}), and {decimal(of_node)} as a "
+        f"snapshot; {sent}a restart takes up to {decimal(whole + shares * of_node)} there"
     )
 
 

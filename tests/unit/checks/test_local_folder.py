@@ -70,7 +70,7 @@ def test_a_folder_is_made_for_one_user_or_refused(tmp_path, monkeypatch):
         prepare(tmp_path / "new")
 
 
-def test_what_a_run_has_left_is_removed_without_torch(tmp_path):
+def test_what_a_run_has_left_is_removed_without_torch(tmp_path, capsys):
     run, folder = tmp_path / "run", tmp_path / "local"
     attempts = new_attempts()
     for path in (run, folder / run_folder(run, attempts) / "node-0", folder / "another"):
@@ -85,8 +85,9 @@ def test_what_a_run_has_left_is_removed_without_torch(tmp_path):
     subprocess.run(words, check=True)
     assert [path.name for path in folder.iterdir()] == ["another"]
     local_folder.clear(folder, run)  # nothing is left to do
-    local_folder.clear(folder, folder)  # no run
     assert local_folder.main([str(folder)]) == 2
+    assert local_folder.main([str(folder), str(folder)]) == 1
+    assert f"{folder} has no .attempts.json, or a damaged one: give" in capsys.readouterr().err
 
 
 def test_the_attempts_are_those_of_the_file():
