@@ -262,7 +262,8 @@ class World(Ranks):
         `local` is a folder on each node, in its memory (/dev/shm/NAME) or on a disk of its own.
         Every `local_every` steps, or as often as costs at most 1 % of the time ("auto"), ranks save
         their parts there, with a copy on another node: `restore` takes the newest step that is
-        whole. Such checkpoints are removed when the world is closed without an error.
+        whole. Such checkpoints are removed when the world is closed without an error, if the last
+        step is saved in `run_dir`.
 
         Raises AgreedError for a wrong argument, if another job uses the directory, and if `local`
         cannot be used on a node.

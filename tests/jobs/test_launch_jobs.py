@@ -79,7 +79,7 @@ with mntrain.init(device="cpu", ranks_per_node=1) as world:
             optimizer.step()
             optimizer.zero_grad()
             note(world.rank, step, world.mean(loss.item()))
-            checkpoints.save(step)
+            checkpoints.save(step, now=step == 20)
             time.sleep(0.05)
             lose(world.rank, step, 15)
 """
