@@ -14,7 +14,7 @@ from typing import Any
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.toml", "metrics.jsonl", "summary.json"
 REPORT_FILE = "report.html"
-PAGE_LIMIT_S = 30.0  # that a page may take at the end of a job, while all its ranks wait
+PAGE_LIMIT_S = 120.0  # that a page may take at the end of a job, while all its ranks wait
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 

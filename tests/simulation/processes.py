@@ -9,6 +9,7 @@ import inspect
 import os
 import signal
 import sys
+import threading
 import time as real_time
 import warnings
 import weakref
@@ -127,7 +128,9 @@ class Processes:
         self._handlers = defaultdict[tuple[int | None, int], Any](
             lambda: signal.default_int_handler
         )
-        self._files, self._virtual = files, {"time": _time_of(time), "threading": Threading()}
+        threads = Threading()
+        threads.Event = threading.Event  # also for threads of the host
+        self._files, self._virtual = files, {"time": _time_of(time), "threading": threads}
         time.change_rank = self.change
 
     def take_the_place_of_the_host(self, patch: pytest.MonkeyPatch) -> None:
@@ -141,6 +144,7 @@ class Processes:
             patch.setattr(module, "MonkeyPatch", OfTheRank)
         patch.setattr(signal, "signal", self.handle)
         patch.setattr(signal, "getsignal", lambda number: self._handlers[self._now, number])
+        self._kill = os.kill
         patch.setattr(os, "kill", self.kill)
         for name in self._files.keys() & sys.modules.keys():
             patch.delitem(sys.modules, name)
@@ -153,8 +157,10 @@ class Processes:
         return before
 
     def kill(self, process: int, number: int) -> None:
-        """Call the rank's handler of a signal."""
-        assert process == os.getpid()
+        """Call the rank's handler of a signal, unless that is for a child."""
+        if process != os.getpid():
+            self._kill(process, number)
+            return
         self._handlers[self._now, number](number, None)
 
     def change(self, rank: int | None) -> None:

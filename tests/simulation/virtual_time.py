@@ -453,6 +453,9 @@ class Flag:
         for thread in self._waiting:
             thread.time.wake(thread)
 
+    def clear(self) -> None:
+        self._set = False
+
     def wait(self, timeout: float | None = None) -> bool:
         time, found = current().time, True
         while found and not self._set:
