@@ -87,7 +87,6 @@ class Copies:
         step: Path,
         sizes: Mapping[str, int],
         ranges: Mapping[str, Sequence[ChecksummedRange]],
-        seconds: float,
     ) -> str:
         for name in FILES if self.partner is not None else ():
             disk()
