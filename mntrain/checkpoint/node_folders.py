@@ -147,8 +147,8 @@ def open_folders(world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) 
     number = next(n for n, node in enumerate(on_host) if rank in node)
     root = folder / world.gather(run_folder(run_dir, attempts))[0]
     with world.agreement():
-        if os.path.lexists(root):
-            prepare(root)  # whoever was let into DIR before may have made it
+        if os.path.lexists(root) and (owner := root.lstat().st_uid) != os.geteuid():
+            raise ValueError(f"{root} belongs to the user {owner}: remove it, or give another DIR")
     found = {path.name: path for path in _listed(root) if path.name.startswith(NODE)}
     for n in range(len(on_host)):
         found.pop(f"{NODE}{n}", None)

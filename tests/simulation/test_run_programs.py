@@ -63,7 +63,7 @@ class Known:
     saved: int = 0
     local: int = 0
     begun: int = 0
-    everywhere: int = 0  # the step that the last start has restored, which each node has whole
+    everywhere: int = 0  # the step that the last start has restored, which each node had whole
     left: bool = True  # whether the lost nodes were no partners of each other
     left_anywhere: bool = True  # whether there was another node
     restored: list[int] = field(default_factory=list)
@@ -108,7 +108,7 @@ def on_rank(world, run, start, folder, *, known, kill):
         optimizer.backward(loss, weight=high - low)
         optimizer.step()
         optimizer.zero_grad()
-        checkpoints.save(step, now=step == run.now)
+        checkpoints.save(step, now=step in (run.now, LAST))
         note(checkpoints, known)
         kill_after(step)
     optimizer.wait_for_parameters()
@@ -174,8 +174,7 @@ def test_every_start_goes_on_from_what_is_left_and_ends_as_an_undisturbed_run(ru
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder, known = Path(name), Known()
         for number, start in enumerate(run.starts):
-            whole = known.left or (known.left_anywhere and known.local == known.everywhere)
-            safe, most = max(known.saved, known.local if whole else 0), known.begun
+            safe, most = max(known.saved, known.local if known.left else 0), known.begun
             worlds = SimulatedRuns(
                 [start.nodes * start.per_node],
                 seed=run.seed + number,
