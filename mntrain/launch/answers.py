@@ -24,7 +24,7 @@ _MARK = "mntrain-answers"
 # What waits for a file server does not, and such a host does not count as answering.
 _IDS = f"""
 ids() {{
-    grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
+    grep -lzxsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
         [ "$(readlink /proc/$id/ns/pid)" != "$(readlink /proc/self/ns/pid)" ] || echo $id
     done
 }}

@@ -62,6 +62,12 @@ _LAUNCHERS = (
     ("mpirun", False, r"MPI_ABORT was invoked on rank \d+"),
     ("srun", True, r"Node failure on (?P<host>\S+)"),
     ("srun", True, r"DUE TO NODE FAILURE"),
+    # By scancel, or at its time limit. With --kill-on-bad-exit also later, after a task's end.
+    (
+        "srun",
+        False,
+        r"CANCELLED AT (?![^\n]*NODE FAILURE|[\s\S]*srun: error: Node failure on)[^\n]*",
+    ),
     (
         "srun",
         True,

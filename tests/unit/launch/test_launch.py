@@ -75,6 +75,15 @@ def test_after_a_loss_the_command_starts_again_and_nothing_of_the_first_start_is
     assert "(says the ranks); looking at hosts took " in err[1]
 
 
+def test_a_process_with_the_launchs_folder_in_another_variable_goes_on(tmp_path):
+    script = f"""{STEP}
+        [ $starts = 2 ] && {{ tr "\\0" " " </proc/$(cat other)/cmdline; kill $(cat other); exit; }}
+        OTHER="x MNTRAIN_LAUNCH=$MNTRAIN_LAUNCH" env -u MNTRAIN_LAUNCH setsid sleep 100 &
+        echo $! >other; echo '{LOST}' >&2; exit 1"""
+    code, out, _ = end(launch(tmp_path, script))
+    assert (code, out) == (0, "sleep 100 ")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -23,6 +23,7 @@ HYDRA = """=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
 YOUR APPLICATION TERMINATED WITH THE EXIT STRING: {}
 """
 PRTE = "prterun noticed that process rank 1 with PID 25067 on node n3 exited on\nsignal {}.\n"
+CANCELLED = "slurmstepd-n1: error: *** STEP 4.0 ON n1 CANCELLED AT 2026-11-29T19:09:54{} ***\n"
 STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
 
 
@@ -49,6 +50,14 @@ STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
         ("PRTE has lost communication with a remote daemon.", "mpirun", ()),
         ("srun: error: Node failure on n2\nsrun: error: n1: task 0: Killed", "srun", ("n2",)),
         ("srun: error: n2: task 1: Out Of Memory", "srun", ("n2",)),
+        (  # with --kill-on-bad-exit
+            f"srun: error: n2: task 1: Killed\n{CANCELLED.format('')}"
+            "srun: error: n1: task 0: Exited with exit code 1",
+            "srun",
+            ("n2",),
+        ),
+        (CANCELLED.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG"), "srun", ()),
+        (f"{CANCELLED.format('')}srun: error: Node failure on n2", "srun", ("n2",)),
         (f"{WORDLESS}\n{HYDRA.format('Killed (signal 9)')}", "the ranks", ("n2",)),
         (f"{WORDLESS}\n{HYDRA.format('Aborted (signal 6)')}", "the ranks", ("n2",)),
         ("ssh: connect to host n2 port 22: No route to host", "ssh", ("n2",)),
@@ -74,6 +83,8 @@ def test_losses_and_kills_are_faults_of_machines(output, by, hosts):
         (1, f"MPI_ABORT was invoked on rank 1\n{PRTE.format('9 (Killed)')}", "mpirun"),
         (1, "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed",
          "srun"),
+        (137, f"{CANCELLED.format('')}srun: error: n1: tasks 0-3: Killed", "srun"),
+        (137, f"{CANCELLED.format(' DUE TO TIME LIMIT')}srun: error: n1: task 0: Killed", "srun"),
         (2, "", "the exit code"),
         (75, "", "the exit code"),
         (130, "", "the exit code"),
