@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.accumulation import Accumulation
 from zero.agreement import StepComparison, agree, expect_alike
@@ -45,7 +44,7 @@ from zero.param_groups import (
 )
 from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_over
 from zero.precision import LossScale, is_positive
-from zero.prediction import predict
+from zero.prediction import predict, without_global_hooks
 from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.state import (
@@ -770,7 +769,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.scale_gradients(factor, unused)
         groups = self.param_groups
         self._give_groups()
-        with _without_global_hooks():  # which run around this optimizer's own step
+        with without_global_hooks():  # which run around this optimizer's own step
             self._inner.step()
         self._check_state()
         self._warn_of_unfrozen()
@@ -991,20 +990,6 @@ def _parts_of(
         raise ValueError("the model is given as `parameters`: leave out model=")
     check_plain(parameters, size)
     return parameters.named_parameters(), parameters, True
-
-
-@contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Enclose a step around which hooks for the steps of all optimizers do not run. Local."""
-    hooks: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    kept = [[*each.items()] for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, items in zip(hooks, kept, strict=True):
-            each.update(items)
 
 
 def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:

@@ -30,7 +30,7 @@ from zero.layout import ParameterSpec, lay_out
 from zero.nested import leaves
 from zero.param_groups import hyperparameters
 from zero.precision import is_16_bit
-from zero.prediction import OneOfSeveral
+from zero.prediction import OneOfSeveral, without_global_hooks
 from zero.shard import OptimizerShard
 from zero.state import UnsliceableStateError, beyond_state, check_state, unnamed_state
 
@@ -123,7 +123,8 @@ def check_arguments(
                 warnings.simplefilter("ignore")
                 optimizer = kind([{"params": tensors, **own}], **arguments)
                 if not isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-                    optimizer.step()
+                    with without_global_hooks():
+                        optimizer.step()
         except Exception as error:  # torch raises whatever its code meets
             given = ", ".join(f"{key}={value!r}" for key, value in {**arguments, **own}.items())
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
@@ -262,7 +263,7 @@ class SmallProblem:
                     gradient = self._tensors[number][2].flatten().roll(step)
                     part = gradient[own.piece.low : own.piece.high]
                     shard.gradients.reduced(own.index, own.piece).copy_(part)
-                with shard.gradients_set(frozenset()):
+                with without_global_hooks(), shard.gradients_set(frozenset()):
                     optimizer.step()
             check_state(shard, optimizer)
             for number, own in owned:

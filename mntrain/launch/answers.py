@@ -15,8 +15,8 @@ from mntrain.recorder.launch_notes import VARIABLE
 
 LIMIT_S = 20.0  # for all hosts
 ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
-SILENT_S = 15.0  # of a host before the first step, until it counts as lost
-_ASK_S = 5.0  # between two questions then
+SILENT = 2  # questions in a row that a host leaves unanswered before it counts as lost
+_ASK_S = 5.0  # from one of them to the next, at least
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
@@ -24,7 +24,7 @@ _MARK = "mntrain-answers"
 # What waits for a file server does not, and such a host does not count as answering.
 _IDS = f"""
 ids() {{
-    grep -lzsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
+    grep -lzxsF {VARIABLE}="$0" /proc/[0-9]*/environ | while IFS=/ read -r _ _ id _; do
         [ "$(readlink /proc/$id/ns/pid)" != "$(readlink /proc/self/ns/pid)" ] || echo $id
     done
 }}
@@ -61,7 +61,7 @@ class Hosts:
         self.all, self._agent = hosts, agent
         self._early: _Question | None = None
         self._regular: _Question | None = None
-        self._heard: dict[Host, float] = {}  # when the last question began that a host answered
+        self._unanswered: dict[Host, int] = {}  # questions in a row that are over
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
         self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
@@ -95,30 +95,30 @@ class Hosts:
         self._early = self._early or _Question(self, _LOOKING, folder)
 
     def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
-        """Return those of some hosts that have not answered for SILENT_S. Called again and again.
+        """Return those of some hosts that have left SILENT questions unanswered in a row.
 
         Nor does a host answer on which processes of the launch with a folder are stopped.
-        Returns at once: a question is under way for most of the time.
+        Called again and again; returns at once: a question is under way for most of the time.
         """
-        now, asked = time.monotonic(), self._regular
-        if asked is None or (asked.over and now > asked.began + _ASK_S):
-            if asked is not None:
-                asked.end()
-            asked = self._regular = _Question(self, _LOOKING, folder)
-        for host in (*hosts, *asked.found):
-            if host in asked.found or host not in self._heard:
-                self._heard[host] = asked.began
-        if not asked.found:  # nothing can be asked from here
-            return []
-        late = [host for host in hosts if now > self._heard[host] + SILENT_S]
-        return [host for host in late if host not in asked.found]
+        asked = self._regular
+        if asked is None:
+            self._regular = _Question(self, _LOOKING, folder)
+        elif asked.over and time.monotonic() > asked.began + _ASK_S:
+            found = asked.end()
+            if found:  # otherwise, nothing can be asked from here
+                self._unanswered = {
+                    host: 0 if host in found else self._unanswered.get(host, 0) + 1
+                    for host in self.all
+                }
+            self._regular = _Question(self, _LOOKING, folder)
+        return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
 
     def watch_no_more(self) -> None:
         """End the question of `silent`."""
         if self._regular is not None:
             self._regular.end()
         self._regular = None
-        self._heard.clear()
+        self._unanswered = {}
 
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.

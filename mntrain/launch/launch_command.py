@@ -72,7 +72,10 @@ def run(words: Sequence[str]) -> int:
     full, least = _numbers(options, command)
     with (
         Signals() as signals,
-        tempfile.TemporaryDirectory(prefix=".mntrain-launch-", dir=_shared_folder()) as folder,
+        # A file server may keep names in it; the exit code is that of the command all the same.
+        tempfile.TemporaryDirectory(
+            prefix=".mntrain-launch-", dir=_shared_folder(), ignore_cleanup_errors=True
+        ) as folder,
         Keeper(folder) as keeper,
     ):
         launch = Launch(

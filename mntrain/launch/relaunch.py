@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT
 
-from mntrain.launch.answers import SILENT_S, Hosts
+from mntrain.launch.answers import SILENT, Hosts
 from mntrain.launch.evidence import Evidence
 from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
@@ -20,6 +20,9 @@ from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
 _VERSION_S = 20.0  # for mpirun to say whose it is
 _MOST_IDLE = 2  # starts in a row without a step
+# Starts in a row that are not known to have come beyond the steps of all before, and after which
+# every host answers: what has ended them may be in the program, at the same point each time.
+_MOST_ALIKE = 5
 _FORWARDED = ("-x", VARIABLE)  # Open MPI passes variables of other names to no other host
 
 
@@ -46,24 +49,25 @@ class Launch:
         self._open_mpi = command.kind == "mpirun" and _is_open_mpi(command.words[0])
         self._hosts = command.hosts[:full]  # of the present start
         self._names: dict[Host, str] = {}  # that hosts have for themselves
-        self._number = self._idle = 0
+        self._number = self._idle = self._alike = 0
+        self._highest = 0  # step in the metrics of all starts
         self._step_at: float | None = None  # the last step of all starts before the present one
 
     def run(self, *, as_given: bool) -> int:
         """Start the command until it ends without a fault of a machine; return the exit code.
 
-        That is AGAIN if too few hosts are left. Otherwise, nothing of the run is left in the nodes'
-        memory. The first start changes nothing if all is `as_given`.
+        That is AGAIN if too few hosts are left. After code 0, nothing of the run is left in the
+        nodes' memory. The first start changes nothing if all is `as_given`.
         """
         code = self._run(as_given=as_given)
-        if code != AGAIN and (local := self._notes.local) is not None:
+        if code == 0 and (local := self._notes.local) is not None:
             self._answering.remove(str(local))
         return code
 
     def _run(self, *, as_given: bool) -> int:
         why = ""
         while True:
-            code, verdict, stepped = self._start(why, as_given=as_given)
+            code, verdict, gets_on = self._start(why, as_given=as_given)
             if self._signals.first or verdict.fault is False:
                 if code and not self._signals.first:
                     _say(f"not started again: {verdict.said}, which is no fault of a machine")
@@ -77,11 +81,8 @@ class Launch:
                 return code or 1
             reasons = [f"no answer from {silent}" if silent else "", verdict.fault and verdict.said]
             why = "; ".join(filter(None, reasons))
-            self._idle = 0 if stepped else self._idle + 1
-            if self._idle == _MOST_IDLE:
-                _say(
-                    f"not started again: {_MOST_IDLE} starts in a row took no step; the last: {why}"
-                )
+            if stuck := self._stuck(gets_on, silent):
+                _say(f"not started again: {stuck}; the last: {why}")
                 return code or 1
             blamed = {host for host in free if {host.name, self._names[host]} & {*verdict.hosts}}
             chosen = choose(self._hosts, list(free), blamed, self._full)
@@ -97,19 +98,38 @@ class Launch:
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
 
+    def _stuck(self, gets_on: bool | None, silent: str) -> str:
+        """Count the starts that do not get on; return in words that there are too many, or ""."""
+        self._idle = self._idle + 1 if gets_on is False else 0
+        self._alike = self._alike + 1 if gets_on is None and not silent else 0
+        if self._idle == _MOST_IDLE:
+            return f"none of {_MOST_IDLE} starts in a row took a step"
+        if self._alike == _MOST_ALIKE:
+            further = f"came beyond step {self._highest}" if self._highest else "ended well"
+            return f"none of {_MOST_ALIKE} starts in a row {further}, and every host answers"
+        return ""
+
     def _known(self) -> list[Host]:
         """Return the hosts of the present start that have answered before."""
         return [host for host in self._hosts if host in self._names]
 
     def _enough(self, verdict: EndCause) -> int:
-        """Return how many answers are enough: as many as hosts are used, or ranks say are left."""
+        """Return how many answers are enough: as many as hosts are used, or ranks say are left.
+
+        If nobody says why a start has ended, all are: one that does not answer is the cause.
+        """
+        if verdict.fault is None:
+            return len(self._command.hosts)
         silent = len(verdict.hosts) if verdict.silent else 0
         return max(self._least, (len(self._hosts) or self._full) - silent)
 
-    def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
-        """Run the command once; return its exit code, the verdict, and whether it took a step."""
+    def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool | None]:
+        """Run the command once; return its exit code, the verdict, and whether it gets on.
+
+        That is None if it took steps that are not known to be beyond those of all starts before.
+        """
         self._number += 1
-        number, before = self._number, Evidence.of(self._notes.run_dir)
+        number = self._number
         if why:
             on = f" on {', '.join(host.name for host in self._hosts)}" if self._hosts else ""
             _say(f"start {number}{on}: {why}")
@@ -120,21 +140,23 @@ class Launch:
         # It names itself before it begins, so that it ends with `launch` at any moment.
         start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
         self._signals.direct(start.process)
-        told, lost = number == 1, EndCause(None, "")
+        watched, told, lost = number > 1, number == 1, EndCause(None, "")
 
         def look() -> None:
-            nonlocal told, lost
+            nonlocal watched, told, lost
+            steps = self._notes.steps
             if start.lost:
                 self._answering.begin(str(self._folder))
-            elif not told and (silent := self._answering.silent(str(self._folder), self._known())):
-                # Ranks that have not met yet would notice much later.
-                names = tuple(host.name for host in silent)
-                what = f"before the first step, {', '.join(names)} did not answer"
-                lost = EndCause(True, f"{what} for {SILENT_S:.0f} s", "launch", names)
-                start.end()
-            if not told and self._notes.steps is not None:
-                told = True
+            elif watched and (steps or self._notes.run):  # from here on, ranks notice themselves
+                watched = False
                 self._answering.watch_no_more()
+            elif watched and (silent := self._answering.silent(str(self._folder), self._known())):
+                names = tuple(host.name for host in silent)
+                what = f"before the ranks had met, {', '.join(names)} did not answer"
+                lost = EndCause(True, f"{what} {SILENT} times", "launch", names)
+                start.end()
+            if not told and steps is not None:
+                told = True
                 since = self._step_at
                 idle = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
                 _say(f"start {number} trains{idle}")
@@ -143,17 +165,18 @@ class Launch:
         self._answering.watch_no_more()
         self._signals.direct(None)
         self._keeper.keep(None)
-        after, steps = Evidence.of(self._notes.run_dir), self._notes.steps
-        has_run = after.run is not None
-        said = judge(code, start.output, after.new_summary(before), run=has_run)
-        verdict = lost if lost.fault else after.judge(said, before)
+        evidence, steps = Evidence.of(self._notes.run), self._notes.steps
+        said = judge(code, start.output, evidence.summary)
+        verdict = lost if lost.fault else evidence.judge(said)
+        if code == 0 and verdict.fault is None:
+            verdict = EndCause(False, "the command has ended well", "the exit code")
         if verdict.fault is False and verdict.what.partition(" with ")[0] in start.output:
             verdict = replace(verdict, what="the error above")
-        if steps is not None:
-            self._step_at = steps.at
-        # A run that comes to the same step each time does not get on, either.
-        same = bool(before.last_step) and before.last_step == after.last_step
-        return code, verdict, steps is not None and not same
+        if steps is None:
+            return code, verdict, False
+        self._step_at, before = steps.at, self._highest
+        self._highest = max(before, evidence.last_step)
+        return code, verdict, self._highest > before or None
 
     def _words(self, *, as_given: bool) -> list[str]:
         """Return the command on the hosts of this start."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO
 
-from mntrain.launch.verdict import is_loss
+from mntrain.launch.verdict import tells_loss
 
 # Of a terminal, for all of its processes; others are for the launcher alone, which passes them on.
 _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -180,7 +180,7 @@ class Start:
     def _note(self, line: bytes) -> None:
         text = line.decode(errors="replace")
         self._lines.append(text + "\n")
-        if self._lost_at is None and "mntrain: error: " in text and is_loss(text):
+        if self._lost_at is None and tells_loss(text):
             self._lost_at = time.monotonic()
 
 

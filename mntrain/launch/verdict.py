@@ -16,15 +16,21 @@ _CODES |= {130: "Ctrl-C"}
 _KILLS = {135: "killed by SIGBUS", 137: "killed by SIGKILL"}  # 128 and the signal, as of a shell
 
 WORDLESS = "has ended without a word"  # of a rank's process, in a report of the ranks
-# Reports of the ranks for which a machine is to blame, and the words in them that name the hosts.
+# The reports of mntrain.watchdog for which a machine is to blame, from their first word on, and the
+# words in them that name the hosts. Messages of users' exceptions do not begin like this.
+_RANKS = r"ranks? \d+(?: to \d+|, \d+| on [\w.-]+)*"
+_WAIT = rf"{_RANKS} ha(?:s|ve) waited \d+ s"
+_NODE = r"[\w.:%-]*\w"  # a name or address
+_NETWORK = rf"(?:{_WAIT}[^\n]*; )?{_NODE}"  # ends the report of a wait, or is the report
 _LOSSES = (
-    r"(?P<whom>ranks? [^\n;]*?) (?:is|are) lost: [^\n]*",
-    r"rank \d+ has lost its connections to ranks 0 and 1",
-    r"ha(?:s|ve) waited \d+ s for (?P<whom>[^\n;]*), which do(?:es)? not answer",
-    r"rank \d+ has waited \d+ s, and (?P<whom>ranks? [^\n]*) do not answer",
-    r"messages between them do not arrive",
-    r"\S+ has had no answer from (?P<whom>\S+) for",
-    r"\S+ (?:cannot connect to|has connected to) (?P<whom>\S+)[^\n]*not",
+    rf"(?P<whom>{_RANKS}) (?:is|are) lost: (?:its process|the node, or the network to it,) ",
+    r"rank \d+ has lost its connections to ranks 0 and 1\b",
+    rf"{_WAIT} for (?P<whom>{_RANKS}), which do(?:es)? not answer",
+    rf"{_WAIT}, and (?P<whom>{_RANKS}) do not answer",
+    rf"{_WAIT} in what all ranks have begun: messages between them do not arrive",
+    rf"{_NETWORK} cannot connect to (?P<whom>{_NODE})[^\n]*: nothing answers what it sends ",
+    rf"{_NETWORK} has connected to (?P<whom>{_NODE})[^\n]*, but what it sends now ",
+    rf"{_NODE} has had no answer from (?P<whom>{_NODE}) for \d",
 )
 _REPORT = re.compile(
     r"mntrain: (?:error: (?P<error>[^\n]*)|(?P<failed>rank \d+ of \d+ on \S+ "
@@ -56,6 +62,12 @@ _LAUNCHERS = (
     ("mpirun", False, r"MPI_ABORT was invoked on rank \d+"),
     ("srun", True, r"Node failure on (?P<host>\S+)"),
     ("srun", True, r"DUE TO NODE FAILURE"),
+    # By scancel, or at its time limit. With --kill-on-bad-exit also later, after a task's end.
+    (
+        "srun",
+        False,
+        r"CANCELLED AT (?![^\n]*NODE FAILURE|[\s\S]*srun: error: Node failure on)[^\n]*",
+    ),
     (
         "srun",
         True,
@@ -93,11 +105,11 @@ class EndCause:
         return f"{what} (says {self.by})"
 
 
-def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: bool) -> EndCause:
+def judge(code: int, output: str, summary: Mapping[str, Any] | None) -> EndCause:
     """Return the verdict on a start from the exit code, the last output and summary.json.
 
-    `summary` is that which this start has written, if any; `run` says that it has a run directory,
-    and so would have written one at a clean end.
+    `summary` is that which this start has written, if any. Code 0 alone says nothing: Open MPI's
+    mpirun may return it after a loss.
     """
     of_job = _of_summary(summary or {}) or _of_ranks(output)
     if of_job and not (of_job.fault and WORDLESS in of_job.what):
@@ -106,7 +118,7 @@ def judge(code: int, output: str, summary: Mapping[str, Any] | None, *, run: boo
     # Other ranks do not see the signal by which one has ended.
     if of_job and not (of_launcher and _OWN_SIGNAL.search(of_launcher.what)):
         return of_job
-    return of_launcher or _of_code(code, run=run)
+    return of_launcher or _of_code(code)
 
 
 def _of_summary(summary: Mapping[str, Any]) -> EndCause | None:
@@ -117,7 +129,9 @@ def _of_summary(summary: Mapping[str, Any]) -> EndCause | None:
     # An exception of MPI comes of another rank's end.
     if not status or _OF_MPI.search(reason):
         return None
-    return EndCause(is_loss(reason), reason, by, _hosts_in(reason))
+    # A "crashed" or "failed" run has the words of an exception, whatever they are.
+    lost = status in ("lost", "stalled") and _is_loss(reason)
+    return EndCause(lost, reason, by, _hosts_in(reason) if lost else ())
 
 
 def _of_ranks(output: str) -> EndCause | None:
@@ -130,7 +144,7 @@ def _of_ranks(output: str) -> EndCause | None:
     errors = []
     for found, end in zip(reports, ends, strict=False):
         said = found["error"] or found["failed"].rstrip(":")
-        if is_loss(said):
+        if _is_loss(found["error"] or ""):
             return EndCause(True, said, "the ranks", _hosts_in(said))
         if found["error"]:
             errors.append(said)
@@ -151,22 +165,25 @@ def _of_launchers(output: str) -> EndCause | None:
     return EndCause(fault, " ".join(said.split()), by, (host,) if host else ())
 
 
-def _of_code(code: int, *, run: bool) -> EndCause:
+def _of_code(code: int) -> EndCause:
     if code in _CODES or code in _KILLS:
         return EndCause(code in _KILLS, (_CODES | _KILLS)[code], "the exit code")
-    if code == 0 and not run:
-        return EndCause(False, "the command has ended well", "the exit code")
     return EndCause(None, f"exit code {code}")
 
 
-def is_loss(text: str) -> bool:
-    """Return whether a report of the ranks says that a machine is to blame."""
-    return any(re.search(pattern, text) for pattern in _LOSSES)
+def tells_loss(line: str) -> bool:
+    """Return whether a line of output is a report of the ranks that a machine is to blame."""
+    found = _REPORT.search(line)
+    return found is not None and _is_loss(found["error"] or "")
+
+
+def _is_loss(text: str) -> bool:
+    return any(re.match(pattern, text) for pattern in _LOSSES)
 
 
 def _hosts_in(report: str) -> tuple[str, ...]:
     """Return the hosts that a report of a loss blames, each once."""
-    found = [re.search(pattern, report) for pattern in _LOSSES]
+    found = [re.match(pattern, report) for pattern in _LOSSES]
     whom = " ".join(one.groupdict().get("whom") or "" for one in found if one)
     return tuple(dict.fromkeys(re.findall(r"\bon ([\w.-]+)", whom) or whom.split()[:1]))
 

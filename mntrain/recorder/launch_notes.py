@@ -1,17 +1,21 @@
 """Notes of rank 0 to `mntrain launch`, in the folder that its environment names.
 
-FOLDER/run           path of the run directory, if there is one
+FOLDER/run           number of the start that has recorded last, its run directory, and how it
+                     was found
 FOLDER/local         path of what the run has on each node, with --checkpoint.local
 FOLDER/step          number of steps of any torch optimizer in this start, and the time of the last
 FOLDER/start         written by `launch` itself: the number of the start
 FOLDER/hosts         written by `launch` itself: the hostfile of a start
 """
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from mntrain.recorder.recording import recordings
 
 VARIABLE = "MNTRAIN_LAUNCH"
 _APART_S = 1.0  # between two notes of steps
@@ -22,6 +26,17 @@ class Steps(NamedTuple):
 
     number: int
     at: float
+
+
+class FoundRun(NamedTuple):
+    """A run directory, and the times at which files in it were changed before this start used it.
+
+    In nanoseconds; 0 for what was not there.
+    """
+
+    path: Path
+    summary_ns: int
+    recordings_ns: int
 
 
 class LaunchNotes:
@@ -42,14 +57,21 @@ class LaunchNotes:
         return cls(Path(folder)) if folder else None
 
     def use_run(self, run_dir: Path) -> None:
-        """Note the run directory."""
+        """Note the run directory in which this start is about to record, and its present state."""
+        path = run_dir.resolve()
+        times = changed_ns(path / "summary.json"), changed_ns(recordings(path))
         with suppress(OSError):
-            self._run.write_text(str(run_dir.resolve()))
+            self._run.write_text(json.dumps([self.start, str(path), *times]) + "\n")
 
     def use_local(self, folder: Path) -> None:
         """Note the folder of the run's checkpoints on each node."""
         with suppress(OSError):
             self._local.write_text(str(folder.absolute()))
+
+    def keep_local(self) -> None:
+        """Let the run's checkpoints on the nodes stay, from which the next start goes on."""
+        with suppress(OSError):
+            self._local.unlink(missing_ok=True)
 
     def take_step(self) -> None:
         """Count a step; note the first, and later ones once a second."""
@@ -60,10 +82,19 @@ class LaunchNotes:
                 self._step.write_text(f"{self._count} {time.time()}\n")
 
     @property
-    def run_dir(self) -> Path | None:
-        """The run directory of the job, if it has told of one."""
+    def run(self) -> FoundRun | None:
+        """The run directory of this start; None without one, or while it is being written."""
+        start, path, *times = self._noted_run()
+        return FoundRun(Path(path), *times) if times and start == self.start else None
+
+    def has_begun(self, run_dir: Path) -> bool:
+        """Return whether a start has recorded in a run directory, the last that recorded at all."""
+        path: str = self._noted_run()[1]
+        return path == str(run_dir.resolve())
+
+    def _noted_run(self) -> list[Any]:
         text = _text(self._run)
-        return Path(text) if text else None
+        return json.loads(text) if text.endswith("\n") else [0, ""]
 
     @property
     def local(self) -> Path | None:
@@ -88,6 +119,14 @@ class LaunchNotes:
         """Note the number of a start, and forget the steps of the one before."""
         self._start.write_text(str(number))
         self._step.unlink(missing_ok=True)
+
+
+def changed_ns(path: Path) -> int:
+    """Return when a file or folder was last changed, in nanoseconds; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _text(path: Path) -> str:

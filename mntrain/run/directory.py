@@ -74,8 +74,6 @@ class RunDirectory:
             if world.master:
                 self._make(new=path is None)
                 self._lock = RunLock(self.path, world.watchdog.lose_directory)
-                if (notes := LaunchNotes.of(os.environ)) is not None:
-                    notes.use_run(self.path)
         self.path = world.gather(self.path)[0]
         self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
 
@@ -174,6 +172,8 @@ class RunDirectory:
         Where that is not possible, the master prints one warning, and there is no recording.
         """
         world = self._world
+        if world.master and (notes := LaunchNotes.of(os.environ)) is not None:
+            notes.use_run(self.path)
         job = world.gather(secrets.token_hex(8))[0]
         problems = world.gather(world.recorder.open(recordings(self.path, local), job) or None)
         if world.master and any(problems):

@@ -1,6 +1,7 @@
 """The checkpoints of a run: when they are due, how they are saved and restored."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
+from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_from
 from zero.step_message import Value
@@ -240,6 +242,9 @@ class Checkpoints:
                     "the nodes' memory, and the next start goes on from them: save the last step "
                     "with now=True, after which they are removed"
                 )
+        notes = LaunchNotes.of(os.environ)
+        if in_order and not removes and notes is not None and self._world.master:
+            notes.keep_local()
         local.end(removes=removes)
         self._local_summary, self._local = local.summary(), None
 

@@ -1,6 +1,7 @@
 """The checkpoint that a configured job resumes from, and whether it is of the same run."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from mntrain.checkpoint import FoundCheckpoint
 from mntrain.errors import AgreedError
 from mntrain.options.config import Config, flag_of
 from mntrain.options.types import as_mapping
+from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
 from mntrain.world import World
 
@@ -45,14 +47,15 @@ def find_checkpoint(
 ) -> FoundCheckpoint | None:
     """Return the checkpoint that this job resumes from, if any. Collective.
 
-    With `auto`, it may be one from the nodes' memory. Raises AgreedError if the one that was asked
-    for does not exist.
+    With `auto`, it may be one from the nodes' memory. A job that `mntrain launch` has started again
+    goes on with what it has saved itself, whatever its first start began with. Raises AgreedError
+    if the checkpoint that was asked for does not exist.
     """
-    resume = config.run.resume
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return checkpoint.newest(world, directory.path, directory.local)
+    resume, own = config.run.resume, None
+    if resume == "auto" or world.gather(_has_begun(world, directory))[0]:
+        own = checkpoint.newest(world, directory.path, directory.local)
+    if resume in ("auto", "never"):
+        return own
     found = checkpoint.newest(world, Path(resume))
     if found is None:
         raise AgreedError(
@@ -60,7 +63,14 @@ def find_checkpoint(
             "checkpoint or of a run that has some",
             world.rank,
         )
-    return found
+    # An older one was there before the job.
+    return own if own is not None and own.manifest.step > found.manifest.step else found
+
+
+def _has_begun(world: World, directory: RunDirectory) -> bool:
+    """Return, on rank 0, whether an earlier start of `mntrain launch` has begun this run. Local."""
+    notes = LaunchNotes.of(os.environ) if world.master else None
+    return notes is not None and notes.has_begun(directory.path)
 
 
 def check_left(world: World, found: FoundCheckpoint | None, config: Config, steps: int) -> None:

@@ -26,6 +26,7 @@ from mntrain import AgreedError
 from mntrain.checkpoint import node_folders, saver
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
 from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import local_saving
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs several nodes")]
@@ -341,7 +342,10 @@ def test_two_runs_at_a_time_share_a_folder_on_each_node(folder):
     assert not list((folder / "local").iterdir())
 
 
-def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(folder, capfd):
+def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(
+    folder, capfd, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, str(folder))
     with running(folder, every=5) as run:
         run.train(4)
         run.complete = lambda: None
@@ -349,12 +353,14 @@ def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(
     if COMM.rank == 0:
         told = "step 7 is not saved in the run directory, so checkpoints stay in the nodes' memory"
         assert told in capfd.readouterr().err
+        assert LaunchNotes(folder).local is None  # which `mntrain launch` would remove
     with running(folder) as run:
         assert run.done == 6  # which was being written at the end
         run.train(7)
         run.checkpoints.save(7, now=True)
     assert not list((folder / "local").iterdir())
     if COMM.rank == 0:
+        assert LaunchNotes(folder).local is not None
         assert "is not saved in" not in capfd.readouterr().err
 
 

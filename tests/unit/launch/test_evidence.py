@@ -40,28 +40,36 @@ NOBODY = EndCause(None, "exit code 1")
 LOST = EndCause(True, "rank 1 on n2 is lost: its process has ended without a word", "the ranks")
 
 
+def found_in(folder):
+    """Let a start begin to use a run directory; return what it notes of that."""
+    (folder / "notes").mkdir(exist_ok=True)
+    notes = LaunchNotes(folder / "notes")
+    notes.use_run(folder)
+    return notes.run
+
+
 def end_of_ranks(folder, end):
-    """Let two ranks end; return what the run directory says before and after."""
-    before = Evidence.of(folder)
+    """Let two ranks end; return what the run directory says of it."""
+    found = found_in(folder)
     for rank in (1, 0):
         subprocess.run([sys.executable, "-c", RANK, folder, str(rank), end], check=False)
-    return before, Evidence.of(folder)
+    return Evidence.of(found)
 
 
 @pytest.mark.parametrize(("end", "fault"), [("kill", True), ("raise", False)])
 def test_recordings_tell_a_rank_that_was_killed_from_one_that_raised(tmp_path, end, fault):
-    before, after = end_of_ranks(tmp_path, end)
-    verdict = after.judge(NOBODY, before)
+    verdict = end_of_ranks(tmp_path, end).judge(NOBODY)
     assert (verdict.fault, verdict.by) == (fault, "the recordings")
     assert verdict.hosts == (os.uname().nodename,)
     assert f"rank 1 on {os.uname().nodename}: " in verdict.what
-    assert after.judge(NOBODY, after) is NOBODY  # of an earlier start
-    assert Evidence.of(None).judge(NOBODY, before) is NOBODY
+    later = Evidence.of(found_in(tmp_path))  # these are of an earlier start
+    assert later.judge(NOBODY) is NOBODY
+    assert Evidence.of(None).judge(NOBODY) is NOBODY
 
 
 def test_ranks_that_have_closed_their_recordings_have_ended_well(tmp_path):
-    before, after = end_of_ranks(tmp_path, "close")
-    assert after.judge(NOBODY, before).fault is False
+    assert end_of_ranks(tmp_path, "close").judge(NOBODY).fault is False
+    assert Evidence.of(found_in(tmp_path)).judge(NOBODY) is NOBODY
 
 
 @pytest.mark.parametrize(
@@ -69,23 +77,28 @@ def test_ranks_that_have_closed_their_recordings_have_ended_well(tmp_path):
     [("SIGKILL", True), ("SIGSEGV", False), ("SIGABRT", False), ("SIGBUS", True), ("raise", True)],
 )
 def test_a_rank_that_others_have_seen_end_may_have_crashed_by_itself(tmp_path, end, fault):
-    before, after = end_of_ranks(tmp_path, end)
-    assert after.judge(LOST, before).fault == fault
+    evidence = end_of_ranks(tmp_path, end)
+    assert evidence.judge(LOST).fault == fault
     other = EndCause(True, LOST.what.replace("rank 1 on n2", "rank 0 on n1"))
-    assert after.judge(other, before) is other
+    assert evidence.judge(other) is other
     unsure = EndCause(True, "a rank on n2 ended: EXIT CODE: 9", "mpirun")
-    assert after.judge(unsure, before).fault == (end != "SIGSEGV")
+    assert evidence.judge(unsure).fault == (end != "SIGSEGV")
 
 
-def test_a_summary_counts_if_it_is_another_one_and_the_last_step_is_that_of_the_run(tmp_path):
-    before = Evidence.of(tmp_path)
-    assert (before.new_summary(before), before.last_step) == (None, "")
-    (tmp_path / "summary.json").write_text('{"status": "lost"}\n')
+def test_a_summary_counts_if_this_start_has_written_it(tmp_path):
+    found = found_in(tmp_path)
+    assert (Evidence.of(found).summary, Evidence.of(found).last_step) == (None, 0)
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"status": "lost"}\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 1}\n{"step": 12, "loss": 1}\n{"st')
-    after = Evidence.of(tmp_path)
-    assert after.new_summary(before) == {"status": "lost"}
-    assert after.new_summary(after) is None
-    assert after.last_step == "12"
+    assert Evidence.of(found).summary == {"status": "lost"}
+    assert Evidence.of(found).last_step == 12
+    later = found_in(tmp_path)
+    assert Evidence.of(later).summary is None
+    os.utime(summary, ns=(0, 1 + later.summary_ns))  # the same, written again
+    assert Evidence.of(later).summary == {"status": "lost"}
+    summary.unlink()
+    assert Evidence.of(later).summary is None
 
 
 def test_rank_0_notes_its_first_step_and_later_ones_once_a_second(tmp_path, monkeypatch):
@@ -93,17 +106,18 @@ def test_rank_0_notes_its_first_step_and_later_ones_once_a_second(tmp_path, monk
     notes, reader = LaunchNotes.of({VARIABLE: str(tmp_path)}), LaunchNotes(tmp_path)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    assert (reader.steps, reader.run_dir) == (None, None)
+    assert (reader.steps, reader.run) == (None, None)
     for step in range(1, 6):
         notes.take_step()
         now[0] += 0.4
         assert reader.steps.number == {1: 1, 2: 1, 3: 1, 4: 4, 5: 4}[step]
     assert abs(reader.steps.at - time.time()) < 60
     notes.use_run(tmp_path / "run")
-    assert reader.run_dir == tmp_path / "run"
+    assert reader.run == (tmp_path / "run", 0, 0)
     assert notes.start == 0
     reader.begin_start(2)
-    assert (reader.steps, notes.start) == (None, 2)
+    assert (reader.steps, reader.run, notes.start) == (None, None, 2)
+    assert [notes.has_begun(tmp_path / name) for name in ("run", "other")] == [True, False]
     gone = LaunchNotes(tmp_path / "gone")  # training goes on
     gone.take_step()
     gone.use_run(tmp_path)

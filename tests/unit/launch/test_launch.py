@@ -16,13 +16,18 @@ from mntrain.launch import launch_command
 # Takes a step in each start, as rank 0 does; $starts counts them.
 STEP = 'echo >>starts; starts=$(wc -l <starts); echo "1 1.0" >"$MNTRAIN_LAUNCH/step"\n'
 LOST = "mntrain: error: rank 1 on n2 is lost: its process has ended without a word"
+# Tells of the run directory, and when its summary was changed, as rank 0 does; nothing is recorded.
+RUN_NOTE = """changed=$(stat -c %.9Y summary.json 2>/dev/null | tr -d .)
+start=$(cat "$MNTRAIN_LAUNCH/start")
+echo "[$start, \\"$PWD\\", ${changed:-0}, 0]" >"$MNTRAIN_LAUNCH/run"
+"""
 # Shorter limits than those of launch.
 QUICK = """
 import sys
 from mntrain.launch import answers, launch_command, starts
 starts._ENDING_S = starts._TERMINATING_S = 0.3
 answers.ENOUGH_S, answers.LIMIT_S = 1.0, 5.0
-answers.SILENT_S, answers._ASK_S = 1.5, 0.3
+answers._ASK_S = 0.3
 sys.exit(launch_command.run(sys.argv[1:]))
 """
 
@@ -70,6 +75,15 @@ def test_after_a_loss_the_command_starts_again_and_nothing_of_the_first_start_is
     assert "(says the ranks); looking at hosts took " in err[1]
 
 
+def test_a_process_with_the_launchs_folder_in_another_variable_goes_on(tmp_path):
+    script = f"""{STEP}
+        [ $starts = 2 ] && {{ tr "\\0" " " </proc/$(cat other)/cmdline; kill $(cat other); exit; }}
+        OTHER="x MNTRAIN_LAUNCH=$MNTRAIN_LAUNCH" env -u MNTRAIN_LAUNCH setsid sleep 100 &
+        echo $! >other; sleep 1; echo '{LOST}' >&2; exit 1"""
+    code, out, _ = end(launch(tmp_path, script))
+    assert (code, out) == (0, "sleep 100 ")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -86,14 +100,14 @@ def test_what_cannot_be_started_is_one_sentence(tmp_path, words, said, monkeypat
 
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_what_a_run_has_in_the_nodes_memory_is_removed_after_the_last_start(tmp_path, code):
-    """Unless the command is to be run again."""
+    """If that has ended well: after an error, it may have what was not saved elsewhere."""
     own, other = tmp_path / "shm" / "a run's", tmp_path / "shm" / "another's"
     for folder in (own, other):
         (folder / "node-0").mkdir(parents=True)
     script = f"""{STEP} printf %s {shlex.quote(str(own))} >"$MNTRAIN_LAUNCH/local"; exit {code}"""
     assert end(launch(tmp_path, script))[0] == code
     assert other.exists()
-    assert own.exists() == (code == 75)
+    assert own.exists() == (code != 0)
 
 
 def test_how_long_nothing_was_trained_is_told_at_the_first_step(tmp_path):
@@ -120,7 +134,54 @@ def test_a_launcher_that_waits_after_the_report_of_a_loss_is_ended(tmp_path):
 def test_two_starts_without_a_step_end_with_the_reason(tmp_path):
     code, out, err = end(launch(tmp_path, f"echo start; echo '{LOST}' >&2; exit 9"))
     assert (code, out) == (9, "start\nstart\n")
-    assert "not started again: 2 starts in a row took no step; the last: rank 1 on n2" in err[-1]
+    assert "again: none of 2 starts in a row took a step; the last: rank 1 on n2 " in err[-1]
+
+
+def test_starts_that_come_no_further_than_those_before_end(tmp_path):
+    """However their last steps differ from each other."""
+    metrics = """echo '{"step": '$(($1 - starts % 2))', "loss": 1}' >metrics.jsonl"""
+    script = f"{STEP} {RUN_NOTE} {metrics}; kill -9 $$".replace("$1", "99")
+    code, _, err = end(launch(tmp_path, script))
+    assert code == 137
+    assert (tmp_path / "starts").read_text().count("\n") == 7  # 98, 99, then five
+    assert (
+        "again: none of 5 starts in a row came beyond step 99, and every host answers;" in err[-1]
+    )
+
+
+def test_starts_of_which_the_step_is_not_known_end_if_all_hosts_answer_each_time(tmp_path):
+    code, _, err = end(launch(tmp_path, f"{STEP} kill -9 $$"))
+    assert (code, (tmp_path / "starts").read_text()) == (137, "\n" * 5)
+    assert "again: none of 5 starts in a row ended well, and every host answers; the" in err[-1]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_summary_of_an_earlier_job_says_nothing_of_this_one(tmp_path, writes):
+    (tmp_path / "summary.json").write_text('{"status": "preempted"}')
+    wrote = "touch -d @7 summary.json" if writes else ":"
+    script = f"{STEP} [ $starts = 2 ] && exit; {RUN_NOTE} {wrote}; echo '{LOST}'; exit 9"
+    code, _, err = end(launch(tmp_path, script))
+    assert code == (9 if writes else 0)
+    assert ("not started again: the run is preempted" in err[-1]) == writes
+
+
+def test_a_command_that_ends_well_without_a_summary_is_not_started_again(tmp_path):
+    """Though a host does not answer."""
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "agent").chmod(0o755)
+    words = "-launcher-exec ./agent -hosts n1:2,n2:2 -n 4 train.py"
+    process = launch(tmp_path, f"{STEP} {RUN_NOTE} exit 0", program="mpirun", words=words)
+    assert end(process) == (0, "", [])
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_a_host_that_is_slow_to_answer_is_no_cause_of_an_end_that_nobody_explains(tmp_path):
+    (tmp_path / "agent").write_text(AGENT.replace("sleep 1000", "sleep 2"))
+    (tmp_path / "agent").chmod(0o755)
+    words = "-launcher-exec ./agent -hosts n1:1,n2:1,n3:1 -n 2 train.py"
+    code, _, err = end(launch(tmp_path, f"{STEP} exit 1", program="mpirun", words=words))
+    assert code == 1
+    assert err == ["mntrain: launch: not started again: exit code 1, and every host answers"]
 
 
 @pytest.mark.parametrize(
@@ -246,16 +307,33 @@ def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(
     code, out, err = end(launch(tmp_path, script, program="mpirun", words=words))
     assert (code, out.splitlines()[1:]) == (0, ["n1:2", "n2:2"])
     assert err[1].startswith(
-        "mntrain: launch: start 3 on n1, n2: no answer from n3; before the first step, n3 did not "
-        "answer for 15 s (says launch); looking at hosts took "
+        "mntrain: launch: start 3 on n1, n2: no answer from n3; before the ranks had met, n3 did "
+        "not answer 2 times (says launch); looking at hosts took "
     )
+
+
+@pytest.mark.parametrize("kind", ["slow", "met"])
+def test_a_later_start_goes_on_though_a_host_is_slow_to_answer(tmp_path, kind):
+    """Or does not answer any more once the ranks have met, as the note of a run directory says."""
+    sleep = "sleep 3" if kind == "slow" else "sleep 1000"  # of 5 s that a question may take
+    (tmp_path / "agent").write_text(AGENT.replace("sleep 1000", f"[ -e begun ] && {sleep}"))
+    (tmp_path / "agent").chmod(0o755)
+    hosts = "-launcher-exec ./agent -hosts n1:2,n2:2"
+    met = RUN_NOTE if kind == "met" else ""
+    script = f"""{STEP} [ $starts = 1 ] && {{ echo '{LOST}'; exit 1; }}
+        rm $MNTRAIN_LAUNCH/step; {met}
+        touch begun; sleep 13; echo well"""
+    words = f"{hosts} -n 4 train.py"
+    code, out, err = end(launch(tmp_path, script, program="mpirun", words=words))
+    assert (code, out.splitlines()[-1], len(err)) == (0, "well", 1)
 
 
 def test_what_the_ranks_say_is_silent_is_not_waited_for_without_a_spare_host(tmp_path):
     (tmp_path / "agent").write_text(AGENT)
     (tmp_path / "agent").chmod(0o755)
     hosts = "-launcher-exec ./agent -hosts n1:2,n2:2"
-    silent = LOST.replace("its process has ended without a word", "its node does not answer")
+    how = "the node, or the network to it, does not answer"
+    silent = LOST.replace("its process has ended without a word", how)
     script = f'{STEP} [ $starts = 2 ] && exit; echo "{silent}"; exit 255'
     words = f"{hosts} -n 4 train.py"
     process = launch(tmp_path, script, "--nodes", "1:2", program="mpirun", words=words)

@@ -9,7 +9,9 @@ import pytest
 from mntrain.checkpoint import FoundCheckpoint
 from mntrain.errors import AgreedError
 from mntrain.options.command_line import parse, to_toml
-from mntrain.options.config import Config, TrainConfig
+from mntrain.options.config import Config, RunConfig, TrainConfig
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
+from mntrain.train import resumption
 from mntrain.train.resumption import (
     changed_options,
     check_left,
@@ -41,6 +43,39 @@ def test_another_tokenizer_is_refused_by_name():
         check_same_run(WORLD, found(config, values=before), Config(), 7, now)
     with pytest.raises(AgreedError, match="another run: the tokenizer was bytes, and is sha256 b"):
         check_same_run(WORLD, found(config, values={"the tokenizer": "bytes"}), Config(), 7, now)
+
+
+@pytest.mark.parametrize(
+    ("begun", "own", "taken"),
+    [
+        ("", 0, {"auto": 0, "never": 0, "other": 3}),
+        ("", 5, {"auto": 5, "never": 0, "other": 3}),
+        ("run", 0, {"auto": 0, "never": 0, "other": 3}),
+        ("run", 5, {"auto": 5, "never": 5, "other": 5}),
+        ("run", 2, {"auto": 2, "never": 2, "other": 3}),  # it was there before
+        ("another", 5, {"auto": 5, "never": 0, "other": 3}),
+    ],
+)
+def test_a_later_start_goes_on_with_what_the_run_has_saved(
+    tmp_path, monkeypatch, begun, own, taken
+):
+    if begun:
+        monkeypatch.setenv(VARIABLE, str(tmp_path))
+        LaunchNotes(tmp_path).use_run(tmp_path / begun)
+        LaunchNotes(tmp_path).begin_start(2)
+    saved = {tmp_path / "run": own, Path("other"): 3}
+
+    def newest(world, path, local=None):
+        step = saved[path]
+        return FoundCheckpoint(path, SimpleNamespace(step=step), {}) if step else None
+
+    monkeypatch.setattr(resumption.checkpoint, "newest", newest)
+    world = SimpleNamespace(rank=0, master=True, gather=lambda value: [value])
+    directory = SimpleNamespace(path=tmp_path / "run", local=None)
+    for resume, step in taken.items():
+        config = Config(run=RunConfig(resume=resume))
+        result = resumption.find_checkpoint(world, config, directory)
+        assert (result.manifest.step if result else 0) == step
 
 
 def test_a_run_whose_epochs_are_complete_is_not_resumed():

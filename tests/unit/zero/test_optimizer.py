@@ -11,6 +11,7 @@ import pytest
 import torch
 from first_of_two import STAGES, FirstOfTwo, assert_same_weights
 from first_of_two import zero as zero_of
+from handmade import Lion
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from zero import NonFiniteGradientError, Options, SingleProcessCollectives, ZeroOptimizer
+from zero.trials import check_arguments
 
 MODES = [
     {"stage": stage, "partition": partition}
@@ -368,3 +370,14 @@ def test_a_hook_for_the_steps_of_all_optimizers_runs_once_in_a_step(register, st
         optimizer.zero_grad()
     handle.remove()
     assert called == [optimizer, optimizer]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_hook_for_the_steps_of_all_optimizers_runs_in_no_trial(register):
+    called = []
+    handle = register(lambda given, *_: called.append(given))
+    optimizer = zero_of(nn.Linear(2, 1), Lion, FirstOfTwo, stage=1, lr=0.1)
+    optimizer.predicted_memory()
+    check_arguments(torch.optim.AdamW, {}, optimizer.param_groups)
+    handle.remove()
+    assert called == []
