@@ -345,7 +345,8 @@ def test_two_runs_at_a_time_share_a_folder_on_each_node(folder):
 def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(
     folder, capfd, monkeypatch
 ):
-    monkeypatch.setenv(VARIABLE, str(folder))
+    monkeypatch.setenv(VARIABLE, str(folder / "notes"))
+    (folder / "notes").mkdir(exist_ok=True)
     with running(folder, every=5) as run:
         run.train(4)
         run.complete = lambda: None
@@ -353,14 +354,14 @@ def test_steps_that_the_run_directory_lacks_stay_in_memory_at_the_end_of_a_loop(
     if COMM.rank == 0:
         told = "step 7 is not saved in the run directory, so checkpoints stay in the nodes' memory"
         assert told in capfd.readouterr().err
-        assert LaunchNotes(folder).local is None  # which `mntrain launch` would remove
+        assert LaunchNotes(folder / "notes").local is None  # which `mntrain launch` would remove
     with running(folder) as run:
         assert run.done == 6  # which was being written at the end
         run.train(7)
         run.checkpoints.save(7, now=True)
     assert not list((folder / "local").iterdir())
     if COMM.rank == 0:
-        assert LaunchNotes(folder).local is not None
+        assert LaunchNotes(folder / "notes").local is not None
         assert "is not saved in" not in capfd.readouterr().err
 
 
