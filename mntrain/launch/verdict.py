@@ -41,9 +41,9 @@ _OF_MPI = re.compile(r"\bMPI\.Exception\b|with Exception: (?:MPI_ERR|Other MPI e
 # What launchers say of a rank or node, by which program, and whether a machine is to blame; the
 # first in the output counts. A process that was killed, or whose memory failed (SIGBUS), did not do
 # so itself. Any other signal comes of its own code, which would do the same again.
-_BANNER = (
-    r"RUNNING AT (?P<host>\S+)\n(?:=[^\n]*\n)*YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
-)
+# Lines of ranks may stand among those of the banner: they come by another stream.
+_OTHERS = r"(?:[^\n]*\n){0,50}?"
+_BANNER = rf"RUNNING AT (?P<host>\S+)\n{_OTHERS}YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
 _ON_NODE = r"process rank \d+ with PID \d+ on node (?P<host>\S+) exited on\s+signal "
 _LAUNCHERS = (
     ("mpirun", True, rf"{_BANNER}(?P<what>(?:Killed|Bus error) \(signal \d+\))"),
@@ -53,7 +53,7 @@ _LAUNCHERS = (
     (
         "mpirun",
         True,
-        r"RUNNING AT (?P<host>\S+)\n=   (?P<what>EXIT CODE: 9)\n(?![\s\S]*EXIT STRING)",
+        rf"RUNNING AT (?P<host>\S+)\n{_OTHERS}=   (?P<what>EXIT CODE: 9)\n(?![\s\S]*EXIT STRING)",
     ),
     ("mpirun", True, r"control_cb [^\n]*assert \(!closed\) failed"),
     ("mpirun", True, r"has lost communication with a remote daemon"),

@@ -189,3 +189,16 @@ def test_hosts_keep_their_places_and_those_that_lost_a_rank_come_last():
     assert choose(now, ["b", "c"], ["b"], 3) == ["b", "c"]
     assert choose(["a", "c"], ["a", "b", "c"], [], 3) == ["a", "c", "b"]
     assert choose(now, [], [], 3) == []
+
+
+def test_a_line_of_a_rank_among_those_of_a_banner_hides_no_kill():
+    banner = [
+        "=   PID 9889 RUNNING AT n2",
+        "=   EXIT CODE: 9",
+        "=   CLEANING UP REMAINING PROCESSES",
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+    ]
+    for place in range(1, len(banner)):
+        output = "\n".join([*banner[:place], "step 7", *banner[place:], ""])
+        cause = judge(9, output, None)
+        assert (cause.fault, cause.hosts) == (True, ("n2",))
