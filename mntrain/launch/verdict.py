@@ -42,7 +42,7 @@ _OF_MPI = re.compile(r"\bMPI\.Exception\b|with Exception: (?:MPI_ERR|Other MPI e
 # first in the output counts. A process that was killed, or whose memory failed (SIGBUS), did not do
 # so itself. Any other signal comes of its own code, which would do the same again.
 # Lines of ranks may stand among those of the banner: they come by another stream.
-_OTHERS = r"(?:[^\n]*\n){0,50}?"
+_OTHERS = r"(?:(?![^\n]*(?:RUNNING AT|EXIT STRING))[^\n]*\n){0,50}?"
 _BANNER = rf"RUNNING AT (?P<host>\S+)\n{_OTHERS}YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
 _ON_NODE = r"process rank \d+ with PID \d+ on node (?P<host>\S+) exited on\s+signal "
 _LAUNCHERS = (

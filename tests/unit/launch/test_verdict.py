@@ -202,3 +202,9 @@ def test_a_line_of_a_rank_among_those_of_a_banner_hides_no_kill():
         output = "\n".join([*banner[:place], "step 7", *banner[place:], ""])
         cause = judge(9, output, None)
         assert (cause.fault, cause.hosts) == (True, ("n2",))
+
+
+def test_a_banner_ends_where_it_has_told_its_signal():
+    told = "RUNNING AT {}\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: {}\n"
+    output = told.format("n1", "Terminated (signal 15)") + told.format("n2", "Killed (signal 9)")
+    assert judge(9, output, None).hosts == ("n2",)
