@@ -425,11 +425,11 @@ class Ranks:
         self._engine.check_open()
         return errors.agreement(self.gather, self.rank)
 
-    def sums(self, name: str) -> DelayedSums:
+    def _delayed_sums(self, name: str) -> DelayedSums:
         """Return sums over all ranks that travel with the gradients of a loop's steps.
 
-        Local, in the same order on all ranks: for what all are to act on after the same step.
-        `name` is for readers of the messages.
+        Local, in the same order on all ranks: for services of this library that act on all ranks
+        after the same step. Ranks compare how many values they start, but not the names of these.
         """
         return DelayedSums(
             self.collectives, f"{name} {next(self._sums_made)}", self._latest_optimizer

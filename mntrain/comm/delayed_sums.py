@@ -85,7 +85,7 @@ class DelayedSums:
     def start(self, values: Mapping[str, Value], own: Mapping[str, Value] | None = None) -> None:
         """Start sums of values by name; all ranks learn the values in `own` of each. Collective.
 
-        The same names in the same order on all ranks. Functions are called when they are sent.
+        The same names on all ranks, in any order. Functions are called when they are sent.
         """
         optimizer, message, rounds = self._latest(), StepMessage(), None
         if optimizer is not None:
@@ -100,7 +100,8 @@ class DelayedSums:
                 optimizer = None
         self._number += 1
         prefix = f"{self._name} {self._number}: "
-        self._started.append(_Started(optimizer, message, rounds, prefix, values, own or {}))
+        ordered = dict(sorted(values.items())), dict(sorted((own or {}).items()))
+        self._started.append(_Started(optimizer, message, rounds, prefix, *ordered))
         self._started[-1].put()
         if optimizer is None:
             message.send(self._collectives)

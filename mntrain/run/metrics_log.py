@@ -77,7 +77,10 @@ class MetricsLog:
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._record, self._sums = RunRecord(world, directory, log, warn), world.sums("metrics")
+        self._record, self._sums = (
+            RunRecord(world, directory, log, warn),
+            world._delayed_sums("metrics"),
+        )
         self._lines = deque[_Line]()  # whose sums are under way
         self._values = NamedSums()
         self._last: dict[str, float] = {}

@@ -131,7 +131,7 @@ class Checkpoints:
             directory.expect_shared()
             with world.agreement():
                 self._saver.check()
-        self._sums = world.sums("checkpoints")
+        self._sums = world._delayed_sums("checkpoints")
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk

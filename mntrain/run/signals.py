@@ -92,7 +92,7 @@ class StopRequests:
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._deferred = False
         self._process = os.getpid()
-        self._sums = world.sums("requests")
+        self._sums = world._delayed_sums("requests")
         self._longest_step_s = 0.0
         self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code

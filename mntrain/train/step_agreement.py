@@ -67,7 +67,7 @@ class StepAgreement:
         self._raises_non_finite = not skips
         self._alone = self._ends_round = False  # this step
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
-        self._told = world.sums("of a round")
+        self._told = world._delayed_sums("of a round")
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._ranks: Sequence[int] = ()  # of a node that is alone
         if job.sync:

@@ -795,3 +795,14 @@ def test_a_shard_is_refused_where_an_accelerator_trains_each_rank_alone(world, m
         return
     with pytest.raises(ValueError, match=f"Accelerator, .* trains each of {RANKS} ranks alone"):
         world.shard([torch.ones(RANKS)])
+
+
+def test_sums_are_matched_by_name_in_whatever_order_ranks_give_them():
+    with world_of() as world:
+        optimizer = world.optimizer(nn.Linear(2, 1), torch.optim.SGD, lr=0.1)
+        sums = world._delayed_sums("of a test")
+        values = {"ranks": 1.0, "tens": 10.0}
+        sums.start(values if world.rank else dict(reversed(values.items())))
+        optimizer.step()
+        (found,) = sums.take()
+        assert found.sums == {"ranks": RANKS, "tens": 10 * RANKS}
