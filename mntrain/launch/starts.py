@@ -101,7 +101,8 @@ class Keeper:
 class Start:
     """A start of a command, in a process group of its own. Its output is passed on unchanged.
 
-    `begin` is called in the process of the command, before that begins.
+    Where the command fails within a line of stderr, that is ended. `begin` is called in the process
+    of the command, before that begins.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Start:
         begin: Callable[[], None],
     ) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES)
+        self._within_line = False  # of stderr
         self._lost_at: float | None = None  # when the ranks have reported a loss
         self.process = subprocess.Popen(
             words,
@@ -146,6 +148,9 @@ class Start:
             _send(self.process, signal.SIGKILL, group=True)
         for thread in self._threads:
             thread.join(_DRAIN_S)
+        if code and self._within_line:
+            with suppress(OSError):
+                _write(sys.stderr.fileno(), b"\n")
         return 128 - code if code < 0 else code
 
     @property
@@ -171,6 +176,8 @@ class Start:
         while data := os.read(source.fileno(), 1 << 16):
             with suppress(OSError):  # nobody reads it: the command goes on
                 _write(target, data)
+            if target == sys.stderr.fileno():
+                self._within_line = not data.endswith(b"\n")
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._note(line)

@@ -56,8 +56,8 @@ def end(process):
 
 
 def test_output_and_exit_code_of_the_command_are_passed_on(tmp_path):
-    done = launch(tmp_path, 'printf "out\\0 \\351"; echo err >&2; exit 3', text=False)
-    out, err = done.communicate(timeout=100)
+    script = 'printf "out\\0 \\351"; printf err >&2; exit 3'
+    out, err = (done := launch(tmp_path, script, text=False)).communicate(timeout=100)
     assert (done.returncode, out) == (3, b"out\0 \351")
     assert err == b"err\nmntrain: launch: not started again: exit code 3, and every host answers\n"
 

@@ -41,7 +41,8 @@ def test_a_forked_child_ends_by_a_signal_as_without_handlers():
     with StopRequests(MagicMock(), Deadline(None, {}), **options) as requests:
         if not (child := os.fork()):
             os.write(started, b"1")
-            time.sleep(60)
+            for _ in range(600):  # a signal just before a sleep is handled after it
+                time.sleep(0.1)
             os._exit(3)
         os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
