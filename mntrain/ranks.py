@@ -34,6 +34,7 @@ from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.messages import Messages
+from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.ticket import INTERNAL, digest_of
 from mntrain.comm.topology import Topology
@@ -322,9 +323,9 @@ class Ranks:
             comm = split(group[0], f"{level} group")
             comm.traffic, comm.levels = self._comm.traffic, [level] * comm.size
             name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
-            shares = world if level == "node" else None
+            memory = world.memory if level == "node" else None
             stream = self._engine.add_stream(name, group)
-            return self._over(Members(comm, node, own), stream, shares)
+            return self._over(Members(comm, node, own), stream, memory)
 
         return world.call_together(make, f"world.{level}_collectives").wait()
 
@@ -332,34 +333,40 @@ class Ranks:
         self,
         ranks: Sequence[int],
         name: str,
-        messages: Messages,
+        meetings: Messages,
         timeout_s: float | None = None,
-    ) -> WorldCollectives:
-        """Make collectives over some ranks of the world, in this order. Collective over these.
+    ) -> tuple[WorldCollectives, Messages]:
+        """Make what some ranks of the world communicate by, in this order. Collective over these.
 
-        `name` is new to the world; `messages` are between all of its ranks; `timeout_s`: seconds of
-        a wait without progress that end the job, if other than the world's.
+        `name` is new to the world; `meetings` are messages between all of its ranks; `timeout_s`:
+        seconds of a wait without progress that end the job, if other than the world's.
         """
         topology, rank = self.topology, self.rank
         groups = [[r for r in node if r in ranks] for node in topology.nodes]
         nodes = sorted(tuple(sorted(map(ranks.index, group))) for group in groups if group)
 
-        def make() -> WorldCollectives:
-            comm = self._comm.of_members(ranks, tag, name)
-            node = comm.split(topology.node(rank), ranks.index(rank), f"{name}, node")
-            for made in (node, comm):
-                self._groups.callback(made.free)
+        def make() -> tuple[WorldCollectives, Messages]:
+            comm = node = self._comm.of_members(ranks, tag, name)
+            self._groups.callback(comm.free)
+            if len(nodes) > 1:
+                node = comm.split(topology.node(rank), ranks.index(rank), f"{name}, node")
+                self._groups.callback(node.free)
+            mates = topology.node_group(rank)
+            local_ranks = [mates.index(r) for r in ranks if r in mates]
+            memory = self.collectives.memory.among(node, local_ranks)
             stream = self._engine.add_stream(name, ranks, timeout_s)
-            return self._over(Members(comm, node, Topology(tuple(nodes))), stream)
+            members = Members(comm, node, Topology(tuple(nodes)))
+            messages = self._messages_over(comm, f"messages of {name}", ranks, timeout_s)
+            return self._over(members, stream, memory), messages
 
         tag = digest_of(name) % MEETING_TAGS
-        return messages.meet([r for r in ranks if r != rank], tag, make).wait()
+        return meetings.meet([r for r in ranks if r != rank], tag, make).wait()
 
     def _over(
         self,
         members: Members,
         stream: Stream,
-        shares: WorldCollectives | None = None,
+        memory: NodeSharedMemory | None = None,
     ) -> WorldCollectives:
         """Make collectives of a group, with the world's algorithm. Collective over the group."""
         world = self.collectives
@@ -370,15 +377,25 @@ class Ranks:
             stream=stream,
             choice=world.choice,
             transport="host" if world.transport == "nccl" else world.transport,
-            shares=shares,
+            memory=memory,
         )
 
-    def messages(
-        self, collectives: WorldCollectives, name: str, timeout_s: float | None = None
+    def messages(self, name: str) -> Messages:
+        """Make messages between two ranks of the world. Collective. `name` is new to it."""
+        what = f"the start of {name}"
+        return self.collectives.call_together(
+            lambda: self._messages_over(self._comm, name), what
+        ).wait()
+
+    def _messages_over(
+        self,
+        comm: mpi.Communicator,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> Messages:
-        """Make messages between two ranks of a group. Collective. Arguments as of `subgroup`."""
-        comm, ranks = collectives.duplicate(name), collectives.world_ranks
-        return Messages(comm, self._engine, name, ranks, timeout_s)
+        """Make messages between ranks of a communicator. Collective over them, in the engine."""
+        return Messages(comm.duplicate(name), self._engine, name, ranks, timeout_s)
 
     def node_levels(self, user: str) -> NodeLevels:
         """Make the groups of a communication hook. Collective. `user` names the optimizer."""

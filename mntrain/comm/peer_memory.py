@@ -14,6 +14,8 @@ import errno
 import os
 import secrets
 import time
+from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -116,6 +118,12 @@ class PeerMemory:
     def __bool__(self) -> bool:
         """Return whether the node's ranks reach each other's private memory."""
         return bool(self._pids)
+
+    def among(self, local_ranks: Sequence[int]) -> "PeerMemory":
+        """Return the way to some of the ranks, in this order. Local."""
+        other = copy(self)
+        other._pids = [self._pids[local] for local in local_ranks] if self._pids else []
+        return other
 
     def view(self, local_rank: int, address: int, numel: int, dtype: torch.dtype) -> PeerTensor:
         """Return a tensor in another rank's private memory."""

@@ -17,6 +17,8 @@ Collectives for Multi-/Many-cores", IPDPS 2018, for summing straight from the pe
 import os
 import secrets
 import threading
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +75,13 @@ class NodeSharedMemory:
         if node.size > 1:
             self._copies = PrivateCopies()
             self.allocate(TOKEN_BYTES)  # a trial
+
+    def among(self, node: Communicator, local_ranks: Sequence[int]) -> "NodeSharedMemory":
+        """Return memory of some of the ranks, which `node` has in this order. Local."""
+        other = copy(self)
+        other._node, other._segments, other._count = node, {}, 0
+        other.private = self.private.among(local_ranks)
+        return other
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return a flat tensor of zero bytes that the node's ranks can access. Collective.

@@ -113,8 +113,8 @@ class WorldCollectives:
     Immutable: `replace` returns collectives with other options, over the same communicator and
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
     Construction is collective over the ranks, on the engine's thread. `devices` is given by all
-    ranks or by none. `stream` is by default the engine's main one, and shared memory that of
-    `shares` if given. All ranks give the same options, the last two to `replace` only:
+    ranks or by none. `stream` is by default the engine's main one, and `memory` that of the node's
+    ranks, made here by default. All ranks give the same options, the last two to `replace` only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -136,7 +136,7 @@ class WorldCollectives:
         stream: Stream | None = None,
         transport: Transport = "host",
         node_first: NodeFirstCollectives | None = None,
-        shares: "WorldCollectives | None" = None,
+        memory: NodeSharedMemory | None = None,
     ) -> None:
         comm, node, topology = members
         self.rank, self.size = comm.rank, comm.size
@@ -145,13 +145,13 @@ class WorldCollectives:
         self.small_message_bytes = SMALL_MESSAGE_BYTES
         self.wakes: bool | None = None
         self._node = node
-        self._memory: NodeSharedMemory = shares._memory if shares else NodeSharedMemory(node)
+        self.memory = NodeSharedMemory(node) if memory is None else memory
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
         self._engine, self._devices, self._stream = engine, devices, stream or engine.main
-        flags = SharedFlags(self._memory, node.rank, node.size)
+        flags = SharedFlags(self.memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(comm.traffic), add)
         if devices is not None:
-            self._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
+            self._staging = Staging(self.memory, devices.copier, devices.slot_bytes)
             self._device = dataclasses.replace(
                 self._host,
                 buffers=BufferPool(comm.traffic, devices.device),
@@ -181,20 +181,16 @@ class WorldCollectives:
 
         def make() -> WorldCollectives:
             other, devices = copy.copy(self), self._devices
-            flags = SharedFlags(self._memory, self._node.rank, self._node.size)
+            flags = SharedFlags(self.memory, self._node.rank, self._node.size)
             own: dict[str, Any] = {"comm": self._host.comm.duplicate(name), "flags": flags}
             other._stream = self._engine.add_stream(name)
             other._host = dataclasses.replace(self._host, **own)
             if devices is not None:
                 other._device = dataclasses.replace(self._device, **own)
-                other._staging = Staging(self._memory, devices.copier, devices.slot_bytes)
+                other._staging = Staging(self.memory, devices.copier, devices.slot_bytes)
             return other
 
         return self.call_together(make, f"a new stream, {name}").wait()
-
-    def duplicate(self, name: str) -> Communicator:
-        """Make a communicator of the same ranks, freed with that of these. Collective."""
-        return self.call_together(lambda: self._host.comm.duplicate(name), name).wait()
 
     def call_together(self, function: Callable[[], T], what: str) -> Future[T]:
         """Queue a function, which may block in MPI, for when all ranks have come to it. Collective.
@@ -224,7 +220,7 @@ class WorldCollectives:
     @property
     def no_shared_memory_reason(self) -> str:
         """The reason if this node's ranks share no memory and send messages; else empty."""
-        return self._memory.why_not
+        return self.memory.why_not
 
     @property
     def world_ranks(self) -> Sequence[int] | None:
@@ -261,7 +257,7 @@ class WorldCollectives:
             return torch.zeros(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
         what = f"allocate of {nbytes} bytes"
-        return self.call_together(lambda: self._memory.allocate(nbytes), what).wait().view(dtype)
+        return self.call_together(lambda: self.memory.allocate(nbytes), what).wait().view(dtype)
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Start to sum a tensor over all ranks, in place. Collective."""

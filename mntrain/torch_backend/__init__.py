@@ -69,8 +69,7 @@ def create(opts: Any, _: object) -> MpiProcessGroup:
     name = f"torch's group {opts.group_id}, number {_Default.made[opts.group_id]}"
     # Torch gives its default where the script has named none: then the world's counts.
     own_s = None if opts.timeout == default_pg_timeout else opts.timeout.total_seconds()
-    collectives = world.subgroup(ranks, name, meetings, own_s)
-    messages = world.messages(collectives, f"messages of {name}", own_s)
+    collectives, messages = world.subgroup(ranks, name, meetings, own_s)
     return MpiProcessGroup(collectives, messages, opts.store, opts.timeout)
 
 
@@ -92,8 +91,8 @@ def _make_default(rank: int, size: int, timeout: timedelta, store: Store) -> Mpi
             )
     _Default.world = world
     _Default.made.clear()  # torch numbers the groups of each default group from 0
-    _Default.meetings = world.messages(world.collectives, "meetings of torch's groups")
-    messages = world.messages(world.collectives, "messages of torch's world")
+    _Default.meetings = world.messages("meetings of torch's groups")
+    messages = world.messages("messages of torch's world")
     return MpiProcessGroup(world.collectives, messages, store, timeout)
 
 

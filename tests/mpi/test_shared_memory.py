@@ -49,7 +49,7 @@ def nothing_left():
 
 def shared_bytes(world):
     """Bytes of this rank's parts that are in use."""
-    segments = world.collectives._memory._segments.values()
+    segments = world.collectives.memory._segments.values()
     return sum(segment.nbytes for segment in segments if not segment.dead)
 
 
@@ -183,7 +183,7 @@ def test_memory_that_takes_the_place_of_what_is_gone_is_not_taken_for_it():
 @several_a_node
 def test_private_memory_lives_until_all_ranks_have_left_it():
     with make_world() as world:
-        if not all(world.gather(bool(world.collectives._memory.private))):
+        if not all(world.gather(bool(world.collectives.memory.private))):
             pytest.skip("the kernel lets no process copy from another's memory")
         flags = world.collectives._host.flags
         tensor = torch.zeros(20011)

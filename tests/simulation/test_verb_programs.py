@@ -198,11 +198,10 @@ class Groups:
         return rng.sample(range(size), rng.randint(2, size))
 
     def on_rank(self, world, made):
-        meetings = world.messages(world.collectives, "meetings")
-        groups = {"world": (world.collectives, world.messages(world.collectives, "messages"))}
+        meetings = world.messages("meetings")
+        groups = {"world": (world.collectives, world.messages("messages"))}
         if world.rank in self.members:
-            own = world.subgroup(self.members, "some", meetings)
-            groups["some"] = own, world.messages(own, "messages of some")
+            groups["some"] = world.subgroup(self.members, "some", meetings)
         common, pending = random.Random(self.seed), []
         for number, (collectives, messages) in enumerate(groups.values()):
             group = made(collectives, messages, dist.HashStore(), timedelta(seconds=60))
