@@ -44,6 +44,7 @@ NumberedChunk = tuple[int, Steps[None]]  # its number among all chunks of the co
 
 HISTORY = 64  # tickets that a stream keeps; only the root of broadcasts can be further ahead
 STALL_S = 2.0  # without progress, until ranks compare what they call
+GATHER_S = 10e-3  # of calls that gather, until the thread takes them
 TURN_S = 1e-3  # between two looks of a caller at its future while another caller has the turn
 ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
 _caller = threading.local()  # its `engine` is the one that the calling thread used last
@@ -73,12 +74,12 @@ class MessageCall(NamedTuple):
 class Future(Generic[T]):
     """A collective or function in a stream, and its result.
 
-    `wakes_thread`: whether the engine's thread runs it while no caller waits. `ticket`: of a
-    collective that ranks compare. `message`: of a call that they do not. `stream`: its name.
-    `awaited_since`: see `ProgressEngine.expect`.
+    `wakes_thread`: whether the engine's thread runs it while no caller waits; `gathers`: after a
+    while, together with those that follow. `ticket`: of a collective that ranks compare. `message`:
+    of a call that they do not. `stream`: its name. `awaited_since`: see `ProgressEngine.expect`.
     """
 
-    wakes_thread = True
+    wakes_thread, gathers = True, False
     awaited_since: float | None = None
     ticket: Ticket | None = None
     message: MessageCall | None = None
@@ -424,6 +425,7 @@ class ProgressEngine:
         self._sleep = threading.Lock()
         self._sleep.acquire()
         self._asleep = True  # whether the thread may wait for that longer than to wake it takes
+        self._gathering = False  # whether it waits for GATHER_S, for collectives that gather
         self._thread = threading.Thread(target=self._run, name="mntrain communication", daemon=True)
         self._thread.start()
         call_in_child(self._refuse_in_child)
@@ -442,6 +444,7 @@ class ProgressEngine:
         work: Steps[T] | Pipelined,
         *,
         wake: bool = True,
+        gather: bool = False,
         stream: Stream | None = None,
         ticket: Ticket | None = None,
         message: MessageCall | None = None,
@@ -458,19 +461,23 @@ class ProgressEngine:
         and when, without a deadlock, since each progresses the whole queue in the same order. A
         caller that turns to another engine wakes the thread of this one first. While the collective
         is pending, it must not wait for other ranks otherwise, for example in a blocking MPI call.
+
+        With `gather`, the thread leaves the collective for GATHER_S to a caller that waits, with
+        those of `gather` that follow: both threads would share the interpreter meanwhile.
         """
         self.check_open()
         self._turn_to()
         task: Future[T] = Future(work, self.drive_until)
         stream = stream or self.main
-        task.wakes_thread, task.stream = wake, stream.name
+        task.wakes_thread, task.gathers, task.stream = wake, gather, stream.name
         task.ticket, task.message = ticket, message
         self._callers.add(threading.get_ident())
         stream.queue.append(task)
         if isinstance(stream, UnorderedStream):
             self._progress_once(stream)
-        if wake and not task.done and (self._asleep or not task.latency_bound):
-            self._wake()  # awake, it soon finds a short one: to wake it costs as much
+        due = self._asleep or not task.latency_bound  # awake, it soon finds a short one
+        if wake and due and not task.done and not (gather and self._gathering):
+            self._wake()  # which costs as much as a short collective
         return task
 
     def _progress_once(self, stream: Stream) -> None:
@@ -614,8 +621,7 @@ class ProgressEngine:
         """Return the pending futures of `expect`, and since when; of a stream, the oldest first."""
         if self._abandoned:
             return []
-        tasks = [task for stream in self.streams for task in (*stream.active, *stream.queue)]
-        return [(it, it.awaited_since) for it in tasks if it.awaited_since is not None]
+        return [(it, it.awaited_since) for it in self._tasks() if it.awaited_since is not None]
 
     @property
     def busy_s(self) -> float:
@@ -640,7 +646,7 @@ class ProgressEngine:
         self._closed = self._closed or error
         self._abandoned = True
         atexit.register(lambda *kept: None, *self.streams)
-        for task in [task for s in self.streams for task in (*s.active, *s.queue)]:
+        for task in tuple(self._tasks()):
             task.tell()
         self._wake()
 
@@ -662,15 +668,23 @@ class ProgressEngine:
             self._asleep = True
             if self._waiters or not self._thread_has_work():  # else it came before `_asleep`
                 self._sleep.acquire()
+            if (tasks := list(self._tasks())) and all(task.gathers for task in tasks):
+                self._gathering = True
+                self._sleep.acquire(timeout=GATHER_S)
+                self._gathering = False
+                if self._waiters:
+                    continue
             self._asleep = False
             with self._turn:
                 self._sleep.acquire(blocking=False)
                 while not (self.idle or self._waiters or self._abandoned):
                     self._rest(moved=self._round())
 
+    def _tasks(self) -> Iterator[Future[Any]]:
+        return (task for s in self.streams for task in (*s.active, *s.queue))
+
     def _thread_has_work(self) -> bool:
-        tasks = (task for s in self.streams for task in (*s.active, *s.queue))
-        return any(task.wakes_thread for task in tasks)
+        return any(task.wakes_thread for task in self._tasks())
 
     def _round(self) -> bool:
         """Progress everything once; return whether anything moved."""

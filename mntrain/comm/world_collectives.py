@@ -124,6 +124,7 @@ class WorldCollectives:
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
         wakes                  whether the engine's thread begins a call before its caller waits for
                                it, as it does where there is a GPU; None: a long one
+        gathers                whether it leaves short calls to that caller for a while
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class WorldCollectives:
         self.transport, self.node_first = transport, node_first
         self.small_message_bytes = SMALL_MESSAGE_BYTES
         self.wakes: bool | None = None
+        self.gathers = False
         self._node = node
         self.memory = NodeSharedMemory(node) if memory is None else memory
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
@@ -306,6 +308,7 @@ class WorldCollectives:
         small = 0 < nbytes * self.size <= self.small_message_bytes
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
         wake = long if self.wakes is None else self.wakes or self._devices is not None
+        gather = self.gathers and small and self._devices is None
         choice = self.choice.for_lane(nbytes // self._host.topology.smallest_node)
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.plain), self._algorithm()
@@ -322,7 +325,9 @@ class WorldCollectives:
                 f"a tensor on {tensor.device}, and this rank communicates on {own}: move it there"
             )
         futures = [
-            engine.submit(algorithm(*part), wake=wake, stream=self._stream, ticket=part[0])
+            engine.submit(
+                algorithm(*part), wake=wake, gather=gather, stream=self._stream, ticket=part[0]
+            )
             for part in parts
         ]
         return CollectiveWork(engine, futures)

@@ -3,18 +3,19 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import wraps
 from inspect import unwrap
 from itertools import accumulate, pairwise
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.autograd.graph import _engine_run_backward
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -38,7 +39,11 @@ SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
 Copies = list[tuple[Tensor, Tensor]]  # to, from
 
+# Functions that wait at once for the message that they start, which torch tells for collectives
+# alone: to wake the engine's thread takes a quarter of the time of a short message.
 _BLOCKING = {unwrap(function).__code__ for function in (dist.send, dist.recv)}
+# It waits at its end for what DDP starts in it.
+_BACKWARD = {_engine_run_backward.__code__}
 _FRAMES = 7  # from a verb to the function of torch that calls it, at most: not to outer calls
 
 # In profiles, where they are not as the method's.
@@ -104,18 +109,14 @@ class _Collective:
         setattr(owner, name, collective)
 
 
-def _waits_at_once() -> bool:
-    """Return whether a message is one of torch's `send` or `recv`, which wait for it at once.
-
-    torch tells so for collectives alone. To wake the engine's thread takes a quarter of the time of
-    a short message.
-    """
+def _called_from(functions: Collection[CodeType]) -> bool:
+    """Return whether one of torch's functions has called the verb that calls this, or nearly so."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
-        if frame is None or frame.f_code in _BLOCKING:
+        if frame is None or frame.f_code in functions:
             break
         frame = frame.f_back
-    return frame is not None and frame.f_code in _BLOCKING
+    return frame is not None and frame.f_code in functions
 
 
 def _ready(value: Any) -> Any:
@@ -157,10 +158,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self.other_backends = OtherBackends(self, store, timeout)
         self._store = store
         self._rank, self._size = collectives.rank, collectives.size
-        # For those who wait at once, and do the work themselves; and for those who go on.
+        # For those who wait at once, and do the work themselves; for those who go on; and for a
+        # backward pass, which waits at its end.
         self._collectives, self._messages = collectives.replace(wakes=False), messages
         self._going_on = collectives.replace(wakes=True)
-        self._starts: dict[tuple[str, bool], WorldCollectives] = {}  # by label, and who waits
+        self._in_backward = self._going_on.replace(gathers=True)
+        self._starts: dict[tuple[str, bool, bool], WorldCollectives] = {}  # by label, and who waits
         self._shut = False
         self._name = self._description = ""
 
@@ -500,7 +503,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         (tensor,) = tensors
         self._check_open()
         self._check_peer(peer)
-        work = self._messages.send(_on_host(tensor), peer, tag, wake=not _waits_at_once())
+        work = self._messages.send(_on_host(tensor), peer, tag, wake=not _called_from(_BLOCKING))
         return Call([work], [tensor], to_one=True)
 
     @_verb
@@ -510,7 +513,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self._check_open()
         self._check_peer(peer)
         data = _like_on_host(tensor)
-        work, message = self._messages.receive(data, peer, tag, wake=not _waits_at_once())
+        work, message = self._messages.receive(data, peer, tag, wake=not _called_from(_BLOCKING))
         return Call([work], [tensor], [(tensor, data)], message, to_one=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Call:
@@ -549,10 +552,11 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """
         self._check_open()
         waits = opts is not None and not opts.asyncOp
-        if (label, waits) not in self._starts:
-            collectives = self._collectives if waits else self._going_on
-            self._starts[label, waits] = collectives.named(label)
-        return self._starts[label, waits]
+        key = label, waits, not waits and _called_from(_BACKWARD)
+        if key not in self._starts:
+            goes_on = self._in_backward if key[2] else self._going_on
+            self._starts[key] = (self._collectives if waits else goes_on).named(label)
+        return self._starts[key]
 
     def _combine(self, flat: Tensor, opts: Any, label: str = "") -> Started:
         """Start to combine a flat tensor over all ranks, in place."""

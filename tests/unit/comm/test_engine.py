@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from mntrain.comm import engine as module
 from mntrain.comm.engine import Pipelined, ProgressEngine
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
@@ -149,6 +150,38 @@ def test_what_wakes_no_thread_is_left_until_somebody_waits(engine, chunked):
     assert not second.done
     assert second.wait() == "b"
     assert of(log, "enter") == ["a", "b"]
+
+
+def test_what_gathers_is_left_to_who_waits_or_begins_with_what_does_not_gather(engine, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_S", 100.0)
+    log, threads = [], set()
+
+    def test():
+        threads.add(threading.get_ident())
+        return True
+
+    gathered = [engine.submit(alone(log, name, test), gather=True) for name in "ab"]
+    until(lambda: engine._gathering)
+    gathered += [engine.submit(alone(log, name, test), gather=True) for name in "cd"]
+    time.sleep(0.05)
+    assert not log
+    assert gathered[-1].wait() == "d"
+    assert threads == {threading.get_ident()}
+    gathered = engine.submit(alone(log, "e", test), gather=True)
+    time.sleep(0.05)
+    assert not gathered.done
+    last = engine.submit(alone(log, "f", test))
+    until(lambda: last.done)
+    assert of(log, "enter") == [*"abcdef"]
+    assert gathered.done
+
+
+def test_what_gathers_begins_after_a_while_without_a_caller(engine, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_S", 0.05)
+    for _ in range(3):
+        futures = [engine.submit(alone([], name, lambda: True), gather=True) for name in "abc"]
+        assert not futures[0].done
+        until(lambda futures=futures: futures[-1].done)
 
 
 @pytest.mark.parametrize(
