@@ -34,9 +34,7 @@ def parse(words: Sequence[str]) -> Options:
         description="Start a command (mpirun, srun or flux run) again when a node or rank was "
         "lost, on the hosts of the allocation or hostfile that still answer.",
     )
-    parser.add_argument(
-        "--spares", metavar="N", type=int, help="hosts that the first start leaves free"
-    )
+    parser.add_argument("--spares", metavar="N", help="hosts that the first start leaves free")
     parser.add_argument(
         "--nodes",
         metavar="MIN:MAX",
@@ -47,12 +45,17 @@ def parse(words: Sequence[str]) -> Options:
     if not command:
         raise ValueError("launch: no command: give one after --, such as -- mpirun -n 4 python ...")
     nodes = re.fullmatch(r"(\d+)(?::(\d+))?", options.nodes or "1")
-    if options.spares is not None and options.spares < 0:
-        raise ValueError(f"launch: --spares {options.spares}: give 0 or more")
+    spares = "0" if options.spares is None else options.spares
+    if not spares.isdecimal():
+        raise ValueError(f"launch: --spares {spares}: give a number, 0 or more")
     least, most = map(int, (nodes[1], nodes[2] or nodes[1])) if nodes else (0, 0)
     if not 1 <= least <= most:
         raise ValueError(f"launch: --nodes {options.nodes}: give MIN:MAX, such as 7:8")
-    return Options(options.spares, (least, most) if options.nodes else None, command)
+    return Options(
+        None if options.spares is None else int(spares),
+        (least, most) if options.nodes else None,
+        command,
+    )
 
 
 def run(words: Sequence[str]) -> int:

@@ -269,7 +269,9 @@ PROBES = {
 }
 
 
-@pytest.mark.parametrize("kind", PROBES)
+@pytest.mark.parametrize(
+    "kind", [k if k == "ssh" else pytest.param(k, marks=pytest.mark.thorough) for k in PROBES]
+)
 def test_hosts_of_each_kind_are_asked_in_its_way(tmp_path, monkeypatch, kind):
     program, arguments, variable = PROBES[kind]
     (tmp_path / "bin").mkdir()
@@ -290,6 +292,7 @@ def test_hosts_of_each_kind_are_asked_in_its_way(tmp_path, monkeypatch, kind):
     assert err[0].startswith("mntrain: launch: start 2 on n1, n3: no answer from n2; looking at ")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(tmp_path, refuses):
     """Ranks that have not met yet would notice much later."""
@@ -312,6 +315,7 @@ def test_a_host_that_is_lost_before_the_first_step_of_a_later_start_is_left_out(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["slow", "met"])
 def test_a_later_start_goes_on_though_a_host_is_slow_to_answer(tmp_path, kind):
     """Or does not answer any more once the ranks have met, as the note of a run directory says."""
@@ -343,6 +347,7 @@ def test_what_the_ranks_say_is_silent_is_not_waited_for_without_a_spare_host(tmp
     assert 0.5 < looked < 4  # of 5 that others may take
 
 
+@pytest.mark.thorough
 def test_too_few_hosts_are_left(tmp_path):
     (tmp_path / "agent").write_text(AGENT)
     (tmp_path / "agent").chmod(0o755)
@@ -363,7 +368,8 @@ def test_too_few_hosts_are_left(tmp_path):
     ("words", "said"),
     [
         ("", "launch: no command: give one after --"),
-        ("--spares -1 -- true", "--spares -1: give 0 or more"),
+        ("--spares -1 -- true", "--spares -1: give a number, 0 or more"),
+        ("--spares two -- true", "--spares two: give a number, 0 or more"),
         ("--spares 1 -- true", "--spares 1: there is 1 host in all"),
         ("--spares 2 -- mpirun -hosts a,b -n 2 x", "--spares 2: there are 2 hosts in all"),
         ("--nodes 3:2 -- true", "--nodes 3:2: give MIN:MAX, such as 7:8"),
