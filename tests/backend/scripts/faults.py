@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,6 +94,8 @@ def ddp_differs_by_group(rank):
 
 
 def ddp_late(rank):
+    _ = torch._dynamo.config  # DDP loads it, which may take longer than the group's time
+    dist.barrier()
     ddp = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Linear(4, 4), process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3))
     )
@@ -104,6 +107,8 @@ def ddp_late(rank):
 
 def ddp_first_step_late(rank):
     """A static graph's first step starts all of its communication at the end of backward."""
+    _ = torch._dynamo.config  # DDP loads it, which may take longer than the group's time
+    dist.barrier()
     ddp = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Linear(4, 4),
         process_group=dist.new_group([0, 1], timeout=timedelta(seconds=3)),
