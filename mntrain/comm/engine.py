@@ -668,7 +668,7 @@ class ProgressEngine:
             self._asleep = True
             if self._waiters or not self._thread_has_work():  # else it came before `_asleep`
                 self._sleep.acquire()
-            if (tasks := list(self._tasks())) and all(task.gathers for task in tasks):
+            if self._all_gather():
                 self._gathering = True
                 self._sleep.acquire(timeout=GATHER_S)
                 self._gathering = False
@@ -685,6 +685,11 @@ class ProgressEngine:
 
     def _thread_has_work(self) -> bool:
         return any(task.wakes_thread for task in self._tasks())
+
+    def _all_gather(self) -> bool:
+        """Return whether there is something to do, and all of it gathers."""
+        tasks = list(self._tasks())
+        return bool(tasks) and all(task.gathers for task in tasks)
 
     def _round(self) -> bool:
         """Progress everything once; return whether anything moved."""
