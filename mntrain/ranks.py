@@ -28,14 +28,13 @@ from mntrain.alike.rank_facts import RankFacts, collect
 from mntrain.alike.values import compare
 from mntrain.checks.finding import Finding
 from mntrain.comm import mpi, transport
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.messages import Messages
 from mntrain.comm.staging import DeviceCopy, Devices
-from mntrain.comm.ticket import INTERNAL, digest_of
+from mntrain.comm.ticket import INTERNAL, AlgorithmChoice, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.device_kernels import DeviceKernels
