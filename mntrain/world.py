@@ -19,7 +19,7 @@ from mntrain.checks.finding import print_warnings
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.comm.world_collectives import WorldCollectives
-from mntrain.data.loader import ShardedLoader, ShardRegistry
+from mntrain.data.loader import ShardedLoader, ShardOptions, ShardRegistry
 from mntrain.data.source import Division
 from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
@@ -205,9 +205,7 @@ class World(Ranks):
         self._engine.check_open()
         if alone := lone_accelerator(self.size):
             raise ValueError(alone)
-        return self._shards.shard(
-            loader, seed, weight, train=train, balance=balance, divided=divided
-        )
+        return self._shards.shard(loader, ShardOptions(seed, train, weight, balance, divided))
 
     def gather_in_order(self, predictions: Any) -> Any:
         """Return the predictions for all samples of a pass over a shard, on all ranks. Collective.
