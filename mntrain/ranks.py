@@ -7,8 +7,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
 from functools import partial
 from io import BytesIO
@@ -125,6 +125,10 @@ class Ranks:
             raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
         self._optimizers: list[ZeroOptimizer] = []
         self._sums_made = count(1)
+        # What saves and requests to stop share: the most seconds from the copy to the disk, and the
+        # context of a save, in which no signal ends the process.
+        self._longest_save_s = 0.0
+        self._uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext
         with ExitStack() as meeting:
             limits = options.get("timeout", TIMEOUT_S), options.get("lost_after", LOST_S)
             meeting.enter_context(limited_start(*limits))

@@ -23,7 +23,6 @@ from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.record import RunRecord
 from mntrain.run.saving import Checkpoints, SaveReports
-from mntrain.run.signals import Deadline, StopRequests
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
@@ -86,8 +85,6 @@ class TrainingJob:
     """
 
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
-        # Only the master's deadline counts, since clocks of nodes may differ.
-        self._deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
         self.directory = RunDirectory(world, config.run.dir)
         self.run_dir = self.directory.path
         try:
@@ -130,13 +127,6 @@ class TrainingJob:
         # Seeds dropout.
         torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
         self.batches = self.data.batches(self.done, self.last_step)
-        self.requests = StopRequests(
-            world,
-            self._deadline,
-            longest_save_s=lambda: self.checkpoints.longest_s,
-            grace_s=config.run.grace,
-            option="--run.grace",
-        )
         self._saved_config = resumption.to_json(config)
         skipped_steps = resumed.manifest.skipped_steps if resumed else 0
         self.result = JobResult(self.task.flops_per_item(self.model), skipped_steps)

@@ -104,11 +104,12 @@ def fit(world, config, **changes):
     ],
 )
 def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
-    world, tmp_path, capsys, *, signals, status, code
+    tmp_path, capsys, *, signals, status, code
 ):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
-    assert fit(world, small(tmp_path, "small_jobs:Signalling", steps=50)) == code
+    with make_world() as world:
+        assert fit(world, small(tmp_path, "small_jobs:Signalling", steps=50)) == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
         assert steps_taken(tmp_path) == 2
