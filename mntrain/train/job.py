@@ -26,13 +26,13 @@ from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
-from mntrain.train.compiling import (
+from mntrain.train.evaluation import BestMetric, try_evaluation
+from mntrain.train.forward import (
     PRECISIONS,
     check_compiler,
     compile_regions,
     recompute_regions,
 )
-from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.initialization import freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import LearningRates, choose_optimizer
@@ -100,8 +100,7 @@ class TrainingJob:
                 warn_of_launch(config)
         self.config = config
         self.directory.open_local(config.checkpoint.local)
-        found = resumption.find_checkpoint(world, config, self.directory)
-        self.resumed = resumed = found
+        self.resumed = resumed = resumption.find_checkpoint(world, config, self.directory)
         self.last_step_before = self.directory.last_step  # of the run's metrics
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         self.precision = PRECISIONS[config.train.precision]

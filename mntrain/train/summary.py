@@ -16,7 +16,7 @@ from mntrain.rank_info import Place
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.run.local_saving import passed_over, restored_from
-from mntrain.train.compiling import uncompiled
+from mntrain.train.forward import uncompiled
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
 from mntrain.world import World

@@ -217,9 +217,14 @@ class Trainer:
         if not job.evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
-            means, forward = self._agreement.losses, self._forward
-            given = self._world, job.task, self._model, job.data
-            loss, metrics = evaluate(*given, means=means, forward=forward)
+            loss, metrics = evaluate(
+                self._world,
+                job.task,
+                self._model,
+                job.data,
+                means=self._agreement.losses,
+                forward=self._forward,
+            )
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
         job.learning_rates.after_evaluation(loss)
