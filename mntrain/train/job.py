@@ -21,7 +21,7 @@ from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.record import RunRecord
+from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveReports
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
@@ -131,7 +131,7 @@ class TrainingJob:
         self.result = JobResult(self.task.flops_per_item(self.model), skipped_steps)
         self._begin_run(world, config)
         self.directory.start_recording(config.run.recorder)
-        self.record = RunRecord(world, self.directory, config.log, self.reporter.warn)
+        self.metrics = MetricsLog(world, self.directory, config.log, warn=self.reporter.warn)
         world.watchdog.at_end.append(lambda *_: self.reporter.end_display())
 
     def evaluates(self, step: int) -> bool:

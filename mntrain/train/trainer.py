@@ -7,7 +7,7 @@ the gradients and means -> update -> report.
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -61,7 +61,9 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         start = time.perf_counter()
         result = self._result
-        with self.job.directory, self.job.record, self._reporter:
+        with self.job.directory, ExitStack() as at_end, self._reporter:
+            at_end.callback(self.job.metrics.abandon)
+            self.job.metrics.open()
             self._stop_requested()
             describe_job(self._world, self.job)
             with closing(self.job.batches), self.job.timeline:
@@ -87,7 +89,7 @@ class Trainer:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
-                self.job.record.write(record.to_json())
+                self.job.metrics.write(record.to_json())
                 self._reporter.step(record)
                 self._asked = self.job.task.on_step(record) or self._asked
                 if stop := self._stop_after(step):
@@ -97,7 +99,7 @@ class Trainer:
                     self.job.checkpoints.save(step)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
-                self.job.record.write({"step": step, "error": str(error)})
+                self.job.metrics.write({"step": step, "error": str(error)})
                 return
 
     def _save_last(self) -> AgreedError | None:

@@ -225,7 +225,6 @@ def test_the_reason_of_one_rank_stops_all_of_them(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
 def test_signals_while_a_loop_saves_do_not_end_it(folder, monkeypatch):
     save = saver.Saver.save
 
