@@ -1,4 +1,4 @@
-"""The services of a world for a user's own training loop: run directories, checkpoints, metrics."""
+"""The services of a world for a training loop: run directories, checkpoints, metrics, requests."""
 
 import os
 import time
