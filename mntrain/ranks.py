@@ -7,8 +7,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
 from functools import partial
 from io import BytesIO
@@ -28,7 +28,6 @@ from mntrain.alike.rank_facts import RankFacts, collect
 from mntrain.alike.values import compare
 from mntrain.checks.finding import Finding
 from mntrain.comm import mpi, transport
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
@@ -36,7 +35,7 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
-from mntrain.comm.ticket import INTERNAL, digest_of
+from mntrain.comm.ticket import INTERNAL, AlgorithmChoice, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.device_kernels import DeviceKernels
@@ -127,6 +126,10 @@ class Ranks:
             raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
         self._optimizers: list[ZeroOptimizer] = []
         self._sums_made = count(1)
+        # What saves and requests to stop share: the most seconds from the copy to the disk, and the
+        # context of a save, in which no signal ends the process.
+        self._longest_save_s = 0.0
+        self._uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext
         with ExitStack() as meeting:
             limits = options.get("timeout", TIMEOUT_S), options.get("lost_after", LOST_S)
             meeting.enter_context(limited_start(*limits))

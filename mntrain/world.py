@@ -19,7 +19,7 @@ from mntrain.checks.finding import print_warnings
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.comm.world_collectives import WorldCollectives
-from mntrain.data.loader import ShardedLoader, ShardRegistry
+from mntrain.data.loader import ShardedLoader, ShardOptions, ShardRegistry
 from mntrain.data.source import Division
 from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
@@ -38,6 +38,7 @@ from mntrain.run.other_libraries import (
 )
 from mntrain.run.own_loop import OwnLoop
 from mntrain.run.saving import Checkpoints
+from mntrain.run.signals import Stop
 from mntrain.sync import LocalSGD
 from mntrain.timeline import Timeline
 from zero.comm_hooks import CommHook
@@ -205,9 +206,7 @@ class World(Ranks):
         self._engine.check_open()
         if alone := lone_accelerator(self.size):
             raise ValueError(alone)
-        return self._shards.shard(
-            loader, seed, weight, train=train, balance=balance, divided=divided
-        )
+        return self._shards.shard(loader, ShardOptions(seed, train, weight, balance, divided))
 
     def gather_in_order(self, predictions: Any) -> Any:
         """Return the predictions for all samples of a pass over a shard, on all ranks. Collective.
@@ -333,19 +332,26 @@ class World(Ranks):
         """
         return Timeline(self, path)
 
-    def stop_requested(self, max_minutes: float | None = None, *, grace: float = 30.0) -> bool:
-        """Return True if any rank was asked to end. Collective.
+    def stop_requested(
+        self,
+        max_minutes: float | None = None,
+        *,
+        grace: float = 30.0,
+        reason: str | None = None,
+    ) -> Stop | None:
+        """Return a `status` and `reason` if any rank was asked to end, else None. Collective.
 
         The same on all ranks, which call it once a step; no rank waits for another. A request
         counts in the call that follows the next gradients of all ranks; where nodes train alone,
         the next exchange. Requests are SIGINT, SIGTERM, SIGUSR1 and SIGUSR2, which from the first
         call on do not end the process (a second SIGINT does), the end of the batch job, and
-        `max_minutes`; the last two leave time for a step and a checkpoint. A job whose ranks have
-        not agreed `grace` seconds after a signal is ended with a report: give more than two of the
-        longest steps take. The arguments of the first call since the world was made count. Raises
-        AgreedError if they are no numbers.
+        `max_minutes`; the last two leave time for a step and a checkpoint; and a `reason` that any
+        rank's own code has. A job whose ranks have not agreed `grace` seconds after a signal is
+        ended with a report: give more than two of the longest steps take. The first two arguments
+        count as they are in the first call since the world was made. Raises AgreedError if they
+        are no numbers.
         """
-        return self._own_loop.stop_requested(max_minutes, grace)
+        return self._own_loop.stop_requested(max_minutes, grace, reason)
 
     @overload
     def mean(self, value: float, weight: float = 1.0) -> float: ...

@@ -39,7 +39,7 @@ from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.losses import RUNNING, ChangedLoss
-from zero.norms import FiniteCheck, global_norm
+from zero.norms import global_norm, nan_unless_finite
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
 from zero.schedule import EveryStep
@@ -82,7 +82,9 @@ class Means:
     # The weight that another optimizer has given to the only loss that is not reduced yet; 0 if
     # none has, and NaN for one of several.
     weighed: float = 0.0
-    finite: FiniteCheck = field(default_factory=FiniteCheck)  # of one of several ranks' gradients
+    # NaN if a gradient of this one of several ranks was not finite before the sum over them: it
+    # tells on which rank a step has failed.
+    finite_flag: float | Tensor = 0.0
 
 
 @dataclass
@@ -94,33 +96,27 @@ class _Arrived:
     late: list[tuple[int, ParameterSlice, Tensor, float]] = field(default_factory=list)
 
 
+@dataclass
 class _Round:
     """Buckets that are launched once."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.begun = False  # a gradient has arrived
-        self.launched = 0  # buckets
-        # Gradients to come, by bucket.
-        self.missing = [{e.spec.name for e in bucket.entries if e.numel} for bucket in buckets]
+    missing: list[set[str]]  # gradients to come, by bucket
+    begun: bool = False  # a gradient has arrived
+    launched: int = 0  # buckets
 
 
+@dataclass
 class _Backward:
     """The running backward, with those that are nested in it."""
 
-    def __init__(self) -> None:
-        # By autograd's number, a function that returns None if that backward has raised.
-        self.tasks: dict[int, Callable[[], object]] = {}
-        self.joining: list[RemovableHandle] = []  # hooks on nodes that run in the outer one
-        self.arrived = set[str]()  # names of parameters that got a gradient
-        self.began_s = 0.0  # when the first gradient came
-        # By what part of the weight that another optimizer gives to its loss the mean is another
-        # one: NaN if it is not of this loss alone, 0 if its weight is stated here, or no matter.
-        self.counts = 1.0
-
-    @property
-    def interrupted(self) -> bool:
-        """True if it did not end."""
-        return bool(self.tasks) and not any(running() for running in self.tasks.values())
+    # By autograd's number, a function that returns None if that backward has raised.
+    tasks: dict[int, Callable[[], object]] = field(default_factory=dict)
+    joining: list[RemovableHandle] = field(default_factory=list)  # on nodes that run in the outer
+    arrived: set[str] = field(default_factory=set)  # names of parameters that got a gradient
+    began_s: float = 0.0  # when the first gradient came
+    # By what part of the weight that another optimizer gives to its loss the mean is another one:
+    # NaN if it is not of this loss alone, 0 if its weight is stated here, or no matter.
+    counts: float = 1.0
 
 
 class Accumulation:
@@ -177,12 +173,15 @@ class Accumulation:
         self._phase = Phase.EMPTY  # or that before a backward that is interrupted
         self._backward = _Backward()
         self._arrived, self.means = _Arrived(), Means()
-        self._round = _Round(())
+        self._names: list[frozenset[str]] = []  # of the parameters that get a gradient, by bucket
+        self._begin_round()
 
     @property
     def phase(self) -> Phase:
         """The progress of the gradients."""
-        return Phase.INTERRUPTED if self._backward.interrupted else self._phase
+        tasks = self._backward.tasks
+        interrupted = tasks and not any(running() for running in tasks.values())
+        return Phase.INTERRUPTED if interrupted else self._phase
 
     @property
     def loss_weight(self) -> float:
@@ -222,7 +221,8 @@ class Accumulation:
         self._gradients.add(buckets, parameters)
         self._parameters |= parameters
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
-        self._round = _Round(every)
+        self._names += [frozenset(e.spec.name for e in b.entries if e.numel) for b in buckets]
+        self._begin_round()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -319,7 +319,7 @@ class Accumulation:
         self._enter(Phase.EMPTY)
         if not self._round.launched:
             self._end_backward()
-            self._round = _Round(self._shard.buckets)
+            self._begin_round()
         self._hook.end_step(taken=False)
 
     def resume(self, steps: int) -> None:
@@ -633,7 +633,7 @@ class Accumulation:
             scaled_by_others=totals["scaled by others"] > 0,
             weighed_by_others=before.weighed_by_others or not math.isclose(*weighed),
             unused=not left,
-            finite=before.finite,
+            finite_flag=before.finite_flag,
         )
         total = total if totals["averages"] else 0.0
         self.weight.reset(divisor / self.group.size, total if left else None)
@@ -647,6 +647,9 @@ class Accumulation:
         divisor = torch.tensor([self.weight.divisor], dtype=torch.float64, device="cpu")
         self.group.all_reduce(divisor).wait()
         self.weight.agree_on(divisor.item())
+
+    def _begin_round(self) -> None:
+        self._round = _Round([set(names) for names in self._names])
 
     def _launch_remaining(self) -> None:
         """Launch the buckets that backward has not launched. Collective.
@@ -665,7 +668,7 @@ class Accumulation:
                 self._clip_own(self.own_limit)
             while self._round.launched < len(missing):
                 self._launch_next()
-        self._round = _Round(self._shard.buckets)
+        self._begin_round()
 
     def _clip_own(self, max_norm: float) -> None:
         weight, own = self.weight, self._gradients.own()
@@ -708,7 +711,7 @@ class Accumulation:
         scale = self.weight.scale if scale is None else scale
         taken = self._gradients.take(index, entry, scale)
         if taken is not None and self._world_size > 1:
-            self.means.finite.add(taken)
+            self.means.finite_flag = self.means.finite_flag + nan_unless_finite(taken)
 
     def _launch(self, index: int, flat: Tensor) -> Work:
         """Start the communication hook on a bucket, which owns its memory until it has finished."""

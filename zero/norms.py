@@ -70,45 +70,30 @@ def _power_sum(run: Tensor, p: float) -> Tensor:
     return norm if math.isinf(p) else norm.pow(p)
 
 
-class FiniteCheck:
-    """Records whether this rank's gradients were finite before the sum over ranks.
-
-    It only tells on which rank a step failed, so a single rank needs none.
-    """
-
-    def __init__(self) -> None:
-        self._finite = True  # of tensors on the CPU
-        self._device_flag: Tensor | None = None  # 0 or NaN, on the device, so as not to wait for it
-
-    def add(self, gradient: Tensor) -> None:
-        """Check one more gradient."""
-        if gradient.device.type != "cpu":
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            flag = gradient.sum(dtype=wide) * 0
-            self._device_flag = flag if self._device_flag is None else self._device_flag + flag
-        elif not bool(gradient.sum().isfinite()):  # a finite sum needs finite addends
-            self._finite = self._finite and bool(gradient.isfinite().all())
-
-    def __bool__(self) -> bool:
-        """Return whether all gradients were finite. Waits for the device."""
-        return self._finite and (self._device_flag is None or bool(self._device_flag == 0))
+def nan_unless_finite(gradient: Tensor) -> float | Tensor:
+    """Return 0 for a gradient that is finite, else NaN; of a device a tensor, not waited for."""
+    if gradient.device.type != "cpu":
+        return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)) * 0
+    # A finite sum needs finite addends.
+    finite = bool(gradient.sum().isfinite()) or bool(gradient.isfinite().all())
+    return 0.0 if finite else math.nan
 
 
 def find_non_finite(
     collectives: Collectives,
     shards: Iterable[tuple[str, Tensor]],
     names: Iterable[str],
-    check: FiniteCheck,
+    flag: float | Tensor,
     rank: int,
 ) -> str:
     """Describe which parameters are not finite, and on which ranks, alike on all. Collective.
 
     `shards` are the sums over ranks of this rank's shards, with their parameters' names; `names`
-    are those of all parameters, in order. `check` has seen this rank's own gradients. `rank` is
-    the number by which the text calls this rank.
+    are those of all parameters, in order. `flag` is the sum of `nan_unless_finite` of this rank's
+    own gradients. `rank` is the number by which the text calls this rank.
     """
     local_names = {name for name, tensor in shards if not bool(tensor.isfinite().all())}
-    local_finite = bool(check) if collectives.size > 1 else not local_names
+    local_finite = bool(flag == 0) if collectives.size > 1 else not local_names
     reports = gather_objects(collectives, (rank, local_names, local_finite))
     found = set().union(*(of_rank for _, of_rank, _ in reports))
     ranks = ", ".join(str(other) for other, _, finite in reports if not finite)

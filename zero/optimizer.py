@@ -44,9 +44,9 @@ from zero.param_groups import (
 )
 from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_over
 from zero.precision import LossScale, is_positive
-from zero.prediction import predict, without_global_hooks
+from zero.prediction import predict
 from zero.schedule import EveryStep
-from zero.shard import OptimizerShard
+from zero.shard import OptimizerShard, update_alone
 from zero.state import (
     PartOfState,
     StateSlice,
@@ -769,8 +769,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.scale_gradients(factor, unused)
         groups = self.param_groups
         self._give_groups()
-        with without_global_hooks():  # which run around this optimizer's own step
-            self._inner.step()
+        update_alone(self._inner)  # global hooks run around this optimizer's own step
         self._check_state()
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
@@ -791,8 +790,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._scale.shrink() or self.options.skips:
             return
-        shards, finite = self._shard.shards(), self.accumulation.means.finite
-        where = find_non_finite(self.group, shards, self._named, finite, self._collectives.rank)
+        shards, flag = self._shard.shards(), self.accumulation.means.finite_flag
+        where = find_non_finite(self.group, shards, self._named, flag, self._collectives.rank)
         found = f"the gradient's norm is {norm}: {where}"
         if self._replicas is not None and self.schedule.alone(self.accumulation.steps):
             self.refuse_step(found)

@@ -1,14 +1,12 @@
 """Prediction of an optimizer's memory: its layout and a step of it, on tensors without memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.collectives import CompletedWork, SingleProcessCollectives
@@ -17,7 +15,7 @@ from zero.gradients.reduced import LocalGradients
 from zero.layout import Bucket
 from zero.memory import Memory
 from zero.param_groups import by_name
-from zero.shard import OptimizerShard
+from zero.shard import OptimizerShard, update_alone
 
 
 class OneOfSeveral(SingleProcessCollectives):
@@ -35,20 +33,6 @@ class _OnesForValues(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Enclose a step around which hooks for the steps of all optimizers do not run. Local."""
-    hooks: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    kept = [[*each.items()] for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, items in zip(hooks, kept, strict=True):
-            each.update(items)
 
 
 @torch.no_grad()
@@ -101,9 +85,9 @@ def predict(
         make = partial(make.func, *make.args, **_of_any_device(make.keywords))
     inner = make(shard.groups(plain))
     ones = _OnesForValues()  # type: ignore[no-untyped-call]
-    with ones, without_global_hooks(), shard.gradients_set(frozenset()):
+    with ones, shard.gradients_set(frozenset()):
         shard.scale_gradients(1.0, frozenset())
-        inner.step()
+        update_alone(inner)
     return shard.memory(inner.state)
 
 

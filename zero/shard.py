@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.collectives import Collectives
 from zero.gradients.reduced import gradients_of
@@ -322,3 +323,16 @@ class OptimizerShard:
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
+
+
+def update_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Let a torch optimizer step, without the hooks for the steps of all optimizers. Local."""
+    hooks: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [[*each.items()] for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        optimizer.step()
+    finally:
+        for each, items in zip(hooks, kept, strict=True):
+            each.update(items)

@@ -30,8 +30,8 @@ from zero.layout import ParameterSpec, lay_out
 from zero.nested import leaves
 from zero.param_groups import hyperparameters
 from zero.precision import is_16_bit
-from zero.prediction import OneOfSeveral, without_global_hooks
-from zero.shard import OptimizerShard
+from zero.prediction import OneOfSeveral
+from zero.shard import OptimizerShard, update_alone
 from zero.state import UnsliceableStateError, beyond_state, check_state, unnamed_state
 
 # The classes of torch.optim that update an element by its own gradients and state alone, with all
@@ -123,8 +123,7 @@ def check_arguments(
                 warnings.simplefilter("ignore")
                 optimizer = kind([{"params": tensors, **own}], **arguments)
                 if not isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-                    with without_global_hooks():
-                        optimizer.step()
+                    update_alone(optimizer)
         except Exception as error:  # torch raises whatever its code meets
             given = ", ".join(f"{key}={value!r}" for key, value in {**arguments, **own}.items())
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
@@ -263,8 +262,8 @@ class SmallProblem:
                     gradient = self._tensors[number][2].flatten().roll(step)
                     part = gradient[own.piece.low : own.piece.high]
                     shard.gradients.reduced(own.index, own.piece).copy_(part)
-                with without_global_hooks(), shard.gradients_set(frozenset()):
-                    optimizer.step()
+                with shard.gradients_set(frozenset()):
+                    update_alone(optimizer)
             check_state(shard, optimizer)
             for number, own in owned:
                 start = self._tensors[number][1].flatten()[own.piece.low : own.piece.high]

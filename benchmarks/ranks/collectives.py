@@ -25,7 +25,7 @@ from mntrain.bench.candidates import (
 )
 from mntrain.bench.hardware_limits import copy_speed
 from mntrain.comm import algorithms
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.layout import split
 

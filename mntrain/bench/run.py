@@ -18,7 +18,7 @@ from mntrain.bench.bench_options import BenchOptions, size_label
 from mntrain.bench.hardware_limits import HardwareLimits, copy_speed, link_speed
 from mntrain.bench.results import BenchCase, advice, show
 from mntrain.comm import mpi
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.errors import AgreedError
 from mntrain.metrics.terminal import stdout
 from mntrain.world import World, init

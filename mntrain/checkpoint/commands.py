@@ -21,7 +21,7 @@ from torch import Tensor
 from mntrain.checkpoint.exports import export_file, export_folder
 from mntrain.checkpoint.format import FILES, MODEL, OPTIMIZER, Manifest, open_tensors
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, read_sound, scores
-from mntrain.metrics.report import plain
+from mntrain.metrics.report import printable
 from mntrain.metrics.terminal import stdout
 
 DAMAGED = 1  # exit code of list, show and verify
@@ -160,7 +160,7 @@ def _diff_two(console: Console, first: Found, second: Found) -> int:
         differing.add_column(title, overflow="fold")
     for name, one, other in _pairs(first, second):
         if difference := _difference(one, other):
-            differing.add_row(*(plain(text, console.encoding) for text in (name, difference)))
+            differing.add_row(*(printable(text, console.encoding) for text in (name, difference)))
         else:
             equal += 1
     for label, (path, content) in zip("AB", (first, second), strict=True):
@@ -243,7 +243,7 @@ def _export(options: Namespace, console: Console) -> int:
 
 
 def _print(console: Console, line: str) -> None:
-    console.print(plain(line, console.encoding), soft_wrap=True)
+    console.print(printable(line, console.encoding), soft_wrap=True)
 
 
 def _fail(reason: Exception | str, code: int) -> int:

@@ -82,7 +82,7 @@ class LocalSaver(Saver):
         return int(save is not None and (save.published or save.written).done())
 
     def advance(self) -> Save | None:
-        """As `Saver.advance`. The last phase ends when copies do, or fail: see `copy_problem`."""
+        """Advance as `Saver` does. The last phase ends when copies do, or fail: `copy_problem`."""
         saved = super().advance()
         if saved is not None:
             problems = self._world.gather(self._problem)

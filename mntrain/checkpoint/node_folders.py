@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank has found on its node: numbers of parts, by the folder that they are in."""
+    """Numbers of the parts that a rank has found on its node, by the folder that they are in."""
 
     own: frozenset[int]
     # In the folder of a virtual node that is no more, by its number among those.

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from mntrain.comm.algorithms import MIN_CHUNKS
+from mntrain.comm.ticket import MIN_CHUNKS
 from mntrain.comm.topology import Topology
 from zero.layout import split
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,21 +29,6 @@ MIN_BYTES = 4 << 10
 MAX_VIEWS = 64  # kept for one buffer: the lengths of a program's chunks are few
 
 
-class _Memory:
-    """The memory of a tensor for NumPy. Tensor.numpy() would forbid its storage to be resized."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # alive while an array of NumPy is
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
 def as_bytes(tensor: Tensor) -> "Bytes":
     """Return a view of a flat contiguous tensor, in the form that MPI takes."""
     assert tensor.dim() == 1
@@ -52,7 +38,12 @@ def as_bytes(tensor: Tensor) -> "Bytes":
 
 def host_bytes(tensor: Tensor) -> "NDArray[np.uint8]":
     """Return a view of a flat contiguous tensor in host memory, which may still be resized."""
-    return np.asarray(_Memory(tensor)) if len(tensor) else np.empty(0, np.uint8)  # has no address
+    if not len(tensor):  # it has no address
+        return np.empty(0, np.uint8)
+    place, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
+    interface = {"data": place, "shape": shape, "typestr": "|u1", "version": 3}
+    # Tensor.numpy() would forbid the storage to be resized. The array keeps the tensor alive.
+    return np.asarray(SimpleNamespace(__array_interface__=interface, tensor=tensor))
 
 
 class TensorAccess:

@@ -50,13 +50,8 @@ class SharedSegment:
 
     address: int  # of this rank's own part
     nbytes: int
-    own: StorageWeakRef  # this rank's part, which its tensors keep alive
+    own: StorageWeakRef  # this rank's part: expired once no tensor of this rank uses it
     parts: dict[int, Tensor]  # by local rank: the others', as bytes
-
-    @property
-    def dead(self) -> bool:
-        """True if no tensor of this rank uses its part any more."""
-        return bool(self.own.expired())
 
 
 class NodeSharedMemory:
@@ -90,7 +85,7 @@ class NodeSharedMemory:
         """
         if self._node.size == 1 or self.why_not or not nbytes:
             return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        dead = [index for index, segment in self._segments.items() if segment.dead]
+        dead = [index for index, segment in self._segments.items() if segment.own.expired()]
         token = secrets.token_bytes(TOKEN_BYTES)
         file, own, problem = _create(nbytes, token)
         try:
@@ -115,7 +110,7 @@ class NodeSharedMemory:
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         for index, segment in self._segments.items():
             start = address - segment.address
-            if start >= 0 and start + nbytes <= segment.nbytes and not segment.dead:
+            if start >= 0 and start + nbytes <= segment.nbytes and not segment.own.expired():
                 return index, start
         return None
 
@@ -133,7 +128,7 @@ class NodeSharedMemory:
             for index in indices:
                 if index in self._segments:
                     self._segments[index].parts.pop(local_rank, None)
-        gone = [index for index, s in self._segments.items() if s.dead and not s.parts]
+        gone = [index for index, s in self._segments.items() if s.own.expired() and not s.parts]
         for index in gone:
             del self._segments[index]
 

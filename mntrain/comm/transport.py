@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from mntrain.comm import mpi, nccl
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.staging import Devices
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, Transport, WorldCollectives
 

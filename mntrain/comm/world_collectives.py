@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mntrain.comm import algorithms, small_messages
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.engine import Future, ProgressEngine, Steps, Stream
 from mntrain.comm.hierarchical import run_hierarchical
 from mntrain.comm.mpi import Communicator
@@ -19,7 +18,7 @@ from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.resources import Algorithm, BufferPool, CommContext, TensorAccess
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
-from mntrain.comm.ticket import Signature, Ticket, Verb, call_site
+from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb, call_site
 from mntrain.comm.topology import Topology
 from zero.collectives import Bounds, CompletedWork, Work, expect_flat, shard_bounds
 from zero.kernels import add

@@ -82,7 +82,7 @@ class Balancing:
 
 
 class StepBalancing(Balancing):
-    """That of a job, whose batches are its steps. Own time (`OwnPace`) is that of `computing`.
+    """Balancing of a job, whose batches are its steps. Own time is that of `computing`.
 
     All ranks wait for each other `every` few steps.
     """
@@ -144,7 +144,7 @@ class StepBalancing(Balancing):
 
 
 class LoaderBalancing(Balancing):
-    """That of the training passes over the loaders of a dataset, or of several in turn.
+    """Balancing of training passes over the loaders of a dataset, or of several in turn.
 
     Own time is that from one request for a batch to the next (waits for a future of
     `World.gather_later` count as its own), by the median batch, since between some of them a loop

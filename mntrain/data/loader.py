@@ -19,7 +19,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
@@ -81,6 +81,29 @@ class Passes:
     compared: bool = False
 
 
+@dataclass(frozen=True)
+class ShardOptions:
+    """The options of `World.shard`, by its names.
+
+    A job gives its own division as `balance`. Raises ValueError for a wrong value.
+    """
+
+    seed: int = 0
+    train: bool | None = None
+    weight: Callable[[Any], float] | None = None
+    balance: bool | Division = False
+    divided: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.balance, bool) or callable(self.balance)):
+            raise ValueError(
+                f"balance={self.balance!r}: give True or False; a cadence is of training jobs "
+                "alone (--balance.mode cadence), since a loop of one's own decides when to step"
+            )
+        if self.train is not None and not isinstance(self.train, bool):
+            raise ValueError(f"train={self.train!r}: give True or False, or leave it out")
+
+
 def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
     """Return the passes over the first object that takes weak references; None for lists, say.
 
@@ -128,60 +151,31 @@ class ShardRegistry:
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
 
-    def shard(
-        self,
-        loader: Iterable[Any],
-        seed: int,
-        weight: Callable[[Any], float] | None,
-        *,
-        train: bool | None,
-        balance: bool | Division,
-        divided: bool,
-    ) -> "ShardedLoader":
-        """Return the shard of a loader. See `World.shard`; a job divides batches by its plans."""
+    def shard(self, loader: Iterable[Any], options: ShardOptions) -> "ShardedLoader":
+        """Return the shard of a loader. See `World.shard`."""
         if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
             raise ValueError(
                 f"loader is of type {type(loader).__name__}: give a torch DataLoader, or another "
                 "iterable of global batches"
             )
-        division = None if isinstance(balance, bool) else balance
-        if division is not None and not callable(division):
-            raise ValueError(
-                f"balance={balance!r}: give True or False; a cadence is of training jobs alone "
-                "(--balance.mode cadence), since a loop of one's own decides when to step"
-            )
-        if train is not None and not isinstance(train, bool):
-            raise ValueError(f"train={train!r}: give True or False, or leave it out")
-        dataset = getattr(loader, "dataset", None)
-        if balance and (divided or isinstance(dataset, IterableDataset)):
+        dataset, seed = getattr(loader, "dataset", None), options.seed
+        if options.balance and (options.divided or isinstance(dataset, IterableDataset)):
             raise ValueError(
                 "balance=True divides global batches, and neither the parts of divided=True nor "
                 "the samples of an IterableDataset: leave one of the two out"
             )
-        batches = length_of_divided(self._ranks, loader) if divided else None
-        key = id(loader), seed, id(weight), train, balance, divided
+        batches = length_of_divided(self._ranks, loader) if options.divided else None
+        key = id(loader), id(options.weight), replace(options, weight=None)
         shard = self._shards.get(key)
         if shard is None:
             passes = passes_of(self._passes, dataset, loader) or Passes()
             if seed not in passes.numbers:
                 passes.numbers[seed] = self._datasets[seed]
                 self._datasets[seed] += 1
-            if balance is True and self.size > 1:
+            if options.balance is True and self.size > 1:
                 passes.balance = passes.balance or self._next_balance()
-                division = passes.balance.plans.divide
-            shard = ShardedLoader(
-                loader,
-                self,
-                passes,
-                seed=seed,
-                weight=weight,
-                train=train,
-                known=passes_of(self._passes, loader),
-                division=division,
-                balance=passes.balance if balance is True else None,
-                divided=divided,
-                batches=batches,
-            )
+            known = passes_of(self._passes, loader)
+            shard = ShardedLoader(loader, self, passes, known, options=options, batches=batches)
             self._shards[key] = shard
         return shard
 
@@ -256,7 +250,7 @@ class ShardedLoader:
     it, or `weight(batch)` of its part, and that of all ranks. A rank without samples gets the first
     one of the batch as a stand-in of weight 0, so that all ranks take part in the step; only what a
     forward pass updates, such as running statistics, is affected. With `divided`, it is the rank's
-    last batch, and `batches` is the number of those of the longest loader.
+    last batch, and `batches` is the number of those of the longest loader, if that is known.
 
     Evaluation: no stand-ins, so ranks may get unequal numbers of batches. The optimizers are told
     nothing.
@@ -280,16 +274,12 @@ class ShardedLoader:
         loader: Iterable[Any],
         shards: ShardRegistry,
         passes: Passes,
+        known: Passes | None,
         *,
-        seed: int = 0,
-        weight: Callable[[Any], float] | None = None,
-        train: bool | None = None,
-        known: Passes | None = None,
-        division: Division | None = None,
-        balance: LoaderBalancing | None = None,
-        divided: bool = False,
-        batches: int | None = None,
+        options: ShardOptions,
+        batches: int | None,
     ) -> None:
+        divided, balance = options.divided, options.balance
         batch_sampler = getattr(loader, "batch_sampler", None)
         samplers = [getattr(owner, "sampler", None) for owner in (loader, batch_sampler)]
         if not divided and any(isinstance(sampler, DistributedSampler) for sampler in samplers):
@@ -299,10 +289,12 @@ class ShardedLoader:
                 "divided=True"
             )
         self._loader, self._shards, self._passes = loader, shards, passes
-        self._seed, self._weight, self._known = seed, weight, known
-        self._train = train
-        self._balance = balance
-        self._divided, self._batches = divided, batches
+        self._seed, self._weight, self._train = options.seed, options.weight, options.train
+        self._known, self._divided, self._batches = known, divided, batches
+        self._balance = passes.balance if balance is True else None
+        division = None if isinstance(balance, bool) else balance
+        if self._balance is not None:
+            division = self._balance.plans.divide
         self._drawn = BatchSource(balanced=divided or division is not None)
         if divided:
             self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)

@@ -1,4 +1,4 @@
-"""What the run directory of a job says of its end."""
+"""Evidence of a job's end in its run directory."""
 
 import json
 import math

@@ -36,10 +36,10 @@ _LOG_INTERVAL_S = 30.0
 _MIN_BAR = 10  # cells of a progress bar that is shown at all
 
 
-def plain(text: str, encoding: str, style: str = "") -> Text:
+def printable(text: str, encoding: str, style: str = "") -> Text:
     """Return text from outside, with control and unencodable characters replaced."""
-    printable = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-    return Text(printable.encode(encoding, "replace").decode(encoding), style)
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return Text(shown.encode(encoding, "replace").decode(encoding), style)
 
 
 class Reporter:
@@ -78,7 +78,7 @@ class Reporter:
     def note(self, text: str, style: str = "") -> None:
         """Print text, above the live lines if there are any; a terminal wraps it."""
         if self._master:
-            self._console.print(plain(text, self._console.encoding, style), soft_wrap=True)
+            self._console.print(printable(text, self._console.encoding, style), soft_wrap=True)
 
     def warn(self, message: str) -> None:
         """Print a warning to stderr, or above the live lines if they are on the same terminal."""
@@ -86,7 +86,7 @@ class Reporter:
             live = self._live is not None and not self._display_ended
             above = live and self._one_terminal
             console = self._console if above else self._errors
-            warning = plain(f"warning: {message}", console.encoding, "yellow")
+            warning = printable(f"warning: {message}", console.encoding, "yellow")
             console.print(warning, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
@@ -141,7 +141,7 @@ class Reporter:
         lines = [progress, fit(self._values(), width)]
         if self._recent.warm:
             lines.append(fit(self._shares(), width))
-        texts = [plain(line, self._console.encoding) for line in lines]
+        texts = [printable(line, self._console.encoding) for line in lines]
         left = width - len(progress) - 2
         if left >= _MIN_BAR:
             done = self._recent.values[-1].step

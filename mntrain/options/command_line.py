@@ -48,7 +48,7 @@ other commands, each with its own --help:
   {_PROGRAM} autopsy RUN_DIR
       say which rank of a job stopped first, who waited for it, and why
   {_PROGRAM} report RUN_DIR [RUN_DIR ...]
-      write a page about one or several runs; --scaling: about their scaling"""
+      write a page about one or several runs"""
 
 
 class RefusedOptionsError(SystemExit):

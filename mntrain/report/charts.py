@@ -159,30 +159,6 @@ def phases(labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Marku
     return _draw(draw, height=1.5 + 0.3 * len(labels))
 
 
-def scaling(
-    ranks: Sequence[int], values: Sequence[float], ideal: Sequence[float], *, log: bool
-) -> Markup:
-    """Return the measured values over the number of ranks, and the ideal line."""
-
-    def draw(axes: "Axes") -> None:
-        axes.plot(ranks, ideal, "--", color="0.5", label="ideal")
-        axes.plot(ranks, values, "o", label="measured")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(set(ranks)), map(str, sorted(set(ranks))))
-        if log:
-            axes.set_yscale("log", base=2)
-            axes.yaxis.set_major_formatter("{x:g}")
-        else:
-            axes.set_ylim(0, None)
-        axes.minorticks_off()
-        axes.set(xlabel="ranks")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
-
-    return _draw(draw)
-
-
 def _draw(draw: Callable[["Axes"], None], height: float = _HEIGHT) -> Markup:
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
 from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
-from mntrain.report import charts, scaling
+from mntrain.report import charts
 from mntrain.report.charts import Curve, colours_of
 from mntrain.report.page import Section, Table, render, side_by_side, table_of, text_of, words
 from mntrain.report.run_files import RunFiles, differing, panel_of, read_runs
@@ -51,22 +51,16 @@ def run(words: Sequence[str]) -> int:
     add = parser.add_argument
     add("runs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run")
     add(
-        "--scaling",
-        action="store_true",
-        help="write about runs of one job on different numbers of ranks: samples a second, "
-        "speed-up, efficiency, and node hours for an epoch",
-    )
-    add(
         "--output",
         metavar="FILE",
         type=Path,
         help=f"file to write (default: {REPORT_FILE} in the folder of the run, or in this folder "
-        "for several runs; scaling.html in this folder)",
+        "for several runs)",
     )
     add("--svg", metavar="FOLDER", type=Path, help="also write each chart, as 01.svg and so on")
     options = parser.parse_args(words)
     folder = options.runs[0] if len(options.runs) == 1 else Path()
-    output = options.output or (Path("scaling.html") if options.scaling else folder / REPORT_FILE)
+    output = options.output or folder / REPORT_FILE
     runs = read_runs(options.runs)
     if find_spec("matplotlib") is None:
         raise ValueError(
@@ -74,7 +68,7 @@ def run(words: Sequence[str]) -> int:
         )
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
-    page = scaling.page_of(runs) if options.scaling else page_of(runs)
+    page = page_of(runs)
     write_whole(output, page.encode())
     if options.svg:
         options.svg.mkdir(parents=True, exist_ok=True)

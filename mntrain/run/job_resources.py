@@ -27,7 +27,7 @@ _TRAFFIC = ("node_messages", "node_bytes", "cross_messages", "cross_bytes")
 
 
 class _Used(NamedTuple):
-    """What a rank has used."""
+    """Resources that a rank has used."""
 
     figures: Mapping[str, float]  # "samples", and further ones
     checks_s: float

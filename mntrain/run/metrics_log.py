@@ -1,4 +1,4 @@
-"""Metrics of a user's own training loop, in the files that the trainer writes."""
+"""Metrics of a run: metrics.jsonl and its copies, summary.json and the page."""
 
 import math
 import time
@@ -13,19 +13,15 @@ from torch import Tensor
 from mntrain.alike.naming import difference
 from mntrain.comm.delayed_sums import Sums
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import (
-    METRICS_FILE,
-    append_whole,
-    loss_text,
-)
+from mntrain.metrics.files import METRICS_FILE, Line, append_whole, loss_text
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
+from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory, warn
 from mntrain.run.means import to_float, weight_problem
 from mntrain.run.named_sums import NamedSums, NamedValue
-from mntrain.run.record import RunRecord
 
 _DIGEST_BITS = 20  # the squares of the digests of all ranks have an exact sum in fp64
 
@@ -54,11 +50,12 @@ class _Line(NamedTuple):
 
 
 class MetricsLog:
-    """metrics.jsonl and summary.json of a user's own loop. Made by `World.metrics`.
+    """metrics.jsonl and summary.json of a run, which rank 0 writes. Made by `World.metrics`.
 
     A context manager. At its end, or in `close`, it writes summary.json with the status
-    "completed", "preempted" or "interrupted" (if `World.stop_requested` has returned True), or
-    "failed" (after an AgreedError). An exception on one rank alone makes it "crashed".
+    "completed", "stopped", "preempted" or "interrupted" (as `World.stop_requested` has said), or
+    "failed" (after an AgreedError). An exception on one rank alone makes it "crashed". A job
+    writes lines and the summary of its own, by `write` and `finish`.
     """
 
     def __init__(
@@ -66,21 +63,25 @@ class MetricsLog:
         world: Ranks,
         directory: RunDirectory,
         log: LogConfig,
-        describe: Callable[[float], Mapping[str, Any]],
+        describe: Callable[[float], Mapping[str, Any]] = lambda wall_s: {},
+        warn: Callable[[str], None] = warn,
     ) -> None:
         """Make metrics.jsonl. Collective. `log` selects copies of it, and the page at its end.
 
-        `describe` returns more of the summary, collectively, given the seconds since now.
+        `describe` returns more of the summary, collectively, given the seconds since now. `warn`
+        prints a warning. From here on until the end, a job that ends without its ranks leaves a
+        summary.json.
         """
         self._world, self._directory, self._describe = world, directory, describe
-        self._per_rank = log.per_rank
+        self._log, self._warn = log, warn
         with world.agreement():
             if world.master:
                 append_whole(directory.path / METRICS_FILE, b"")
-        self._record, self._sums = (
-            RunRecord(world, directory, log, warn),
-            world._delayed_sums("metrics"),
-        )
+        self._files: MetricsFiles | None = None  # opened for the first line, on rank 0
+        self._rewinds = 0  # of the directory, when they were opened
+        self._early_end = directory.write_early_end
+        world.watchdog.at_end.append(self._early_end)
+        self._sums = world._delayed_sums("metrics")
         self._lines = deque[_Line]()  # whose sums are under way
         self._values = NamedSums()
         self._last: dict[str, float] = {}
@@ -106,7 +107,7 @@ class MetricsLog:
         numbers = {name: to_float(value) for name, value in values.items()}
         read = {name: number for name, number in numbers.items() if number is not None}
         memory = memory_now(self._world.device)
-        own = of_this_rank(times, memory) if self._per_rank else {}
+        own = of_this_rank(times, memory) if self._log.per_rank else {}
         reserved = {"step", *times, *own} & values.keys()
         self._check(step, weight, reserved, values.keys() - read.keys())
         self._write_lines(self._sums.take())
@@ -139,7 +140,37 @@ class MetricsLog:
                 name: self._mean(float(values[name].value), v) for name, v in line.values.items()
             }
             self._last |= means
-            self._record.write({"step": line.step, **means, **line.times, **by_rank})
+            self.write({"step": line.step, **means, **line.times, **by_rank})
+
+    def write(self, line: Line) -> None:
+        """Append a line that is complete, on rank 0. Local; never raises."""
+        if self._world.master:
+            self._opened().write(line)
+
+    def finish(self, summary: Mapping[str, Any]) -> list[str]:
+        """Write summary.json and the page. Collective. Returns what is missing, a text for each."""
+        missing = []
+        if self._world.master:
+            files, self._files = self._opened(), None
+            missing = files.finish(summary)
+        self._world.watchdog.at_end.remove(self._early_end)
+        return self._world.gather(missing)[0]
+
+    def _opened(self) -> MetricsFiles:
+        """Return the open files, which a rewind of the directory has replaced. Local."""
+        directory = self._directory
+        if self._files is None or self._rewinds != directory.rewinds:
+            if self._files is not None:
+                self._files.close()
+            self._rewinds = directory.rewinds
+            own = directory.expect_own
+            self._files = MetricsFiles(directory.path, self._log, self._warn, own)
+        return self._files
+
+    def open(self) -> None:
+        """Open the files now, since copies may take seconds to begin. Local."""
+        if self._world.master:
+            self._opened()
 
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time.
@@ -152,7 +183,11 @@ class MetricsLog:
     def abandon(self) -> None:
         """Close metrics.jsonl without waiting for other ranks; warn if it lacks lines. Local."""
         self._open = False
-        self._record.abandon()
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
+            if files.missing:
+                self._warn(loss_text(self._directory.path, files.missing))
 
     def __enter__(self) -> Self:
         return self
@@ -179,12 +214,12 @@ class MetricsLog:
             }
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
-            if missing := self._record.finish(summary):
+            if missing := self.finish(summary):
                 text = loss_text(self._directory.path, missing)
                 if error is None:
                     raise AgreedError(text, self._world.rank)
                 if self._world.master:
-                    warn(text)
+                    self._warn(text)
         finally:
             self.abandon()
 

@@ -1,4 +1,4 @@
-"""The services of a world for a user's own training loop: run directories, checkpoints, metrics."""
+"""The services of a world for a training loop: run directories, checkpoints, metrics, requests."""
 
 import os
 import time
@@ -25,7 +25,7 @@ from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveReports
-from mntrain.run.signals import Deadline, StopRequests
+from mntrain.run.signals import Deadline, Stop, StopRequests
 from zero.optimizer import ZeroOptimizer
 
 
@@ -45,7 +45,7 @@ class OwnLoop:
         self._directories: dict[Path, RunDirectory] = {}
         self._checkpoints: dict[RunDirectory, Checkpoints] = {}
         self._logs: dict[RunDirectory, MetricsLog] = {}
-        self._stop: StopRequests | None = None
+        self._requests: StopRequests | None = None
 
     def checkpoints(
         self, run_dir: str | Path, saved: Saved, options: Mapping[str, Any]
@@ -121,9 +121,11 @@ class OwnLoop:
         self._logs[directory] = made = MetricsLog(world, directory, log, described)
         return made
 
-    def stop_requested(self, max_minutes: float | None, grace: float) -> bool:
-        """Return True if the job is to end, on all ranks. Collective. See `World`."""
-        if self._stop is None:
+    def stop_requested(
+        self, max_minutes: float | None, grace: float, reason: str | None
+    ) -> Stop | None:
+        """Return the request to end the job, if any. Collective. See `World`."""
+        if self._requests is None:
             environment = os.environ if self._world.master else {}
             with self._world.agreement():
                 if not (max_minutes is None or isinstance(max_minutes, Real)):
@@ -131,15 +133,10 @@ class OwnLoop:
                 if not (isinstance(grace, Real) and grace > 0):
                     raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
-            self._stop = StopRequests(
-                self._world,
-                deadline,
-                longest_save_s=self._longest_save_s,
-                grace_s=grace,
-                option="grace of world.stop_requested",
-            )
-            self._stop.__enter__()
-        return self._stop.poll()
+            self._requests = StopRequests(self._world, deadline, grace)
+            self._requests.__enter__()
+            self._world._uninterrupted = self._requests.saving
+        return self._requests.poll(reason)
 
     def flush(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""
@@ -158,8 +155,8 @@ class OwnLoop:
         """Restore the handlers of signals, and release the run directories. Local."""
         for checkpoints in self._checkpoints.values():
             checkpoints.end_local(in_order=False)
-        if self._stop is not None:
-            self._stop.__exit__()
+        if self._requests is not None:
+            self._requests.__exit__()
         for log in self._logs.values():
             log.abandon()
         for directory in self._directories.values():
@@ -200,19 +197,16 @@ class OwnLoop:
     def _describe(self, directory: RunDirectory, wall_s: float) -> dict[str, Any]:
         """Return the entries of summary.json that are no metrics. Collective."""
         self.flush()
-        checkpoints, stop = self._checkpoints.get(directory), self._stop
+        checkpoints = self._checkpoints.get(directory)
+        stop = (self._requests.stop if self._requests else None) or Stop("completed", None)
         return {
-            "status": "completed" if stop is None or stop.status == "running" else stop.status,
-            "reason": stop.reason if stop else None,
+            **stop._asdict(),
             **self._resources(wall_s),
             **(checkpoints.summary() if checkpoints else {}),
         }
 
     def _resources(self, wall_s: float) -> dict[str, Any]:
         return resources(self._world, self._optimizers, {"samples": self._shards.samples}, wall_s)
-
-    def _longest_save_s(self) -> float:
-        return max((made.longest_s for made in self._checkpoints.values()), default=0.0)
 
 
 def _trained(optimizer: ZeroOptimizer) -> set[int]:

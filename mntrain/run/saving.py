@@ -200,7 +200,8 @@ class Checkpoints:
                 compare(self._world, {"eval_loss": repr(eval_loss)})
             progress = self._manifest(step, eval_loss)
             if now:
-                self._save_now(progress)
+                with self._world._uninterrupted():
+                    self._save_now(progress)
             elif not again:
                 self._save_if_due(progress)
 
@@ -266,7 +267,8 @@ class Checkpoints:
             saver, manifest = self._saver, found.manifest
             best_score = saver.best_score(manifest.step, self._scored_by)
             self._best_score = math.inf if best_score is None else best_score
-            self.longest_s, self._resumed = manifest.wrote_s, found
+            self._resumed = found
+            self._note_longest(manifest.wrote_s)
             checkpoint.load(
                 found,
                 saver.model,
@@ -330,6 +332,10 @@ class Checkpoints:
         self._report(lambda: self._saver.save(progress), warns=False)
         self._interval.saved(None)
 
+    def _note_longest(self, seconds: float) -> None:
+        self.longest_s = max(self.longest_s, seconds)
+        self._world._longest_save_s = max(self._world._longest_save_s, seconds)
+
     def has(self, step: int) -> bool:
         """Return True if the newest complete checkpoint of this job is that of a step. Local."""
         return self._last is not None and self._last.name == checkpoint_name(step)
@@ -370,7 +376,7 @@ class Checkpoints:
             return
         self._last = saved.path
         self._saved += 1
-        self.longest_s = max(self.longest_s, saved.seconds)
+        self._note_longest(saved.seconds)
         self._reports.note(
             f"step {self._step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"

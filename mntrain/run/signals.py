@@ -7,12 +7,12 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
@@ -60,33 +60,30 @@ class Deadline:
         return self.at - time.monotonic() < 2 * (step_s + save_s) + self._spare_s
 
 
+class Stop(NamedTuple):
+    """The early end of a job, the same on all ranks."""
+
+    status: str
+    """Whose request it is: "stopped" (of a rank's own code), "preempted" or "interrupted"."""
+    reason: str | None  # such as "SIGTERM on rank 1"
+
+
 class StopRequests:
     """Requests to end a job: signals, and the end of its time. Ranks act on them together.
 
     A context manager, which notes the first signal that arrives. A second SIGINT raises
-    KeyboardInterrupt, except inside `deferred`. A job whose ranks do not agree within `grace_s`
-    seconds after the first signal is ended, and with several ranks, at the second signal; `option`
-    is what the user sets the seconds with. Only the master's deadline counts, since clocks of nodes
-    may differ. `longest_save_s` returns the seconds that a save has taken so far.
+    KeyboardInterrupt, except inside `saving`. A job whose ranks do not agree within `grace_s`
+    seconds after the first signal is ended, and with several ranks, at the second signal. Only the
+    master's deadline counts, since clocks of nodes may differ.
 
-    The `status` is "running" until ranks agree on a request: of a rank's own code ("stopped"), of
-    a scheduler or the end of the time ("preempted"), or of a user ("interrupted").
+    `stop` is None until ranks agree on a request: of a rank's own code ("stopped"), of a scheduler
+    or the end of the time ("preempted"), or of a user ("interrupted").
     """
 
-    def __init__(
-        self,
-        world: Ranks,
-        deadline: Deadline,
-        *,
-        longest_save_s: Callable[[], float],
-        grace_s: float,
-        option: str,
-    ) -> None:
-        self.status = "running"
-        self.reason: str | None = None
-        self._world, self._deadline, self._longest_save_s = world, deadline, longest_save_s
+    def __init__(self, world: Ranks, deadline: Deadline, grace_s: float) -> None:
+        self.stop: Stop | None = None
+        self._world, self._deadline, self._grace_s = world, deadline, grace_s
         self._watchdog, self._on_signal = world.watchdog, world.recorder.signal_arrived
-        self._grace_s, self._option = grace_s, option
         self._first: signal.Signals | None = None
         self._second_interrupts = True
         self._previous_handlers: dict[signal.Signals, Any] = {}
@@ -100,53 +97,56 @@ class StopRequests:
     def __enter__(self) -> Self:
         signals = (INTERRUPT, *PREEMPT)
         self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
-        if self._watchdog.expect_signals(signals, self._grace_s, self._option):
-            self._second_interrupts = self._watchdog.alone
+        self._limit()
         return self
 
-    def agreed(self) -> None:
-        """Note that all ranks know of the signal, and will end the job together. Local."""
+    def _limit(self) -> None:
+        """Let the watchdog end the job if ranks do not agree on a signal that comes. Local."""
+        if self._watchdog.expect_signals((INTERRUPT, *PREEMPT), self._grace_s):
+            self._second_interrupts = self._watchdog.alone
+
+    def _end_limit(self) -> None:
+        """Note that all ranks go on together, whatever signal comes. Local."""
         self._watchdog.ignore_signals()
         self._second_interrupts = True
 
     def __exit__(self, *exception: object) -> None:
-        self.agreed()
+        self._end_limit()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Keep a second SIGINT from raising while a checkpoint is written inside."""
+    def saving(self) -> Iterator[None]:
+        """Return a context in which no signal ends the process, since all ranks save. Local."""
         self._deferred = True
+        self._end_limit()
         try:
             yield
         finally:
             self._deferred = False
+            if self.stop is None:
+                self._limit()
 
-    def ask(self, reason: str | None) -> None:
-        """Ask all ranks to stop, with a reason; with None, ask nothing. Local."""
-        self._asked = reason or self._asked
+    def poll(self, reason: str | None = None) -> Stop | None:
+        """Return the request to end that all ranks know of, if any. Collective, once a step.
 
-    def stop(self, reason: str) -> None:
-        """Stop, with a reason that all ranks know. Local, on each of them."""
-        self.status, self.reason = "stopped", reason
-
-    def poll(self) -> bool:
-        """Return True, on all ranks, if any of them was asked to end. Collective, once a step.
-
-        Requests count from the poll on that follows what all ranks send next.
+        Requests count from the poll on that follows what all ranks send next. With a `reason` this
+        rank asks all of them to stop.
         """
+        self._asked = reason or self._asked
         now, began = time.monotonic(), self._step_began
         self._longest_step_s = max(self._longest_step_s, now - (began or now))
         self._step_began = now
-        if self.status == "running":
-            for found in self._sums.take():
-                self._agree(found.sums)
-            if self.status != "running":
-                self.reason = self._find_reason()
+        if self.stop is None:
+            sums = [found.sums for found in self._sums.take()]
+            # The first that a rank has counts.
+            asked = [name for one in sums for name in REQUESTS if one[name]]
+            if asked:
+                self._end_limit()
+                self.stop = Stop(asked[0], self._find_reason(asked[0]))
             elif not self._sums.waiting:
                 self._sums.start({name: partial(self._asks, name) for name in REQUESTS})
-        return self.status != "running"
+        return self.stop
 
     def _asks(self, request: str) -> bool:
         """Return whether this rank has a request, when it is sent to all."""
@@ -155,18 +155,11 @@ class StopRequests:
         if request == "interrupted":
             return self._first == INTERRUPT
         step_s = self._longest_step_s * self._sums.delay
-        return self._first in PREEMPT or self._deadline.near(step_s, self._longest_save_s())
+        return self._first in PREEMPT or self._deadline.near(step_s, self._world._longest_save_s)
 
-    def _agree(self, summed: Mapping[str, float]) -> None:
-        """Take the sums of requests: the status is that of the first one that a rank has."""
-        asked = [name for name in REQUESTS if summed[name]]
-        if self.status == "running" and asked:
-            self.agreed()
-            self.status = asked[0]
-
-    def _find_reason(self) -> str:
+    def _find_reason(self, status: str) -> str:
         """Return which request ends the job early, and whose. Collective."""
-        if self.status == "stopped":
+        if status == "stopped":
             return next(filter(None, self._world.gather(self._asked)))
         first = self._first
         for rank, name in enumerate(self._world.gather(first.name if first else None)):

@@ -16,7 +16,7 @@ from mntrain.data.phase_notes import noted
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepRecord
 from mntrain.tasks import Task, check_loss, errors_of_task, evaluating, name_of
-from mntrain.train.compiling import Precision
+from mntrain.train.forward import Precision
 from mntrain.train.job_data import JobData
 from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World

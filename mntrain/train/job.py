@@ -21,19 +21,18 @@ from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory, warn
-from mntrain.run.record import RunRecord
+from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints, SaveReports
-from mntrain.run.signals import Deadline, StopRequests
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
-from mntrain.train.compiling import (
+from mntrain.train.evaluation import BestMetric, try_evaluation
+from mntrain.train.forward import (
     PRECISIONS,
     check_compiler,
     compile_regions,
     recompute_regions,
 )
-from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.initialization import freeze, load_weights
 from mntrain.train.job_data import JobData
 from mntrain.train.optimization import LearningRates, choose_optimizer
@@ -86,8 +85,6 @@ class TrainingJob:
     """
 
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
-        # Only the master's deadline counts, since clocks of nodes may differ.
-        self._deadline = Deadline(config.run.max_minutes, os.environ if world.master else {})
         self.directory = RunDirectory(world, config.run.dir)
         self.run_dir = self.directory.path
         try:
@@ -103,8 +100,7 @@ class TrainingJob:
                 warn_of_launch(config)
         self.config = config
         self.directory.open_local(config.checkpoint.local)
-        found = resumption.find_checkpoint(world, config, self.directory)
-        self.resumed = resumed = found
+        self.resumed = resumed = resumption.find_checkpoint(world, config, self.directory)
         self.last_step_before = self.directory.last_step  # of the run's metrics
         self.done = resumed.manifest.step if resumed else 0  # steps before this job
         self.precision = PRECISIONS[config.train.precision]
@@ -130,19 +126,12 @@ class TrainingJob:
         # Seeds dropout.
         torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
         self.batches = self.data.batches(self.done, self.last_step)
-        self.requests = StopRequests(
-            world,
-            self._deadline,
-            longest_save_s=lambda: self.checkpoints.longest_s,
-            grace_s=config.run.grace,
-            option="--run.grace",
-        )
         self._saved_config = resumption.to_json(config)
         skipped_steps = resumed.manifest.skipped_steps if resumed else 0
         self.result = JobResult(self.task.flops_per_item(self.model), skipped_steps)
         self._begin_run(world, config)
         self.directory.start_recording(config.run.recorder)
-        self.record = RunRecord(world, self.directory, config.log, self.reporter.warn)
+        self.metrics = MetricsLog(world, self.directory, config.log, warn=self.reporter.warn)
         world.watchdog.at_end.append(lambda *_: self.reporter.end_display())
 
     def evaluates(self, step: int) -> bool:

@@ -161,7 +161,7 @@ class StepAgreement:
             self._job.balancing.after_reduction(step)
 
     def end_if_failed(self, step: int) -> None:
-        """If a rank has failed, save, then raise the exception on the first one. Collective then.
+        """Save, and raise the exception on the first failed rank, if there is one. Collective then.
 
         The random generators are as they were before the step. The other ranks raise a
         RemoteRankError.

@@ -16,7 +16,7 @@ from mntrain.rank_info import Place
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.run.local_saving import passed_over, restored_from
-from mntrain.train.compiling import uncompiled
+from mntrain.train.forward import uncompiled
 from mntrain.train.job import TrainingJob
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
@@ -188,7 +188,7 @@ def finish_report(world: World, job: TrainingJob) -> dict[str, Any]:
     summary = summarize(world, job)
     lines = final_lines(summary, job.steps, job.task.items)
     reporter.finish(summary["status"], lines)
-    missing = job.record.finish(summary)
+    missing = job.metrics.finish(summary)
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpoints.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""

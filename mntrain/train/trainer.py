@@ -7,7 +7,7 @@ the gradients and means -> update -> report.
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ from mntrain.metrics.files import loss_text
 from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.options.config import Config
 from mntrain.rank_info import memory_now
+from mntrain.run.signals import Stop
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_agreement import StepAgreement, errors_stop
@@ -38,7 +39,9 @@ class Trainer:
         self._world = world
         self.job = job = TrainingJob(world, config, task)
         self._model, self._optimizer = job.model, job.optimizer
-        self._reporter, self._requests, self._result = job.reporter, job.requests, job.result
+        self._reporter, self._result = job.reporter, job.result
+        self._asked: str | None = None  # why this rank's task wants the run to stop
+        self._no_better: str | None = None  # why evaluations end the run: the same on all ranks
         self._agreement = StepAgreement(world, job, self._save_last)
 
     def fit(self) -> dict[str, Any]:
@@ -58,16 +61,19 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         start = time.perf_counter()
         result = self._result
-        with self.job.directory, self.job.record, self._reporter, self._requests:
+        with self.job.directory, ExitStack() as at_end, self._reporter:
+            at_end.callback(self.job.metrics.abandon)
+            self.job.metrics.open()
+            self._stop_requested()
             describe_job(self._world, self.job)
             with closing(self.job.batches), self.job.timeline:
                 self._train()
-            with self._requests.deferred(), self._world.recorder.phase("checkpoint"):
+            with self._world.recorder.phase("checkpoint"):
                 self._save_at_end()
             if result.status == "completed" and self._world.master:
                 show_sample(self.job)
             result.seconds = time.perf_counter() - start
-            result.reason = str(result.error) if result.error else self._requests.reason
+            result.reason = str(result.error) if result.error else result.reason
             summary = finish_report(self._world, self.job)
         if missing := summary.get("not_written"):
             AgreedError(loss_text(self.job.run_dir, missing), self._world.rank).report()
@@ -77,33 +83,31 @@ class Trainer:
 
     def _train(self) -> None:
         result = self._result
-        self._requests.poll()
         for step in count(self.job.done + 1):
             self.job.timeline.before_step(step)
             try:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
-                self.job.record.write(record.to_json())
+                self.job.metrics.write(record.to_json())
                 self._reporter.step(record)
-                self._requests.ask(self.job.task.on_step(record))
-                result.status = self._status(step)
-                if result.status != "running":
-                    self._requests.agreed()
+                self._asked = self.job.task.on_step(record) or self._asked
+                if stop := self._stop_after(step):
+                    result.status, result.reason = stop
                     return
                 with errors_stop(self._world, step):
                     self.job.checkpoints.save(step)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
-                self.job.record.write({"step": step, "error": str(error)})
+                self.job.metrics.write({"step": step, "error": str(error)})
                 return
 
     def _save_last(self) -> AgreedError | None:
         """Save the last completed step, if that is wanted and not done; return why that failed."""
         result, checkpoints = self._result, self.job.checkpoints
         last, wanted = result.last, self.job.saves or result.status == "preempted"
-        checkpoints.wait()
         if last is None or result.error or not wanted:
+            checkpoints.wait()
             return None
         try:
             with errors_stop(self._world, last.step):
@@ -211,13 +215,18 @@ class Trainer:
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         """Return the record of a step with its evaluation, if there is one. Collective."""
-        job, requests = self.job, self._requests
+        job = self.job
         if not job.evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
-            means, forward = self._agreement.losses, self._forward
-            given = self._world, job.task, self._model, job.data
-            loss, metrics = evaluate(*given, means=means, forward=forward)
+            loss, metrics = evaluate(
+                self._world,
+                job.task,
+                self._model,
+                job.data,
+                means=self._agreement.losses,
+                forward=self._forward,
+            )
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
         job.learning_rates.after_evaluation(loss)
@@ -225,15 +234,19 @@ class Trainer:
             score = job.best.score(record)
         except ValueError as error:
             raise TrainingStoppedError(str(error), self._world.rank) from None
-        if reason := job.best.after_evaluation(score):
-            requests.stop(reason)
-        requests.ask(job.task.on_evaluation(record))
+        self._no_better = job.best.after_evaluation(score) or self._no_better
+        self._asked = job.task.on_evaluation(record) or self._asked
         return record
 
-    def _status(self, step: int) -> str:
+    def _stop_after(self, step: int) -> Stop | None:
+        """Return the end of the job, if it is after this step. Collective."""
         if step == self.job.steps:
-            return "completed"
-        if step == self.job.last_step:
-            return "stopped"
-        self._requests.poll()
-        return self._requests.status
+            return Stop("completed", self._no_better)
+        if step == self.job.last_step or self._no_better:
+            return Stop("stopped", self._no_better)
+        return self._stop_requested()
+
+    def _stop_requested(self) -> Stop | None:
+        """Return the request to end that all ranks know of, if any. Collective."""
+        run = self.job.config.run
+        return self._world.stop_requested(run.max_minutes, grace=run.grace, reason=self._asked)

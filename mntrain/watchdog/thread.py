@@ -234,18 +234,17 @@ class Watchdog:
         """True in a world of one."""
         return self._size == 1
 
-    def expect_signals(self, numbers: Collection[int], grace_s: float, option: str) -> bool:
+    def expect_signals(self, numbers: Collection[int], grace_s: float) -> bool:
         """End the job some seconds after one of these signals, or at the second. Local.
 
-        `option` is what the user sets the seconds with. It works while the main thread is held in C
-        code, too. Returns False if it cannot, since the interpreter's wakeup descriptor is in use.
-        Called by the main thread.
+        It works while the main thread is held in C code, too. Returns False if it cannot, since the
+        interpreter's wakeup descriptor is in use. Called by the main thread.
         """
         previous = signal.set_wakeup_fd(self._channel.wake_descriptor, warn_on_full_buffer=False)
         if previous != -1:
             signal.set_wakeup_fd(previous)
             return False
-        self._grace_s, self._grace_option = grace_s, option
+        self._grace_s = grace_s
         self._signals, self._signalled_at, self._late = numbers, None, []
         return True
 
@@ -474,7 +473,7 @@ class Watchdog:
             self._signalled_at = now
             reason = (
                 f"{name} on rank {self._rank}: the step has not ended within {self._grace_s:g} s "
-                f"({self._grace_option})"
+                "(--run.grace, or grace of world.stop_requested)"
             )
             late[:] = [(now + self._grace_s, reason, code)]
         elif not self.alone and number in _ENDING and now > self._signalled_at + _SENDERS_S:

@@ -8,7 +8,7 @@ import torch
 from job import completed, losses, metrics, summary, train, write_corpus
 
 from gpu.place import CUDA, ON, gpu
-from mntrain.train.compiling import check_compiler
+from mntrain.train.forward import check_compiler
 
 pytestmark = [*gpu, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from mntrain.data.balancing import LoaderBalancing
-from mntrain.data.loader import Passes, ShardedLoader
+from mntrain.data.loader import Passes, ShardedLoader, ShardOptions
 from mntrain.options.config import Config
 from mntrain.train.job_data import JobData
 
@@ -81,7 +81,9 @@ class Log:
 def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **options):
     log = log or Log()
     log.rank, log.size, log.gather = rank, size, gather
-    return ShardedLoader(loader, log, passes or Passes(), **options)
+    known, batches = options.pop("known", None), options.pop("batches", None)
+    given = {"options": ShardOptions(**options), "batches": batches}
+    return ShardedLoader(loader, log, passes or Passes(), known, **given)
 
 
 def balancing_of(size, gather, clock, *, room=math.inf, warnings=None):
@@ -97,7 +99,7 @@ def world_of(rank=0, size=1, gather=alone):
     """One of several ranks of a world, for its data alone."""
 
     def shard(loader, seed, *, train, balance=False):
-        options = {"gather": gather, "seed": seed, "train": train, "division": balance or None}
+        options = {"gather": gather, "seed": seed, "train": train, "balance": balance}
         return sharded(loader, rank, size, **options)
 
     nodes = SimpleNamespace(nodes=((0,),))

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from worlds import RANKS, Worlds
 
 from mntrain.comm import algorithms
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.peer_memory import PeerMemory
+from mntrain.comm.ticket import AlgorithmChoice
 
 RANK = MPI.COMM_WORLD.rank
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from devices import GlooGroup, LateGlooGroup, PromptDevice, late_add
 
 import mntrain
 from mntrain.comm import nccl, transport
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.staging import Devices
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.transport import TransportContext, select_transport
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from zero.kernels import add

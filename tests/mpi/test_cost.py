@@ -12,7 +12,7 @@ from mpi4py import MPI
 from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
 from mntrain.comm import mpi
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.train.plan.traffic import collective
 from zero.layout import ParameterSpec, lay_out
 

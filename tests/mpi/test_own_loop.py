@@ -210,6 +210,46 @@ def test_a_signal_on_one_rank_stops_all_ranks_after_the_same_step(folder, number
     assert summary(folder / "run")["status"] == "completed"
 
 
+def test_the_reason_of_one_rank_stops_all_of_them(folder):
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=0)
+        with loop.metrics:
+            for step in range(1, 9):
+                loop.step(step)
+                own = "its loss is low" if step == 3 and world.rank == world.size - 1 else None
+                if stop := world.stop_requested(reason=own):
+                    break
+    assert (step, *stop) == (4, "stopped", "its loss is low")
+    found = summary(folder / "run")
+    assert (found["status"], found["reason"]) == stop
+
+
+@pytest.mark.processes
+def test_signals_while_a_loop_saves_do_not_end_it(folder, monkeypatch):
+    save = saver.Saver.save
+
+    def slow(*args):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        return save(*args)
+
+    monkeypatch.setattr(saver.Saver, "save", slow)
+    with world_of() as world:
+        loop = Loop(world, folder / "run", every=0)
+        loop.checkpoints.restore()
+        assert not world.stop_requested(grace=0.2)
+        loop.step(1)
+        loop.checkpoints.save(1, now=True)
+        polls = 1
+        while not (stop := world.stop_requested()):
+            polls += 1
+            assert polls <= 3
+        loop.metrics.close()
+    assert stop == ("interrupted", "SIGINT on rank 0")
+    assert steps_kept(folder / "run") == [1]
+
+
 @pytest.mark.thorough
 def test_a_time_limit_stops_all_ranks_before_it_is_over(folder):
     with world_of() as world:

@@ -50,7 +50,7 @@ def nothing_left():
 def shared_bytes(world):
     """Bytes of this rank's parts that are in use."""
     segments = world.collectives.memory._segments.values()
-    return sum(segment.nbytes for segment in segments if not segment.dead)
+    return sum(segment.nbytes for segment in segments if not segment.own.expired())
 
 
 def allocate(world, numel, dtype=torch.float32):

@@ -1,6 +1,5 @@
 """The order in which a training job communicates, and how it stops for one of its ranks."""
 
-import os
 import signal
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +10,6 @@ from mpi4py import MPI
 from small_jobs import Signalling, small, steps_taken, summary_of
 from worlds import RANKS, make_world
 
-from mntrain.checkpoint import Saver
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.options.config import CheckpointConfig, ZeroConfig
@@ -104,11 +102,12 @@ def fit(world, config, **changes):
     ],
 )
 def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
-    world, tmp_path, capsys, *, signals, status, code
+    tmp_path, capsys, *, signals, status, code
 ):
     Signalling.signals = signals
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
-    assert fit(world, small(tmp_path, "small_jobs:Signalling", steps=50)) == code
+    with make_world() as world:
+        assert fit(world, small(tmp_path, "small_jobs:Signalling", steps=50)) == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
         assert steps_taken(tmp_path) == 2
@@ -120,23 +119,6 @@ def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
         assert saved == (["step-00000002"] if status == "preempted" else [])
         told = capsys.readouterr().out.count("the steps of this job were not saved: with --checkp")
         assert told == (status == "interrupted")
-
-
-def test_a_signal_while_the_last_checkpoint_is_written_does_not_end_it(
-    world, tmp_path, monkeypatch
-):
-    Signalling.signals = [signal.SIGINT]
-    config = small(tmp_path, "small_jobs:Signalling", steps=50)
-    save = Saver.save
-
-    def slow(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return save(*args)
-
-    monkeypatch.setattr(Saver, "save", slow)
-    assert fit(world, config, checkpoint=CheckpointConfig(every="40")) == 130
-    if world.master:
-        assert summary_of(tmp_path)["checkpoint"].endswith("step-00000002")
 
 
 def test_a_job_ends_before_its_deadline(world, tmp_path):

@@ -16,9 +16,9 @@ from rig import SLOT_BYTES, TRANSPORTS
 
 import mntrain
 from mntrain.comm import nccl
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.nccl import shared_store
 from mntrain.comm.shared_memory import DEPTH
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.transport import child_environment
 from zero.layout import split
 

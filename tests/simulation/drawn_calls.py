@@ -8,7 +8,7 @@ import torch
 from simulated_ranks import Rank
 
 from mntrain.comm import algorithms
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.collectives import Work
 

@@ -28,11 +28,10 @@ from processes import Processes
 from virtual_time import Threading, VirtualTime, current
 
 from mntrain.comm import clock, engine, peer_memory, resources, shared_memory
-from mntrain.comm.algorithms import AlgorithmChoice
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.ticket import Signature, Ticket, call_site
+from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, call_site
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.errors import AgreedError

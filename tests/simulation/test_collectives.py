@@ -12,7 +12,7 @@ from simulated_ranks import SimulatedRanks
 from virtual_time import DeadlockError
 
 from mntrain.comm import algorithms
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.errors import AgreedError
 
 NODES = [[1, 1], [3], [2, 2], [1, 2], [2, 1, 3], [4, 4], [1] * 5, [4, 2, 1, 3], [1] * 12, [2] * 8]

@@ -40,7 +40,7 @@ class Residual:
     """The part of its sums that a lane's owner has not sent. Takes twice its size.
 
     A step that is skipped must leave nothing: its gradients are dropped, with all that was sent of
-    earlier ones. So what is left of the last step that was taken (`settled`) is kept beside what is
+    earlier ones. So what is left of the last step that was taken (`of_step`) is kept beside what is
     left of the last reduction.
 
     Sums are in units that change: gradients are multiplied by their batch's weight and by the loss
@@ -50,8 +50,8 @@ class Residual:
     one adds or lacks into the residual.
     """
 
-    def __init__(self, settled: Unsent) -> None:
-        self.settled = self._latest = settled
+    def __init__(self, of_step: Unsent) -> None:
+        self.of_step = self._latest = of_step
         self._open: Tensor | None = None  # of the reduction in progress
         self._multiplier = 1.0  # of its sums
 
@@ -79,10 +79,10 @@ class Residual:
             total.add_(base.residual.to(total.device), alpha=more)
         self._latest, self._open = Unsent(total, self._multiplier, divisor), None
 
-    def settle(self, *, taken: bool) -> None:
+    def end_step(self, *, taken: bool) -> None:
         """End a step, or drop it: what its reductions have left counts, or never was."""
         self._open = None
-        self.settled = self._latest = self._latest if taken else self.settled
+        self.of_step = self._latest = self._latest if taken else self.of_step
 
 
 class BetweenNodesHook(CommHook):
@@ -129,15 +129,15 @@ class BetweenNodesHook(CommHook):
     def end_step(self, *, taken: bool) -> None:
         """Keep the residuals of a step that was taken, and drop those of one that was not."""
         for residual in self._residuals.values():
-            residual.settle(taken=taken)
+            residual.end_step(taken=taken)
 
     def nbytes(self) -> int:
         """Return the bytes of the residuals."""
-        return sum(2 * kept.settled.residual.nbytes for kept in self._residuals.values())
+        return sum(2 * kept.of_step.residual.nbytes for kept in self._residuals.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of the last step, by bucket."""
-        states = {str(i): kept.settled._asdict() for i, kept in self._residuals.items()}
+        states = {str(i): kept.of_step._asdict() for i, kept in self._residuals.items()}
         return {"residuals": states} if states else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class OuterSGD:
 
 
 class SentExchange(NamedTuple):
-    """What was sent in an exchange, and the agreement of all ranks on whether all is finite.
+    """The messages of an exchange, of which one tells all ranks whether everything is finite.
 
     Codes of what is not finite would pass for numbers, so nothing is applied before `check`.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.collectives import Collectives
-from zero.gradients.memory import BucketMemory, BucketsInTurns, WholeBuckets
+from zero.gradients.buckets import BucketMemory, BucketsInTurns, WholeBuckets
 from zero.gradients.slots import OwnSlots, RefusedSlots, VisibleSlots
 from zero.kernels import copy_scaled, in_memory_order, pack, rescale
 from zero.layout import Bucket, ParameterSlice

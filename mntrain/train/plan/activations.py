@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mntrain.tasks import Losses, Task
-from mntrain.train.compiling import Precision, recompute_regions
+from mntrain.train.forward import Precision, recompute_regions
 
 
 class _LiveTensors(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 from mntrain import compression, tasks
 from mntrain.comm.topology import Topology
 from mntrain.ranks import TRAVEL_DTYPES
-from mntrain.train.compiling import PRECISIONS
+from mntrain.train.forward import PRECISIONS
 from mntrain.train.initialization import freeze
 from mntrain.train.optimization import choose_optimizer
 from mntrain.train.plan import activations, traffic

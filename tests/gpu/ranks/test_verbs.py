@@ -12,7 +12,7 @@ from gpu.place import CUDA, ON, gpu
 from gpu.ranks.transports import TRANSPORTS, transports
 from mntrain.bench.candidates import Pattern, library_candidate
 from mntrain.comm import algorithms
-from mntrain.comm.algorithms import AlgorithmChoice
+from mntrain.comm.ticket import AlgorithmChoice
 from zero.layout import MIB
 
 pytestmark = [pytest.mark.mpi, *gpu]

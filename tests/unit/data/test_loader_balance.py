@@ -8,6 +8,8 @@ import torch
 from sharding import Clock, Log, balancing_of, in_turns, sharded
 from torch.utils.data import DataLoader, TensorDataset
 
+from mntrain.data.loader import Passes
+
 SAMPLES, BATCH = 150, 6
 
 
@@ -31,8 +33,8 @@ def balanced(rank, size, gather, clock, kind="cut", *, workers=0, balance=True, 
     """A rank's parts of a loader, and what it was told of them."""
     log, given = Log(), {"gather": gather}
     if balance:
-        given["balance"] = balancing_of(size, gather, clock, **options)
-        given["division"] = given["balance"].plans.divide
+        passes = Passes(balance=balancing_of(size, gather, clock, **options))
+        given |= {"passes": passes, "balance": True}
     return sharded(loader(kind, workers), rank, size, log, **given), log
 
 

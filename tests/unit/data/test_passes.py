@@ -11,7 +11,7 @@ from first_of_two import zero
 from sharding import Clock, Log, Numbers, balancing_of, concatenated, in_turns, sharded
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from mntrain.data.loader import ShardRegistry
+from mntrain.data.loader import Passes, ShardOptions, ShardRegistry
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.source import Alone
 
@@ -40,8 +40,7 @@ def registry(ranks=None):
 
 
 def shard(shards, loader, seed=0, **options):
-    given = {"weight": None, "train": None, "balance": False, "divided": False}
-    return shards.shard(loader, seed, **{**given, **options})
+    return shards.shard(loader, ShardOptions(seed, **options))
 
 
 def drawn(parts):
@@ -381,9 +380,8 @@ def test_behind_the_last_batch_of_an_epoch_the_next_one_is_resumed(kind, size, d
 def test_a_balanced_loader_goes_on_with_the_next_epoch():
     def body(rank, gather):
         made = balancing_of(2, gather, Clock())
-        parts = sharded(
-            shuffled(), rank, 2, gather=gather, division=made.plans.divide, balance=made
-        )
+        passes = Passes(balance=made)
+        parts = sharded(shuffled(), rank, 2, gather=gather, passes=passes, balance=True)
         batches = iter(parts)
         for _ in range(7):
             next(batches)

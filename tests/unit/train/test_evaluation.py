@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from mntrain.checkpoint.objects import encode_objects, merge, select
 from mntrain.options.config import Config, TrainConfig
 from mntrain.tasks import Loss, Losses, Mean, Sum, Task
-from mntrain.train.compiling import Precision
 from mntrain.train.evaluation import BestMetric, try_evaluation
+from mntrain.train.forward import Precision
 from mntrain.train.job_data import JobData
 
 

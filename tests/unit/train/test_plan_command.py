@@ -14,7 +14,7 @@ from mntrain.__main__ import main
 from mntrain.options.config import Config
 from mntrain.tasks import Loss, Losses, Mean, Task
 from mntrain.tasks.transformer import Transformer
-from mntrain.train.compiling import PRECISIONS, recompute_regions
+from mntrain.train.forward import PRECISIONS, recompute_regions
 from mntrain.train.plan import activations, plan_command, plan_options
 from mntrain.train.plan.job_plan import JobPlan, smallest
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from mntrain.data.loader import ShardRegistry
+from mntrain.data.loader import ShardOptions, ShardRegistry
 from mntrain.data.source import Alone
 from zero import SingleProcessCollectives
 from zero.gradients.weights import BatchSource
@@ -453,13 +453,12 @@ def test_two_threads_that_train_two_models_weigh_each_loss_by_its_own_loader(sta
     shards = ShardRegistry(Alone(), optimizers := [], warn=print, observe=lambda *_: None)
     pairs = [one_weight(stage, FirstOfTwo) for _ in range(2)]
     optimizers += [optimizer for _, optimizer in pairs]
-    of_loader = {"weight": None, "train": True, "balance": False, "divided": False}
 
     def body(number, meet):
         (model, optimizer), norms = pairs[number], []
         size = [4, 6][number]
         data = torch.arange(1.0, 2 * size + 1).view(-1, 1)
-        for inputs in shards.shard(DataLoader(data, size), number, **of_loader):
+        for inputs in shards.shard(DataLoader(data, size), ShardOptions(number, train=True)):
             loss = model(inputs).mean()
             loss.register_hook(meet)  # both are in backward now
             if number:

@@ -33,9 +33,9 @@ def test_means_lose_nothing_whatever_the_units_and_divisors():
         message[::2] = 0.0
         total.sub_(message)
         residual.reduced(divisor)
-        residual.settle(taken=True)
+        residual.end_step(taken=True)
         arrived += message * (multiplier / divisor)
-    state = residual.settled
+    state = residual.of_step
     kept = state.residual * (state.multiplier / state.divisor)
     torch.testing.assert_close(arrived + kept, wanted, rtol=1e-12, atol=1e-9)
     assert kept.abs().sum() > 1
@@ -46,14 +46,14 @@ def test_a_step_that_is_not_taken_leaves_no_trace(reductions):
     residual = nothing(8)
     residual.add(torch.arange(8.0), 1.0)
     residual.reduced(2.0)
-    residual.settle(taken=True)
-    before = residual.settled.residual.clone()
+    residual.end_step(taken=True)
+    before = residual.of_step.residual.clone()
     for value in [1e30, math.nan, math.inf][:reductions]:
         residual.add(torch.full((8,), value), 3.0)
         residual.reduced(5.0)
     residual.add(torch.full((8,), math.nan), 3.0)
-    residual.settle(taken=False)
-    assert torch.equal(residual.settled.residual, before)
+    residual.end_step(taken=False)
+    assert torch.equal(residual.of_step.residual, before)
     assert torch.equal(residual.add(torch.zeros(8), 1.0), before)
 
 
@@ -61,9 +61,9 @@ def test_a_residual_is_restored_but_nothing_in_it_that_is_not_finite():
     residual = nothing(3)
     residual.add(torch.tensor([1.0, math.nan, math.inf]), 2.0)
     residual.reduced(3.0)
-    residual.settle(taken=True)
-    assert residual.settled.residual.tolist() == [1.0, 0.0, 0.0]
-    other = Residual(residual.settled)
+    residual.end_step(taken=True)
+    assert residual.of_step.residual.tolist() == [1.0, 0.0, 0.0]
+    other = Residual(residual.of_step)
     assert torch.equal(other.add(torch.zeros(3), 0.5), residual.add(torch.zeros(3), 0.5))
 
 

@@ -1,4 +1,4 @@
-"""Dtypes of a model and its forward; compilation and recomputation of its regions."""
+"""The forward of a task: its dtypes, and the compilation and recomputation of regions."""
 
 import os
 import shutil

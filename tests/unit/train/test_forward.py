@@ -10,7 +10,7 @@ from first_of_two import FirstOfTwo
 from torch import nn
 
 from mntrain.tasks.transformer import Transformer
-from mntrain.train.compiling import (
+from mntrain.train.forward import (
     check_compiler,
     compile_regions,
     recompute_regions,
