@@ -152,7 +152,8 @@ class OptimConfig:
 
     name: str = Field(
         default="AdamW",
-        description='a class of torch.optim, or "package.module:Class" for another.',
+        description="a class of torch.optim, Muon (matrices of layers; others by AdamW), or "
+        '"package.module:Class" for another.',
     )
     options: Table = Field(
         default={}, description="further arguments of the class, such as 'betas = [0.9, 0.95]'."

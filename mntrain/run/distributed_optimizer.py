@@ -111,7 +111,7 @@ def _check_parameters(
     trainable = check_trainable(named, sharded=stage != 0)
     check_free(by_name(trainable))
     # Optimizers of others may need more than small tensors.
-    if getattr(make.func, "__module__", "").startswith("torch.optim."):
+    if getattr(make.func, "__module__", "").startswith(("torch.optim.", "mntrain.optim")):
         plain = [{**group, "params": [p for _, p in group["params"]]} for group in trainable]
         check_arguments(make.func, make.keywords, plain, leaves=stage == 0)
     if stage != 0:

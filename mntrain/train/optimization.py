@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from mntrain.optim import Muon, muon_groups
 from mntrain.options.config import OptimConfig
 from mntrain.tasks import Task, errors_of_task, import_class
 from zero.optimizer import ZeroOptimizer
@@ -32,7 +33,11 @@ def choose_optimizer(
         given: object = task.optimizer(model)
     if given is None:
         kind, options = resolve_optimizer(config, device)
-        groups = weight_decay_groups(model, config.weight_decay)
+        if kind is Muon:
+            options["weight_decay"] = config.weight_decay
+            groups = muon_groups(model, task.regions(model))
+        else:
+            groups = weight_decay_groups(model, config.weight_decay)
         return kind.__name__, partial(kind, groups, **options)
     if not isinstance(given, partial) or len(given.args) > 1:
         raise ValueError(
@@ -75,8 +80,11 @@ def resolve_optimizer(
 
 
 def _find_class(name: str) -> type[Optimizer]:
-    own = ":" in name
-    found = import_class("--optim.name", name) if own else getattr(torch.optim, name, None)
+    found = {"Muon": Muon}.get(name)  # torch's takes matrices only, and models have vectors too
+    if ":" in name:
+        found = import_class("--optim.name", name)
+    elif found is None:
+        found = getattr(torch.optim, name, None)
     if not inspect.isclass(found) or not issubclass(found, Optimizer) or found is Optimizer:
         known = [one for one, kind in vars(torch.optim).items() if inspect.isclass(kind)]
         raise ValueError(

@@ -87,13 +87,13 @@ def measured(config, folder):
 
 SGD = {"name": "SGD", "weight_decay": 0.0}
 MOMENTUM = {**SGD, "options": {"momentum": 0.9}}
-ADAFACTOR = {"name": "Adafactor"}
+ADAFACTOR, MUON = {"name": "Adafactor"}, {"name": "Muon"}
 DIGITS, OWN = "examples.digits:Digits", "test_plan:TiedAndFrozen"
 LM = "small_jobs:Silent"
 thorough = pytest.mark.thorough
 # Task, stage, and other options.
 CASES = [
-    (LM, 2, {"optim": ADAFACTOR, "precision": "bf16-pure"}),
+    (LM, 2, {"optim": MUON, "precision": "bf16-pure"}),
     (OWN, 1, {"comm": {"gather_dtype": "bf16", "ranks_per_node": 2}}),
     *(
         pytest.param(*case, marks=thorough)
@@ -103,6 +103,7 @@ CASES = [
             (LM, 2, {"optim": SGD}),
             (LM, 2, {"precision": "fp16", "optim": MOMENTUM}),
             (LM, 1, {"precision": "bf16-pure", "comm": {"bucket_mb": 0.1}}),
+            (LM, 2, {"optim": ADAFACTOR}),
             (DIGITS, 0, {"optim": SGD}),
             (DIGITS, 2, {"optim": MOMENTUM}),
             (DIGITS, 1, {"precision": "bf16-pure"}),

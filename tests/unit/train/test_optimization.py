@@ -7,6 +7,7 @@ from gpu.place import ON, gpu
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from mntrain.optim import Muon
 from mntrain.options.config import Config, OptimConfig
 from mntrain.tasks import Task
 from mntrain.train.optimization import (
@@ -139,6 +140,19 @@ def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
     assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3), (ids(model.gain), 0.0)]
     model.gain.requires_grad_(False)
     assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3)]  # no group of nothing
+
+
+def test_muon_gets_the_matrices_of_the_layers_and_its_options():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)]), "head": nn.Linear(2, 3)})
+    config = OptimConfig(name="Muon", lr=0.5, weight_decay=0.3, options={"momentum": 0.8})
+    name, choice = choose_optimizer(Plain(), model, config, CPU)
+    assert (choice.func, name) == (Muon, "Muon")
+    assert choice.keywords == {"lr": 0.5, "weight_decay": 0.3, "momentum": 0.8}
+    weight, *_ = model["layers"].parameters()
+    assert [group["muon"] for group in choice.args[0]] == [True, False, False]
+    assert [id(p) for p in choice.args[0][0]["params"]] == [id(weight)]
+    made = choice()
+    assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.3, 0.0]
 
 
 # Five steps of cosine: angles of 0, 45, 90, 135 and 180 degrees.
@@ -275,7 +289,7 @@ def test_a_scheduler_of_plateaus_sees_evaluations_only():
         ("AdamW", {"capturable": True}, "AdamW refuses .*capturable=True"),
         ("AdamW", {"beta": 0.9}, "AdamW refuses beta=0.9 .*; it takes lr=|; it takes .*betas"),
         ("SGD", {"nesterov": True}, "SGD refuses .*nesterov=True"),
-        ("Muon", {}, "Muon refuses .* only supports 2D parameters"),
+        ("Muon", {"iterations": 2.5}, "Muon refuses .*iterations=2.5"),
     ],
 )
 def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, options, refused):

@@ -11,6 +11,7 @@ from first_of_two import STAGES, FirstOfTwo, zero
 from handmade import Lion
 from torch import nn
 
+from mntrain.optim import Muon
 from zero import SingleProcessCollectives
 from zero.layout import ParameterSpec, lay_out
 from zero.memory import Memory
@@ -192,14 +193,19 @@ def test_another_stage_is_predicted_as_it_is_then_measured(stage, dtypes):
 
 
 # A class of each kind: those that read numbers from tensors, factor their state, or keep none.
-CLASSES = ("Adafactor", "NAdam", "ASGD", "Rprop", "RAdam", "SGD", "RMSprop")
+CLASSES = ("Adafactor", "NAdam", "ASGD", "Rprop", "RAdam", "SGD", "Muon", "RMSprop")
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_state_of_every_optimizer_is_predicted(kind):
-    optimizer_class = getattr(torch.optim, kind)
+    optimizer_class = Muon if kind == "Muon" else getattr(torch.optim, kind)
     model = nn.Sequential(nn.Linear(9, 20), nn.Linear(20, 3))
     groups = [{"params": list(model.named_parameters())}]
+    if kind == "Muon":
+        named = list(model.named_parameters())
+        matrices = [pair for pair in named if pair[1].dim() == 2]
+        others = [pair for pair in named if pair[1].dim() != 2]
+        groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
     options = {"stage": 2, "partition": "parameter", "lr": 1e-3}
     optimizer = zero(groups, optimizer_class, one_of(3, 1), **options)
     model(torch.ones(2, 9)).square().mean().backward()
