@@ -88,9 +88,14 @@ class Evidence:
 def _crash_of(rank: int | None, found: Sequence[Recording]) -> EndCause | None:
     """Return that a rank, or any, has crashed by itself, if it has.
 
-    SIGBUS comes of memory that fails; and others may abort when MPI has lost a rank.
+    SIGBUS comes of memory that fails; and others may abort, or crash in MPI, when it has lost a
+    rank: so if ranks have seen one end, the first is asked.
     """
     others = {"Bus error"} if rank is not None else {"Bus error", "Aborted"}
+    events = [event for recording in found for event in recording.events]
+    ends = [event for event in events if event.kind == Kind.PEER_ENDED]
+    if rank is None and ends:
+        rank = min(ends, key=lambda event: event.time).number
     for header, error in ((one.header, one.error) for one in found):
         crashed = error and error.kind == Kind.CRASH and error.text not in others
         if error and crashed and rank in (None, header.rank):

@@ -14,7 +14,7 @@ from mntrain.options.config import CheckpointConfig
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.train.job import warn_of_launch
 
-# Rank 1 of two ends as the word says, which rank 0 notices.
+# Rank 1 of two ends as the word says; rank 0 sees some end in an order.
 RANK = """
 import os, signal, sys
 from pathlib import Path
@@ -30,7 +30,8 @@ recorder.begin_phase("forward", 3)
 if end == "raise" and rank == 1:
     recorder.error_raised(KeyError("a bug"))
 if rank == 0:
-    recorder.peer_ended(1)
+    for other in map(int, sys.argv[4]):
+        recorder.peer_ended(other)
 if end == "close":
     recorder.close()
     sys.exit()
@@ -48,11 +49,11 @@ def found_in(folder):
     return notes.run
 
 
-def end_of_ranks(folder, end):
+def end_of_ranks(folder, end, seen="1"):
     """Let two ranks end; return what the run directory says of it."""
     found = found_in(folder)
     for rank in (1, 0):
-        subprocess.run([sys.executable, "-c", RANK, folder, str(rank), end], check=False)
+        subprocess.run([sys.executable, "-c", RANK, folder, str(rank), end, seen], check=False)
     return Evidence.of(found)
 
 
@@ -83,6 +84,12 @@ def test_a_rank_that_others_have_seen_end_may_have_crashed_by_itself(tmp_path, e
     assert evidence.judge(other) is other
     unsure = EndCause(True, "a rank on n2 ended: EXIT CODE: 9", "mpirun")
     assert evidence.judge(unsure).fault == (end != "SIGSEGV")
+
+
+@pytest.mark.parametrize(("seen", "fault"), [("21", True), ("12", False), ("", False)])
+def test_a_crash_after_another_rank_has_ended_is_no_cause(tmp_path, seen, fault):
+    unsure = EndCause(True, "a rank on n3 ended: EXIT CODE: 9", "mpirun")
+    assert end_of_ranks(tmp_path, "SIGSEGV", seen).judge(unsure).fault == fault
 
 
 def test_a_summary_counts_if_this_start_has_written_it(tmp_path):
