@@ -51,7 +51,7 @@ _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
 _SURE_S = 2.0  # between the first look at a connection that may be lost and the last
 _TCP_INFO = struct.Struct("=3xB20xI28xI")  # of linux/tcp.h: probes, unacked, last_ack_recv
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 # In which users name the interfaces of MPI.
 _INTERFACE_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
 
@@ -407,8 +407,8 @@ def address_towards(
         for address in set(addresses.values()) - set(own.values()):  # not of a bridge on each host
             votes[_source(address)] += 1
     if not votes:
-        return _LOOPBACK
-    return max(usable, key=lambda address: votes[address], default=_LOOPBACK)
+        return LOOPBACK
+    return max(usable, key=lambda address: votes[address], default=LOOPBACK)
 
 
 def _source(address: str) -> str:

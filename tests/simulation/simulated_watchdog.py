@@ -27,7 +27,7 @@ from mntrain import World, errors
 from mntrain.comm import mpi
 from mntrain.errors import ExceptionWatch
 from mntrain.ranks import Ranks
-from mntrain.watchdog import monitor, rank_status, thread
+from mntrain.watchdog import monitor, rank_status, relays, thread
 from mntrain.watchdog.side_channel import LOST_S, Message
 
 MESSAGE_S = 50e-6  # of virtual time, from one watchdog to another
@@ -88,7 +88,7 @@ class Channel:
         self.woken = False
         while self.inbox:
             peer, message = self.inbox.pop(0)
-            if message["kind"] == "disconnected":
+            if message.get("kind") == "disconnected":
                 if peer not in self.open:
                     continue
                 self.open.remove(peer)
@@ -102,7 +102,7 @@ class Channel:
         if self.waiting is not None:
             self.waiting.time.wake(self.waiting)
 
-    def close(self) -> None:
+    def close(self, *, in_child: bool) -> None:
         self.worlds.disconnect(self.rank, None)
 
 
@@ -253,10 +253,10 @@ class WatchedWorlds(SimulatedWorlds):
             if target not in self.gone | self.harmed:
                 channel = self.channels[target]
                 channel.inbox.append((source, message))
-                self.time.note(target, "is told", message["kind"], "by", source)
+                self.time.note(target, "is told", *message.values(), "by", source)
                 channel.wake()
 
-        if source not in self.unreached or message["kind"] == "disconnected":
+        if source not in self.unreached or message.get("kind") == "disconnected":
             before = self._arrived.get((source, target), 0.0)
             when = max(self.time.now + MESSAGE_S, math.nextafter(before, math.inf))
             self._arrived[source, target] = when
@@ -286,7 +286,7 @@ class WatchedWorlds(SimulatedWorlds):
         }.items():
             patch.setattr(mntrain.ranks, name, value)
         virtual = SimpleNamespace(monotonic=self.time.local_now, sleep=self.time.sleep)
-        for module in (errors, thread, monitor):
+        for module in (errors, thread, monitor, relays):
             patch.setattr(module, "time", virtual)
         patch.setattr(thread, "threading", Threading())
         patch.setattr(thread, "os", SimpleNamespace(getpid=lambda: 0, _exit=self.exit))
