@@ -33,7 +33,7 @@ from mntrain.watchdog.side_channel import LOST_S, Message
 MESSAGE_S = 50e-6  # of virtual time, from one watchdog to another
 GREETING_S = 10.0  # for a connection
 MOST_S = 3600.0  # of virtual time, in which a run has ended
-START_ENGINE = Ranks._start_engine
+CHECK, START_ENGINE = Ranks._check, Ranks._start_engine
 
 
 @dataclass
@@ -152,10 +152,14 @@ class End:
 
 
 class WatchedWorlds(SimulatedWorlds):
-    """Simulated ranks of watched worlds. `printed` are lines of watchdogs: rank and text."""
+    """Simulated ranks of watched worlds. `printed` are lines of watchdogs: rank and text.
 
-    def __init__(self, *given: Any, **more: Any) -> None:
+    With `facts_of_hosts`, ranks gather the facts of this host, and no rank can be harmed.
+    """
+
+    def __init__(self, *given: Any, facts_of_hosts: bool = False, **more: Any) -> None:
         super().__init__(*given, **more)
+        self.facts_of_hosts = facts_of_hosts
         self.channels: dict[int, Channel] = {}
         self.printed: list[tuple[int, str]] = []
         self.ends = [End() for _ in range(self.size)]
@@ -275,7 +279,12 @@ class WatchedWorlds(SimulatedWorlds):
         super().take_the_place_of_the_host(patch)
         self.channels.clear()
         facts = [self._facts(rank) for rank in range(self.size)]
-        patch.setattr(Ranks, "_check", lambda world: vars(world).update(facts=facts, findings={}))
+
+        def give_facts(world: Ranks) -> None:
+            world.facts, world.findings = facts, {}
+
+        patch.setattr(Ranks, "_check", CHECK if self.facts_of_hosts else give_facts)
+        patch.setattr(mntrain.ranks.torch, "set_num_threads", lambda number: None)
         patch.setattr(Ranks, "_start_engine", START_ENGINE)
         for name, value in {
             "ExceptionWatch": _Watch,

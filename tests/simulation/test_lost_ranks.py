@@ -154,6 +154,19 @@ def test_every_other_rank_ends_with_its_results_or_an_error_that_names_the_rank(
             assert named <= odd, text
 
 
+def test_no_rank_receives_more_than_4_kib_a_rank_of_the_job_at_the_start():
+    worlds = WatchedWorlds([2] * 3, seed=2, options={"device": "cpu"}, facts_of_hosts=True)
+    at_start = {}
+
+    def program(world):
+        at_start[world.rank] = worlds.job.received[world.rank]
+
+    ends = worlds.run_to_end(program)
+    assert all(end.finished for end in ends)
+    assert min(at_start.values()) > 500 * worlds.size  # of hosts, at least
+    assert max(at_start.values()) <= 4096 * worlds.size
+
+
 @pytest.mark.parametrize("how", ["stops", "vanishes", "raises"])
 @pytest.mark.parametrize(
     "odd", [(4,), (5,), (6,), (4, 5), (0,), (1,), (0, 5), (1, 4)], ids=lambda odd: f"ranks {odd}"
