@@ -1,6 +1,7 @@
 """Messages between the ranks of a job beside MPI, over TCP: they arrive while MPI is stuck.
 
-Every rank connects to the monitors, ranks 0 and 1. The state of a connection tells of its peer:
+`mntrain.watchdog.relays` decides which rank connects to which. Here, a monitor is a rank to which
+others connect. The state of a connection tells of its peer:
 
     closed              the process has ended
     not acknowledged    the node or its network is lost, or down for a while: lost after a limit
@@ -15,7 +16,7 @@ job (HMAC-SHA256), which the ranks exchange over MPI:
     monitor     {"proof": of C}
 
 Before its proof, a peer is a stranger, of which a monitor keeps STRANGERS at most: the oldest gives
-way. Once all ranks are connected, the monitor stops listening.
+way. Once all of its ranks are connected, the monitor stops listening.
 """
 
 import errno
