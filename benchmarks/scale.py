@@ -1,12 +1,13 @@
-"""Simulate all-reduces on up to 1,024 nodes, in virtual time, beside the bounds of the network.
+"""Simulate collectives on up to 1,024 nodes, in virtual time, beside bounds and formulas.
 
     python benchmarks/scale.py
-    sudo python benchmarks/scale.py --emulated    the same beside real ranks on emulated nodes
+    sudo python benchmarks/scale.py --emulated    all-reduces beside real ranks on emulated nodes
 
 Ranks of nodes of one and of four run in this process (tests/simulation), without MPI, root or a
-network, on one core in under ten minutes. Nodes are joined by links of 100 Gbit/s and 5 us. Writes
-docs/results/scale.md: the virtual time of an all-reduce, from the moment at which all ranks call
-it, and the messages and bytes that a rank sends at most. Every rank's sum is checked.
+network, on one core in under ten minutes. Writes docs/results/scale.md and its picture: the virtual
+time of collectives, from the moment at which all ranks call them, and what the busiest rank sends;
+what rank 0 receives in a job with its watchdogs and checkpoints; and from these times the exposed
+share of a training step (scale_model.py). Every rank's result is checked.
 
 With --emulated, real ranks on two, four and eight emulated nodes, whose links are so slow that they
 decide, and simulated ones with the same rate take turns; writes docs/results/scale-emulated.md.
@@ -14,53 +15,124 @@ decide, and simulated ones with the same rate take turns; writes docs/results/sc
 
 import argparse
 import gc
-import math
+import json
 import sys
+import tempfile
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from results import DOCS, facts, heading, ms, size_label, table, write
+from results import DOCS, MIB, bar_charts, facts, heading, ms, size_label, table, write
+from scale_model import SOURCE, Call, Step
 
-RATE, LATENCY_S, MESSAGE_S = 12.5e9, 5e-6, 1e-6
-NODES, PER_NODE = (2, 4, 16, 64, 256, 1024), (1, 4)
-# Ranks that one process simulates at most, by ranks of a node and KiB.
-MOST_RANKS = {
-    1: {1: 4096, 64: 1024, 1024: 64, 25 * 1024: 16},
-    4: {1: 4096, 64: 1024, 1024: 256, 25 * 1024: 64},
+
+class Link(NamedTuple):
+    """A kind of link."""
+
+    name: str
+    latency_s: float
+    rate: float  # bytes per second
+
+
+SLOW = Link("1 Gbit/s, 50 us", 50e-6, 0.125e9)
+MIDDLE = Link("100 Gbit/s, 5 us", 5e-6, 12.5e9)
+FAST = Link("400 Gbit/s, 2 us", 2e-6, 50e9)
+MESSAGE_S = 1e-6
+BUCKET_KIB = 25 * 1024
+VERBS = {
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "broadcast": "broadcast",
 }
+# The nodes of each size of tensor in KiB, by link and ranks of a node: those that one process
+# simulates in minutes.
+ALL_REDUCES = {
+    (MIDDLE, 1): {
+        1: (2, 16, 256),
+        64: (2, 16, 256, 1024),
+        1024: (2, 16, 64),
+        BUCKET_KIB: (2, 4, 16),
+    },
+    (MIDDLE, 4): {
+        1: (2, 16, 64, 256),
+        64: (2, 16, 64, 256),
+        1024: (2, 16, 64),
+        BUCKET_KIB: (2, 4, 16),
+    },
+    (SLOW, 4): {1: (4, 64), 64: (4, 64), 1024: (4, 64), BUCKET_KIB: (4,)},
+    (FAST, 4): {1: (4, 64), 64: (4, 64), 1024: (4, 64), BUCKET_KIB: (4, 16)},
+}
+OTHERS = {
+    MIDDLE: {64: (16, 64), 1024: (16, 64), BUCKET_KIB: (16,)},
+    FAST: {BUCKET_KIB: (16,)},
+}
+JOBS = (4, 16)  # nodes of four ranks of the simulated jobs
 EMULATED, LINK, EMULATED_KIB = ("1,1", "2,2", "1,1,1,1", "1,1,1,1,1,1,1,1"), "0.1gbit", (1024, 4096)
 SMALL_KIB = 4  # whose time on two nodes is the latency of the emulated network, with MPI and Python
+MODELS = {"124 M": 124e6, "1.3 B": 1.3e9}  # parameters of a GPT
+TOKENS, FLOPS, STEP_NODES = 16_384, 200e12, 1024  # of a rank and step; computed per second
 LEFT_OUT = """
-Left out: the time to add, to copy and to read shared memory; everything that a computer does beside
+The time to add, to copy and to read shared memory; everything that a computer does beside
 the call, such as computing and its own threads; packets and their loss, and switches, which carry
 everything at once. A message takes 1 us of its sender's CPU and 1 us of its receiver's. Up to 64
 KiB it is sent at once, and a longer one when the receiver has answered. MPI makes progress without
 being called, and a rank that waits sees a message when it arrives: it does not sleep meanwhile. So
 these are times that the order and sizes of messages allow, not those of a machine.
 Where slow links decide, they are those of [emulated nodes](scale-emulated.md).
+
+Larger points are missing since a message takes a millisecond to simulate: on 1,024 nodes of four
+ranks, 64 KiB would take three minutes, and 25 MiB an hour.
+"""
+RANK_0 = """
+A job with its watchdogs, an optimizer of stage 1 with 64,064 parameters, and a checkpoint. Bytes
+are what rank 0 receives over MPI, for each rank of the job. Those of the start are mostly one
+gather of what every rank tells of its host, by which all ranks compare these. MPI's own messages
+within its collective calls are not counted: an `MPI_Allgather` of P ranks has log2 P or P - 1. The
+step's bytes are those of gradients and parameters, which do not grow with the job.
+
+Beside MPI, rank 0 is connected to the first rank of each other host and to all of its own. A
+connection takes one file descriptor, and some 200 bytes when it is made. On {nodes:,} nodes of four
+ranks, rank 0 has {first:,} of them and rank 1 has {second:,}, of the 65,536 files that `ulimit -n`
+often allows.
+
+The run directory has one recording a rank (`recorder/`, of a fixed size), so that `autopsy` can
+read what a rank did whose node is gone. All else is written by few: rank 0 writes metrics and the
+summary, and a checkpoint has {files} files, in which all ranks write their parts.
+
+What grows faster than log P on a rank, with its reason: what each rank knows of all others (host,
+process, cores and versions, some 1 kB each, 4 MB on 4,096 ranks), by which it names any rank in an
+error; the gathers of the start, of which each has P entries; and `world.gather` itself.
 """
 
 
 def main() -> None:
     """Simulate every layout and size, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--most-nodes", type=int, default=NODES[-1])
     parser.add_argument("--emulated", action="store_true", help="compare with emulated nodes")
     options = parser.parse_args()
-    sys.path.append(str(DOCS.parent / "tests" / "simulation"))
+    for name in ("simulation", "helpers", "mpi"):
+        sys.path.append(str(DOCS.parent / "tests" / name))
     if options.emulated:
         compare()
         return
-    page, begun = facts(), time.monotonic()
+    page = facts()
     runs = [
-        all_reduce(nodes, per_node, kib)
-        for per_node in PER_NODE
-        for kib, most in MOST_RANKS[per_node].items()
-        for nodes in NODES
-        if nodes * per_node <= most and nodes <= options.most_nodes
+        collective("all_reduce", nodes, per_node, kib, link)
+        for (link, per_node), sizes in ALL_REDUCES.items()
+        for kib, counts in sizes.items()
+        for nodes in counts
     ]
-    took_s = round(time.monotonic() - begun)
-    publish(page | {"runs": runs, "took_s": took_s, "versions": versions()}, "scale", DOCS)
+    runs += [
+        collective(verb, nodes, 4, kib, link)
+        for link, sizes in OTHERS.items()
+        for verb in [*VERBS][1:]
+        for kib, counts in sizes.items()
+        for nodes in counts
+        if verb != "broadcast" or link == MIDDLE
+    ]
+    page |= {"runs": runs, "jobs": [job(nodes) for nodes in JOBS], "versions": versions()}
+    publish(page | {"took_s": round(time.process_time())}, "scale", DOCS)
 
 
 def versions() -> dict[str, str]:
@@ -87,10 +159,9 @@ def compare() -> None:
         rows = [row for row in job["rows"] if row["what"] == "mntrain lanes"]
         real = {round(row["mib"] * 1024): row["median_s"] for row in rows}
         latency_s = latency_s or real[SMALL_KIB]
+        link = Link(LINK, latency_s, layout.bytes_per_s)
         for kib in EMULATED_KIB:
-            found = all_reduce(
-                len(layout.ranks), layout.ranks[0], kib, latency_s, layout.bytes_per_s
-            )
+            found = collective("all_reduce", len(layout.ranks), layout.ranks[0], kib, link)
             runs.append(found | {"emulated_s": real[kib]})
     page |= {"runs": runs, "latency_s": latency_s, "versions": versions()}
     publish_emulated(page, "scale-emulated", DOCS)
@@ -119,82 +190,263 @@ def publish_emulated(page: dict[str, Any], name: str, output: Any) -> None:
     write(output, name, page, [*lines, *table(head, rows, texts=3)])
 
 
-def all_reduce(
-    nodes: int, per_node: int, kib: int, latency_s: float = LATENCY_S, rate: float = RATE
-) -> dict[str, Any]:
-    """Sum a tensor of fp32 over all ranks; return the virtual seconds, and a rank's messages."""
+def collective(verb: str, nodes: int, per_node: int, kib: int, link: Link) -> dict[str, Any]:
+    """Call a collective on fp32 over all ranks; return the virtual seconds, and what ranks send."""
     import torch  # noqa: PLC0415 - not needed to write the page
-    from network import Link, NetworkModel  # noqa: PLC0415 - as above
+    from network import Link as SimulatedLink  # noqa: PLC0415 - as above
+    from network import NetworkModel  # noqa: PLC0415 - as above
     from simulated_ranks import Rank, SimulatedRanks  # noqa: PLC0415 - as above
 
     torch.set_num_threads(1)
     length, size = kib << 8, nodes * per_node
     total = torch.full((length,), sum(rank % 3 for rank in range(size)), dtype=torch.float32)
 
-    def program(rank: Rank) -> tuple[float, float, int, int]:
-        tensor = torch.full_like(total, rank.rank % 3)
+    def program(rank: Rank) -> tuple[float, ...]:
+        own, ends = rank.collectives.slot(rank.rank), [s * length // size for s in range(size + 1)]
+        shard = slice(ends[own], ends[own + 1])
+        if verb in ("all_reduce", "reduce_scatter"):
+            tensor = torch.full_like(total, rank.rank % 3)
+        elif verb == "all_gather" or rank.rank == 0:
+            tensor = total.clone()
+        else:
+            tensor = torch.zeros_like(total)
+        if verb == "all_gather":
+            tensor[: shard.start] = tensor[shard.stop :] = 0.0
         job, at = rank.ranks.job, rank.rank
         rank.collectives.call_together(lambda: None, "the start").wait()
         messages, sent, begun_s = job.messages[at], job.bytes[at], rank.ranks.time.local_now()
-        rank.collectives.all_reduce(tensor).wait()
+        job.peers[at].clear()
+        getattr(rank.collectives, verb)(tensor).wait()
         ended_s = rank.ranks.time.local_now()
-        assert torch.equal(tensor, total)
-        return begun_s, ended_s, job.messages[at] - messages, job.bytes[at] - sent
+        mine = shard if verb == "reduce_scatter" else slice(None)
+        assert torch.equal(tensor[mine], total[mine])
+        peers, buffers = len(job.peers[at]), rank.comm.traffic.buffer_bytes
+        return begun_s, ended_s, job.messages[at] - messages, job.bytes[at] - sent, peers, buffers
 
-    network = NetworkModel(between=Link(latency_s, rate), message_s=MESSAGE_S)
+    between = SimulatedLink(link.latency_s, link.rate)
+    network = NetworkModel(between=between, message_s=MESSAGE_S)
     ranks = SimulatedRanks(
         [per_node] * nodes, network=network, watched=False, threads=False, switches=0
     )
     gc.collect()
     gc.disable()  # it would look at millions of objects again and again
     try:
-        begins, ends, messages, sent = zip(*ranks.run(program), strict=True)
+        begins, ends, messages, sent, peers, buffers = zip(*ranks.run(program), strict=True)
     finally:
         gc.enable()
-    print(f"{nodes} nodes of {per_node}, {kib} KiB", file=sys.stderr)
+    print(f"{verb}, {nodes} nodes of {per_node}, {kib} KiB, {link.name}", file=sys.stderr)
     return {
+        "verb": verb,
         "nodes": nodes,
         "per_node": per_node,
         "kib": kib,
+        "link": link.name,
         "seconds": max(ends) - max(begins),
         "messages": max(messages),
         "bytes": max(sent),
+        "peers": max(peers),
+        "buffer_bytes": max(buffers),
     }
+
+
+def job(nodes: int) -> dict[str, Any]:
+    """Run a small job with its watchdogs; return what rank 0 has received after each part."""
+    import torch  # noqa: PLC0415 - not needed to write the page
+    from simulated_runs import SimulatedRuns  # noqa: PLC0415 - as above
+    from simulated_watchdog import WatchedWorlds  # noqa: PLC0415 - as above
+
+    from mntrain import World  # noqa: PLC0415 - as above
+
+    class Job(SimulatedRuns, WatchedWorlds):  # type: ignore[misc]
+        """Ranks whose watchdogs' bytes are counted."""
+
+        told = 0  # bytes of rank 0
+
+        def deliver(self, source: int, target: int, message: dict[str, Any]) -> None:
+            super().deliver(source, target, message)
+            if target == 0:
+                self.told += len(json.dumps(message)) + 1
+
+    ranks = Job([4] * nodes, switches=0, options={"device": "cpu"}, facts_of_hosts=True)
+    parts: dict[str, list[int]] = {}
+    torch.set_num_threads(1)
+
+    def note(world: World, part: str) -> None:
+        if world.rank == 0:
+            mpi, channels = ranks.job, ranks.channels[0]
+            found = [mpi.received[0], mpi.messages[0], len(mpi.peers[0])]
+            parts[part] = [*found, ranks.told, len(channels.peers)]
+
+    def program(world: World) -> None:
+        note(world, "start")
+        world.gather(None)
+        note(world, "gather")
+        model = torch.nn.Linear(1000, 64)
+        optimizer = world.optimizer(model, torch.optim.AdamW, stage=1)
+        checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+        checkpoints.restore()
+        note(world, "optimizer and checkpoints")
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        note(world, "step")
+        checkpoints.save(1, now=True)
+        note(world, "checkpoint")
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        ranks.run_to_end(program)
+        files = sum(path.is_file() for path in folder.glob("checkpoints/*/*"))
+    parts["end"] = [*parts["checkpoint"][:3], ranks.told, parts["checkpoint"][4]]
+    print(f"a job on {nodes} nodes", file=sys.stderr)
+    return {"nodes": nodes, "per_node": 4, "parts": parts, "files": files}
 
 
 def publish(page: dict[str, Any], name: str, output: Any) -> None:
     """Write the page."""
     about = (
-        f"Links of 100 Gbit/s and 5 us; simulated in {page['took_s']} s. Microseconds of virtual "
-        "time. Latencies: log2 of the nodes, as of a binary tree; fewer are possible where a node "
-        "sends to several at once. "
-        "Bytes: what every node must send and receive at least, at the rate of its link. The last "
-        "columns are of the rank that sends most."
+        f"Simulated in {page['took_s']} s of one core. Microseconds of virtual time, from the "
+        "moment at which all ranks have called. Bound: the latencies of a binary tree of nodes, "
+        "and the bytes that every node must receive at the rate of its link; less latency is "
+        "possible where a node sends to several at once. Ring, and halving and doubling: formulas "
+        "of these algorithms over all ranks, without regard to nodes, for nothing but latencies "
+        f"and bytes. MPICH: that of the algorithm which it chooses ({SOURCE}). The last columns "
+        "are of the rank that has most: its messages, the ranks to which it sends, what it sends, "
+        "and memory of buffers."
     )
-    lines = heading(page, "All-reduces on many simulated nodes", page["versions"], about)
-    head = ["nodes", "tensor", "time", "latencies", "bytes", "time / both", "messages", "sent"]
-    for per_node in PER_NODE:
-        rows = [row(run) for run in page["runs"] if run["per_node"] == per_node]
+    lines = heading(page, "Collectives on many simulated nodes", page["versions"], about)
+    for link, per_node in ALL_REDUCES:
         ranks = "one rank" if per_node == 1 else f"{per_node} ranks"
-        lines += [f"## Nodes of {ranks}", "", *table(head, rows, texts=2), ""]
-    write(output, name, page, [*lines, *LEFT_OUT.strip().splitlines()])
+        lines += [f"## All-reduce on nodes of {ranks}, {link.name}", ""]
+        lines += [*times(page, link, per_node, ["all_reduce"]), ""]
+    for link in OTHERS:
+        lines += [f"## Other collectives on nodes of 4 ranks, {link.name}", ""]
+        lines += [*times(page, link, 4, [*VERBS][1:]), ""]
+    lines += ["## Rank 0, the start, and files", "", *of_rank_0(page), ""]
+    lines += [f"## A training step on {STEP_NODES:,} nodes", "", *steps(page, output), ""]
+    write(output, name, page, [*lines, "## What is left out", *LEFT_OUT.rstrip().splitlines()])
 
 
-def row(run: dict[str, Any]) -> list[str]:
-    """Return the cells of one run."""
-    nodes, nbytes = run["nodes"], run["kib"] << 10
-    latencies_s = math.ceil(math.log2(nodes)) * LATENCY_S
-    bytes_s = 2 * nbytes * (nodes - 1) / nodes / RATE
-    return [
-        f"{nodes:,}",
-        size_label(run["kib"] / 1024),
-        f"{run['seconds'] * 1e6:,.0f}",
-        f"{latencies_s * 1e6:.0f}",
-        f"{bytes_s * 1e6:,.1f}",
-        f"{run['seconds'] / (latencies_s + bytes_s):.2f}",
-        str(run["messages"]),
-        f"{run['bytes'] / nbytes:.2f} x the tensor",
-    ]
+def times(page: dict[str, Any], link: Link, per_node: int, verbs: list[str]) -> list[str]:
+    """Return the table of some collectives over one kind of link."""
+    named = ["collective"] * (len(verbs) > 1)
+    head = [*named, "nodes", "tensor", "time", "bound", "time / bound", "ring"]
+    head += ["halving and doubling", "MPICH", "messages", "peers", "sent", "buffers"]
+    rows = []
+    for run in page["runs"]:
+        if (run["link"], run["per_node"]) != (link.name, per_node) or run["verb"] not in verbs:
+            continue
+        call, verb = call_of(run, link), run["verb"]
+        formulas = (call.ring_s(verb), call.halving_s(verb), call.mpich_s(verb))
+        rows.append(
+            [
+                *[VERBS[verb]] * len(named),
+                f"{run['nodes']:,}",
+                size_label(run["kib"] / 1024),
+                us(run["seconds"]),
+                us(call.bound_s(verb)),
+                f"{run['seconds'] / call.bound_s(verb):.2f}",
+                *map(us, formulas),
+                str(run["messages"]),
+                str(run["peers"]),
+                f"{run['bytes'] / call.nbytes:.2f} x the tensor",
+                f"{run['buffer_bytes'] / MIB:.2g} MiB",
+            ]
+        )
+    return table(head, rows, texts=2 + len(named))
+
+
+def call_of(run: dict[str, Any], link: Link, nodes: int | None = None) -> Call:
+    """Return the call of a run, or the same one on another number of nodes."""
+    count = nodes or run["nodes"]
+    return Call(count, run["per_node"], run["kib"] << 10, link.latency_s, link.rate)
+
+
+def us(seconds: float) -> str:
+    """Format microseconds."""
+    return f"{seconds * 1e6:,.0f}"
+
+
+def of_rank_0(page: dict[str, Any]) -> list[str]:
+    """Return the table of what rank 0 receives in a job, and its words."""
+    from mntrain.watchdog.relays import Routes  # noqa: PLC0415 - the page needs it alone
+
+    head = ["nodes of 4 ranks", "part of the job", "bytes over MPI", "for each rank of the job"]
+    head += ["messages sent", "peers so far", "bytes beside MPI", "connections beside MPI"]
+    rows = []
+    for found in page["jobs"]:
+        size, before = found["nodes"] * found["per_node"], [0, 0, 0, 0, 0]
+        for part, (received, messages, peers, told, connections) in found["parts"].items():
+            own_bytes = received - before[0]
+            own = [f"{own_bytes:,}", f"{own_bytes / size:,.0f}", f"{messages - before[1]}"]
+            own += [f"{peers}", f"{told - before[3]:,}", f"{connections}"]
+            rows.append([f"{found['nodes']}", part, *own])
+            before = [received, messages, peers, told, connections]
+    routes = Routes([rank // 4 for rank in range(4 * STEP_NODES)])
+    text = RANK_0.format(
+        nodes=STEP_NODES,
+        first=len(routes.below(0)),
+        second=len(routes.below(1)) + 1,
+        files=page["jobs"][0]["files"],
+    )
+    return [*table(head, rows, texts=2), *text.rstrip().splitlines()]
+
+
+def steps(page: dict[str, Any], output: Path) -> list[str]:
+    """Return the table of training steps, from the times of buckets; draw their picture."""
+    nodes = 16
+    about = (
+        f"A rank computes {TOKENS:,} tokens a step at {FLOPS / 1e12:.0f} TFLOP/s: 6 operations for "
+        "each parameter and token, a third of them forward. Gradients and parameters travel in "
+        f"fp32, in buckets of {BUCKET_KIB // 1024} MiB one after the other, while backward fills "
+        f"the next. A bucket on {STEP_NODES:,} nodes is not simulated: its time is the simulated "
+        f"one on {nodes} nodes, times the bound on {STEP_NODES:,} over that on {nodes}. One ring "
+        "reduces by its formula. Updates take no time. The last columns are the milliseconds that "
+        "are exposed, and their share of the step."
+    )
+    head = ["parameters", "links", "computing, ms", "all-reduces, ms", *STAGES]
+    rows, panels = [], dict[str, list[float]]()
+    for model, parameters in MODELS.items():
+        for link in (MIDDLE, FAST):
+            compute_s = 6 * parameters * TOKENS / FLOPS
+            count = round(parameters * 4 / (BUCKET_KIB << 10))
+            step = Step(compute_s / 3, compute_s * 2 / 3, max(1, count))
+            reduce_s, scatter_s, gather_s = (
+                bucket_s(page, verb, nodes, link) for verb in [*VERBS][:3]
+            )
+            ring_s = Call(STEP_NODES, 4, BUCKET_KIB << 10, link.latency_s, link.rate).ring_s(
+                "all_reduce"
+            )
+            exposed = [
+                step.reduced_s(ring_s),
+                step.reduced_s(reduce_s),
+                step.exposed_s(scatter_s, gather_s),
+                step.exposed_s(scatter_s, gather_s, overlap_forward=True),
+            ]
+            rows.append(
+                [model, link.name, ms(compute_s), ms(count * reduce_s)]
+                + [f"{ms(one)} ({100 * step.share(one):.0f} %)" for one in exposed]
+            )
+            shares = [100 * step.share(one) for one in exposed]
+            panels[f"{model}, {link.name}: exposed, % of a step"] = shares
+    bar_charts(output / "img" / "scale.svg", STAGES, panels)
+    picture = "![The exposed share of a step](../img/scale.svg)"
+    return [about, "", *table(head, rows, texts=2), "", picture]
+
+
+STAGES = ["one ring", "mntrain, stage 0", "mntrain, stages 1 and 2", "mntrain, overlap_forward"]
+
+
+def bucket_s(page: dict[str, Any], verb: str, nodes: int, link: Link) -> float:
+    """Return the time of a bucket's collective on the nodes of a step, from a simulated one."""
+    run = next(
+        run
+        for run in page["runs"]
+        if (run["verb"], run["nodes"], run["kib"], run["link"], run["per_node"])
+        == (verb, nodes, BUCKET_KIB, link.name, 4)
+    )
+    bounds = [call_of(run, link, count).bound_s(verb) for count in (STEP_NODES, nodes)]
+    return float(run["seconds"] * bounds[0] / bounds[1])
 
 
 if __name__ == "__main__":

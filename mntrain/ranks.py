@@ -45,8 +45,10 @@ from mntrain.options.types import construct, port_numbers
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.recorder.launch_notes import LaunchNotes
-from mntrain.watchdog.monitor import MONITORS, Limits
+from mntrain.watchdog.monitor import Limits
+from mntrain.watchdog.relays import MONITORS, Routes
 from mntrain.watchdog.side_channel import (
+    LOOPBACK,
     LOST_S,
     SideChannel,
     address_towards,
@@ -235,11 +237,14 @@ class Ranks:
                 if host != self.hosts[rank]
             }
             towards = address_towards(others.values())
+        elif Routes(self.hosts).below(rank):
+            towards = LOOPBACK
         with errors.agreement(comm.gather, rank):
             if towards:
-                listener = listen(towards, port_numbers(self.settings.port_range))
+                ports = port_numbers(self.settings.port_range) if rank in MONITORS else (0,)
+                listener = listen(towards, ports)
                 address = listener.getsockname()[:2]
-        monitors = {r: a for r, a in enumerate(comm.gather(address)) if a is not None}
+        addresses = {r: a for r, a in enumerate(comm.gather(address)) if a is not None}
         engine = self._engine = ProgressEngine(partial(_select_gpu, self.device))
         engine.main.observer = self.recorder
         self.watchdog = self._watch.others = Watchdog(
@@ -248,7 +253,7 @@ class Ranks:
             engine,
             Limits(self.settings.warn_after, self.settings.timeout),
             channel=SideChannel(rank, keys[0], listener, lost_after=self.settings.lost_after),
-            monitors=monitors,
+            addresses=addresses,
             fail=lambda report: engine.stop(RemoteRankError(**report)),
             recorder=self.recorder,
         )

@@ -113,6 +113,11 @@ class HierarchyPlan:
             spans.append((start, end))
         return [span for span in spans if span[0] < span[1]]
 
+    @property
+    def crowded(self) -> bool:
+        """True if several nodes send to one at once, by several lanes."""
+        return self.lanes > 1 and len(self.nodes.nodes) > 2
+
     @cached_property
     def gathers_on_ring(self) -> bool:
         """True if an all-gather goes around a ring of nodes instead of level by level.

@@ -12,12 +12,14 @@ from mntrain.alike.rank_facts import RankFacts
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
 from mntrain.recorder.launch_notes import VARIABLE
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
-from mntrain.watchdog.side_channel import Message, SideChannel
+from mntrain.watchdog.relays import RelayedChannel
+from mntrain.watchdog.side_channel import Message
 
-MONITORS = (0, 1)
 ANSWER_S = 3.0  # for the ranks to answer
 UNCONNECTED = "there is no TCP connection to it"
+CUT_OFF = "nor do the ranks of its host that pass messages on to it"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
+_UNKNOWN = (UNCONNECTED, CUT_OFF)  # why nothing is known of a rank
 EXIT_S = 5.0  # at the exit, for ranks without a connection
 UNREACHED_S = 45.0  # for all ranks to connect to rank 0, which they try several times
 
@@ -67,10 +69,10 @@ class Inquiry:
             self.asked <= self.statuses.keys() or now > self.at + ANSWER_S
         )
 
-    def close(self, monitor: int, acknowledged: Callable[[int], bool]) -> None:
+    def close(self, monitor: int, channel: RelayedChannel) -> None:
         """Note the ranks that have not answered, and why, as far as `monitor` knows.
 
-        `acknowledged` tells whether the node of a rank has acknowledged the question by now.
+        The node of a rank has acknowledged the question by now, or is lost.
         """
         asked = self.asked or set()
         for rank, facts in enumerate(self.facts):
@@ -80,8 +82,10 @@ class Inquiry:
                 why = process_state(facts.pid)
             elif rank not in asked:
                 why = UNCONNECTED
-            elif not acknowledged(rank):
+            elif not channel.acknowledged(rank):
                 why = "nor does its node: the link to it may be down, or the node lost"
+            elif (relays := channel.relays(rank)) and relays.isdisjoint(self.statuses):
+                why = CUT_OFF
             else:
                 why = "its node does, so its process is stopped, or held in C code"
             self.silent[rank] = why
@@ -108,7 +112,7 @@ class Inquiry:
         begun = {rank: status.begun for rank, status in self.statuses.items()}
         absent = set(self.silent) | (set() if self.at_exit else set(self.left))
         late = {rank: late_ranks(wait, begun, absent) for rank, wait in self.waits.items()}
-        return find_culprits(late, {r for r, why in self.silent.items() if why == UNCONNECTED})
+        return find_culprits(late, {r for r, why in self.silent.items() if why in _UNKNOWN})
 
     @property
     def at_exit(self) -> bool:
@@ -131,7 +135,7 @@ class Inquiry:
             have += " for each other" if len(culprits) > 1 else " for a message of its own"
         elif culprits:
             have += f" for {self.name(culprits)}"
-            if all(self.silent.get(rank, UNCONNECTED) != UNCONNECTED for rank in culprits):
+            if all(self.silent.get(rank, UNCONNECTED) not in _UNKNOWN for rank in culprits):
                 have += f", which {'do' if len(culprits) > 1 else 'does'} not answer"
         else:
             have += " in what all ranks have begun: messages between them do not arrive"
@@ -208,7 +212,7 @@ class Monitor:
         self,
         rank: int,
         facts: Sequence[RankFacts],
-        channel: SideChannel,
+        channel: RelayedChannel,
         limits: Limits,
         *,
         own_status: Callable[[], RankStatus],
@@ -318,7 +322,8 @@ class Monitor:
         self._exit_since = now if self._exit_since is None else self._exit_since
         everyone = set(range(len(self._facts)))
         missing = everyone - self._at_exit - self._closed - self._gone
-        if missing & self._connected or (missing and now < self._exit_since + EXIT_S):
+        reached = missing & {*self._channel.peers}
+        if reached or (missing and now < self._exit_since + EXIT_S):
             return
         if self._gone and self.acts:
             self._lose(sorted(self._gone), "its process has ended without the end of MPI")
@@ -362,7 +367,7 @@ class Monitor:
         if self._rank > 0 and 0 in inquiry.statuses:
             return  # rank 0 acts
         inquiry.statuses[self._rank] = self._own_status()  # it may have gone on
-        inquiry.close(self._rank, self._channel.acknowledged)
+        inquiry.close(self._rank, self._channel)
         if not inquiry.reason and inquiry.idle:
             self._warn(inquiry.idleness())
             return

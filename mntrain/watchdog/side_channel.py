@@ -1,6 +1,7 @@
 """Messages between the ranks of a job beside MPI, over TCP: they arrive while MPI is stuck.
 
-Every rank connects to the monitors, ranks 0 and 1. The state of a connection tells of its peer:
+`mntrain.watchdog.relays` decides which rank connects to which. Here, a monitor is a rank to which
+others connect. The state of a connection tells of its peer:
 
     closed              the process has ended
     not acknowledged    the node or its network is lost, or down for a while: lost after a limit
@@ -15,7 +16,7 @@ job (HMAC-SHA256), which the ranks exchange over MPI:
     monitor     {"proof": of C}
 
 Before its proof, a peer is a stranger, of which a monitor keeps STRANGERS at most: the oldest gives
-way. Once all ranks are connected, the monitor stops listening.
+way. Once all of its ranks are connected, the monitor stops listening.
 """
 
 import errno
@@ -51,7 +52,7 @@ _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
 _SURE_S = 2.0  # between the first look at a connection that may be lost and the last
 _TCP_INFO = struct.Struct("=3xB20xI28xI")  # of linux/tcp.h: probes, unacked, last_ack_recv
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 # In which users name the interfaces of MPI.
 _INTERFACE_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
 
@@ -407,8 +408,8 @@ def address_towards(
         for address in set(addresses.values()) - set(own.values()):  # not of a bridge on each host
             votes[_source(address)] += 1
     if not votes:
-        return _LOOPBACK
-    return max(usable, key=lambda address: votes[address], default=_LOOPBACK)
+        return LOOPBACK
+    return max(usable, key=lambda address: votes[address], default=LOOPBACK)
 
 
 def _source(address: str) -> str:

@@ -42,6 +42,8 @@ class Job:
         self.time, self.network, self.nodes = time, network, nodes
         self.messages = [0] * len(nodes)  # sent, by rank
         self.bytes = [0] * len(nodes)
+        self.received = [0] * len(nodes)  # bytes that were sent to a rank, also of allgathers
+        self.peers: list[set[int]] = [set() for _ in nodes]  # ranks to which a rank has sent
         self.contexts: list[Context] = []
         self.world = Context(self, range(len(nodes)))
 
@@ -213,7 +215,10 @@ class Context:
         model, time = job.network.model, job.time
         job.messages[source] += 1
         job.bytes[source] += message.nbytes
-        time.note(source, f"sends {message.nbytes} to", self.members[message.target], message.tag)
+        target = self.members[message.target]
+        job.received[target] += message.nbytes
+        job.peers[source].add(target)
+        time.note(source, f"sends {message.nbytes} to", target, message.tag)
         ready = time.work(source, model.message_s + message.nbytes * model.byte_s)
         eager = message.nbytes <= model.eager_bytes and not synchronous
         if eager:
@@ -444,6 +449,7 @@ class Comm:
 
     def allgather(self, value: Any) -> list[Any]:
         packed = self._wait("allgather", pickle.dumps(value), lambda given: given)
+        self.context.job.received[self.context.members[self._rank]] += sum(map(len, packed))
         return [pickle.loads(each) for each in packed]
 
     def allreduce(self, value: Any) -> Any:

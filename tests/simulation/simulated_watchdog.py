@@ -27,13 +27,13 @@ from mntrain import World, errors
 from mntrain.comm import mpi
 from mntrain.errors import ExceptionWatch
 from mntrain.ranks import Ranks
-from mntrain.watchdog import monitor, rank_status, thread
+from mntrain.watchdog import monitor, rank_status, relays, thread
 from mntrain.watchdog.side_channel import LOST_S, Message
 
 MESSAGE_S = 50e-6  # of virtual time, from one watchdog to another
 GREETING_S = 10.0  # for a connection
 MOST_S = 3600.0  # of virtual time, in which a run has ended
-START_ENGINE = Ranks._start_engine
+CHECK, START_ENGINE = Ranks._check, Ranks._start_engine
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Channel:
         self.woken = False
         while self.inbox:
             peer, message = self.inbox.pop(0)
-            if message["kind"] == "disconnected":
+            if message.get("kind") == "disconnected":
                 if peer not in self.open:
                     continue
                 self.open.remove(peer)
@@ -102,7 +102,7 @@ class Channel:
         if self.waiting is not None:
             self.waiting.time.wake(self.waiting)
 
-    def close(self) -> None:
+    def close(self, *, in_child: bool) -> None:
         self.worlds.disconnect(self.rank, None)
 
 
@@ -152,10 +152,14 @@ class End:
 
 
 class WatchedWorlds(SimulatedWorlds):
-    """Simulated ranks of watched worlds. `printed` are lines of watchdogs: rank and text."""
+    """Simulated ranks of watched worlds. `printed` are lines of watchdogs: rank and text.
 
-    def __init__(self, *given: Any, **more: Any) -> None:
+    With `facts_of_hosts`, ranks gather the facts of this host, and no rank can be harmed.
+    """
+
+    def __init__(self, *given: Any, facts_of_hosts: bool = False, **more: Any) -> None:
         super().__init__(*given, **more)
+        self.facts_of_hosts = facts_of_hosts
         self.channels: dict[int, Channel] = {}
         self.printed: list[tuple[int, str]] = []
         self.ends = [End() for _ in range(self.size)]
@@ -253,10 +257,10 @@ class WatchedWorlds(SimulatedWorlds):
             if target not in self.gone | self.harmed:
                 channel = self.channels[target]
                 channel.inbox.append((source, message))
-                self.time.note(target, "is told", message["kind"], "by", source)
+                self.time.note(target, "is told", *message.values(), "by", source)
                 channel.wake()
 
-        if source not in self.unreached or message["kind"] == "disconnected":
+        if source not in self.unreached or message.get("kind") == "disconnected":
             before = self._arrived.get((source, target), 0.0)
             when = max(self.time.now + MESSAGE_S, math.nextafter(before, math.inf))
             self._arrived[source, target] = when
@@ -275,7 +279,12 @@ class WatchedWorlds(SimulatedWorlds):
         super().take_the_place_of_the_host(patch)
         self.channels.clear()
         facts = [self._facts(rank) for rank in range(self.size)]
-        patch.setattr(Ranks, "_check", lambda world: vars(world).update(facts=facts, findings={}))
+
+        def give_facts(world: Ranks) -> None:
+            world.facts, world.findings = facts, {}
+
+        patch.setattr(Ranks, "_check", CHECK if self.facts_of_hosts else give_facts)
+        patch.setattr(mntrain.ranks.torch, "set_num_threads", lambda number: None)
         patch.setattr(Ranks, "_start_engine", START_ENGINE)
         for name, value in {
             "ExceptionWatch": _Watch,
@@ -286,7 +295,7 @@ class WatchedWorlds(SimulatedWorlds):
         }.items():
             patch.setattr(mntrain.ranks, name, value)
         virtual = SimpleNamespace(monotonic=self.time.local_now, sleep=self.time.sleep)
-        for module in (errors, thread, monitor):
+        for module in (errors, thread, monitor, relays):
             patch.setattr(module, "time", virtual)
         patch.setattr(thread, "threading", Threading())
         patch.setattr(thread, "os", SimpleNamespace(getpid=lambda: 0, _exit=self.exit))

@@ -132,3 +132,23 @@ def test_all_reduces_of_large_tensors_take_little_more_than_their_bytes_do():
     took_s = max(SimulatedRanks([1] * 4, network=slow).run(program))
     bound_s = 2 * 3 / 4 * 4 * numel / slow.between.rate
     assert bound_s < took_s < 1.3 * bound_s
+
+
+@pytest.mark.thorough
+def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
+    """Parts of many chunks do not queue up on the way to one node, while other links are free."""
+    nodes, length, model = 4, 25 << 18, NetworkModel(message_s=1e-6)
+    ranks = SimulatedRanks([2] * nodes, network=model, watched=False, threads=False, switches=0)
+
+    def program(rank):
+        tensor = torch.ones(length)
+        rank.collectives.call_together(lambda: None, "the start").wait()
+        begun_s = rank.ranks.time.local_now()
+        rank.collectives.all_reduce(tensor).wait()
+        return begun_s, rank.ranks.time.local_now()
+
+    begun, ended = zip(*ranks.run(program), strict=True)
+    bound_s = (
+        2 * model.between.latency_s + 2 * 4 * length * (nodes - 1) / nodes / model.between.rate
+    )
+    assert max(ended) - max(begun) < 1.08 * bound_s

@@ -1,5 +1,7 @@
 """The simulated MPI itself: order, times, and the errors of programs that are wrong."""
 
+import pickle
+
 import numpy as np
 import pytest
 from network import Link, NetworkModel
@@ -42,6 +44,21 @@ def test_messages_of_a_pair_are_received_in_the_order_of_their_sends(seed):
 
     found = SimulatedRanks([1, 1, 1], seed, network=late).run_on_mpi(program)[2]
     assert found == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2, 3, 4, 5]}
+
+
+def test_a_job_counts_what_ranks_send_and_receive_and_to_whom():
+    def program(comm):
+        if comm.Get_rank() == 0:
+            complete(comm.Isend(number(1, 24), 2, 5))
+        elif comm.Get_rank() == 2:
+            complete(comm.Irecv(number(0, 24), 0, 5))
+        comm.allgather(None)
+
+    ranks, of_one = SimulatedRanks([1, 1, 1]), len(pickle.dumps(None))
+    ranks.run_on_mpi(program)
+    assert ranks.job.bytes == [24, 0, 0]
+    assert ranks.job.received == [3 * of_one, 3 * of_one, 24 + 3 * of_one]
+    assert ranks.job.peers == [{2}, set(), set()]
 
 
 def test_messages_of_two_ranks_and_tags_overtake_each_other():

@@ -25,14 +25,19 @@ class WatchedJob:
         listeners = {rank: socket.create_server(("127.0.0.1", 0)) for rank in (0, 1)}
         own = SimpleNamespace(host="a", host_key=0, pid=os.getpid(), pid_namespace="")
         facts = [own] * 3
-        monitors = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
+        found = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
         engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
         engine.progress = lambda futures: None
         self.ranks = []
         for rank in range(3):
             channel = SideChannel(rank, SECRET, listeners.get(rank))
             recorder = SimpleNamespace(active_at=time.monotonic())
-            options = {"channel": channel, "monitors": monitors, "fail": None, "recorder": recorder}
+            options = {
+                "channel": channel,
+                "addresses": found,
+                "fail": None,
+                "recorder": recorder,
+            }
             self.ranks.append(Watchdog(rank, facts, engine, Limits(1.0, 100.0), **options))
 
     def connected(self):
@@ -108,7 +113,7 @@ def test_a_monitor_that_comes_late_is_tried_again_and_awaited_by_no_exit(monkeyp
         assert not job.ranks[2]._none_unknown
         assert not job.connected()
         for rank in job.ranks:
-            rank._monitors = {m: ("127.0.0.1", port) for m, (_, port) in rank._monitors.items()}
+            rank._addresses = {m: ("127.0.0.1", port) for m, (_, port) in rank._addresses.items()}
         until(job.connected)
     finally:
         job.close()
