@@ -57,6 +57,12 @@ _LAUNCHERS = (
     ),
     ("mpirun", True, r"control_cb [^\n]*assert \(!closed\) failed"),
     ("mpirun", True, r"has lost communication with a remote daemon"),
+    # Before the ranks have met; the exit code may be 0.
+    (
+        "mpirun",
+        True,
+        r"A daemon failed to report back(?=[\s\S]{0,900}?Remote host: +(?P<host>\S+))",
+    ),
     ("mpirun", True, rf"{_ON_NODE}[79]\b"),
     ("mpirun", False, rf"{_ON_NODE}\d+"),
     ("mpirun", False, r"MPI_ABORT was invoked on rank \d+"),

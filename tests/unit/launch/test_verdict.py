@@ -23,6 +23,13 @@ HYDRA = """=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
 YOUR APPLICATION TERMINATED WITH THE EXIT STRING: {}
 """
 PRTE = "prterun noticed that process rank 1 with PID 25067 on node n3 exited on\nsignal {}.\n"
+SPAWNED = """A daemon failed to report back after being spawned. This could
+be due to several factors, including inability to find the executable.
+
+  Local host:    n1
+  Remote host:   n6
+  Daemon exit status: 0
+"""
 CANCELLED = "slurmstepd-n1: error: *** STEP 4.0 ON n1 CANCELLED AT 2026-11-29T19:09:54{} ***\n"
 STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
 
@@ -48,6 +55,7 @@ STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
         (PRTE.format("9 (Killed)"), "mpirun", ("n3",)),
         (f"{OF_MPI}{PRTE.format('9 (Killed)')}", "mpirun", ("n3",)),
         ("PRTE has lost communication with a remote daemon.", "mpirun", ()),
+        (SPAWNED, "mpirun", ("n6",)),
         ("srun: error: Node failure on n2\nsrun: error: n1: task 0: Killed", "srun", ("n2",)),
         ("srun: error: n2: task 1: Out Of Memory", "srun", ("n2",)),
         (  # with --kill-on-bad-exit
@@ -64,8 +72,9 @@ STALL = "mntrain: error: ranks 0, 1 on n1 have waited 40 s for rank 2 on n2"
     ],
 )
 def test_losses_and_kills_are_faults_of_machines(output, by, hosts):
-    verdict = judge(1, f"step 1\n{output}\nmore", None)
-    assert (verdict.fault, verdict.by, verdict.hosts) == (True, by, hosts)
+    for code in (0, 1):  # Open MPI's mpirun may return 0
+        verdict = judge(code, f"step 1\n{output}\nmore", None)
+        assert (verdict.fault, verdict.by, verdict.hosts) == (True, by, hosts)
 
 
 @pytest.mark.parametrize(
