@@ -201,12 +201,14 @@ class HierarchyPlan:
     def route(self, root: int, chunks: int) -> tuple[int | None, list[int]]:
         """Return the node that sends a broadcast's chunk here, and the nodes that get it from here.
 
-        Several chunks go along a chain of nodes, in which every link carries every chunk once. A
-        single one goes down a binomial tree, which is less deep.
+        Many chunks go along a chain of nodes, in which every link carries every chunk once. Few go
+        down a binomial tree, which is less deep, but in which the root sends each several times.
         """
         count, first = len(self.nodes.nodes), self.nodes.node(root)
         place = (self.node - first) % count  # in the chain or tree
-        if chunks > 1:
+        of_lane = -(-chunks // self.lanes)
+        chain, tree = count - 2 + of_lane, of_lane * (count - 1).bit_length()  # times of a chunk
+        if chain < tree:
             before, after = place - 1, [place + 1]
         else:
             low = place & -place if place else 1 << count.bit_length()

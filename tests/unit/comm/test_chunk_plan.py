@@ -152,7 +152,7 @@ def test_copies_cover_every_element_once_and_are_dealt_to_the_lanes(
 @given(topologies(), algorithms, st.data())
 def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
     root = data.draw(st.integers(0, topology.size - 1))
-    pieces = data.draw(st.integers(1, 3))
+    pieces = data.draw(st.integers(1, 40))
     scheme = load(algorithm).plan(topology, 0)
     nodes = scheme.nodes.nodes
     said = [each.route(root, pieces) for each in schemes(algorithm, topology)]
@@ -170,11 +170,30 @@ def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
             waiting.append(after)
     assert sorted(depth) == list(range(len(nodes)))
     assert ways[first][0] is None
-    if pieces > 1:  # a chain
+    rounds = (len(nodes) - 1).bit_length()
+    if len(ways[first][1]) < rounds:  # a chain
         assert sorted(depth.values()) == list(range(len(nodes)))
     else:  # a binomial tree: in each of its rounds, who has it sends it once
-        assert max(depth.values()) <= (len(nodes) - 1).bit_length()
-        assert len(ways[first][1]) == (len(nodes) - 1).bit_length()
+        assert max(depth.values()) <= rounds
+        assert len(ways[first][1]) == rounds
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 16, 64, 100])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 8, 50])
+def test_a_broadcast_is_not_slower_than_a_chain_or_a_tree(nodes, pieces):
+    """In units of the time in which a link carries one of so many pieces of a lane."""
+    topology = Topology(tuple((2 * node, 2 * node + 1) for node in range(nodes)))
+    plans = [load("lanes").plan(topology, 2 * node) for node in range(nodes)]
+    come, end = [[0] * pieces, *([None] * pieces for _ in range(nodes - 1))], 0
+    for node, plan in enumerate(plans):  # each gets the pieces from one before it
+        free = 0
+        for piece in range(pieces):
+            for after in plan.route(0, 2 * pieces)[1]:
+                free = max(free, come[node][piece]) + 1
+                come[after][piece] = free
+                end = max(end, free)
+    rounds = (nodes - 1).bit_length()
+    assert end <= min(nodes - 2 + pieces, rounds * pieces + rounds - 1)
 
 
 # Levels of an exchange between nodes.
