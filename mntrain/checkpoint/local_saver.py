@@ -93,7 +93,7 @@ class LocalSaver(Saver):
         return saved
 
     copy_problem = ""
-    """Why the copies of the last save are not complete. Equal on all ranks."""
+    """The reason if copies of the last save are not complete; equal on all ranks."""
 
     def close(self, *, removes: bool) -> None:
         """End, and remove what this node has of the run, if wanted. That is collective."""

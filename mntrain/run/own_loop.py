@@ -125,6 +125,8 @@ class OwnLoop:
         self, max_minutes: float | None, grace: float, reason: str | None
     ) -> Stop | None:
         """Return the request to end the job, if any. Collective. See `World`."""
+        if not (reason is None or isinstance(reason, str)):
+            raise ValueError(f"reason is {reason!r}: give a text, or None to ask for nothing")
         if self._requests is None:
             environment = os.environ if self._world.master else {}
             with self._world.agreement():

@@ -29,7 +29,7 @@ from mntrain.comm.ticket import Ticket
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.torch_backend import verbs
 from mntrain.torch_backend.other_backends import OtherBackends
-from mntrain.torch_backend.work import Call, untraced
+from mntrain.torch_backend.work import Call, in_inner_backward, untraced
 from zero.collectives import CompletedWork, Work
 
 NAME = "mntrain"
@@ -42,7 +42,7 @@ Copies = list[tuple[Tensor, Tensor]]  # to, from
 # Functions that wait at once for the message that they start, which torch tells for collectives
 # alone: to wake the engine's thread takes a quarter of the time of a short message.
 _BLOCKING = {unwrap(function).__code__ for function in (dist.send, dist.recv)}
-# It waits at its end for what DDP starts in it.
+# It waits at its end for what DDP starts in it, but not in one within another.
 _BACKWARD = {_engine_run_backward.__code__}
 _FRAMES = 7  # from a verb to the function of torch that calls it, at most: not to outer calls
 
@@ -552,9 +552,10 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """
         self._check_open()
         waits = opts is not None and not opts.asyncOp
-        key = label, waits, not waits and _called_from(_BACKWARD)
+        in_backward = not waits and _called_from(_BACKWARD) and not in_inner_backward()
+        key = label, waits, in_backward
         if key not in self._starts:
-            goes_on = self._in_backward if key[2] else self._going_on
+            goes_on = self._in_backward if in_backward else self._going_on
             self._starts[key] = (self._collectives if waits else goes_on).named(label)
         return self._starts[key]
 

@@ -170,7 +170,7 @@ class Call(TorchWork):
             self._future = self._ended.then(lambda _: self.result())
             when_done(self._works, self.complete_future if _called_in_backward() else self._follow)
             expect(self._works)
-            if not (self._to_one or _in_inner_backward()):
+            if not (self._to_one or in_inner_backward()):
                 with suppress(RuntimeError):  # not in a backward pass
                     Variable._execution_engine.queue_callback(self._end_with_backward)
                     _backward.last = self
@@ -260,7 +260,7 @@ def _called_in_backward() -> bool:
     return frame is None or frame.f_code is _engine_run_backward.__code__
 
 
-def _in_inner_backward() -> bool:
+def in_inner_backward() -> bool:
     """Return whether this thread runs a backward pass within one, as of a checkpointed segment.
 
     Its end is not that of the pass that a reducer waits for, and communication goes on meanwhile.

@@ -20,8 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import mntrain.torch_backend  # noqa: F401 - registers the backend
+from mntrain.comm import engine
 from mntrain.comm.engine import ProgressEngine
 
 # Older torch's names.
@@ -556,6 +559,18 @@ def test_results_that_are_on_their_way(group, ranks, own):
             swapped, functional.all_reduce(values(own, numel), "sum", over), group=group
         )
         equal(swapped, total.view(size, -1)[place].repeat(size))
+
+
+def test_calls_of_a_backward_pass_within_one_do_not_gather(group, ranks, own):
+    """Nobody waits at its end, and the thread would leave them alone for longer than this test."""
+    model = torch.nn.Linear(3, 2)
+    model = DistributedDataParallel(model, process_group=group, static_graph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "GATHER_S", 1000.0)
+        for _ in range(2):
+            given = torch.full((4, 3), float(own), requires_grad=True)
+            checkpoint(model, given, use_reentrant=True).sum().backward()
+    assert model.module.weight.grad.eq(2 * 4 * sum(ranks) / len(ranks)).all()
 
 
 def test_inference(group, ranks, own):
