@@ -189,7 +189,7 @@ WAYS = [  # classes and partitions of what saves and what loads
 ]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_state_of_every_kind_goes_on_from_a_checkpoint(worlds, folder, stage):
     world = worlds()
     for number, (kind, saves, loads) in enumerate(WAYS):
@@ -470,7 +470,7 @@ class Seeing(nn.Linear):
         return super().forward(self.observer(x))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_buffers_that_grow_are_restored_or_refused_at_the_save(worlds, folder, stage):
     world, model, other = worlds(), Seeing(), Seeing()
     optimizer = world.optimizer(model, ADAMW, stage=stage)

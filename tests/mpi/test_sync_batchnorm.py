@@ -201,7 +201,9 @@ def test_16_bit_samples_have_wide_statistics(world, make, dtype):
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's tracing
-@STAGES
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1))]
+)
 def test_a_compiled_model_trains_as_in_one_process(world, make, stage):
     model = NormedNet().double()
     alone = PlainTraining(model, SGD, 1.0)

@@ -73,6 +73,7 @@ def test_a_failure_names_its_rank_and_what_the_others_wait_for(run):
     assert "ranks [0, 2] of (0, 1, 2): Barrier" in text
 
 
+@pytest.mark.thorough
 def test_a_file_of_which_nothing_runs_fails(run):
     with pytest.raises(AssertionError, match="rank 0: pytest ends with 5"):
         run("""

@@ -314,7 +314,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(CONFIGS)
 def test_to_toml_gives_the_same_configuration_again(config):
     with tempfile.TemporaryDirectory() as folder:

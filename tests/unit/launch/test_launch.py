@@ -75,6 +75,7 @@ def test_after_a_loss_the_command_starts_again_and_nothing_of_the_first_start_is
     assert "(says the ranks); looking at hosts took " in err[1]
 
 
+@pytest.mark.thorough
 def test_a_process_with_the_launchs_folder_in_another_variable_goes_on(tmp_path):
     script = f"""{STEP}
         [ $starts = 2 ] && {{ tr "\\0" " " </proc/$(cat other)/cmdline; kill $(cat other); exit; }}
@@ -215,6 +216,7 @@ def test_signals_are_passed_on_and_end_without_another_start(tmp_path, name):
     assert sorted(told) == (["INT", "child"] if name == "INT" else [name])
 
 
+@pytest.mark.thorough
 def test_the_command_ends_with_launch_however_that_ends(tmp_path):
     process = launch(tmp_path, "sleep 1000 & echo $! >child; wait")
     until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), process)
@@ -230,6 +232,7 @@ shift; exec sh -c "$*"
 """
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_answer_is_left_out_and_a_spare_one_taken(tmp_path):
     (tmp_path / "agent").write_text(AGENT)
     (tmp_path / "agent").chmod(0o755)

@@ -16,7 +16,7 @@ from mntrain.run.directory import rewind
 MLFLOW, PROMETHEUS = LogConfig(mlflow="digits & <b>"), LogConfig(prometheus=True)
 
 
-@pytest.fixture(params=["file", pytest.param("sqlite", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["file", pytest.param("sqlite", marks=pytest.mark.exhaustive)])
 def store(request, tmp_path, monkeypatch):
     """MLflow's client of a store on this machine."""
     pytest.importorskip("mlflow")

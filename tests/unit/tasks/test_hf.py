@@ -18,6 +18,8 @@ from mntrain.options.huggingface import HuggingFaceConfig
 from mntrain.tasks import load
 from mntrain.tasks.hf import pad_batch
 
+pytestmark = pytest.mark.thorough  # transformers takes long to import
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 classifier = partial(task, head="classification")
 

@@ -18,6 +18,8 @@ from mntrain.train.forward import (
 )
 from zero import ZeroOptimizer
 
+pytestmark = pytest.mark.thorough  # its compiler takes long to import
+
 LAYERS = 3
 
 
