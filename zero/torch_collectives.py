@@ -87,7 +87,7 @@ class TorchCollectives:
         """Return the rank."""
         return rank
 
-    def named(self, label: str, plain: float = 1) -> "TorchCollectives":
+    def named(self, label: str, ratio: float = 1) -> "TorchCollectives":
         """Return the same collectives, whose calls are for what `label` says. Local."""
         other = copy.copy(self)
         other._label = label
