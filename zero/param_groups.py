@@ -120,7 +120,7 @@ def check_sharding(stage: int, partition: str) -> None:
         raise ValueError(f"partition {partition!r} is unknown: choose one of {known}")
 
 
-def check_plain(model: nn.Module, size: int) -> None:
+def check_undistributed(model: nn.Module, size: int) -> None:
     """Raise ValueError for a model that other code distributes, or whose forward differs by rank.
 
     As a whole or in part. Local; `size` is the number of ranks.
@@ -231,7 +231,7 @@ def describe_optimizer(
     numbers, strings, None and lists of them are left out.
     """
     named = list(groups)
-    numbers = plain_numbers([{**make.keywords, **hyperparameters(group)} for group in named])
+    numbers = numbers_in([{**make.keywords, **hyperparameters(group)} for group in named])
     return [
         getattr(make.func, "__qualname__", type(make.func).__qualname__),
         *(f"{key}={value!r} in group {place}" for (place, key), value in numbers),
@@ -239,7 +239,7 @@ def describe_optimizer(
     ]
 
 
-def plain_numbers(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
+def numbers_in(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
     """Yield the numbers, strings, None and lists of them in groups, with their places.
 
     Tensors of a few elements count as the numbers in them.
@@ -251,12 +251,12 @@ def plain_numbers(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any
             if value is None or isinstance(value, str | Real):
                 yield (place, key), value
                 continue
-            plain = value
+            found = value
             if isinstance(value, Tensor):
-                plain = value.tolist() if value.numel() <= LARGEST else []
-            parts = plain if isinstance(plain, list | tuple) else [plain]
+                found = value.tolist() if value.numel() <= LARGEST else []
+            parts = found if isinstance(found, list | tuple) else [found]
             if all(part is None or isinstance(part, str | Real) for part in parts):
-                yield (place, key), plain
+                yield (place, key), found
 
 
 def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:

@@ -23,7 +23,9 @@ from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.collectives import Collectives
-from zero.gradients.reduced import gradients_of
+from zero.gradients.buckets import BucketGradients, BucketsInTurns, WholeBuckets
+from zero.gradients.single_rank import LocalGradients
+from zero.gradients.slots import RefusedSlots, VisibleSlots
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
@@ -94,7 +96,7 @@ class OptimizerShard:
         self.sharded = self.stage > 0  # a rank owns some elements only
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
-        self.gradients = gradients_of(self.stage, sharding, alone=alone)
+        self.gradients = _gradients_of(self.stage, sharding, alone=alone)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
@@ -109,7 +111,7 @@ class OptimizerShard:
         self._shards: list[tuple[int, ParameterSlice]] = []  # of this rank, with their buckets
         self._names: dict[Parameter, str] = {}
         self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
-        self.plain = self.stage == 0  # the torch optimizer updates the parameters themselves
+        self.updates_parameters = self.stage == 0  # the torch optimizer does, themselves
         # By the first parameter of a group: an element beside its tensors, and its parameters.
         self._stand_ins: dict[Parameter, tuple[Tensor, list[Parameter]]] = {}
 
@@ -292,7 +294,7 @@ class OptimizerShard:
         if dtype := master_dtype(bucket.dtype, self.gather_dtype):
             device = parameters[bucket.entries[0].spec.name].device
             master = torch.empty(stop - start, dtype=dtype, device=device)
-            self.plain = False
+            self.updates_parameters = False
         published = narrower(self.gather_dtype, bucket.dtype) or bucket.dtype
         index = len(self.buckets)
         for piece in bucket.pieces(start, stop):
@@ -323,6 +325,19 @@ class OptimizerShard:
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
+
+
+def _gradients_of(
+    stage: int, sharding: Collectives, *, alone: bool
+) -> BucketGradients | LocalGradients:
+    """Return the gradients of a stage, or those of a single rank: what `p.grad` is, and memory."""
+    if alone:
+        return LocalGradients()
+    if stage == 0:
+        whole = WholeBuckets(sharding, None)
+        return BucketGradients(VisibleSlots(whole.places), whole)
+    memory = WholeBuckets if stage == 1 else BucketsInTurns
+    return BucketGradients(RefusedSlots(stage), memory(sharding, sharding.slot(sharding.rank)))
 
 
 def update_alone(optimizer: torch.optim.Optimizer) -> None:

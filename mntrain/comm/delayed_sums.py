@@ -78,9 +78,9 @@ class DelayedSums:
     def delay(self) -> int:
         """The most steps from a message to the one in which the next message counts. Local."""
         optimizer = self._latest()
-        if optimizer is None or not optimizer.schedule.alone(optimizer.accumulation.steps):
+        if optimizer is None or not optimizer.sync_schedule.alone(optimizer.accumulation.steps):
             return 1
-        return (optimizer.schedule.max_staleness + 1) * optimizer.schedule.every
+        return (optimizer.sync_schedule.max_staleness + 1) * optimizer.sync_schedule.every
 
     def start(self, values: Mapping[str, Value], own: Mapping[str, Value] | None = None) -> None:
         """Start sums of values by name; all ranks learn the values in `own` of each. Collective.
@@ -89,7 +89,7 @@ class DelayedSums:
         """
         optimizer, message, rounds = self._latest(), StepMessage(), None
         if optimizer is not None:
-            schedule, steps = optimizer.schedule, optimizer.accumulation.steps
+            schedule, steps = optimizer.sync_schedule, optimizer.accumulation.steps
             if isinstance(schedule, Exchange) and schedule.alone(steps):
                 message, rounds = schedule.message, 0
                 if schedule.max_staleness:
@@ -114,7 +114,7 @@ class DelayedSums:
         optimizer = self._latest()
         steps = optimizer.accumulation.steps if optimizer else None
         idle, self._steps = steps == self._steps, steps
-        rounds = optimizer.schedule.rounds(steps) if optimizer and steps is not None else 0
+        rounds = optimizer.sync_schedule.rounds(steps) if optimizer and steps is not None else 0
         number = 0
         for one in self._started:
             waits = not (one.message.sent and rounds >= (one.rounds or 0))

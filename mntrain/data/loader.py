@@ -220,7 +220,7 @@ class ShardRegistry:
 
     def check_schedules(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
-        schedules = (one.schedule for one in self._open())
+        schedules = (one.sync_schedule for one in self._open())
         rare = [schedule for schedule in schedules if schedule.replicas > 1]
         if not all(schedule.weighted for schedule in rare):
             raise ValueError(

@@ -26,7 +26,7 @@ from mntrain.metrics.registry import PER_RANK
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
-from zero.agreement import DifferentWeightsError
+from zero.comparison import DifferentWeightsError
 from zero.norms import NonFiniteGradientError
 from zero.step_message import StepMessage
 
@@ -92,7 +92,7 @@ class StepAgreement:
         In a step of the node alone, one is raised at once, which ends the job for all.
         """
         optimizer, world = self._job.optimizer, self._world
-        schedule, number = optimizer.schedule, optimizer.accumulation.steps
+        schedule, number = optimizer.sync_schedule, optimizer.accumulation.steps
         self._alone = schedule.alone(number)
         self._ends_round = self._alone and schedule.exchange_due(number)
         self._ranks = world.topology.node_group(world.rank) if self._alone else ()
@@ -156,7 +156,9 @@ class StepAgreement:
             reason = f"{where}, the loss is {self.means.nonfinite}"
             if not self._alone:
                 raise TrainingStoppedError(reason, world.rank)
-            self._job.optimizer.refuse_step(reason)
+            replicas = self._job.optimizer.replicas
+            assert replicas is not None, "a node takes steps alone"
+            replicas.refuse_step(reason)
         if not self._alone:
             self._job.balancing.after_reduction(step)
 
@@ -203,13 +205,13 @@ class StepAgreement:
             if items := sums.get(_ITEMS):
                 self.round_loss = sums[_LOSS] / items
         self._tell()
-        if self._ends_round and not self._job.optimizer.schedule.max_staleness:
+        if self._ends_round and not self._job.optimizer.sync_schedule.max_staleness:
             self._job.balancing.compare(step)
 
     def _tell(self) -> None:
         """Let ranks tell each other of the next step or round, unless that is under way."""
         optimizer = self._job.optimizer
-        alone = optimizer.schedule.alone(optimizer.accumulation.steps)
+        alone = optimizer.sync_schedule.alone(optimizer.accumulation.steps)
         names = PER_RANK if self._job.config.log.per_rank else ()
         if (alone or names) and not self._told.waiting:
             losses = {name: partial(self._loss_to_tell, name) for name in self._losses}

@@ -74,7 +74,7 @@ class ReducibleBucket:
     sharded: bool  # whether only this rank's shard of the sum is needed
     # The mean gradient is the sum times this, divided by what `CommHook.end_reduction` is told.
     multiplier: float = 1.0
-    last: bool = False  # whether no bucket follows in this round
+    last: bool = False  # whether it is the last of all
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # of the model, by name
 
     @property

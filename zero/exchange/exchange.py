@@ -34,9 +34,9 @@ from zero.collectives import Collectives
 from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
 from zero.norms import NonFiniteGradientError
-from zero.schedule import EveryStep
 from zero.state import SYNC, UNSENT
 from zero.step_message import StepMessage
+from zero.sync_schedule import EveryStep
 
 RESIDUAL = 0.95  # the part of what a code has lacked that the next one is given
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
@@ -257,7 +257,7 @@ class Exchange(EveryStep):
         all ranks, before anything is sent or kept, if what is to be sent is not finite on any of
         them.
         """
-        self.settle()
+        self.apply_sent()
         if self.max_staleness and self._between_rounds:
             for tensor in tensors:
                 tensor.copy_(self._state[tensor][EXCHANGED])
@@ -265,13 +265,13 @@ class Exchange(EveryStep):
         self._exchange(tensors)
 
     @property
-    def unsettled(self) -> bool:
-        """True if `settle` will change parameters. The same on all ranks of the replica."""
+    def in_flight(self) -> bool:
+        """True if `apply_sent` will change parameters. The same on all ranks of the replica."""
         return bool(self._flying)
 
-    def settle(self) -> None:
+    def apply_sent(self) -> None:
         """Wait for exchanges in flight, and apply them. Collective, if there are any."""
-        if not self.unsettled:
+        if not self.in_flight:
             return
         since = {tensor: self._drift(tensor) for tensor in self._state}
         for tensor, mean in self._receive(len(self._flying)):
@@ -282,7 +282,7 @@ class Exchange(EveryStep):
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the outer state. Local.
 
-        After `settle`. The same on all replicas, but for the keys in `zero.state.PER_REPLICA`.
+        After `apply_sent`. The same on all replicas, but for the keys in `zero.state.PER_REPLICA`.
         """
         return self._state.get(tensor, {})
 

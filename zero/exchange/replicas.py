@@ -1,17 +1,21 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.checksum import checksum
 from zero.collectives import Collectives, broadcast_from_rank_0
+from zero.comparison import StepComparison, agree
 from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
-from zero.parameter_watch import BUFFERS, plain_parts
-from zero.shard import OptimizerShard
+from zero.parameter_watch import BUFFERS, dense_parts
+from zero.precision import LossScale
+from zero.shard import OptimizerShard, ParamGroup
 from zero.state import LOCAL
 
 
@@ -22,8 +26,16 @@ class Replicas:
     become rank 0's when parameters are exchanged.
     """
 
-    def __init__(self, exchange: Exchange, shard: OptimizerShard, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        shard: OptimizerShard,
+        collectives: Collectives,
+        comparison: StepComparison,
+        scale: LossScale,
+    ) -> None:
         self._exchange, self._shard, self._collectives = exchange, shard, collectives
+        self._comparison, self._scale = comparison, scale
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
         self._averaging = False
@@ -50,15 +62,69 @@ class Replicas:
         """Restore what `state` returned. Local."""
         self._exchange.load_state(tensor, state)
 
+    def numbers(self) -> list[float]:
+        """Return the numbers that this replica has of its own. Local.
+
+        The weight of its steps since the last exchange, its loss scale, and its steps since that
+        has changed.
+        """
+        scale = self._scale.state_dict()
+        return [self._exchange.weight, scale["value"], float(scale["good_steps"])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return entries of the optimizer's state dictionary. Local."""
+        return {"in_sync": self.equal, "sync_weights": self.numbers()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; older numbers are the weight alone. Local."""
+        numbers = state.get("sync_weights", ())
+        self._exchange.weight = numbers[0] if numbers else 0.0
+        if len(numbers) > 1:
+            own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
+            self._scale.load_state_dict(own)
+        if self._exchange.replicas > 1:
+            self.equal = state.get("in_sync", True)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the exchange's tensors. Local."""
+        return self._exchange.nbytes()
+
+    def compare(
+        self,
+        groups: Sequence[ParamGroup],
+        without: frozenset[str],
+        step: int,
+        *,
+        differ: bool = False,
+    ) -> None:
+        """Compare what replicas have alike, while they are in sync. Collective over all ranks.
+
+        Raises on all of them what `StepComparison.compare` raises, also if ranks of a replica
+        `differ`.
+        """
+        ranks, in_sync = self._collectives, self.in_sync
+        own = self._comparison.figures_of_replica(groups, step, in_sync=in_sync)
+        totals = torch.cat([own.new_tensor([differ]), own])
+        ranks.all_reduce(totals).wait()
+        if totals[0] or not agree(totals[1:]):
+            self._comparison.compare(ranks, groups, without, step, in_sync=in_sync)
+
+    def refuse_step(self, why: str) -> None:
+        """Let the next exchange raise on all ranks, in a step of this replica alone. Local.
+
+        Called by all ranks of the replica; its first one warns.
+        """
+        if self._exchange.refuse() and self._shard.sharding.rank == 0:
+            warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
+
     def before_update(self, step: int) -> None:
         """Copy the parameters that the first step of a replica alone finds. Collective."""
         self._exchange.before_update(step, self._shard.tensors, equal=self.in_sync)
 
-    def end_step(self, step: int, weight: float, *, updated: bool, constant: bool) -> None:
+    def end_step(self, step: int, weight: float, *, updated: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
 
-        The all-gathers of parameters are in flight on return. `constant`: the ranks that share the
-        state have the same buffers of those that are not in the model's state dict.
+        The all-gathers of parameters are in flight on return.
         """
         group = self._exchange.group(step)
         self.equal = self.equal and group.size == self._collectives.size
@@ -71,7 +137,7 @@ class Replicas:
         if exchanged == "all":
             self._overwrite(self._others())
         else:
-            constant = constant and group.size == self._shard.sharding.size
+            constant = self._comparison.constant and group.size == self._shard.sharding.size
             self._shard.watch.overwrite_buffers(group, constant=constant)
         self.equal = self.equal or exchanged == "all"
         if updated or exchanged != "nothing":
@@ -103,7 +169,7 @@ class Replicas:
             yield False
             return
         with torch.no_grad():
-            self.settle()
+            self.apply_sent()
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
@@ -127,11 +193,11 @@ class Replicas:
                 self._shard.publish()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Wait for exchanges in flight. Collective, if there are any."""
-        if self._exchange.unsettled:
+    def apply_sent(self) -> None:
+        """Wait for exchanges in flight, and apply them. Collective, if there are any."""
+        if self._exchange.in_flight:
             self._complete()
-            self._exchange.settle()
+            self._exchange.apply_sent()
             self._shard.publish()
 
     def _others(self) -> list[Tensor]:
@@ -141,7 +207,7 @@ class Replicas:
         if self.equal:
             return buffers
         untrained = self._shard.watch.untrained().items()
-        parts = [part for name, p in untrained for _, part in plain_parts(name, p)]
+        parts = [part for name, p in untrained for _, part in dense_parts(name, p)]
         if not parts:
             return buffers
         own = torch.stack([checksum([part]).cpu() for part in parts])

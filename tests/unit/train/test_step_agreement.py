@@ -28,7 +28,7 @@ def failing():
 
     accumulation = SimpleNamespace(steps=0, message=StepMessage(), finish_interrupted=finish)
     optimizer = SimpleNamespace(
-        schedule=SimpleNamespace(alone=lambda step: False),
+        sync_schedule=SimpleNamespace(alone=lambda step: False),
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
