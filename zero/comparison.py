@@ -295,9 +295,8 @@ class StepComparison:
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the master weights that all ranks hold."""
-        for owned in () if self._owned.sharded else self._owned.pieces:
-            if owned.has_master:
-                yield f"the master weights of {owned.piece.spec.name}", owned.tensor
+        for owned in () if self._owned.sharded else self._owned.with_master:
+            yield f"the master weights of {owned.piece.spec.name}", owned.tensor
 
     def _facts(
         self, groups: Iterable[ParamGroup], without: frozenset[str], step: int

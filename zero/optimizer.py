@@ -698,7 +698,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("_") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
-        if self.sharded or any(owned.has_master for owned in self._shard.pieces):
+        if self.sharded or self._shard.with_master:
             raise AttributeError(
                 f"{name} of {type(inner).__name__} is of use with whole parameters alone, and this "
                 "optimizer updates shards or master weights: use stage=0 and parameters of 32 bits"

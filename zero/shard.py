@@ -102,9 +102,9 @@ class OptimizerShard:
         self.watch = ParameterWatch(model)
         self.buckets: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
-        # Of them, those with master weights; those of 16 bits, whose gradient is widened; and of
-        # the others, those whose gradient is not that of a parameter, as it lies in `p.grad`.
-        self._with_master: list[OwnedSlice] = []
+        self.with_master: list[OwnedSlice] = []  # of them
+        # Those of 16 bits, whose gradient is widened; and of the others, those whose gradient is
+        # not that of a parameter, as it lies in `p.grad`.
         self._widened: list[OwnedSlice] = []
         self._apart: list[OwnedSlice] = []
         self._exact: list[int] = []  # buckets whose gradients are not widened
@@ -210,7 +210,7 @@ class OptimizerShard:
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
         """Overwrite the master weights with the parameters."""
-        for owned in self._with_master:
+        for owned in self.with_master:
             owned.tensor.copy_(owned.home)
 
     @torch.no_grad()
@@ -221,9 +221,9 @@ class OptimizerShard:
         """
         if self.sharded:
             self.parameters.wait()
-        changed = [owned.home != owned.rounded() for owned in self._with_master]
+        changed = [owned.home != owned.rounded() for owned in self.with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
-            for owned, mask in zip(self._with_master, changed, strict=True):
+            for owned, mask in zip(self.with_master, changed, strict=True):
                 wide = owned.home.to(owned.tensor.dtype)
                 owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
@@ -233,7 +233,7 @@ class OptimizerShard:
 
         The all-gathers are in flight on return.
         """
-        for owned in self._with_master:
+        for owned in self.with_master:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
         if self.sharded:
@@ -280,7 +280,7 @@ class OptimizerShard:
             parameters=sum(parameter.nbytes for parameter in self._names),
             gradients=self.gradients.memory.peak_bytes,
             buckets=self.gradients.memory.working_bytes + self.parameters.gather_bytes,
-            master=sum(owned.tensor.nbytes for owned in self._with_master),
+            master=sum(owned.tensor.nbytes for owned in self.with_master),
             state=sum(tensor.nbytes for tensor in kept),
         )
 
@@ -311,7 +311,7 @@ class OptimizerShard:
             owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
             self.pieces.append(owned)
             if master is not None:
-                self._with_master.append(owned)
+                self.with_master.append(owned)
             if is_16_bit(bucket.dtype):
                 self._widened.append(owned)
             elif self.sharded or master is not None:

@@ -113,7 +113,7 @@ class HierarchyPlan:
             spans.append((start, end))
         return [span for span in spans if span[0] < span[1]]
 
-    @property
+    @cached_property
     def crowded(self) -> bool:
         """True if several nodes send to one at once, by several lanes."""
         return self.lanes > 1 and len(self.nodes.nodes) > 2
@@ -188,7 +188,7 @@ class HierarchyPlan:
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, chunk_bytes, min_chunks))
         return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
 
-    @property
+    @cached_property
     def _least_bytes(self) -> int:
         """The least bytes of a chunk that goes through all hops, unless a lane has fewer."""
         return MIN_CHUNK_BYTES * (len(self.widths) - 1)
