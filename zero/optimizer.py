@@ -40,6 +40,7 @@ from zero.param_groups import (
     check_trainable,
     check_undistributed,
     hyperparameters,
+    placement,
     unnamed,
 )
 from zero.parameter_watch import check_free, dense_parts, finish_gathers, take_over
@@ -846,7 +847,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises ValueError if it has made other groups.
         """
         groups, made = self.param_groups, self._inner.param_groups
-        if _placement(made) != _placement(self._shard.groups(groups)):
+        if placement(made) != placement(self._shard.groups(groups)):
             raise ValueError(
                 f"{type(self._inner).__name__} makes {len(made)} parameter groups of the "
                 f"{len(groups)} that it is given, or puts parameters elsewhere: give it the "
@@ -949,7 +950,3 @@ def _parts_of(
         raise ValueError("the model is given as `parameters`: leave out model=")
     check_undistributed(parameters, size)
     return parameters.named_parameters(), parameters, True
-
-
-def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
-    return [[id(tensor) for tensor in group["params"]] for group in groups]

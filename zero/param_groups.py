@@ -204,12 +204,16 @@ class GroupNames:
 
     def check_unchanged(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise RuntimeError if code of the user's has changed which parameters groups have."""
-        now = [[id(p) for p in group["params"]] for group in groups]
-        if now != [[id(p) for p in group] for group in self._placed]:
+        if placement(groups) != [[*map(id, group)] for group in self._placed]:
             raise RuntimeError(
                 "the parameters of optimizer.param_groups were changed by hand, which nothing "
                 "follows: call optimizer.add_param_group for new ones, or make another optimizer"
             )
+
+
+def placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
+    """Return the ids of the parameters, or other tensors, of each group."""
+    return [[*map(id, group["params"])] for group in groups]
 
 
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:

@@ -265,19 +265,13 @@ class WorldCollectives:
     def reduce_scatter(
         self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
-        """Start to sum over all ranks, in place; only this rank's shard is valid then. Collective.
-
-        Raises ValueError for bounds that do not cut the tensor into `size` shards.
-        """
+        """Start to sum over all ranks, in place; valid in this rank's shard alone. Collective."""
         return self._start(
             "reduce_scatter", tensor, shard_bounds(bounds, tensor.numel(), self.size), wire=wire
         )
 
     def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
-        """Start to copy this rank's shard to all ranks, in place. Collective.
-
-        Raises ValueError for bounds that do not cut the tensor into `size` shards.
-        """
+        """Start to copy this rank's shard to all ranks, in place. Collective."""
         return self._start("all_gather", tensor, shard_bounds(bounds, tensor.numel(), self.size))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
