@@ -26,11 +26,7 @@ from zero.exchange.replicas import Replicas
 from zero.layout import ParameterSpec, lay_out
 from zero.losses import note_weight
 from zero.memory import Memory
-from zero.norms import (
-    NonFiniteGradientError,
-    find_non_finite,
-    global_norm,
-)
+from zero.norms import NonFiniteGradientError, find_non_finite, global_norm
 from zero.options import Options
 from zero.param_groups import (
     GroupNames,
@@ -256,6 +252,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def group(self) -> Collectives:
         """The ranks over which the current step is averaged."""
         return self.accumulation.group
+
+    @property
+    def coming_exchange(self) -> Exchange | None:
+        """The exchange that ends the current round; None where all ranks take the step together."""
+        if self.replicas is None or not self.replicas.schedule.alone(self.accumulation.steps):
+            return None
+        return self.replicas.schedule
 
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
@@ -648,7 +651,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner,
             slices,
             self._shapes(),
-            None if self.replicas is None else self.replicas.load_state,
+            None if self.replicas is None else self.replicas.schedule.load_state,
             options=options,
             unnamed=unnamed,
         )
@@ -662,7 +665,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         kept = self._shard.memory(self._inner.state)
-        exchange = 0 if self.replicas is None else self.replicas.nbytes()
+        exchange = 0 if self.replicas is None else self.replicas.schedule.nbytes()
         return replace(kept, hook=self._hook.nbytes(), exchange=exchange)
 
     def predicted_memory(self, stage: int | None = None) -> Memory:
@@ -778,8 +781,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shards, flag = self._shard.shards(), self.accumulation.means.finite_flag
         where = find_non_finite(self.group, shards, self._named, flag, self._collectives.rank)
         found = f"the gradient's norm is {norm}: {where}"
-        if self.replicas is not None and self.sync_schedule.alone(self.accumulation.steps):
-            self.replicas.refuse_step(found)
+        if (exchange := self.coming_exchange) is not None:
+            exchange.refuse(found)
             return
         self.accumulation.end_step(taken=False)
         raise NonFiniteGradientError(found)
@@ -790,7 +793,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the weight of its mean.
         """
         step, weight = self.accumulation.steps, self.accumulation.means.weight
-        replicas = self.replicas
+        replicas, alone = self.replicas, self.coming_exchange is not None
         try:
             if replicas is not None:
                 replicas.end_step(step, weight, updated=updated)
@@ -804,7 +807,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._comparison.gradient_factor = 1.0
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
-        if replicas is not None and self.sync_schedule.alone(step) and replicas.in_sync:
+        if replicas is not None and alone and replicas.in_sync:
             replicas.compare(self.param_groups, frozenset(), step + 1)
         return weight
 

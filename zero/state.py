@@ -29,9 +29,7 @@ MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule
 LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
 UNSENT = f"{SYNC}unsent"  # of what a replica has not sent yet
-PER_REPLICA = frozenset(
-    {UNSENT, LOCAL}
-)  # the keys of the sync schedule whose tensors replicas differ in
+PER_REPLICA = frozenset({UNSENT, LOCAL})  # keys of tensors in which replicas differ
 
 
 class StateSlice(NamedTuple):

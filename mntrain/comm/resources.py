@@ -152,11 +152,6 @@ def no_fence() -> Steps[None]:
     yield from ()
 
 
-def run_here(steps: Steps[None]) -> Steps[None]:
-    """Return steps as they are: the host runs them."""
-    return steps
-
-
 @dataclass(frozen=True)
 class CommContext:
     """Resources of a world's collectives for one kind of memory. One thread at a time uses it."""
@@ -168,7 +163,7 @@ class CommContext:
     add: Add
     fence: Callable[[], Steps[None]] = no_fence
     """Wait until everything computed so far is in memory, so that MPI may send it."""
-    run: Callable[[Steps[None]], Steps[None]] = run_here
+    run: Callable[[Steps[None]], Steps[None]] = lambda steps: steps
     """Run a chunk's steps where this memory's work is queued, for example on a side stream."""
 
 

@@ -48,11 +48,6 @@ class NodeLevels:
     lane_slots: tuple[int, ...]  # lane k has the slots lane_slots[k] to lane_slots[k + 1]
 
     @property
-    def count(self) -> int:
-        """The number of nodes."""
-        return len(self.nodes)
-
-    @property
     def lanes(self) -> int:
         """The number of lanes."""
         return len(self.lane_slots) - 1
@@ -76,14 +71,6 @@ class ReducibleBucket:
     multiplier: float = 1.0
     last: bool = False  # whether it is the last of all
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # of the model, by name
-
-    @property
-    def shard(self) -> Tensor:
-        """The elements of `gradients` whose sum this rank needs. A view."""
-        if not self.sharded:
-            return self.gradients
-        start, stop = self.layout.shard(self.collectives.slot(self.collectives.rank))
-        return self.gradients[start:stop]
 
     def reduce(self, wire: torch.dtype | None = None) -> Work:
         """Start the all-reduce or reduce-scatter that the bucket needs. Collective."""
@@ -146,7 +133,7 @@ class CommHook:
     @property
     def several_nodes(self) -> bool:
         """True if the hook treats the traffic between several nodes by itself."""
-        return self.levels is not None and self.levels.count > 1
+        return self.levels is not None and len(self.levels.nodes) > 1
 
     def note(self, nodes: int, *, sharded: bool) -> str:
         """Return what a user should know of this hook on so many nodes; empty if nothing. Local."""

@@ -22,6 +22,7 @@ Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer st
 send at different times: there of each node that arrives, here of a round of all nodes.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, takewhile
 from types import MappingProxyType
@@ -190,18 +191,22 @@ class Exchange(EveryStep):
         """Return whether a replica takes a step by itself: several do, after the warm-up. Local."""
         return self.replicas > 1 and step >= self._warmup
 
+    def exchange_due(self, step: int) -> bool:
+        """Return whether a step is followed by an exchange, also if it is skipped."""
+        return self.rounds(step + 1) > self.rounds(step)
+
     def rounds(self, steps: int) -> int:
         """Return the number of rounds that have ended after so many steps of the run. Local."""
         return max(0, steps - self._warmup) // self.every
 
-    def refuse(self) -> bool:
+    def refuse(self, why: str) -> None:
         """Let the exchange raise on all ranks, for a step of this replica. Local.
 
-        Called by all ranks of the replica. Returns False if a step since the last exchange has been
-        refused before.
+        Called by all ranks of the replica; its first one warns, once between two exchanges.
         """
-        first, self._refused = not self._refused, True
-        return first
+        if not self._refused and self.sharding.rank == 0:
+            warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
+        self._refused = True
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
         """Copy the parameters that the first step after the warm-up finds. Collective.

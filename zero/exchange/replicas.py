@@ -1,6 +1,5 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,13 +27,13 @@ class Replicas:
 
     def __init__(
         self,
-        exchange: Exchange,
+        schedule: Exchange,
         shard: OptimizerShard,
         collectives: Collectives,
         comparison: StepComparison,
         scale: LossScale,
     ) -> None:
-        self._exchange, self._shard, self._collectives = exchange, shard, collectives
+        self.schedule, self._shard, self._collectives = schedule, shard, collectives
         self._comparison, self._scale = comparison, scale
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
@@ -56,11 +55,7 @@ class Replicas:
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return what the schedule keeps for an updated tensor, and this replica's own values."""
         own = {LOCAL: self._local[tensor]} if self._averaging else {}
-        return self._exchange.state(tensor) | own
-
-    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned. Local."""
-        self._exchange.load_state(tensor, state)
+        return self.schedule.state(tensor) | own
 
     def numbers(self) -> list[float]:
         """Return the numbers that this replica has of its own. Local.
@@ -69,7 +64,7 @@ class Replicas:
         has changed.
         """
         scale = self._scale.state_dict()
-        return [self._exchange.weight, scale["value"], float(scale["good_steps"])]
+        return [self.schedule.weight, scale["value"], float(scale["good_steps"])]
 
     def state_dict(self) -> dict[str, Any]:
         """Return entries of the optimizer's state dictionary. Local."""
@@ -78,16 +73,12 @@ class Replicas:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; older numbers are the weight alone. Local."""
         numbers = state.get("sync_weights", ())
-        self._exchange.weight = numbers[0] if numbers else 0.0
+        self.schedule.weight = numbers[0] if numbers else 0.0
         if len(numbers) > 1:
             own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
             self._scale.load_state_dict(own)
-        if self._exchange.replicas > 1:
+        if self.schedule.replicas > 1:
             self.equal = state.get("in_sync", True)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the exchange's tensors. Local."""
-        return self._exchange.nbytes()
 
     def compare(
         self,
@@ -109,28 +100,20 @@ class Replicas:
         if totals[0] or not agree(totals[1:]):
             self._comparison.compare(ranks, groups, without, step, in_sync=in_sync)
 
-    def refuse_step(self, why: str) -> None:
-        """Let the next exchange raise on all ranks, in a step of this replica alone. Local.
-
-        Called by all ranks of the replica; its first one warns.
-        """
-        if self._exchange.refuse() and self._shard.sharding.rank == 0:
-            warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
-
     def before_update(self, step: int) -> None:
         """Copy the parameters that the first step of a replica alone finds. Collective."""
-        self._exchange.before_update(step, self._shard.tensors, equal=self.in_sync)
+        self.schedule.before_update(step, self._shard.tensors, equal=self.in_sync)
 
     def end_step(self, step: int, weight: float, *, updated: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
 
         The all-gathers of parameters are in flight on return.
         """
-        group = self._exchange.group(step)
+        group = self.schedule.group(step)
         self.equal = self.equal and group.size == self._collectives.size
         own = weight if updated else 0.0
         try:
-            exchanged = self._exchange.after_update(step, self._shard.tensors, own)
+            exchanged = self.schedule.after_update(step, self._shard.tensors, own)
         except NonFiniteGradientError:  # on all ranks, which keep what they have updated
             self._shard.publish()
             raise
@@ -150,11 +133,11 @@ class Replicas:
             return
         self._complete()
         tensors = self._shard.tensors
-        if self._exchange.group(step).size == self._collectives.size:
-            self._exchange.average(tensors)  # the state was loaded: steps are synchronous
+        if self.schedule.group(step).size == self._collectives.size:
+            self.schedule.average(tensors)  # the state was loaded: steps are synchronous
         else:
-            self._exchange.before_update(step, tensors, equal=False)
-            self._exchange.exchange(tensors)
+            self.schedule.before_update(step, tensors, equal=False)
+            self.schedule.exchange(tensors)
         self._overwrite(self._others())
         self.equal = True
         self._shard.publish()
@@ -173,7 +156,7 @@ class Replicas:
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
-            self._exchange.average(tensors)
+            self.schedule.average(tensors)
             others = self._others()
             own_others = [tensor.clone() for tensor in others]
             self._overwrite(others)
@@ -195,9 +178,9 @@ class Replicas:
     @torch.no_grad()
     def apply_sent(self) -> None:
         """Wait for exchanges in flight, and apply them. Collective, if there are any."""
-        if self._exchange.in_flight:
+        if self.schedule.in_flight:
             self._complete()
-            self._exchange.apply_sent()
+            self.schedule.apply_sent()
             self._shard.publish()
 
     def _others(self) -> list[Tensor]:
