@@ -72,6 +72,14 @@ class ReducibleBucket:
     last: bool = False  # whether it is the last of all
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # of the model, by name
 
+    @property
+    def shard(self) -> Tensor:
+        """The elements of `gradients` whose sum this rank needs. A view."""
+        if not self.sharded:
+            return self.gradients
+        start, stop = self.layout.shard(self.collectives.slot(self.collectives.rank))
+        return self.gradients[start:stop]
+
     def reduce(self, wire: torch.dtype | None = None) -> Work:
         """Start the all-reduce or reduce-scatter that the bucket needs. Collective."""
         collectives = self.collectives.named(f"gradient bucket {self.index}")
