@@ -20,7 +20,7 @@ from mntrain.alike.naming import by_value, naming
 from mntrain.checks import launcher
 from mntrain.checks.host import StartError
 from mntrain.comm import mpi
-from zero.agreement import DifferentWeightsError
+from zero.comparison import DifferentWeightsError
 from zero.norms import NonFiniteGradientError
 
 if TYPE_CHECKING:

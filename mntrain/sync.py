@@ -128,10 +128,7 @@ class SparseLoCo(LocalSGD):
         from zero.comm_hooks.codes import ChunkCode
         from zero.exchange.exchange import OuterSGD
 
-        return {
-            "outer": OuterSGD(self.outer_lr),
-            "code": ChunkCode(self.density),
-        }
+        return {"outer": OuterSGD(self.outer_lr), "code": ChunkCode(self.density)}
 
 
 _DESCRIPTIONS = {kind.mode: kind for kind in (LocalSGD, DiLoCo, SparseLoCo)}

@@ -7,10 +7,10 @@
     HELD           every gradient is the mean over ranks; further backward passes add to it
     INTERRUPTED    a backward has raised; `clear` makes it empty, if nothing was sent
 
-A reduction ends with the backward that is not under `no_sync`, inside `backward()`, as in DDP. A
-round is what launches every bucket once: a whole accumulation, or at stage 2 a micro-batch. The
-running backward, a round, what has arrived since the last reduction, and the facts of the mean are
-each an object that is made anew when the next one begins.
+A reduction ends with the backward that is not under `no_sync`, inside `backward()`, as in DDP.
+Every bucket is launched once for a whole accumulation, or at stage 2 for each micro-batch. These
+launches, the running backward, what has arrived since the last reduction, and the facts of the mean
+are each an object that is made anew when the next one begins.
 """
 
 import math
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import SingleProcessCollectives, Work
 from zero.comm_hooks import CommHook, ReducibleBucket
-from zero.gradients.reduced import BucketGradients
+from zero.gradients.buckets import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
 from zero.kernels import order, rescale
 from zero.layout import Bucket, ParameterSlice
@@ -42,9 +42,9 @@ from zero.losses import RUNNING, ChangedLoss
 from zero.norms import global_norm, nan_unless_finite
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
-from zero.schedule import EveryStep
 from zero.shard import OptimizerShard
 from zero.step_message import StepMessage
+from zero.sync_schedule import EveryStep
 
 INTERRUPTED = (
     "the last backward through this optimizer's parameters did not end: it raised an exception, "
@@ -97,12 +97,12 @@ class _Arrived:
 
 
 @dataclass
-class _Round:
-    """Buckets that are launched once."""
+class _Launches:
+    """The launches of all buckets, in order."""
 
     missing: list[set[str]]  # gradients to come, by bucket
     begun: bool = False  # a gradient has arrived
-    launched: int = 0  # buckets
+    done: int = 0  # buckets that were launched
 
 
 @dataclass
@@ -139,13 +139,13 @@ class Accumulation:
         self,
         shard: OptimizerShard,
         hook: CommHook,
-        schedule: EveryStep,
+        sync_schedule: EveryStep,
         scale: LossScale,
     ) -> None:
         self._shard, self._gradients, self._slots = shard, shard.gradients, shard.gradients.slots
-        self._hook, self._schedule, self._scale = hook, schedule, scale
-        self._world_size = schedule.sharding.size * schedule.replicas
-        self.group = schedule.group(0)
+        self._hook, self._sync_schedule, self._scale = hook, sync_schedule, scale
+        self._world_size = sync_schedule.sharding.size * sync_schedule.replicas
+        self.group = sync_schedule.group(0)
         """The ranks over which the current step is averaged."""
         self.announces = shard.stage == 2  # every micro-batch; others accumulate under `no_sync`
         self.steps = 0  # taken so far, skipped ones included: the number of the current one
@@ -174,7 +174,7 @@ class Accumulation:
         self._backward = _Backward()
         self._arrived, self.means = _Arrived(), Means()
         self._names: list[frozenset[str]] = []  # of the parameters that get a gradient, by bucket
-        self._begin_round()
+        self._begin_launches()
 
     @property
     def phase(self) -> Phase:
@@ -222,7 +222,7 @@ class Accumulation:
         self._parameters |= parameters
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
         self._names += [frozenset(e.spec.name for e in b.entries if e.numel) for b in buckets]
-        self._begin_round()
+        self._begin_launches()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -317,17 +317,17 @@ class Accumulation:
         self._gradients.clear(set_to_none)
         self.weight.discard()
         self._enter(Phase.EMPTY)
-        if not self._round.launched:
+        if not self._launches.done:
             self._end_backward()
-            self._begin_round()
+            self._begin_launches()
         self._hook.end_step(taken=False)
 
     def resume(self, steps: int) -> None:
         """Continue after so many steps. Local; the same on all ranks."""
         self.steps = steps
-        if self._schedule.replicas == 1:
+        if self._sync_schedule.replicas == 1:
             return
-        before, self.group = self.group, self._schedule.group(steps)
+        before, self.group = self.group, self._sync_schedule.group(steps)
         if self.group is not before:  # units must be the same on all of its ranks
             self.weight.begin_group(self.group.size, whole=self._whole)
 
@@ -353,7 +353,7 @@ class Accumulation:
         fits, used = saved["context"] == self._hook_context, saved.get("used", ())
         self._hook.load_state_dict(saved["state"] if fits else {})
         self._unsent = set(used if fits else ())
-        if not fits and (saved["state"] or used) and self._schedule.sharding.rank == 0:
+        if not fits and (saved["state"] or used) and self._sync_schedule.sharding.rank == 0:
             warnings.warn(
                 "the state is of another comm_hook, size or layout: the hook starts anew",
                 stacklevel=3,
@@ -366,7 +366,7 @@ class Accumulation:
         turned = [[name, *dims] for name, dims in orders if list(dims) != sorted(dims)]
         buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.buckets]
         nodes = [[*map(list, self._hook.levels.nodes)]] if self._hook.levels else []
-        ranks = self._schedule.sharding
+        ranks = self._sync_schedule.sharding
         own = [type(self._hook).__name__, ranks.rank, ranks.size]
         return [*own, buckets, *nodes, *([turned] if turned else [])]
 
@@ -502,14 +502,14 @@ class Accumulation:
     def _take_or_keep(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
         if self._phase is not Phase.FILLING:
             self._enter(Phase.FILLING)
-        name, arrived, round_ = entry.spec.name, self._arrived, self._round
+        name, arrived, launches = entry.spec.name, self._arrived, self._launches
         if not self._slots.has_gradient(name):  # a hook that came before has dropped it
             arrived.used.discard(name)
             return
         arrived.used.add(name)
         if self.own_limit or not (self._syncing or self.announces):
             self._gradients.accumulate(index, entry)
-        elif self._slots.hides and name not in round_.missing[index]:
+        elif self._slots.hides and name not in launches.missing[index]:
             # Its layer lies in several reentrant checkpoints.
             gradient = self._slots.pop(name)
             assert gradient is not None, "backward has just made it"
@@ -517,12 +517,12 @@ class Accumulation:
             late_scale = self.weight.scale if scale is None else scale
             arrived.late.append((index, entry, gradient, late_scale))
         else:
-            if not round_.begun:
-                round_.begun = True
+            if not launches.begun:
+                launches.begun = True
                 self._agree_on_unit()
             self._take(index, entry, scale)
-            round_.missing[index].discard(name)
-            while round_.launched < len(round_.missing) and not round_.missing[round_.launched]:
+            launches.missing[index].discard(name)
+            while launches.done < len(launches.missing) and not launches.missing[launches.done]:
                 self._launch_next()
 
     @_disable_dynamo
@@ -648,27 +648,27 @@ class Accumulation:
         self.group.all_reduce(divisor).wait()
         self.weight.agree_on(divisor.item())
 
-    def _begin_round(self) -> None:
-        self._round = _Round([set(names) for names in self._names])
+    def _begin_launches(self) -> None:
+        self._launches = _Launches([set(names) for names in self._names])
 
     def _launch_remaining(self) -> None:
         """Launch the buckets that backward has not launched. Collective.
 
-        If every micro-batch is a round, a round without any gradient launches nothing.
+        If every micro-batch is reduced, one without any gradient launches nothing.
         """
-        missing = self._round.missing
-        if self.announces and not self._round.begun:
+        missing = self._launches.missing
+        if self.announces and not self._launches.begun:
             for index in range(len(missing)):
                 self._note_assigned(index)
-        if self._round.begun or not self.announces:
+        if self._launches.begun or not self.announces:
             if self.own_limit:
                 for index, names in enumerate(missing):
                     self._take_missing(index)
                     names.clear()
                 self._clip_own(self.own_limit)
-            while self._round.launched < len(missing):
+            while self._launches.done < len(missing):
                 self._launch_next()
-        self._begin_round()
+        self._begin_launches()
 
     def _clip_own(self, max_norm: float) -> None:
         weight, own = self.weight, self._gradients.own()
@@ -682,10 +682,10 @@ class Accumulation:
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 
     def _launch_next(self) -> None:
-        if self.announces and not self._round.launched:
+        if self.announces and not self._launches.done:
             self.message.announce(self.group, "running")
-        self._send(self._round.launched)
-        self._round.launched += 1
+        self._send(self._launches.done)
+        self._launches.done += 1
 
     def _send(self, index: int) -> None:
         self._take_missing(index)
@@ -696,16 +696,16 @@ class Accumulation:
     def _take_missing(self, index: int) -> None:
         self._note_assigned(index)
         for entry in self._shard.buckets[index].entries:
-            if entry.spec.name in self._round.missing[index]:
+            if entry.spec.name in self._launches.missing[index]:
                 self._take(index, entry)
 
     def _note_assigned(self, index: int) -> None:
         """Count the gradients that were assigned, which no hook has seen."""
         for entry in self._shard.buckets[index].entries:
             name = entry.spec.name
-            if name in self._round.missing[index] and self._slots.has_gradient(name):
+            if name in self._launches.missing[index] and self._slots.has_gradient(name):
                 self._arrived.used.add(name)
-                self._round.begun = True
+                self._launches.begun = True
 
     def _take(self, index: int, entry: ParameterSlice, scale: float | None = None) -> None:
         scale = self.weight.scale if scale is None else scale
@@ -735,7 +735,9 @@ class Accumulation:
         message.put("weight", lambda: weight.weight)
         message.put("divisor", lambda: weight.divisor)
         message.put("averages", lambda: weight.mean.averages)
-        message.put("missing", lambda: sum(map(len, self._round.missing)) - len(self._arrived.used))
+        message.put(
+            "missing", lambda: sum(map(len, self._launches.missing)) - len(self._arrived.used)
+        )
         message.put("late", lambda: len(self._arrived.late))
         message.put("scaled by others", lambda: self.means.scaled_by_others)
         message.put("weighed", self._ratio)
@@ -763,7 +765,7 @@ class Accumulation:
             totals = message.read()
             if not totals["running"]:
                 break
-            for index in range(len(self._round.missing)):  # zeros, in the micro-batch of others
+            for index in range(len(self._launches.missing)):  # zeros, in the micro-batch of others
                 self._send(index)
         if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
             raise RuntimeError(

@@ -66,11 +66,11 @@ class Collectives(Protocol):
     def slot(self, rank: int) -> int:
         """Return the index of a rank's shard: a bijection of 0 to size - 1. Local."""
 
-    def named(self, label: str, plain: float = 1) -> "Collectives":
+    def named(self, label: str, ratio: float = 1) -> "Collectives":
         """Return the same collectives, whose calls are for what `label` says. Local.
 
         The label of a call, such as "bucket 3", is the same on all ranks; errors contain it. Calls
-        with compressed content would send `plain` bytes without, for each that they send: reports
+        with compressed content would send `ratio` bytes without, for each that they send: reports
         have both. A narrower `wire` counts besides.
         """
 
@@ -152,7 +152,7 @@ class SingleProcessCollectives:
         """Return the rank."""
         return rank
 
-    def named(self, label: str, plain: float = 1) -> "SingleProcessCollectives":
+    def named(self, label: str, ratio: float = 1) -> "SingleProcessCollectives":
         """Return these collectives."""
         return self
 

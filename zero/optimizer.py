@@ -18,50 +18,47 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from zero.accumulation import Accumulation
-from zero.agreement import StepComparison, agree, expect_alike
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
+from zero.comparison import StepComparison, expect_alike
 from zero.exchange.exchange import Exchange
 from zero.exchange.replicas import Replicas
 from zero.layout import ParameterSpec, lay_out
 from zero.losses import note_weight
 from zero.memory import Memory
-from zero.norms import (
-    NonFiniteGradientError,
-    find_non_finite,
-    global_norm,
-)
+from zero.norms import NonFiniteGradientError, find_non_finite, global_norm
 from zero.options import Options
 from zero.param_groups import (
     GroupNames,
     Named,
     as_groups,
     by_name,
-    check_plain,
     check_trainable,
+    check_undistributed,
     hyperparameters,
+    placement,
     unnamed,
 )
-from zero.parameter_watch import check_free, finish_gathers, plain_parts, take_over
+from zero.parameter_watch import check_free, dense_parts, finish_gathers, take_over
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
-from zero.schedule import EveryStep
 from zero.shard import OptimizerShard, update_alone
 from zero.state import (
     PartOfState,
     StateSlice,
     check_groups,
     check_state,
-    from_plain,
+    from_torch,
     load_slices,
     own_slices,
-    to_plain,
+    to_torch,
     unnamed_state,
     whole_states,
     whole_unnamed_state,
 )
 from zero.state_view import StateByParameter
 from zero.sync_batchnorm import layers_below
+from zero.sync_schedule import EveryStep
 from zero.trials import check_drivable, check_partition, choose_partition, works_by_element
 
 
@@ -106,7 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
-    - `schedule`: over which ranks a step is averaged, by default all (`zero.schedule`).
+    - `sync_schedule`: over which ranks a step is averaged, by default all (`zero.sync_schedule`).
     - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
       broadcasts its buffers, and its parameters that no optimizer trains. Buffers are overwritten
       with rank 0's after every step: with the first's of the ranks that the step was averaged over,
@@ -133,7 +130,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         *,
         comm_hook: CommHook | None = None,
         levels: NodeLevels | None = None,
-        schedule: EveryStep | None = None,
+        sync_schedule: EveryStep | None = None,
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
@@ -146,10 +143,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.options = options = options or Options(**given)
         self._collectives, self._scale = collectives, LossScale(options.loss_scale)
         self._model, self._hook = model, make_hook(comm_hook)
-        self.schedule = schedule or EveryStep(collectives)
-        sharding = self.schedule.sharding
+        self.sync_schedule = sync_schedule or EveryStep(collectives)
+        sharding = self.sync_schedule.sharding
         if collectives.size > 1:
-            self._hook.bind(collectives.size, levels, scheduled=schedule is not None)
+            self._hook.bind(collectives.size, levels, scheduled=sync_schedule is not None)
         self._shard = OptimizerShard(
             options.stage,
             sharding,
@@ -158,14 +155,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap_forward=options.overlap_forward,
             alone=collectives.size == 1,
         )
-        self._replicas = None
-        if isinstance(schedule, Exchange):
-            self._replicas = Replicas(schedule, self._shard, collectives)
         self._max_norm = options.max_norm
-        self._agreement = StepComparison(
-            self._shard, collectives.rank, self.schedule.replica, options.check_every
+        self._comparison = StepComparison(
+            self._shard, collectives.rank, self.sync_schedule.replica, options.check_every
         )
-        self.accumulation = Accumulation(self._shard, self._hook, self.schedule, self._scale)
+        self.replicas: Replicas | None = None
+        """Those of the sync schedule, if there is one."""
+        if isinstance(sync_schedule, Exchange):
+            self.replicas = Replicas(
+                sync_schedule, self._shard, collectives, self._comparison, self._scale
+            )
+        self.accumulation = Accumulation(self._shard, self._hook, self.sync_schedule, self._scale)
         self._make_inner = partial(optimizer_class, **kwargs)
         self.stage = options.stage
         self.partition = choose_partition(optimizer_class, options.partition)
@@ -177,12 +177,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             order = [name for name, _ in model.named_parameters() if name in named]
             named = {name: named[name] for name in order} | named
         self._add_parameters(named)
-        plain_groups = [unnamed(group) for group in groups]
+        torch_groups = [unnamed(group) for group in groups]
         try:
-            self._inner = self._make_inner(self._shard.groups(plain_groups))
+            self._inner = self._make_inner(self._shard.groups(torch_groups))
             check_drivable(self._inner)
             self._check_state()
-            super().__init__(plain_groups, self._inner.defaults)
+            super().__init__(torch_groups, self._inner.defaults)
             self._shard.watch.note_others()
             take_over(self, named)
         except BaseException:
@@ -200,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         But for parameters that another optimizer trains, which has done so.
         """
         untrained = self._shard.watch.untrained().items()
-        others = [part for name, p in untrained for _, part in plain_parts(name, p)]
+        others = [part for name, p in untrained for _, part in dense_parts(name, p)]
         buffers = [*self._model.buffers()] if self._model is not None else []
         broadcast_from_rank_0(self._collectives, [*self._named.values(), *others, *buffers])
         self._shard.copy_from_parameters()
@@ -224,8 +224,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         alike on all replicas is compared in exchanges.
         """
         self._check_open()
-        if self._replicas is not None:
-            self._replicas.check_not_averaging()
+        if self.replicas is not None:
+            self.replicas.check_not_averaging()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -235,8 +235,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.take_changes()
         with self._shard.gradients_set(unused):  # before the norm: then the host waits
             norm, coef = self._clip(unused)
-            if self._replicas is not None:
-                self._replicas.before_update(self.accumulation.steps)
+            if self.replicas is not None:
+                self.replicas.before_update(self.accumulation.steps)
             if finite := math.isfinite(norm):
                 self._update(coef / self._scale.value, unused)
             else:
@@ -252,6 +252,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def group(self) -> Collectives:
         """The ranks over which the current step is averaged."""
         return self.accumulation.group
+
+    @property
+    def coming_exchange(self) -> Exchange | None:
+        """The exchange that ends the current round; None where all ranks take the step together."""
+        if self.replicas is None or not self.replicas.schedule.alone(self.accumulation.steps):
+            return None
+        return self.replicas.schedule
 
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
@@ -382,7 +389,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _scale_gradients(self, factor: float) -> None:
         self._shard.gradients.scale_(factor)
-        self._agreement.gradient_factor *= factor
+        self._comparison.gradient_factor *= factor
 
     @_disable_dynamo
     @torch.no_grad()
@@ -409,7 +416,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
         else:
             self.accumulation.clear(set_to_none)
-            self._agreement.gradient_factor = 1.0
+            self._comparison.gradient_factor = 1.0
 
     # Parameters.
 
@@ -427,12 +434,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         if group["params"]:
             broadcast_from_rank_0(self._collectives, (p for _, p in group["params"]))
-            self._agreement.begin_anew()
+            self._comparison.begin_anew()
             self._add_parameters(by_name([group]))
         self._give_groups()
-        plain_group = unnamed(group)
-        super().add_param_group(plain_group)
-        self._inner.add_param_group(self._shard.groups([plain_group])[0])
+        torch_group = unnamed(group)
+        super().add_param_group(torch_group)
+        self._inner.add_param_group(self._shard.groups([torch_group])[0])
         self._take_groups()
         take_over(self, by_name([group]))
 
@@ -451,7 +458,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         An exchange of a part of the parameters leaves it False. Also True in a block of `averaged`.
         Local; the same on all ranks.
         """
-        return self._replicas is None or self._replicas.in_sync
+        return self.replicas is None or self.replicas.in_sync
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -461,8 +468,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         where they are. Raises RuntimeError in a block of `averaged`.
         """
         self._check_open()
-        if self._replicas is not None:
-            self._replicas.exchange(self.accumulation.steps)
+        if self.replicas is not None:
+            self.replicas.exchange(self.accumulation.steps)
 
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which all ranks hold the means of their parameters. Collective.
@@ -470,7 +477,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Buffers are rank 0's in it, and must not be changed, nor parameters. At its end every rank
         gets back its own. Yields whether they differ.
         """
-        return nullcontext(False) if self._replicas is None else self._replicas.averaged()
+        return nullcontext(False) if self.replicas is None else self.replicas.averaged()
 
     @torch.no_grad()
     def publish_loaded(self) -> None:
@@ -508,7 +515,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         At stages 1 and 2 by what each rank updates: parameters that it owns whole, and flat slices.
         The use of another parameter as a key raises RuntimeError.
         """
-        if self._shard.plain:
+        if self._shard.updates_parameters:
             return self._inner.state
         return StateByParameter(self._shard, self._inner.state)  # type: ignore[return-value]
 
@@ -516,7 +523,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         if not self._constructed:  # torch's constructor assigns an empty one
             return
-        if not self._shard.plain:
+        if not self._shard.updates_parameters:
             view = StateByParameter(self._shard, defaultdict(dict))
             view.update(state)
             state = view.by_tensor
@@ -531,15 +538,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return this rank's slices, the hyperparameters and the rest of the state.
 
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
-        and applies it if the schedule's `settle` does. Plain containers and tensors of the
+        and applies it. Plain containers and tensors of the
         optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
         state; "unnamed_state", what the torch optimizer keeps under a key that is no parameter, and
         "comm_hook" are of this rank only, and "sync_weights" of its replica. At stages 1 and
         2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
         `full_state_dict`.
         """
-        if self._replicas is not None:
-            self._replicas.settle()
+        if self.replicas is not None:
+            self.replicas.apply_sent()
         slices = [piece._asdict() for piece in self.slices()]
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
@@ -548,8 +555,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.accumulation.hook_state(),
             "steps": self.accumulation.steps,
-            "in_sync": self._replicas is None or self._replicas.equal,
-            "sync_weights": self.replica_numbers(),
+            "in_sync": True,
+            "sync_weights": [],
+            **({} if self.replicas is None else self.replicas.state_dict()),
         }
 
     @torch.no_grad()
@@ -567,7 +575,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if "state" in state_dict and "slices" not in state_dict:
             given = self._names.given(self.param_groups)
             trained = [group["params"] for group in own_groups]
-            slices, groups, unnamed = from_plain(state_dict, given, trained, self._shapes())
+            slices, groups, unnamed = from_torch(state_dict, given, trained, self._shapes())
             usual = {"loss_scale": self._scale.state_dict()} | state_dict
             parts = {"slices": [s._asdict() for s in slices], "param_groups": groups}
             state_dict = usual | parts | {"unnamed_state": unnamed}
@@ -577,32 +585,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             groups,
             state_dict.get("unnamed_state", {}),
         )
-        self._agreement.begin_anew()
+        self._comparison.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.accumulation.load_hook_state(state_dict.get("comm_hook"))
         self.accumulation.resume(state_dict.get("steps", self.accumulation.steps))
-        self._load_replica_numbers(state_dict.get("sync_weights", ()))
-        if self._replicas is not None and self.schedule.replicas > 1:
-            self._replicas.equal = state_dict.get("in_sync", True)
-
-    def replica_numbers(self) -> list[float]:
-        """Return the numbers that a replica of a sync schedule has of its own. Local.
-
-        The weight of its steps since the last exchange, its loss scale, and its steps since that
-        has changed; empty for a single replica.
-        """
-        if not isinstance(self.schedule, Exchange):
-            return []
-        scale = self._scale.state_dict()
-        return [self.schedule.weight, scale["value"], float(scale["good_steps"])]
-
-    def _load_replica_numbers(self, numbers: Sequence[float]) -> None:
-        """Continue from what `replica_numbers` has returned; older ones have the weight alone."""
-        if isinstance(self.schedule, Exchange):
-            self.schedule.weight = numbers[0] if numbers else 0.0
-        if len(numbers) > 1:
-            own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
-            self._scale.load_state_dict(own)
+        if self.replicas is not None:
+            self.replicas.load_state_dict(state_dict)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -613,7 +601,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ranks. Tensors are copies in host memory. Raises RuntimeError with a sync schedule of
         several replicas, whose states differ: `world.checkpoints` saves all of them.
         """
-        if self.schedule.replicas > 1:
+        if self.sync_schedule.replicas > 1:
             raise RuntimeError(
                 "with sync=, nodes have states of their own, and torch's form has one: use "
                 "world.checkpoints"
@@ -628,18 +616,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             {**group, "params": names}
             for group, names in zip(self.param_groups, given, strict=True)
         ]
-        plain = to_plain(states, unnamed, groups)
-        return {**plain, "loss_scale": self._scale.state_dict(), "steps": self.accumulation.steps}
+        whole = to_torch(states, unnamed, groups)
+        return {**whole, "loss_scale": self._scale.state_dict(), "steps": self.accumulation.steps}
 
     def slices(self) -> Iterator[StateSlice]:
         """Yield the state of what this rank owns. Local; tensors are not copied.
 
-        What a sync schedule has in flight is lacking: `schedule.settle()` waits for it. Raises
+        What a sync schedule has in flight is lacking: `state_dict` waits for it. Raises
         RuntimeError as `wait_for_parameters`.
         """
         if not self.closed:  # later, parameters are those of another optimizer
             self._shard.watch.check()
-        of_replica = None if self._replicas is None else self._replicas.state
+        of_replica = None if self.replicas is None else self.replicas.state
         return own_slices(self._shard, self._inner.state, of_replica)
 
     def load_slices(
@@ -663,7 +651,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner,
             slices,
             self._shapes(),
-            None if self._replicas is None else self._replicas.load_state,
+            None if self.replicas is None else self.replicas.schedule.load_state,
             options=options,
             unnamed=unnamed,
         )
@@ -672,12 +660,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def weight_checks(self) -> tuple[int, float]:
         """The number of comparisons of the weights so far, and the seconds that they took here."""
-        return self._agreement.checks, self._agreement.checks_s
+        return self._comparison.checks, self._comparison.checks_s
 
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         kept = self._shard.memory(self._inner.state)
-        exchange = self.schedule.nbytes() if isinstance(self.schedule, Exchange) else 0
+        exchange = 0 if self.replicas is None else self.replicas.schedule.nbytes()
         return replace(kept, hook=self._hook.nbytes(), exchange=exchange)
 
     def predicted_memory(self, stage: int | None = None) -> Memory:
@@ -714,7 +702,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("_") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
-        if self.sharded or any(owned.has_master for owned in self._shard.pieces):
+        if self.sharded or self._shard.with_master:
             raise AttributeError(
                 f"{name} of {type(inner).__name__} is of use with whole parameters alone, and this "
                 "optimizer updates shards or master weights: use stage=0 and parameters of 32 bits"
@@ -759,7 +747,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _clip(self, unused: frozenset[str]) -> tuple[float, float]:
         if self._collectives.size > 1:
-            self._agreement.begin_step(self.param_groups)
+            self._comparison.begin_step(self.param_groups)
         norm = self._agreed_norm(float(self.options.norm_type), unused)
         finite = math.isfinite(norm)
         return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
@@ -775,7 +763,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(hyperparameters(inner))
         if self._collectives.size > 1:
-            self._agreement.after_update(groups)
+            self._comparison.after_update(groups)
         if self._scale.dynamic:
             self._scale.note_good_step()
 
@@ -793,20 +781,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shards, flag = self._shard.shards(), self.accumulation.means.finite_flag
         where = find_non_finite(self.group, shards, self._named, flag, self._collectives.rank)
         found = f"the gradient's norm is {norm}: {where}"
-        if self._replicas is not None and self.schedule.alone(self.accumulation.steps):
-            self.refuse_step(found)
+        if (exchange := self.coming_exchange) is not None:
+            exchange.refuse(found)
             return
         self.accumulation.end_step(taken=False)
         raise NonFiniteGradientError(found)
-
-    def refuse_step(self, why: str) -> None:
-        """Let the next exchange raise on all ranks, in a step of this replica alone. Local.
-
-        Called by all ranks of the replica; its first one warns.
-        """
-        assert isinstance(self.schedule, Exchange), "only its steps are of a replica alone"
-        if self.schedule.refuse() and self._shard.sharding.rank == 0:
-            warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
 
     def _publish(self, *, updated: bool) -> float:
         """End the step: exchange what is due, and send updated shards to other ranks. Collective.
@@ -814,21 +793,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the weight of its mean.
         """
         step, weight = self.accumulation.steps, self.accumulation.means.weight
-        constant, replicas = self._agreement.constant, self._replicas
+        replicas, alone = self.replicas, self.coming_exchange is not None
         try:
             if replicas is not None:
-                replicas.end_step(step, weight, updated=updated, constant=constant)
+                replicas.end_step(step, weight, updated=updated)
             else:
+                constant = self._comparison.constant
                 self._shard.watch.overwrite_buffers(self._collectives, constant=constant)
                 if updated:
                     self._shard.publish()
         finally:
             self.accumulation.end_step(taken=updated)
-            self._agreement.gradient_factor = 1.0
+            self._comparison.gradient_factor = 1.0
         if updated and self._scale.scales:
             self.zero_grad()  # they are without the scale now, which later gradients have again
-        if replicas is not None and self.schedule.alone(step) and replicas.in_sync:
-            self._compare_replicas(self.param_groups, frozenset())
+        if replicas is not None and alone and replicas.in_sync:
+            replicas.compare(self.param_groups, frozenset(), step + 1)
         return weight
 
     def _agreed_norm(self, norm_type: float, without: frozenset[str] | None = None) -> float:
@@ -845,33 +825,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         step, groups = self.accumulation.steps, self.param_groups
         figures = None
         if without is not None and sharding.size > 1:
-            figures = self._agreement.figures(without, step)
+            figures = self._comparison.figures(without, step)
         norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
-        differ = figures is not None and not self._agreement.alike(figures)
-        if self.group.size > sharding.size:  # of the nodes, which are in sync
+        differ = figures is not None and not self._comparison.alike(figures)
+        if self.replicas is not None and self.group.size > sharding.size:
             if without is not None:
-                self._compare_replicas(groups, without, differ=differ)
+                self.replicas.compare(groups, without, step, differ=differ)
         elif differ:
             whole = sharding.size == self._collectives.size
             names = without or frozenset()
-            self._agreement.compare(sharding, groups, names, step, in_sync=False, all_ranks=whole)
+            self._comparison.compare(sharding, groups, names, step, in_sync=False, all_ranks=whole)
         return norm
-
-    def _compare_replicas(
-        self, groups: Sequence[dict[str, Any]], without: frozenset[str], *, differ: bool = False
-    ) -> None:
-        """Compare what replicas have alike, while they are in sync. Collective over all ranks.
-
-        Raises on all of them what `StepComparison.compare` raises, also if ranks of a replica
-        `differ`.
-        """
-        step = self.accumulation.steps
-        own = self._agreement.figures_of_replica(groups, step, in_sync=self.in_sync)
-        totals = torch.cat([torch.tensor([float(differ)], dtype=torch.float64, device="cpu"), own])
-        self._collectives.all_reduce(totals).wait()
-        if totals[0] or not agree(totals[1:]):
-            ranks, in_sync = self._collectives, self.in_sync
-            self._agreement.compare(ranks, groups, without, step, in_sync=in_sync)
 
     # Parameter groups, whose hyperparameters the torch optimizer has, too.
 
@@ -886,7 +850,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises ValueError if it has made other groups.
         """
         groups, made = self.param_groups, self._inner.param_groups
-        if _placement(made) != _placement(self._shard.groups(groups)):
+        if placement(made) != placement(self._shard.groups(groups)):
             raise ValueError(
                 f"{type(self._inner).__name__} makes {len(made)} parameter groups of the "
                 f"{len(groups)} that it is given, or puts parameters elsewhere: give it the "
@@ -952,7 +916,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         added = lay_out(specs, self.options.bucket_bytes, size, loads if whole else None)
         self._shard.add(added, named)
         self._named.update(named)
-        self._agreement.add(named)
+        self._comparison.add(named)
         self.accumulation.add(added, named)
 
     @property
@@ -987,9 +951,5 @@ def _parts_of(
         return parameters, model, False
     if model is not None:
         raise ValueError("the model is given as `parameters`: leave out model=")
-    check_plain(parameters, size)
+    check_undistributed(parameters, size)
     return parameters.named_parameters(), parameters, True
-
-
-def _placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
-    return [[id(tensor) for tensor in group["params"]] for group in groups]

@@ -120,7 +120,7 @@ def check_sharding(stage: int, partition: str) -> None:
         raise ValueError(f"partition {partition!r} is unknown: choose one of {known}")
 
 
-def check_plain(model: nn.Module, size: int) -> None:
+def check_undistributed(model: nn.Module, size: int) -> None:
     """Raise ValueError for a model that other code distributes, or whose forward differs by rank.
 
     As a whole or in part. Local; `size` is the number of ranks.
@@ -204,12 +204,16 @@ class GroupNames:
 
     def check_unchanged(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise RuntimeError if code of the user's has changed which parameters groups have."""
-        now = [[id(p) for p in group["params"]] for group in groups]
-        if now != [[id(p) for p in group] for group in self._placed]:
+        if placement(groups) != [[*map(id, group)] for group in self._placed]:
             raise RuntimeError(
                 "the parameters of optimizer.param_groups were changed by hand, which nothing "
                 "follows: call optimizer.add_param_group for new ones, or make another optimizer"
             )
+
+
+def placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
+    """Return the ids of the parameters, or other tensors, of each group."""
+    return [[*map(id, group["params"])] for group in groups]
 
 
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +235,7 @@ def describe_optimizer(
     numbers, strings, None and lists of them are left out.
     """
     named = list(groups)
-    numbers = plain_numbers([{**make.keywords, **hyperparameters(group)} for group in named])
+    numbers = numbers_in([{**make.keywords, **hyperparameters(group)} for group in named])
     return [
         getattr(make.func, "__qualname__", type(make.func).__qualname__),
         *(f"{key}={value!r} in group {place}" for (place, key), value in numbers),
@@ -239,7 +243,7 @@ def describe_optimizer(
     ]
 
 
-def plain_numbers(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
+def numbers_in(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
     """Yield the numbers, strings, None and lists of them in groups, with their places.
 
     Tensors of a few elements count as the numbers in them.
@@ -251,12 +255,12 @@ def plain_numbers(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any
             if value is None or isinstance(value, str | Real):
                 yield (place, key), value
                 continue
-            plain = value
+            found = value
             if isinstance(value, Tensor):
-                plain = value.tolist() if value.numel() <= LARGEST else []
-            parts = plain if isinstance(plain, list | tuple) else [plain]
+                found = value.tolist() if value.numel() <= LARGEST else []
+            parts = found if isinstance(found, list | tuple) else [found]
             if all(part is None or isinstance(part, str | Real) for part in parts):
-                yield (place, key), plain
+                yield (place, key), found
 
 
 def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:

@@ -153,7 +153,7 @@ def _refuse(name: str, what: str) -> None:
 def check_free(parameters: Mapping[str, Parameter]) -> None:
     """Raise ValueError for a parameter whose optimizer cannot be replaced. Local."""
     for name, holder in _holders(parameters):
-        if holder.schedule.replicas > 1:
+        if holder.sync_schedule.replicas > 1:
             raise ValueError(
                 f"parameter {name} is trained by an optimizer with sync=, and may differ between "
                 "nodes: call exchange() and close() of that optimizer before another is made"
@@ -190,14 +190,14 @@ def is_trained(parameter: Parameter) -> bool:
     return holder is not None and not holder.closed
 
 
-def plain_parts(name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
+def dense_parts(name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
     """Return the dense tensors over a parameter's memory, by name: one, or those that it wraps.
 
     None of a parameter without memory, or of a layout or class whose memory torch does not show.
     """
     if is_traceable_wrapper_subclass(parameter):
         keys = parameter.__tensor_flatten__()[0]
-        return [p for key in keys for p in plain_parts(f"{name}.{key}", getattr(parameter, key))]
+        return [p for key in keys for p in dense_parts(f"{name}.{key}", getattr(parameter, key))]
     if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return []
     with torch._C.DisableTorchFunctionSubclass():

@@ -157,8 +157,8 @@ class FlatParameters:
     def _all_gather(self, index: int) -> Work:
         flat, label = self._flats[index], f"parameter bucket {index}"
         if (narrow := self._narrow.get(index)) is not None:
-            plain = flat.element_size() / narrow.element_size()
-            collectives = self._collectives.named(label, plain)
+            ratio = flat.element_size() / narrow.element_size()
+            collectives = self._collectives.named(label, ratio)
             return ChainedWork(self._all_gather_narrow(index, collectives))
         return self._collectives.named(label).all_gather(flat, self._buckets[index].bounds)
 

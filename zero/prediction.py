@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.collectives import CompletedWork, SingleProcessCollectives
 from zero.comm_hooks import ChainedWork
-from zero.gradients.reduced import LocalGradients
+from zero.gradients.single_rank import LocalGradients
 from zero.layout import Bucket
 from zero.memory import Memory
 from zero.param_groups import by_name

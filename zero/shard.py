@@ -23,7 +23,9 @@ from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.collectives import Collectives
-from zero.gradients.reduced import gradients_of
+from zero.gradients.buckets import BucketGradients, BucketsInTurns, WholeBuckets
+from zero.gradients.single_rank import LocalGradients
+from zero.gradients.slots import RefusedSlots, VisibleSlots
 from zero.kernels import rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
@@ -94,22 +96,22 @@ class OptimizerShard:
         self.sharded = self.stage > 0  # a rank owns some elements only
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
-        self.gradients = gradients_of(self.stage, sharding, alone=alone)
+        self.gradients = _gradients_of(self.stage, sharding, alone=alone)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
         self.buckets: list[Bucket] = []
         self.pieces: list[OwnedSlice] = []
-        # Of them, those with master weights; those of 16 bits, whose gradient is widened; and of
-        # the others, those whose gradient is not that of a parameter, as it lies in `p.grad`.
-        self._with_master: list[OwnedSlice] = []
+        self.with_master: list[OwnedSlice] = []  # of them
+        # Those of 16 bits, whose gradient is widened; and of the others, those whose gradient is
+        # not that of a parameter, as it lies in `p.grad`.
         self._widened: list[OwnedSlice] = []
         self._apart: list[OwnedSlice] = []
         self._exact: list[int] = []  # buckets whose gradients are not widened
         self._shards: list[tuple[int, ParameterSlice]] = []  # of this rank, with their buckets
         self._names: dict[Parameter, str] = {}
         self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
-        self.plain = self.stage == 0  # the torch optimizer updates the parameters themselves
+        self.updates_parameters = self.stage == 0  # the torch optimizer does, themselves
         # By the first parameter of a group: an element beside its tensors, and its parameters.
         self._stand_ins: dict[Parameter, tuple[Tensor, list[Parameter]]] = {}
 
@@ -208,7 +210,7 @@ class OptimizerShard:
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
         """Overwrite the master weights with the parameters."""
-        for owned in self._with_master:
+        for owned in self.with_master:
             owned.tensor.copy_(owned.home)
 
     @torch.no_grad()
@@ -219,9 +221,9 @@ class OptimizerShard:
         """
         if self.sharded:
             self.parameters.wait()
-        changed = [owned.home != owned.rounded() for owned in self._with_master]
+        changed = [owned.home != owned.rounded() for owned in self.with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
-            for owned, mask in zip(self._with_master, changed, strict=True):
+            for owned, mask in zip(self.with_master, changed, strict=True):
                 wide = owned.home.to(owned.tensor.dtype)
                 owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
 
@@ -231,7 +233,7 @@ class OptimizerShard:
 
         The all-gathers are in flight on return.
         """
-        for owned in self._with_master:
+        for owned in self.with_master:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
         if self.sharded:
@@ -278,7 +280,7 @@ class OptimizerShard:
             parameters=sum(parameter.nbytes for parameter in self._names),
             gradients=self.gradients.memory.peak_bytes,
             buckets=self.gradients.memory.working_bytes + self.parameters.gather_bytes,
-            master=sum(owned.tensor.nbytes for owned in self._with_master),
+            master=sum(owned.tensor.nbytes for owned in self.with_master),
             state=sum(tensor.nbytes for tensor in kept),
         )
 
@@ -292,7 +294,7 @@ class OptimizerShard:
         if dtype := master_dtype(bucket.dtype, self.gather_dtype):
             device = parameters[bucket.entries[0].spec.name].device
             master = torch.empty(stop - start, dtype=dtype, device=device)
-            self.plain = False
+            self.updates_parameters = False
         published = narrower(self.gather_dtype, bucket.dtype) or bucket.dtype
         index = len(self.buckets)
         for piece in bucket.pieces(start, stop):
@@ -309,7 +311,7 @@ class OptimizerShard:
             owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
             self.pieces.append(owned)
             if master is not None:
-                self._with_master.append(owned)
+                self.with_master.append(owned)
             if is_16_bit(bucket.dtype):
                 self._widened.append(owned)
             elif self.sharded or master is not None:
@@ -323,6 +325,19 @@ class OptimizerShard:
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
+
+
+def _gradients_of(
+    stage: int, sharding: Collectives, *, alone: bool
+) -> BucketGradients | LocalGradients:
+    """Return the gradients of a stage, or those of a single rank: what `p.grad` is, and memory."""
+    if alone:
+        return LocalGradients()
+    if stage == 0:
+        whole = WholeBuckets(sharding, None)
+        return BucketGradients(VisibleSlots(whole.places), whole)
+    memory = WholeBuckets if stage == 1 else BucketsInTurns
+    return BucketGradients(RefusedSlots(stage), memory(sharding, sharding.slot(sharding.rank)))
 
 
 def update_alone(optimizer: torch.optim.Optimizer) -> None:

@@ -29,9 +29,7 @@ MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule
 LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
 UNSENT = f"{SYNC}unsent"  # of what a replica has not sent yet
-PER_REPLICA = frozenset(
-    {UNSENT, LOCAL}
-)  # the keys of the sync schedule whose tensors replicas differ in
+PER_REPLICA = frozenset({UNSENT, LOCAL})  # keys of tensors in which replicas differ
 
 
 class StateSlice(NamedTuple):
@@ -491,7 +489,7 @@ def _join(parts: Sequence[StateSlice]) -> tuple[dict[Any, Any], Tensor | None]:
     return {**_filled(first.others, first.places, tensors), **tensors}, master
 
 
-def to_plain(
+def to_torch(
     states: Mapping[str, tuple[dict[Any, Any], Tensor | None]],
     unnamed: Mapping[Any, Any],
     groups: Sequence[ParamGroup],
@@ -500,25 +498,25 @@ def to_plain(
 
     `groups` have names as "params". Master weights go into an entry that torch ignores.
     """
-    plain: dict[str, Any] = {"state": {}, "param_groups": [], MASTER: {}}
+    made: dict[str, Any] = {"state": {}, "param_groups": [], MASTER: {}}
     number = 0
     for group in groups:
         numbers = []
         for name in group["params"]:
             state, master = states.get(name, ({}, None))
             if master is not None:
-                plain[MASTER][number] = master
+                made[MASTER][number] = master
             if state:
-                plain["state"][number] = state
+                made["state"][number] = state
             numbers.append(number)
             number += 1
-        plain["param_groups"].append({**copy.deepcopy(group), "params": numbers})
-    plain["state"].update(unnamed)
-    return plain
+        made["param_groups"].append({**copy.deepcopy(group), "params": numbers})
+    made["state"].update(unnamed)
+    return made
 
 
-def from_plain(
-    plain: Mapping[str, Any],
+def from_torch(
+    saved: Mapping[str, Any],
     given: Sequence[Sequence[str]],
     trained: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
@@ -528,7 +526,7 @@ def from_plain(
     Its groups have as many parameters as the `given` ones, by name, or as the `trained` ones among
     them, in their order. Raises ValueError for others, and for tensors of other shapes.
     """
-    lengths = [len(group["params"]) for group in plain["param_groups"]]
+    lengths = [len(group["params"]) for group in saved["param_groups"]]
     names = next((n for n in (given, trained) if [*map(len, n)] == lengths), None)
     if names is None:
         raise ValueError(
@@ -536,16 +534,16 @@ def from_plain(
             f"{[*map(len, given)]}: give it the same groups"
         )
     slices, groups = [], []
-    for group, own, kept in zip(plain["param_groups"], names, trained, strict=True):
+    for group, own, kept in zip(saved["param_groups"], names, trained, strict=True):
         groups.append({**group, "params": list(kept)})
         groups[-1].pop("param_names", None)
         for name, number in zip(own, group["params"], strict=True):
             if name not in kept:
                 continue
-            state, master = plain["state"].get(number, {}), plain.get(MASTER, {}).get(number)
+            state, master = saved["state"].get(number, {}), saved.get(MASTER, {}).get(number)
             slices.append(_slice_of(name, shapes[name], state, master))
-    numbers = {number for group in plain["param_groups"] for number in group["params"]}
-    unnamed = {key: value for key, value in plain["state"].items() if key not in numbers}
+    numbers = {number for group in saved["param_groups"] for number in group["params"]}
+    unnamed = {key: value for key, value in saved["state"].items() if key not in numbers}
     return slices, groups, unnamed
 
 

@@ -87,7 +87,7 @@ class TorchCollectives:
         """Return the rank."""
         return rank
 
-    def named(self, label: str, plain: float = 1) -> "TorchCollectives":
+    def named(self, label: str, ratio: float = 1) -> "TorchCollectives":
         """Return the same collectives, whose calls are for what `label` says. Local."""
         other = copy.copy(self)
         other._label = label
@@ -112,10 +112,7 @@ class TorchCollectives:
     def reduce_scatter(
         self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
-        """Start to sum over all ranks, in place; only this rank's shard is valid then. Collective.
-
-        Raises ValueError for bounds that do not cut the tensor into `size` shards.
-        """
+        """Start to sum over all ranks, in place; valid in this rank's shard alone. Collective."""
         expect_flat(tensor)
         cut = shard_bounds(bounds, tensor.numel(), self.size)
         if self.size == 1:
@@ -133,10 +130,7 @@ class TorchCollectives:
         return TorchWork(works, what)
 
     def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
-        """Start to copy this rank's shard to all ranks, in place. Collective.
-
-        Raises ValueError for bounds that do not cut the tensor into `size` shards.
-        """
+        """Start to copy this rank's shard to all ranks, in place. Collective."""
         expect_flat(tensor)
         cut = shard_bounds(bounds, tensor.numel(), self.size)
         if self.size == 1:

@@ -322,7 +322,7 @@ def load(
                     "loss_scale": manifest.loss_scale,
                     "steps": manifest.optimizer_steps,  # the phase of the sync schedule
                     "in_sync": not own,
-                    "sync_weights": numbers[optimizer.schedule.replica] if numbers else [],
+                    "sync_weights": numbers[optimizer.sync_schedule.replica] if numbers else [],
                     "comm_hook": _read_hook_state(found, world),
                     "unnamed_state": decode_unnamed(manifest.unnamed_state, world.rank, world.size),
                 }
@@ -336,7 +336,7 @@ def load(
                     group[key] = group[key].to(value.device)
         for name, state in states.items():
             (objects or {})[name].load_state_dict(state)
-    if optimizer.schedule.replicas > 1:
+    if optimizer.sync_schedule.replicas > 1:
         optimizer.publish_loaded()
 
 
@@ -398,7 +398,7 @@ def is_shared(key: str) -> bool:
 
 def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether the step after a checkpoint is averaged over a replica, not over several."""
-    schedule, steps = optimizer.schedule, content.optimizer_steps
+    schedule, steps = optimizer.sync_schedule, content.optimizer_steps
     assert steps is not None
     return schedule.group(steps).size == schedule.sharding.size
 
@@ -414,7 +414,7 @@ def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
 
 def _same_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether the next step is taken alone by as many replicas as the checkpoint has."""
-    same = content.world.get(REPLICAS, 1) == optimizer.schedule.replicas
+    same = content.world.get(REPLICAS, 1) == optimizer.sync_schedule.replicas
     return same and _trains_alone(content, optimizer)
 
 
@@ -424,7 +424,7 @@ def _read_slices(
     """Yield this rank's slices of the optimizer state, one at a time to bound the memory used."""
     replicas, states = content.world.get(REPLICAS, 1), content.parameter_states
     # Replicas that take the same steps need the same state.
-    replica = optimizer.schedule.replica if _trains_alone(content, optimizer) else 0
+    replica = optimizer.sync_schedule.replica if _trains_alone(content, optimizer) else 0
     own = _has_replicas(content, optimizer)
     for piece in optimizer.slices():
         name = replica_name(piece.name, replica % replicas)
@@ -435,7 +435,7 @@ def _read_slices(
         names |= {key: [name] for key in saved.tensor_keys if not is_shared(key)}
         if not own:
             names.pop(LOCAL, None)
-        if replicas != optimizer.schedule.replicas:  # each gets the mean of what was not sent
+        if replicas != optimizer.sync_schedule.replicas:  # each gets the mean of what was not sent
             everyone = [replica_name(piece.name, r) for r in range(replicas)]
             names |= dict.fromkeys(names.keys() & {UNSENT}, everyone)
         low, high = piece.low, piece.high

@@ -376,7 +376,7 @@ class Saver:
 
     def _describe(self, progress: Manifest) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
-        state, replicas = self.optimizer.state_dict(), self.optimizer.schedule.replicas
+        state, replicas = self.optimizer.state_dict(), self.optimizer.sync_schedule.replicas
         world = {"ranks": self._world.size, "nodes": len(self._world.topology.nodes)}
         return replace(
             progress,
@@ -437,14 +437,15 @@ def _own_shard(
     own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
     shapes[RANDOM] = _shapes_of(own)
     ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
-    replica, weights = optimizer.schedule.replica, optimizer.replica_numbers()
+    replica, replicas = optimizer.sync_schedule.replica, optimizer.replicas
+    weights = [] if replicas is None else replicas.numbers()
     encoded, unnamed = encode_objects(objects), encode_unnamed(unnamed_state(optimizer.state))
     return ShardOutline(token, replica, weights, shapes, states, encoded, hook, unnamed), ranges
 
 
 def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
     """Yield the slices that this rank saves, of its replica, under the names in the file."""
-    schedule, slices = optimizer.schedule, list(optimizer.slices())
+    schedule, slices = optimizer.sync_schedule, list(optimizer.slices())
     parts = [(index, piece.low, piece.high) for index, piece in enumerate(slices)]
     if not optimizer.sharded:
         group = schedule.sharding

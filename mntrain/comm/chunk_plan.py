@@ -34,7 +34,7 @@ EMPTY: Span = (0, 0)
 NO_RANK = -1
 # Lanes and parts begin at whole cache lines where the verb leaves the choice.
 LINE_BYTES = 64
-# A lane is not cut into shorter chunks for the sake of their number, for each level of an exchange
+# A lane is not cut into shorter chunks for the sake of their number, for each hop of an exchange
 # between nodes: on each, a chunk costs the latency of a message and CPU time, whatever its length.
 MIN_CHUNK_BYTES = 64 << 10
 # Nodes exchange parts in groups of so many where that divides their number, else of its factors.
@@ -76,16 +76,16 @@ class HierarchyPlan:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of neighbouring nodes whose parts a node holds: at first, and after each level.
+        """Numbers of neighbouring nodes whose parts a node holds: at first, and after each hop.
 
-        Nodes exchange parts level by level. On each, groups of few nodes send each other what they
+        Nodes exchange parts hop by hop. In each, groups of few nodes send each other what they
         are to hold next. So a node of M sends O(log M) messages a chunk, but for large prime
         factors of M, and no more bytes than if each sent every other its part:
 
-            12 nodes, widths 12, 3, 1      level 0                      level 1
+            12 nodes, widths 12, 3, 1      hop 0                        hop 1
             node 4 exchanges with          7, 10, 1 (then holds 3 to 5) 5, 3 (then holds 4)
 
-        Sums are made in the order of a level's nodes, level by level, for every element alike.
+        Sums are made in the order of a hop's nodes, hop by hop, for every element alike.
         """
         widths = [len(self.nodes.nodes)]
         for factor in (GROUP, *range(2, widths[0] + 1)):
@@ -93,18 +93,18 @@ class HierarchyPlan:
                 widths.append(widths[-1] // factor)
         return tuple(widths) if len(widths) > 1 else (1, 1)
 
-    def partners(self, level: int) -> list[int]:
+    def partners(self, hop: int) -> list[int]:
         """Return the other nodes with which this one exchanges parts, from the next one on.
 
         So every node receives from one other at a time.
         """
-        width, above = self.widths[level + 1], self.widths[level]
+        width, above = self.widths[hop + 1], self.widths[hop]
         first, step = self.node // above * above, self.node % above
         return [first + (step + width * turn) % above for turn in range(1, above // width)]
 
-    def held(self, chunk: "Chunk", node: int, level: int) -> list[Span]:
-        """Return the spans of a chunk that a node holds before a level, joined where they meet."""
-        width = self.widths[level]
+    def held(self, chunk: "Chunk", node: int, hop: int) -> list[Span]:
+        """Return the spans of a chunk that a node holds before a hop, joined where they meet."""
+        width = self.widths[hop]
         low = node // width * width
         spans: list[Span] = []
         for start, end in chunk.parts[low : low + width]:
@@ -113,14 +113,14 @@ class HierarchyPlan:
             spans.append((start, end))
         return [span for span in spans if span[0] < span[1]]
 
-    @property
+    @cached_property
     def crowded(self) -> bool:
         """True if several nodes send to one at once, by several lanes."""
         return self.lanes > 1 and len(self.nodes.nodes) > 2
 
     @cached_property
     def gathers_on_ring(self) -> bool:
-        """True if an all-gather goes around a ring of nodes instead of level by level.
+        """True if an all-gather goes around a ring of nodes instead of hop by hop.
 
         That is so if there are more than two nodes and their numbers of shards differ: the largest
         node would send more than every node must receive.
@@ -145,7 +145,7 @@ class HierarchyPlan:
     ) -> tuple[Chunk, ...]:
         """Return the chunks of an all-reduce."""
         count, line = len(self.nodes.nodes), max(1, LINE_BYTES // itemsize)
-        # Sums have one order for all verbs, so levels are kept.
+        # Sums have one order for all verbs, so hops are kept.
         small = len(self.widths) == 2 and numel * itemsize <= WHOLE_BYTES
         whole = count <= 2 or small
         chunks = []
@@ -188,9 +188,9 @@ class HierarchyPlan:
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, chunk_bytes, min_chunks))
         return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
 
-    @property
+    @cached_property
     def _least_bytes(self) -> int:
-        """The least bytes of a chunk that goes through all levels, unless a lane has fewer."""
+        """The least bytes of a chunk that goes through all hops, unless a lane has fewer."""
         return MIN_CHUNK_BYTES * (len(self.widths) - 1)
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:

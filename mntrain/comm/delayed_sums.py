@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from zero.collectives import Collectives
-from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
 from zero.step_message import StepMessage, Value
 
@@ -78,9 +77,8 @@ class DelayedSums:
     def delay(self) -> int:
         """The most steps from a message to the one in which the next message counts. Local."""
         optimizer = self._latest()
-        if optimizer is None or not optimizer.schedule.alone(optimizer.accumulation.steps):
-            return 1
-        return (optimizer.schedule.max_staleness + 1) * optimizer.schedule.every
+        exchange = optimizer.coming_exchange if optimizer is not None else None
+        return 1 if exchange is None else (exchange.max_staleness + 1) * exchange.every
 
     def start(self, values: Mapping[str, Value], own: Mapping[str, Value] | None = None) -> None:
         """Start sums of values by name; all ranks learn the values in `own` of each. Collective.
@@ -89,11 +87,11 @@ class DelayedSums:
         """
         optimizer, message, rounds = self._latest(), StepMessage(), None
         if optimizer is not None:
-            schedule, steps = optimizer.schedule, optimizer.accumulation.steps
-            if isinstance(schedule, Exchange) and schedule.alone(steps):
-                message, rounds = schedule.message, 0
-                if schedule.max_staleness:
-                    rounds = schedule.rounds(steps) + 1 + schedule.max_staleness
+            exchange, steps = optimizer.coming_exchange, optimizer.accumulation.steps
+            if exchange is not None:
+                message, rounds = exchange.message, 0
+                if exchange.max_staleness:
+                    rounds = exchange.rounds(steps) + 1 + exchange.max_staleness
             elif optimizer.group.size == self._collectives.size:
                 message = optimizer.accumulation.message
             else:
@@ -114,7 +112,9 @@ class DelayedSums:
         optimizer = self._latest()
         steps = optimizer.accumulation.steps if optimizer else None
         idle, self._steps = steps == self._steps, steps
-        rounds = optimizer.schedule.rounds(steps) if optimizer and steps is not None else 0
+        rounds = 0
+        if optimizer is not None and optimizer.replicas is not None:
+            rounds = optimizer.replicas.schedule.rounds(optimizer.accumulation.steps)
         number = 0
         for one in self._started:
             waits = not (one.message.sent and rounds >= (one.rounds or 0))

@@ -15,8 +15,8 @@ order between them may differ between ranks.
 Each collective has a ticket, which is numbered when the collective begins. Ranks whose tickets of
 one number have unequal digests receive no messages from each other.
 
-`ProgressEngine._round` runs the tests of all streams in turn, and `_rest` sleeps after a round
-without progress, since other ranks may need the core.
+`ProgressEngine._test_all` runs the tests of all streams in turn, and `_rest` sleeps if none of them
+has succeeded, since other ranks may need the core.
 """
 
 import atexit
@@ -31,13 +31,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
-from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, QUICK_S, Backoff
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Ticket, digest_of, text_of
 from mntrain.comm.waits import Waits
 from mntrain.recorder.events import Recorder
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Test = Callable[[], bool]
 Steps = Generator[Test, None, T]
 NumberedChunk = tuple[int, Steps[None]]  # its number among all chunks of the communicator
@@ -46,7 +46,7 @@ HISTORY = 64  # tickets that a stream keeps; only the root of broadcasts can be 
 STALL_S = 2.0  # without progress, until ranks compare what they call
 GATHER_S = 10e-3  # of calls that gather, until the thread takes them
 TURN_S = 1e-3  # between two looks of a caller at its future while another caller has the turn
-ABANDON_S = 1.0  # to wait for the thread's current round; a thread that blocks in MPI is left
+ABANDON_S = 1.0  # to wait for the thread's current tests; a thread that blocks in MPI is left
 _caller = threading.local()  # its `engine` is the one that the calling thread used last
 
 
@@ -71,7 +71,7 @@ class MessageCall(NamedTuple):
     may_end: Callable[[], bool]  # whether it may end although these ranks call nothing more
 
 
-class Future(Generic[T]):
+class Future(Generic[T_co]):
     """A collective or function in a stream, and its result.
 
     `wakes_thread`: whether the engine's thread runs it while no caller waits; `gathers`: after a
@@ -86,7 +86,7 @@ class Future(Generic[T]):
     stream = ""
 
     def __init__(
-        self, work: Steps[T] | Pipelined, drive_until: Callable[["Future[Any]"], None]
+        self, work: Steps[T_co] | Pipelined, drive_until: Callable[["Future[Any]"], None]
     ) -> None:
         self.alone = not isinstance(work, Pipelined)
         if isinstance(work, Pipelined):
@@ -103,7 +103,7 @@ class Future(Generic[T]):
         # Chunks in flight and the test that each waits for, in the order of their numbers.
         self.in_flight: list[tuple[NumberedChunk, Test]] = []
         self.done = False
-        self._result: T | None = None
+        self._result: T_co | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
 
@@ -125,7 +125,7 @@ class Future(Generic[T]):
                 return
             function()
 
-    def wait(self) -> T:
+    def wait(self) -> T_co:
         """Block until the steps have run; return their result or raise their error. Repeatable."""
         self._drive_until(self)
         if self._error is not None:
@@ -409,7 +409,7 @@ class ProgressEngine:
         self.watch: _Watch | None = None
         self.waits = Waits()  # of callers
         self.error: Exception | None = None  # by which `stop` ended all communication
-        self._backoff = Backoff()
+        self._backoff = clock.Backoff()
         self._closed: Exception | None = None  # why nothing more is accepted
         self._abandoned = False
         self._busy_before_s = 0.0  # the part of `busy_s` before `_busy_since`
@@ -514,7 +514,7 @@ class ProgressEngine:
                 self._sleep.acquire(blocking=False)
                 while not future.done:
                     self._check_not_abandoned()
-                    moved = self._round()
+                    moved = self._test_all()
                     if not future.done:  # the result is not kept from the caller by a yield
                         self._rest(moved=moved)
             finally:
@@ -678,7 +678,7 @@ class ProgressEngine:
             with self._turn:
                 self._sleep.acquire(blocking=False)
                 while not (self.idle or self._waiters or self._abandoned):
-                    self._rest(moved=self._round())
+                    self._rest(moved=self._test_all())
 
     def _tasks(self) -> Iterator[Future[Any]]:
         return (task for s in self.streams for task in (*s.active, *s.queue))
@@ -691,7 +691,7 @@ class ProgressEngine:
         tasks = list(self._tasks())
         return bool(tasks) and all(task.gathers for task in tasks)
 
-    def _round(self) -> bool:
+    def _test_all(self) -> bool:
         """Progress everything once; return whether anything moved."""
         if self._busy_since is None:
             self._backoff.begin()
@@ -725,11 +725,11 @@ class ProgressEngine:
             if not all(task.alone for task in active):
                 clock.pause(0)
         elif not self._waiters:
-            delay_s = self._backoff.delay(BACKGROUND)
-            self._asleep = delay_s > QUICK_S
+            delay_s = self._backoff.delay(clock.BACKGROUND)
+            self._asleep = delay_s > clock.QUICK_S
             self._sleep.acquire(timeout=delay_s)
             self._asleep = False
         elif all(task.latency_bound for task in active):
-            clock.pause(self._backoff.delay(LATENCY_BOUND))
+            clock.pause(self._backoff.delay(clock.LATENCY_BOUND))
         else:
-            clock.pause(self._backoff.delay(BANDWIDTH_BOUND))
+            clock.pause(self._backoff.delay(clock.BANDWIDTH_BOUND))

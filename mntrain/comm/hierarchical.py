@@ -13,14 +13,14 @@ to do. Tensors elsewhere travel within the node as messages, too.
 Between two nodes, both send their whole sum, and add. Otherwise every node sums one part of the
 chunk, which the others send to it, and sends them the result: the least possible number of bytes,
 in both directions at once. Up to four nodes do so directly, in the latency of two messages (over a
-ring of M nodes: 2 (M - 1)), and more nodes level by level, in groups (`HierarchyPlan.widths`). An
+ring of M nodes: 2 (M - 1)), and more nodes hop by hop, in groups (`HierarchyPlan.widths`). An
 all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
 shards (`HierarchyPlan.gathers_on_ring`).
 
-Sums are made here, in the order of a level's ranks, and in fp32 or wider: MPI has no dependable sum
-of bf16 and fp16. Whichever rank owns an element, its sum has the same order, so all verbs and cuts
-give the same bits. Each level rounds a 16-bit sum once. With a wire dtype, the sum of a node is
-rounded to it, and so is the sum of each level.
+Sums are made here, in the order of a node's ranks or of a hop's nodes, and in fp32 or wider: MPI
+has no dependable sum of bf16 and fp16. Whichever rank owns an element, its sum has the same order,
+so all verbs and cuts give the same bits. The node and each hop round a 16-bit sum once. With a wire
+dtype, the sum of a node is rounded to it, and so is the sum of each hop.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.
@@ -67,7 +67,7 @@ BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
 
 def run_hierarchical(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Pipelined | Steps[Work]:
+) -> Pipelined | Steps[Work | None]:
     """Return the steps of one call on this rank, which the engine runs. Local."""
     choice = ticket.signature.choice
     assert choice is not None
@@ -82,7 +82,7 @@ def run_hierarchical(
 
 def chunked_collective(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Generator[Test | Iterator[NumberedChunk], None, Work]:
+) -> Generator[Test | Iterator[NumberedChunk], None, Work | None]:
     """Run a call on a flat tensor, cut into the chunks of a plan, as `engine.Pipelined`."""
     flags = context.flags if len(plan.members) > 1 else None
     access.begin()
@@ -117,7 +117,7 @@ def _chunks(
         chunks = plan.by_shard(access.bounds, *sizes)
     first, tags = context.comm.tags(ticket.digest, len(chunks))
     wire = call.wire or tensor.dtype
-    owner = LaneOwner(context, plan, tensor, tensors, ticket.plain, wire=wire, tags=tags)
+    owner = LaneOwner(context, plan, tensor, tensors, ticket.ratio, wire=wire, tags=tags)
     for chunk in chunks:
         if chunk.lane == plan.local_rank:
             if call.verb == "broadcast":
@@ -138,7 +138,7 @@ class LaneOwner:
     """The steps of the rank that owns a lane on its node, for the chunks of one collective.
 
     `tensors` are those of the node's ranks, in shared memory or not; None: they are out of reach,
-    and the other ranks run `member_steps`. `wire` is the dtype between nodes, and `plain` that of a
+    and the other ranks run `member_steps`. `wire` is the dtype between nodes, and `ratio` that of a
     ticket.
     """
 
@@ -148,7 +148,7 @@ class LaneOwner:
         plan: HierarchyPlan,
         tensor: Tensor,
         tensors: Sequence[Tensor | PeerTensor] | None,
-        plain: float,
+        ratio: float,
         *,
         wire: torch.dtype,
         tags: Sequence[int],
@@ -161,7 +161,7 @@ class LaneOwner:
         self._bytes = as_bytes(tensor)
         self._views: dict[Span, Sequence[Tensor | PeerTensor]] = {}
         self._wire, self._casts = wire, wire != tensor.dtype
-        self._plain = plain * tensor.element_size() / wire.itemsize
+        self._ratio = ratio * tensor.element_size() / wire.itemsize
         self._own = plan.node
         self._peers = [local for local in range(len(plan.members)) if local != plan.local_rank]
         count = len(plan.nodes.nodes)
@@ -179,7 +179,7 @@ class LaneOwner:
             yield from self._reduce_parts(chunk)
 
     def all_gather(self, chunk: Chunk) -> Steps[None]:
-        """Send this node's part to the others, level by level or along a ring, and get theirs."""
+        """Send this node's part to the others, hop by hop or along a ring, and get theirs."""
         own, source = chunk.parts[self._own], self._plan.local_rank
         if _length(own):
             source = self._plan.nodes.local_rank(chunk.shard_owners[self._own])
@@ -222,21 +222,21 @@ class LaneOwner:
             yield from self._publish(chunk, span, self._peers)
 
     def _reduce_parts(self, chunk: Chunk) -> Steps[None]:
-        """Sum what this node is to hold after each level, and send partners what they are to."""
+        """Sum what this node is to hold after each hop, and send partners what they are to."""
         plan, sent = self._plan, dict[int, tuple[BufferView, Requests]]()
         with self._context.buffers.lease() as take:
-            for level in range(len(plan.widths) - 1):
-                own = plan.held(chunk, self._own, level + 1)
-                length, partners = sum(map(_length, own)), plan.partners(level)
+            for hop in range(len(plan.widths) - 1):
+                own = plan.held(chunk, self._own, hop + 1)
+                length, partners = sum(map(_length, own)), plan.partners(hop)
                 sums = {node: take(length, self._wire) for node in reversed(partners) if own}
                 receives = [self._receive(chunk, node, buffer) for node, buffer in sums.items()]
                 for node in partners:
-                    if theirs := plan.held(chunk, node, level + 1):
-                        yield from self._sum_spans(chunk, theirs, level)
+                    if theirs := plan.held(chunk, node, hop + 1):
+                        yield from self._sum_spans(chunk, theirs, hop)
                         buffer = yield from self._packed(take, theirs)
                         sent[node] = buffer, self._send(chunk, node, buffer)
                 yield Requests.of(*receives).test
-                yield from self._sum_spans(chunk, own, level)  # after the sends have started
+                yield from self._sum_spans(chunk, own, hop)  # after the sends have started
                 packed = yield from self._packed(take, own)
                 yield from self._add_nodes(own, packed, sums)
             if not chunk.shard_owners:
@@ -253,21 +253,21 @@ class LaneOwner:
         lacking: Collection[int],
         sent: dict[int, tuple[BufferView, Requests]],
     ) -> Steps[None]:
-        """Send partners what this node holds, from the last level to the first, and get theirs.
+        """Send partners what this node holds, from the last hop to the first, and get theirs.
 
         `lacking` are the local ranks that lack this node's own part. What was `sent` to a node
         before, as a sum, comes back in the same buffer.
         """
         plan, sends = self._plan, list[Requests]()
         new = [(span, lacking) for span in plan.held(chunk, self._own, len(plan.widths) - 1)]
-        for level in reversed(range(len(plan.widths) - 1)):
-            partners = plan.partners(level)
-            if own := plan.held(chunk, self._own, level + 1):
+        for hop in reversed(range(len(plan.widths) - 1)):
+            partners = plan.partners(hop)
+            if own := plan.held(chunk, self._own, hop + 1):
                 packed = yield from self._packed(take, own)
                 sends += [self._send(chunk, node, packed) for node in partners]
             arriving = []
             for node in reversed(partners):
-                spans = plan.held(chunk, node, level + 1)
+                spans = plan.held(chunk, node, hop + 1)
                 if node in sent:
                     buffer, requests = sent[node]
                     yield requests.test
@@ -354,7 +354,7 @@ class LaneOwner:
     def _send(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
         tag = self._tags[chunk.index]
-        return self._comm.send(owner, buffer.bytes, tag, plain=self._plain)
+        return self._comm.send(owner, buffer.bytes, tag, ratio=self._ratio)
 
     def _receive(self, chunk: Chunk, node: int, buffer: BufferView) -> Requests:
         owner = self._plan.lane_owners[chunk.lane][node]
@@ -401,9 +401,9 @@ class LaneOwner:
                     blocks[local_rank].copy_(total)
         self._count(span, len(addends) - 1 + len(to))
 
-    def _sum_spans(self, chunk: Chunk, spans: Sequence[Span], level: int) -> Steps[None]:
-        """Leave the sums over the node in this rank's spans; on later levels they are there."""
-        for span in spans if level == 0 else ():
+    def _sum_spans(self, chunk: Chunk, spans: Sequence[Span], hop: int) -> Steps[None]:
+        """Leave the sums over the node in this rank's spans; on later hops they are there."""
+        for span in spans if hop == 0 else ():
             yield from self._sum_node(chunk, span, ())
 
     def _fetch(self, chunk: Chunk, span: Span, source: int) -> Steps[None]:
@@ -468,9 +468,9 @@ def member_steps(
     own = parts[0 if len(parts) == 1 else node]
     if len(parts) > 1:
         reduced = [span for n in (*plan.partners(0), node) for span in plan.held(chunk, n, 1)]
-        for level in reversed(range(len(plan.widths) - 1)):
-            for n in reversed(plan.partners(level)):
-                gathered += plan.held(chunk, n, level + 1)
+        for hop in reversed(range(len(plan.widths) - 1)):
+            for n in reversed(plan.partners(hop)):
+                gathered += plan.held(chunk, n, hop + 1)
     owns_shard = bool(chunk.shard_owners) and chunk.shard_owners[node] == comm.rank
     sent: Sequence[Span]
     received: Sequence[Span]
@@ -491,7 +491,7 @@ def member_steps(
 
 def small_collective(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Steps[Work]:
+) -> Steps[Work | None]:
     """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
 
     Small messages are latency-bound, and this replaces the steps of a chunk: enter, reduce in the
@@ -513,7 +513,7 @@ def small_collective(
             row[:] = host_bytes(tensor).view(row.dtype)
         else:
             rows.tensors[comm.rank].copy_(tensor)
-        yield from small_messages.all_gather(comm, rows.bytes, tag, plain=ticket.plain)
+        yield from small_messages.all_gather(comm, rows.bytes, tag, ratio=ticket.ratio)
         if call.verb == "all_gather":
             owners = zip(pairwise(access.bounds), context.topology.owners, strict=True)
             for (low, high), owner in owners:
@@ -547,7 +547,7 @@ def _add_rows(
 
 
 def _groups(plan: HierarchyPlan) -> Iterator[Sequence[int]]:
-    """Yield the ranks whose rows are added up, in this order: those of each node, then levels."""
+    """Yield the ranks whose rows are added up, in this order: those of each node, then hops."""
     yield from plan.nodes.nodes
     first = [node[0] for node in plan.nodes.nodes]
     for width in plan.widths[1:]:

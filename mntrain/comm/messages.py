@@ -19,7 +19,6 @@ from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.ticket import call_site
 from mntrain.comm.world_collectives import CollectiveWork
-from zero.collectives import CompletedWork, Work
 
 T = TypeVar("T")
 TAGS = 1 << 31  # that torch has
@@ -59,7 +58,7 @@ class Messages:
         _check_tag(tag)
         data = as_bytes(tensor)
 
-        def steps() -> Steps[Work]:
+        def steps() -> Steps[None]:
             header, own = [], tag
             if tag >= self._half:
                 own = self._half + self._sent % (self._half - 1)
@@ -68,7 +67,6 @@ class Messages:
                 header.append(self._comm.send(peer, words, self._last_tag, counted=False))
             sent = self._comm.send(peer, data, own, empty=True)
             yield (Requests.of(*header, sent) if header else sent).test
-            return CompletedWork()
 
         to = self._ranks[peer]
         what = f"send of {data.nbytes} bytes to rank {to}, tag {tag}"
@@ -86,7 +84,7 @@ class Messages:
         _check_tag(tag)
         data, found = as_bytes(tensor), FoundMessage(self._comm.as_mpi4py, peer, tag)
 
-        def steps() -> Steps[Work]:
+        def steps() -> Steps[None]:
             yield self._looked_for(found)
             if found.nbytes != min(data.nbytes, MESSAGE_BYTES):
                 # MPI would hold back later ones of this sender.
@@ -96,7 +94,6 @@ class Messages:
                     f"{tag}, and this rank receives {data.nbytes}: give tensors of one size"
                 )
             yield found.receive(data).test
-            return CompletedWork()
 
         others = (r for r in range(self._comm.size) if r != self._comm.rank)
         sources = [self._ranks[r] for r in (others if peer is None else [peer])]
@@ -162,7 +159,7 @@ class Messages:
 
     def _work(
         self,
-        steps: Steps[Work],
+        steps: Steps[None],
         what: str,
         peers: Sequence[int],
         may_end: Callable[[], bool],

@@ -26,7 +26,6 @@ from mntrain.checks import launcher
 from mntrain.checks.host import check_before_mpi, expect, library_missing
 from mntrain.comm import clock
 from mntrain.comm.exit_functions import leave_end_to_parent
-from mntrain.comm.polling import Backoff
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,13 +64,13 @@ class Traffic:
     buffer_bytes: int = 0
     timeline: _MessageTimeline | None = None
 
-    def count(self, level: str, nbytes: int, messages: int = 1, plain: float = 1) -> None:
-        """Add messages with a total of `nbytes` bytes, each for `plain` without compression."""
+    def count(self, level: str, nbytes: int, messages: int = 1, ratio: float = 1) -> None:
+        """Add messages with a total of `nbytes` bytes, each for `ratio` without compression."""
         self.messages[level] += messages
         self.bytes[level] += nbytes
-        if plain != 1 and level == "cross":
+        if ratio != 1 and level == "cross":
             self.compressed_bytes += nbytes
-            self.before_bytes += nbytes * plain
+            self.before_bytes += nbytes * ratio
         if self.timeline is not None:
             self.timeline.sent(level, nbytes, messages)
 
@@ -112,17 +111,17 @@ class Communicator:
         *,
         counted: bool = True,
         empty: bool = False,
-        plain: float = 1,
+        ratio: float = 1,
     ) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
 
         A message matches the receive with the same tag. It counts in `traffic` if `counted`, each
-        byte for `plain` without compression. No bytes are a message if both sides give `empty`, and
+        byte for `ratio` without compression. No bytes are a message if both sides give `empty`, and
         none by default.
         """
         parts = _messages(data) or [data] * empty
         if counted:
-            self.traffic.count(self.levels[peer], data.nbytes, len(parts), plain)
+            self.traffic.count(self.levels[peer], data.nbytes, len(parts), ratio)
         ends = self.traffic.at_end(self.levels[peer])
         return Requests([self._comm.Isend(part, peer, tag) for part in parts], ends)
 
@@ -243,7 +242,7 @@ class Requests:
 
     def wait(self, abandoned: threading.Event | None = None) -> None:
         """Sleep until all are complete. Raises RuntimeError if `abandoned` is set before."""
-        backoff = Backoff()
+        backoff = clock.Backoff()
         while not self.test():
             if abandoned is not None and abandoned.is_set():
                 raise RuntimeError("this world was abandoned while a rank waited for the others")

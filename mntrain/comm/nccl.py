@@ -98,7 +98,7 @@ class NodeFirstCollectives:
         if not len(tensor):
             return CompletedWork()
         lanes = [tensor[low:high] for low, high in pairwise(bounds)]
-        work: Work = CompletedWork()
+        work: Work | None = None
         ready = self._copier.record_event()
         with self._copier.side_stream():
             self._copier.wait_on_stream(ready)
@@ -110,7 +110,8 @@ class NodeFirstCollectives:
         @cache
         def finish() -> torch.cuda.Event:
             with self._copier.side_stream():
-                work.wait()
+                if work is not None:
+                    work.wait()
                 if gather:
                     self._exchange(lanes, [lanes[self._rank]] * self._size)
                 return self._copier.record_event()

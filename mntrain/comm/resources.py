@@ -17,7 +17,7 @@ from mntrain.comm.mpi import Communicator, Traffic
 from mntrain.comm.shared_memory import SharedFlags
 from mntrain.comm.ticket import Ticket
 from mntrain.comm.topology import Topology
-from zero.collectives import CompletedWork, Work
+from zero.collectives import Work
 from zero.kernels import Add
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ class TensorAccess:
         """Return True when `host` holds the content."""
         return True
 
-    def give_back(self) -> Work:
-        """Start to copy the result back. The caller's thread waits for the returned work."""
-        return CompletedWork()
+    def give_back(self) -> Work | None:
+        """Start to copy the result back, for which the caller's thread waits; None: it is here."""
+        return None
 
 
 class BufferView(NamedTuple):
@@ -169,4 +169,4 @@ class CommContext:
 
 # One call by an algorithm, on this rank. All-reduce and reduce-scatter must sum in one order,
 # wherever in a tensor an element lies, so that all ranks and both verbs get the same bits.
-Algorithm = Callable[[Ticket, TensorAccess, CommContext], Pipelined | Steps[Work]]
+Algorithm = Callable[[Ticket, TensorAccess, CommContext], Pipelined | Steps[Work | None]]

@@ -24,7 +24,7 @@ DIRECT_RANKS = 8  # up to so many ranks, each sends to all others
 
 
 def all_gather(
-    comm: Communicator, rows: "Bytes", tag: int, *, counted: bool = True, plain: float = 1
+    comm: Communicator, rows: "Bytes", tag: int, *, counted: bool = True, ratio: float = 1
 ) -> Steps[None]:
     """Gather equal rows of bytes; this rank's is in place already. Collective."""
     size, rank = comm.size, comm.rank
@@ -34,7 +34,7 @@ def all_gather(
         peers = [*range(rank + 1, size), *range(rank)]
         yield Requests.of(
             *[comm.receive(p, rows[p * length : (p + 1) * length], tag) for p in reversed(peers)],
-            *[comm.send(p, own, tag, counted=counted, plain=plain) for p in peers],
+            *[comm.send(p, own, tag, counted=counted, ratio=ratio) for p in peers],
         ).test
         return
 
@@ -51,7 +51,7 @@ def all_gather(
         yield Requests.of(
             *[comm.receive(source, part, tag) for part in span(rank + here, count)],
             *[
-                comm.send(target, part, tag, counted=counted, plain=plain)
+                comm.send(target, part, tag, counted=counted, ratio=ratio)
                 for part in span(rank, count)
             ],
         ).test

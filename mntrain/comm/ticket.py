@@ -95,14 +95,14 @@ class Signature(NamedTuple):
 class Ticket:
     """One collective of a stream on this rank. `number` and `digest` are set when it begins.
 
-    `plain`: bytes that it would send without compression, for each that it sends. `queued`: when it
+    `ratio`: bytes that it would send without compression, for each that it sends. `queued`: when it
     was made, in seconds of `clock.now`.
     """
 
-    __slots__ = ("digest", "number", "plain", "queued", "signature", "site")
+    __slots__ = ("digest", "number", "queued", "ratio", "signature", "site")
 
-    def __init__(self, signature: Signature, site: str, plain: float = 1) -> None:
-        self.signature, self.site, self.plain = signature, site, plain
+    def __init__(self, signature: Signature, site: str, ratio: float = 1) -> None:
+        self.signature, self.site, self.ratio = signature, site, ratio
         self.number = self.digest = 0
         self.queued = clock.now()
 
@@ -117,7 +117,7 @@ class Ticket:
 
     def copy(self) -> "Ticket":
         """Return a ticket of the same call that has not begun."""
-        return Ticket(self.signature, self.site, self.plain)
+        return Ticket(self.signature, self.site, self.ratio)
 
 
 def call_site() -> str:

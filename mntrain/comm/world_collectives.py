@@ -49,7 +49,7 @@ class CollectiveWork:
     def __init__(
         self,
         engine: ProgressEngine,
-        futures: Sequence[Future[Work]],
+        futures: Sequence[Future[Work | None]],
         last_parts: Sequence[Work] = (),
     ) -> None:
         self._engine, self._futures, self._last_parts = engine, futures, last_parts
@@ -64,17 +64,20 @@ class CollectiveWork:
 
     def wait(self) -> None:
         """Return when the result may be used; see `Work.wait`."""
-        if all(future.done for future in self._futures) and not self._last_parts:
-            works = [future.wait() for future in self._futures]
-            if all(isinstance(work, CompletedWork) for work in works):
-                self._futures = ()
+        if all(future.done for future in self._futures):
+            self._take_last_parts()
+            if not self._last_parts:
                 return
         with self._engine.waits.waiting():
-            if self._futures:
-                self._last_parts = [future.wait() for future in self._futures]
-                self._futures = ()  # they hold the tensor
+            self._take_last_parts()
             for work in self._last_parts:
                 work.wait()
+
+    def _take_last_parts(self) -> None:
+        if self._futures:
+            found = [future.wait() for future in self._futures]
+            self._last_parts = [work for work in found if work is not None]
+            self._futures = ()  # they hold the tensor
 
 
 def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
@@ -119,7 +122,7 @@ class WorldCollectives:
         transport              how device tensors travel: staged in host memory, directly by MPI, or
                                by `node_first`, the collectives of transport nccl
         label                  what the calls are for, in messages about ranks that disagree
-        plain                  bytes of a call without compression, for each that it sends
+        ratio                  bytes of a call without compression, for each that it sends
         small_message_bytes    up to this total of all ranks' tensors, every rank gathers them all
         wakes                  whether the engine's thread begins a call before its caller waits for
                                it, as it does where there is a GPU; None: a long one
@@ -140,7 +143,7 @@ class WorldCollectives:
     ) -> None:
         comm, node, topology = members
         self.rank, self.size = comm.rank, comm.size
-        self.choice, self.label, self.plain = choice, "", 1.0
+        self.choice, self.label, self.ratio = choice, "", 1.0
         self.transport, self.node_first = transport, node_first
         self.small_message_bytes = SMALL_MESSAGE_BYTES
         self.wakes: bool | None = None
@@ -168,9 +171,9 @@ class WorldCollectives:
         vars(other).update(options)
         return other
 
-    def named(self, label: str, plain: float = 1) -> "WorldCollectives":
+    def named(self, label: str, ratio: float = 1) -> "WorldCollectives":
         """Return collectives whose calls are for what `label` says; see `Collectives.named`."""
-        return self.replace(label=label, plain=plain)
+        return self.replace(label=label, ratio=ratio)
 
     def add_stream(self, name: str) -> "WorldCollectives":
         """Return collectives over the same ranks in a stream of its own. Collective.
@@ -224,11 +227,6 @@ class WorldCollectives:
         return self.memory.why_not
 
     @property
-    def world_ranks(self) -> Sequence[int] | None:
-        """The world's ranks that these are, in their order; None: all."""
-        return self._stream.ranks
-
-    @property
     def started(self) -> int:
         """The number of collectives that this rank has started in the stream."""
         return self._stream.submitted
@@ -267,19 +265,13 @@ class WorldCollectives:
     def reduce_scatter(
         self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
-        """Start to sum over all ranks, in place; only this rank's shard is valid then. Collective.
-
-        Raises ValueError for bounds that do not cut the tensor into `size` shards.
-        """
+        """Start to sum over all ranks, in place; valid in this rank's shard alone. Collective."""
         return self._start(
             "reduce_scatter", tensor, shard_bounds(bounds, tensor.numel(), self.size), wire=wire
         )
 
     def all_gather(self, tensor: Tensor, bounds: Bounds = None) -> Work:
-        """Start to copy this rank's shard to all ranks, in place. Collective.
-
-        Raises ValueError for bounds that do not cut the tensor into `size` shards.
-        """
+        """Start to copy this rank's shard to all ranks, in place. Collective."""
         return self._start("all_gather", tensor, shard_bounds(bounds, tensor.numel(), self.size))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
@@ -310,7 +302,7 @@ class WorldCollectives:
         gather = self.gathers and small and self._devices is None
         choice = self.choice.for_lane(nbytes // self._host.topology.smallest_node)
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
-        ticket, (algorithm, host_only) = Ticket(call, call_site(), self.plain), self._algorithm()
+        ticket, (algorithm, host_only) = Ticket(call, call_site(), self.ratio), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
         if self._devices is not None and self._devices.copier.owns(tensor):
             if self.transport == "nccl" and self.node_first is not None and not host_only:
@@ -332,7 +324,7 @@ class WorldCollectives:
         return CollectiveWork(engine, futures)
 
     def exchange(
-        self, steps: Callable[[Communicator, Ticket], Steps[Work]], what: str
+        self, steps: Callable[[Communicator, Ticket], Steps[None]], what: str
     ) -> CollectiveWork:
         """Start steps that exchange messages on the communicator. Collective.
 

@@ -220,8 +220,8 @@ class ShardRegistry:
 
     def check_schedules(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
-        schedules = (one.schedule for one in self._open())
-        rare = [schedule for schedule in schedules if schedule.replicas > 1]
+        found = [one.replicas.schedule for one in self._open() if one.replicas is not None]
+        rare = [schedule for schedule in found if schedule.replicas > 1]
         if not all(schedule.weighted for schedule in rare):
             raise ValueError(
                 "balance=True with an optimizer that has sync=: each node counts the same in an "

@@ -91,7 +91,7 @@ def make_optimizer(
             stream,
             checked,
             model=model,
-            schedule=schedule,
+            sync_schedule=schedule,
             levels=levels,
             comm_hook=hook,
             **kwargs,

@@ -97,7 +97,7 @@ def _settings(world: Ranks, optimizers: Sequence[ZeroOptimizer]) -> dict[str, An
         },
         "stage": _common([optimizer.stage for optimizer in optimizers]),
         "partition": _common([optimizer.partition for optimizer in optimizers]),
-        "sync": _common([optimizer.schedule.mode for optimizer in optimizers]),
+        "sync": _common([optimizer.sync_schedule.mode for optimizer in optimizers]),
         **{name: getattr(world.settings, name) for name in _SETTINGS},
     }
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero.param_groups import check_plain
+from zero.param_groups import check_undistributed
 from zero.state import PartOfState
 from zero.sync_batchnorm import SyncBatchNorm
 
@@ -102,7 +102,7 @@ def check_model(model: object, size: int) -> None:
         raise ValueError(
             f"model is of type {type(model).__name__}: give the torch.nn.Module to train"
         )
-    check_plain(model, size)
+    check_undistributed(model, size)
     for path, module in model.named_modules():
         if "process_group" in vars(module) and not isinstance(module, SyncBatchNorm):
             which, kind = f"model.{path}" if path else "model", type(module).__name__

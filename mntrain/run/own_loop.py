@@ -83,7 +83,7 @@ class OwnLoop:
         if not _trained(optimizer) <= of_model:
             raise ValueError("optimizer trains parameters that model does not have")
         for other in self._optimizers:
-            rare = other is not optimizer and not other.closed and other.schedule.replicas > 1
+            rare = other is not optimizer and not other.closed and other.sync_schedule.replicas > 1
             if rare and _trained(other) & of_model:
                 raise ValueError(
                     "another optimizer with sync= trains parameters of model, and only those of "

@@ -30,7 +30,6 @@ from mntrain.ranks import Ranks
 from mntrain.timeline.clocks import ClockReading, read_clocks, to_master
 from mntrain.timeline.event_log import EventLog
 from mntrain.timeline.tracks import trace_events
-from zero.collectives import CompletedWork, Work
 
 FILE = "timeline.json.gz"
 MOST_EVENTS = 50_000, 1_000_000  # of a rank, and of all ranks: at most 1 kB each in the file
@@ -119,7 +118,7 @@ class Timeline:
         """Return the bytes of every rank, of these lengths, on rank 0. Collective. Not counted."""
         pieces = [own]
 
-        def steps(comm: Communicator, ticket: Ticket) -> Steps[Work]:
+        def steps(comm: Communicator, ticket: Ticket) -> Steps[None]:
             tag = comm.tag(ticket.digest)
             if comm.rank:
                 data = np.frombuffer(own, np.uint8)
@@ -129,7 +128,6 @@ class Timeline:
                     room = np.empty(length, np.uint8)
                     yield comm.receive(peer, room, tag).test
                     pieces.append(room.tobytes())
-            return CompletedWork()
 
         self._world.collectives.exchange(steps, "world.timeline").wait()
         return pieces

@@ -30,7 +30,7 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.torch_backend import verbs
 from mntrain.torch_backend.other_backends import OtherBackends
 from mntrain.torch_backend.work import Call, in_inner_backward, untraced
-from zero.collectives import CompletedWork, Work
+from zero.collectives import Work
 
 NAME = "mntrain"
 # Sums that the hierarchical collectives make; others go in messages between all ranks.
@@ -611,9 +611,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def _exchange(self, what: str, dtype: torch.dtype, verb: VerbSteps, opts: Any) -> Work:
         """Start a verb of messages, which gets two tags."""
 
-        def steps(comm: Communicator, ticket: Ticket) -> Steps[Work]:
+        def steps(comm: Communicator, ticket: Ticket) -> Steps[None]:
             yield from verb(comm, comm.tags(ticket.digest, 2)[1])
-            return CompletedWork()
 
         return self._start(opts).exchange(steps, f"{what} {dtype}")
 

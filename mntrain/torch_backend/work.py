@@ -23,7 +23,6 @@ from torch.futures import Future as TorchFuture
 
 from mntrain.comm import clock
 from mntrain.comm.mpi import FoundMessage
-from mntrain.comm.polling import Backoff
 from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
 
@@ -108,7 +107,7 @@ class Call(TorchWork):
         """Wait for the result; raise the error of the call. `timeout`: none if it is 0."""
         if timeout:
             expect(self._works)
-            backoff, deadline = Backoff(), clock.now() + timeout.total_seconds()
+            backoff, deadline = clock.Backoff(), clock.now() + timeout.total_seconds()
             while not self.is_completed():
                 if clock.now() > deadline:
                     raise RuntimeError(f"the call has not ended within {timeout}")

@@ -26,7 +26,8 @@ from mntrain.metrics.registry import PER_RANK
 from mntrain.train.job import TrainingJob
 from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
 from mntrain.world import World
-from zero.agreement import DifferentWeightsError
+from zero.comparison import DifferentWeightsError
+from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
 from zero.step_message import StepMessage
 
@@ -65,7 +66,8 @@ class StepAgreement:
         self.counts = PartCounts(job.task, job.config.task, self._averaged_over, world.waits)
         skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
         self._raises_non_finite = not skips
-        self._alone = self._ends_round = False  # this step
+        self._exchange: Exchange | None = None  # of the node, if it takes this step alone
+        self._ends_round = False  # this step
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
         self._told = world._delayed_sums("of a round")
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
@@ -92,15 +94,15 @@ class StepAgreement:
         In a step of the node alone, one is raised at once, which ends the job for all.
         """
         optimizer, world = self._job.optimizer, self._world
-        schedule, number = optimizer.schedule, optimizer.accumulation.steps
-        self._alone = schedule.alone(number)
-        self._ends_round = self._alone and schedule.exchange_due(number)
-        self._ranks = world.topology.node_group(world.rank) if self._alone else ()
+        self._exchange = exchange = optimizer.coming_exchange
+        number = optimizer.accumulation.steps
+        self._ends_round = exchange is not None and exchange.exchange_due(number)
+        self._ranks = () if exchange is None else world.topology.node_group(world.rank)
         self._message = message = optimizer.accumulation.message
         message.put("failed", lambda: float(self._error is not None))
         message.put("samples", lambda: float(self._job.data.sizes[0]))
         self.losses.put(message, self._ranks)
-        if self._alone:
+        if exchange is not None:
             yield
             return
         self._states = random_states(world.device)
@@ -149,15 +151,15 @@ class StepAgreement:
         if self._failed:
             return
         self.means = self.losses.take(self._message, self._averaged_over(), where, self._ranks)
-        if self._alone:
+        if self._exchange is not None:
             self._losses[_LOSS] += self.means.loss * self.means.count if self.means.count else 0.0
             self._losses[_ITEMS] += self.means.count
         if self.means.nonfinite and self._raises_non_finite:
             reason = f"{where}, the loss is {self.means.nonfinite}"
-            if not self._alone:
+            if self._exchange is None:
                 raise TrainingStoppedError(reason, world.rank)
-            self._job.optimizer.refuse_step(reason)
-        if not self._alone:
+            self._exchange.refuse(reason)
+        if self._exchange is None:
             self._job.balancing.after_reduction(step)
 
     def end_if_failed(self, step: int) -> None:
@@ -186,7 +188,7 @@ class StepAgreement:
 
         In a step of the node alone, its own, in proportion to the samples of all nodes.
         """
-        if not self._alone:
+        if self._exchange is None:
             return self.means.count
         whole, node = self._job.data.sizes[1], self._samples
         return round(self.means.count * whole / node) if node else 0
@@ -203,13 +205,14 @@ class StepAgreement:
             if items := sums.get(_ITEMS):
                 self.round_loss = sums[_LOSS] / items
         self._tell()
-        if self._ends_round and not self._job.optimizer.schedule.max_staleness:
+        exchange = self._exchange
+        if exchange is not None and self._ends_round and not exchange.max_staleness:
             self._job.balancing.compare(step)
 
     def _tell(self) -> None:
         """Let ranks tell each other of the next step or round, unless that is under way."""
         optimizer = self._job.optimizer
-        alone = optimizer.schedule.alone(optimizer.accumulation.steps)
+        alone = optimizer.coming_exchange is not None
         names = PER_RANK if self._job.config.log.per_rank else ()
         if (alone or names) and not self._told.waiting:
             losses = {name: partial(self._loss_to_tell, name) for name in self._losses}

@@ -71,7 +71,7 @@ def saved(optimizer, model, root=0):
 
 def gather_slices(optimizer, root=0):
     """The whole state, a slice a parameter, on one rank; on the others nothing. Collective."""
-    ranks = optimizer.schedule.sharding
+    ranks = optimizer.sync_schedule.sharding
     everyone = gather_objects(ranks, list(optimizer.slices()))
     if ranks.rank != root:
         return []

@@ -27,7 +27,7 @@ from worlds import RANKS
 
 from mntrain.errors import AgreedError
 from mntrain.sync import LocalSGD
-from zero import agreement
+from zero import comparison
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
@@ -200,7 +200,7 @@ def test_what_one_rank_alone_changes_is_named(make, stage, name):
 
 
 def test_weights_of_unlike_processors_are_compared_no_more(make, monkeypatch):
-    monkeypatch.setattr(agreement, "processor", lambda device: f"kind {RANK}")
+    monkeypatch.setattr(comparison, "processor", lambda device: f"kind {RANK}")
     model = net()
     optimizer = make(model, SGD, check_every=1)
     for step in range(3):
@@ -249,7 +249,7 @@ def test_buffers_are_rank_0s_after_a_step_in_the_state_dict_or_not(world, make, 
         optimizer.zero_grad()
         for name, expected in first.items():
             assert torch.equal(getattr(model, name), expected), name
-        assert optimizer._agreement.constant == (step == 3)  # then nothing is sent
+        assert optimizer._comparison.constant == (step == 3)  # then nothing is sent
 
 
 @stages

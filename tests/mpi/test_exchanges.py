@@ -80,7 +80,7 @@ def kept(optimizer, *keys):
 
 def copies(optimizer, *keys):
     """Copies of the outer state by parameter, without waiting for what is in flight."""
-    outer = [optimizer.schedule.state(owned.tensor) for owned in optimizer._shard.pieces]
+    outer = [optimizer.sync_schedule.state(owned.tensor) for owned in optimizer._shard.pieces]
     return [state[key].clone() for state in outer if state for key in keys if key in state]
 
 
@@ -369,7 +369,7 @@ def whole(world, optimizer, key):
     parts = world.gather(
         {(p.name, p.low): p.tensors[key] for p in optimizer.slices() if key in p.tensors}
     )
-    per_node = RANKS // optimizer.schedule.replicas
+    per_node = RANKS // optimizer.sync_schedule.replicas
     nodes = [parts[first : first + per_node] for first in range(0, RANKS, per_node)]
     found = []
     for node in nodes:
@@ -570,7 +570,7 @@ def test_nodes_of_unequal_sizes_and_a_single_node_are_reported():
     with init(ranks_per_node=RANKS) as one:
         with told if RANK == 0 else nullcontext():
             optimizer = one.optimizer(net(), ADAMW, sync=LocalSGD(2))
-        assert optimizer.schedule.replicas == 1
+        assert optimizer.sync_schedule.replicas == 1
     if RANKS > 2:
         with init(ranks_per_node=RANKS - 1) as unequal:
             said = refusal(unequal.optimizer, net(), ADAMW, sync=LocalSGD(2))

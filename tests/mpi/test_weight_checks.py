@@ -16,7 +16,7 @@ from mntrain.errors import TrainingStoppedError
 from mntrain.options.config import ZeroConfig
 from mntrain.sync import DiLoCo
 from mntrain.train.trainer import Trainer
-from zero.agreement import DifferentWeightsError
+from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import EXCHANGED
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
@@ -189,7 +189,7 @@ def test_nodes_are_compared_in_an_exchange_alone(make):
         update(optimizer, loss(model, step))
         assert optimizer.weight_checks[0] == (step + 1) // 3
         if step == 8 and ODD:  # after which the parameters of nodes differ anyway
-            flip(optimizer.schedule.state(model[0].weight)[EXCHANGED], byte=1)
+            flip(optimizer.sync_schedule.state(model[0].weight)[EXCHANGED], byte=1)
     assert f"after step 12, the weights differ between ranks: {SIDES}, first in 0.weight" in (
         refusal(optimizer, model, 11)
     )

@@ -83,7 +83,7 @@ class Exchanges:
             current().time.sleep(self.slow[node] * (1 + (rank + step) % 2))
             optimizer.share(high - low)
             update(optimizer, loss_of(model, rows(self.batch(step), low, high)))
-            lags.append(len(optimizer.schedule._flying))
+            lags.append(len(optimizer.sync_schedule._flying))
         optimizer.wait_for_parameters()
         after = model_digest(model), [p.detach().clone() for p in model.parameters()]
         with optimizer.averaged():

@@ -48,11 +48,6 @@ class NodeLevels:
     lane_slots: tuple[int, ...]  # lane k has the slots lane_slots[k] to lane_slots[k + 1]
 
     @property
-    def count(self) -> int:
-        """The number of nodes."""
-        return len(self.nodes)
-
-    @property
     def lanes(self) -> int:
         """The number of lanes."""
         return len(self.lane_slots) - 1
@@ -74,7 +69,7 @@ class ReducibleBucket:
     sharded: bool  # whether only this rank's shard of the sum is needed
     # The mean gradient is the sum times this, divided by what `CommHook.end_reduction` is told.
     multiplier: float = 1.0
-    last: bool = False  # whether no bucket follows in this round
+    last: bool = False  # whether it is the last of all
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # of the model, by name
 
     @property
@@ -146,7 +141,7 @@ class CommHook:
     @property
     def several_nodes(self) -> bool:
         """True if the hook treats the traffic between several nodes by itself."""
-        return self.levels is not None and self.levels.count > 1
+        return self.levels is not None and len(self.levels.nodes) > 1
 
     def note(self, nodes: int, *, sharded: bool) -> str:
         """Return what a user should know of this hook on so many nodes; empty if nothing. Local."""

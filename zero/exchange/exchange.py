@@ -22,6 +22,7 @@ Local-SGD Training for Language Modeling", 2024 (arXiv 2401.09135), for outer st
 send at different times: there of each node that arrives, here of a round of all nodes.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, takewhile
 from types import MappingProxyType
@@ -34,9 +35,9 @@ from zero.collectives import Collectives
 from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
 from zero.norms import NonFiniteGradientError
-from zero.schedule import EveryStep
 from zero.state import SYNC, UNSENT
 from zero.step_message import StepMessage
+from zero.sync_schedule import EveryStep
 
 RESIDUAL = 0.95  # the part of what a code has lacked that the next one is given
 LEAST_WEIGHT = 1e-6  # of a replica without samples, so that a mean of such is defined
@@ -190,18 +191,22 @@ class Exchange(EveryStep):
         """Return whether a replica takes a step by itself: several do, after the warm-up. Local."""
         return self.replicas > 1 and step >= self._warmup
 
+    def exchange_due(self, step: int) -> bool:
+        """Return whether a step is followed by an exchange, also if it is skipped."""
+        return self.rounds(step + 1) > self.rounds(step)
+
     def rounds(self, steps: int) -> int:
         """Return the number of rounds that have ended after so many steps of the run. Local."""
         return max(0, steps - self._warmup) // self.every
 
-    def refuse(self) -> bool:
+    def refuse(self, why: str) -> None:
         """Let the exchange raise on all ranks, for a step of this replica. Local.
 
-        Called by all ranks of the replica. Returns False if a step since the last exchange has been
-        refused before.
+        Called by all ranks of the replica; its first one warns, once between two exchanges.
         """
-        first, self._refused = not self._refused, True
-        return first
+        if not self._refused and self.sharding.rank == 0:
+            warnings.warn(f"{why}: the next exchange raises on all ranks", stacklevel=4)
+        self._refused = True
 
     def before_update(self, step: int, tensors: Sequence[Tensor], *, equal: bool) -> None:
         """Copy the parameters that the first step after the warm-up finds. Collective.
@@ -257,7 +262,7 @@ class Exchange(EveryStep):
         all ranks, before anything is sent or kept, if what is to be sent is not finite on any of
         them.
         """
-        self.settle()
+        self.apply_sent()
         if self.max_staleness and self._between_rounds:
             for tensor in tensors:
                 tensor.copy_(self._state[tensor][EXCHANGED])
@@ -265,13 +270,13 @@ class Exchange(EveryStep):
         self._exchange(tensors)
 
     @property
-    def unsettled(self) -> bool:
-        """True if `settle` will change parameters. The same on all ranks of the replica."""
+    def in_flight(self) -> bool:
+        """True if `apply_sent` will change parameters. The same on all ranks of the replica."""
         return bool(self._flying)
 
-    def settle(self) -> None:
+    def apply_sent(self) -> None:
         """Wait for exchanges in flight, and apply them. Collective, if there are any."""
-        if not self.unsettled:
+        if not self.in_flight:
             return
         since = {tensor: self._drift(tensor) for tensor in self._state}
         for tensor, mean in self._receive(len(self._flying)):
@@ -282,7 +287,7 @@ class Exchange(EveryStep):
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the outer state. Local.
 
-        After `settle`. The same on all replicas, but for the keys in `zero.state.PER_REPLICA`.
+        After `apply_sent`. The same on all replicas, but for the keys in `zero.state.PER_REPLICA`.
         """
         return self._state.get(tensor, {})
 

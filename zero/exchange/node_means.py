@@ -105,8 +105,8 @@ class NodeMeans:
                 left = flat if weight == 1.0 else flat.div_(weight)
                 for tensor, part in _by_tensor(left, message):
                     keep(tensor, part)
-            plain = 2 * flat.nbytes / codes.nbytes  # of an all-reduce of the values
-            cross = self.cross.named("coded values", plain)
+            ratio = 2 * flat.nbytes / codes.nbytes  # of an all-reduce of the values
+            cross = self.cross.named("coded values", ratio)
             work = ChainedWork(self._travel(codes.view(-1), cross.all_gather))
             mean = partial(self._decode, message, codes, code)
             yield MeansInFlight(message, work, codes.nbytes, mean)

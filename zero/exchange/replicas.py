@@ -1,17 +1,20 @@
 """Parameters that differ between the replicas of a sync schedule: their exchanges and means."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.checksum import checksum
 from zero.collectives import Collectives, broadcast_from_rank_0
+from zero.comparison import StepComparison, agree
 from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
-from zero.parameter_watch import BUFFERS, plain_parts
-from zero.shard import OptimizerShard
+from zero.parameter_watch import BUFFERS, dense_parts
+from zero.precision import LossScale
+from zero.shard import OptimizerShard, ParamGroup
 from zero.state import LOCAL
 
 
@@ -22,8 +25,16 @@ class Replicas:
     become rank 0's when parameters are exchanged.
     """
 
-    def __init__(self, exchange: Exchange, shard: OptimizerShard, collectives: Collectives) -> None:
-        self._exchange, self._shard, self._collectives = exchange, shard, collectives
+    def __init__(
+        self,
+        schedule: Exchange,
+        shard: OptimizerShard,
+        collectives: Collectives,
+        comparison: StepComparison,
+        scale: LossScale,
+    ) -> None:
+        self.schedule, self._shard, self._collectives = schedule, shard, collectives
+        self._comparison, self._scale = comparison, scale
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
         self._averaging = False
@@ -44,34 +55,72 @@ class Replicas:
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return what the schedule keeps for an updated tensor, and this replica's own values."""
         own = {LOCAL: self._local[tensor]} if self._averaging else {}
-        return self._exchange.state(tensor) | own
+        return self.schedule.state(tensor) | own
 
-    def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned. Local."""
-        self._exchange.load_state(tensor, state)
+    def numbers(self) -> list[float]:
+        """Return the numbers that this replica has of its own. Local.
+
+        The weight of its steps since the last exchange, its loss scale, and its steps since that
+        has changed.
+        """
+        scale = self._scale.state_dict()
+        return [self.schedule.weight, scale["value"], float(scale["good_steps"])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return entries of the optimizer's state dictionary. Local."""
+        return {"in_sync": self.equal, "sync_weights": self.numbers()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; older numbers are the weight alone. Local."""
+        numbers = state.get("sync_weights", ())
+        self.schedule.weight = numbers[0] if numbers else 0.0
+        if len(numbers) > 1:
+            own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
+            self._scale.load_state_dict(own)
+        if self.schedule.replicas > 1:
+            self.equal = state.get("in_sync", True)
+
+    def compare(
+        self,
+        groups: Sequence[ParamGroup],
+        without: frozenset[str],
+        step: int,
+        *,
+        differ: bool = False,
+    ) -> None:
+        """Compare what replicas have alike, while they are in sync. Collective over all ranks.
+
+        Raises on all of them what `StepComparison.compare` raises, also if ranks of a replica
+        `differ`.
+        """
+        ranks, in_sync = self._collectives, self.in_sync
+        own = self._comparison.figures_of_replica(groups, step, in_sync=in_sync)
+        totals = torch.cat([own.new_tensor([differ]), own])
+        ranks.all_reduce(totals).wait()
+        if totals[0] or not agree(totals[1:]):
+            self._comparison.compare(ranks, groups, without, step, in_sync=in_sync)
 
     def before_update(self, step: int) -> None:
         """Copy the parameters that the first step of a replica alone finds. Collective."""
-        self._exchange.before_update(step, self._shard.tensors, equal=self.in_sync)
+        self.schedule.before_update(step, self._shard.tensors, equal=self.in_sync)
 
-    def end_step(self, step: int, weight: float, *, updated: bool, constant: bool) -> None:
+    def end_step(self, step: int, weight: float, *, updated: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
 
-        The all-gathers of parameters are in flight on return. `constant`: the ranks that share the
-        state have the same buffers of those that are not in the model's state dict.
+        The all-gathers of parameters are in flight on return.
         """
-        group = self._exchange.group(step)
+        group = self.schedule.group(step)
         self.equal = self.equal and group.size == self._collectives.size
         own = weight if updated else 0.0
         try:
-            exchanged = self._exchange.after_update(step, self._shard.tensors, own)
+            exchanged = self.schedule.after_update(step, self._shard.tensors, own)
         except NonFiniteGradientError:  # on all ranks, which keep what they have updated
             self._shard.publish()
             raise
         if exchanged == "all":
             self._overwrite(self._others())
         else:
-            constant = constant and group.size == self._shard.sharding.size
+            constant = self._comparison.constant and group.size == self._shard.sharding.size
             self._shard.watch.overwrite_buffers(group, constant=constant)
         self.equal = self.equal or exchanged == "all"
         if updated or exchanged != "nothing":
@@ -84,11 +133,11 @@ class Replicas:
             return
         self._complete()
         tensors = self._shard.tensors
-        if self._exchange.group(step).size == self._collectives.size:
-            self._exchange.average(tensors)  # the state was loaded: steps are synchronous
+        if self.schedule.group(step).size == self._collectives.size:
+            self.schedule.average(tensors)  # the state was loaded: steps are synchronous
         else:
-            self._exchange.before_update(step, tensors, equal=False)
-            self._exchange.exchange(tensors)
+            self.schedule.before_update(step, tensors, equal=False)
+            self.schedule.exchange(tensors)
         self._overwrite(self._others())
         self.equal = True
         self._shard.publish()
@@ -103,11 +152,11 @@ class Replicas:
             yield False
             return
         with torch.no_grad():
-            self.settle()
+            self.apply_sent()
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
-            self._exchange.average(tensors)
+            self.schedule.average(tensors)
             others = self._others()
             own_others = [tensor.clone() for tensor in others]
             self._overwrite(others)
@@ -127,11 +176,11 @@ class Replicas:
                 self._shard.publish()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Wait for exchanges in flight. Collective, if there are any."""
-        if self._exchange.unsettled:
+    def apply_sent(self) -> None:
+        """Wait for exchanges in flight, and apply them. Collective, if there are any."""
+        if self.schedule.in_flight:
             self._complete()
-            self._exchange.settle()
+            self.schedule.apply_sent()
             self._shard.publish()
 
     def _others(self) -> list[Tensor]:
@@ -141,7 +190,7 @@ class Replicas:
         if self.equal:
             return buffers
         untrained = self._shard.watch.untrained().items()
-        parts = [part for name, p in untrained for _, part in plain_parts(name, p)]
+        parts = [part for name, p in untrained for _, part in dense_parts(name, p)]
         if not parts:
             return buffers
         own = torch.stack([checksum([part]).cpu() for part in parts])

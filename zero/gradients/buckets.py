@@ -1,4 +1,9 @@
-"""Memory in which gradients are summed over ranks, bucket by bucket.
+"""Gradients that are summed over ranks, bucket by bucket, and the memory in which they are summed.
+
+A reduction is one backward, with the gradients that `no_sync` left to it (stages 0 and 1), or one
+micro-batch (stage 2). For each parameter, `take` moves its gradient into its bucket; then the
+bucket is launched. `finish` makes means of the sums. From then on the means are `held` until
+`clear`, and further backward passes add to them.
 
     memory              stages   of each bucket this rank has
     WholeBuckets        0, 1     all elements, of which it keeps all (0) or its shard (1)
@@ -8,7 +13,7 @@ Kept tensors are flat, and have the elements of a parameter in the order in whic
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +21,174 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork, wait_all
-from zero.kernels import own_view, pack, rescale, sum_dtype, view
+from zero.gradients.slots import RefusedSlots, VisibleSlots
+from zero.kernels import copy_scaled, own_view, pack, rescale, sum_dtype, view
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit
 
 IN_FLIGHT = 1  # buckets that are reduced while others are filled, where they take turns
+
+
+class BucketGradients:
+    """Gradients that are summed over ranks in buckets.
+
+    `slots` are what `parameter.grad` is, and `memory` is where gradients are summed and means kept.
+    """
+
+    def __init__(
+        self, slots: VisibleSlots | RefusedSlots, memory: "WholeBuckets | BucketsInTurns"
+    ) -> None:
+        self.slots, self.memory, self.held = slots, memory, False
+        self._aside: dict[int, Tensor] = {}  # kept means of earlier reductions, by bucket
+        self._aside_names: set[str] = set()
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Allocate memory for more buckets, of parameters by name. Collective."""
+        self.memory.add(buckets, parameters)
+        for name, parameter in parameters.items():
+            self.slots.add(name, parameter)
+
+    # A reduction.
+
+    def begin(self) -> None:
+        """Prepare for the first gradient of a reduction."""
+        if not self.slots.accumulate:
+            self.set_aside()
+        self.memory.begin()
+
+    def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
+        """Move a parameter's gradient into its bucket, times `scale`; 0 gives zeros for any values.
+
+        Returns the scaled gradient, or None where there was none: that contributes zeros.
+        """
+        place, gradient = self.memory.place(index, entry), self.slots.pop(entry.spec.name)
+        if gradient is not place:
+            return copy_scaled(place, gradient, scale)
+        rescale([place], scale)  # it has accumulated there
+        return place
+
+    def accumulate(self, index: int, entry: ParameterSlice) -> None:
+        """Keep a parameter's gradient for the reduction that a later backward finishes. Local."""
+        self.slots.hold(entry.spec.name, self.take(index, entry, 1.0))
+
+    def own(self) -> list[Tensor]:
+        """Return this rank's gradients of all buckets, taken and not launched. Views."""
+        return [self.memory.flat(index) for index in range(len(self.memory.buckets))]
+
+    def separate(self) -> None:
+        """Set held means aside, and let the coming backward not add to what shows them."""
+        self.set_aside()
+        if self.slots.accumulate:
+            self.slots.void()
+
+    def set_aside(self) -> None:
+        """Keep held means apart from a coming reduction, to whose result `finish` adds them."""
+        if not self.held:
+            return
+        self.held = False
+        for index, bucket in enumerate(self.memory.buckets):
+            names = {entry.spec.name for entry in bucket.entries}
+            gone = {name for name in names if not self.slots.keeps(name)}
+            if gone == names:
+                continue
+            self._aside[index] = self.memory.kept(index).clone()
+            low = self.memory.ranges[index][0]
+            for piece in bucket.pieces(*self.memory.ranges[index]):
+                if piece.spec.name in gone:
+                    self._aside[index][piece.start - low : piece.stop - low].zero_()
+            self._aside_names |= names - gone
+        beside = sum(tensor.nbytes for tensor in self._aside.values())
+        self.memory.note_peak(self.memory.nbytes + beside)
+
+    @torch.no_grad()
+    def finish(self, factor: float, unused: Collection[str], of_held: float = 1.0) -> None:
+        """Wait for the sums, multiply them by a factor, and hold them.
+
+        Means that were held before are added, times `of_held`. `parameter.grad` is published; it is
+        None for names in `unused`.
+        """
+        self.memory.wait()
+        self.scale_(factor)
+        for index, mean in self._aside.items():
+            self.memory.kept(index).add_(mean, alpha=of_held)
+        self._aside.clear()
+        for name, parameter in self.slots.parameters.items():
+            if name in unused and name not in self._aside_names:
+                parameter.grad = None
+            else:
+                self.slots.publish(name)
+        self._aside_names.clear()
+        self.held = True
+
+    # Means.
+
+    @torch.no_grad()
+    def collect(self) -> frozenset[str]:
+        """Take over what was done to `parameter.grad` since `finish`. Local.
+
+        Returns the names of parameters whose `grad` is None. Raises RuntimeError for a gradient
+        that was assigned at stages 1 and 2.
+        """
+        dropped = set()
+        for index, bucket in enumerate(self.memory.buckets):
+            for entry in bucket.entries:
+                name = entry.spec.name
+                if self.slots.keeps(name):
+                    continue
+                assigned = self.slots.adopt(name)
+                if assigned is None:
+                    dropped.add(name)
+                    self._zero(index, name)
+                else:
+                    copy_scaled(self.memory.place(index, entry), assigned, 1.0)
+                    self.slots.publish(name)
+        return frozenset(dropped)
+
+    def _zero(self, index: int, name: str) -> None:
+        for piece in self.memory.buckets[index].pieces(*self.memory.ranges[index]):
+            if piece.spec.name == name:
+                self.reduced(index, piece).zero_()
+
+    def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
+        """Return the mean of a slice that this rank keeps. Flat; a view."""
+        start = piece.start - self.memory.ranges[index][0]
+        return self.memory.kept(index)[start : start + piece.numel]
+
+    def kept(self, index: int) -> list[Tensor]:
+        """Return the means of a bucket that this rank keeps: one flat tensor. A view."""
+        return [self.memory.kept(index)]
+
+    def widened(self, index: int, factor: float) -> Tensor:
+        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
+
+        It may overwrite the mean.
+        """
+        return self.memory.widened(index, factor)
+
+    @torch.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Multiply the held means by a factor, after `collect`."""
+        rescale([self.memory.kept(index) for index in range(len(self.memory.buckets))], factor)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard all gradients: every `p.grad` becomes None, or stands for zeros if wanted."""
+        self.memory.wait()
+        self.forget()
+        for name, parameter in self.slots.parameters.items():
+            if set_to_none or self.slots.dropped(name):
+                parameter.grad = None
+            else:
+                self.slots.publish(name)
+        if not set_to_none:
+            self.scale_(0)
+            self.held = True
+
+    def forget(self) -> None:
+        """Forget what is kept, after every `p.grad` was dropped."""
+        self._aside.clear()
+        self._aside_names.clear()
+        self.held = False
+        self.memory.begin()
 
 
 class BucketMemory:

@@ -15,7 +15,7 @@ from zero.collectives import Work
 from zero.kernels import sum_dtype
 
 
-def run(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Work]:
+def run(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Work | None]:
     """Run one call: the shortest correct implementation of the four verbs, on host memory."""
     access.begin()
     yield access.here
@@ -28,15 +28,15 @@ def run(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Wor
         else:
             yield Requests.of(*(comm.send(peer, data, tag) for peer in _others(comm))).test
     elif call.verb == "all_gather":
-        tensors = yield from _gather(comm, tensor, tag, ticket.plain)
+        tensors = yield from _gather(comm, tensor, tag, ticket.ratio)
         for (low, high), owner in zip(
             pairwise(access.bounds), context.topology.owners, strict=True
         ):
             tensor[low:high].copy_(tensors[owner][low:high])
     else:  # a reduce-scatter leaves the sums of all shards on every rank
         dtype = call.wire or tensor.dtype
-        plain = ticket.plain * tensor.element_size() / dtype.itemsize
-        first, *others = yield from _gather(comm, tensor.to(dtype), tag, plain)
+        ratio = ticket.ratio * tensor.element_size() / dtype.itemsize
+        first, *others = yield from _gather(comm, tensor.to(dtype), tag, ratio)
         total = first.to(sum_dtype(tensor.dtype))
         for addend in others:  # torch.sum adds in another order
             total += addend
@@ -44,11 +44,11 @@ def run(ticket: Ticket, access: TensorAccess, context: CommContext) -> Steps[Wor
     return access.give_back()
 
 
-def _gather(comm: Communicator, tensor: Tensor, tag: int, plain: float) -> Steps[list[Tensor]]:
+def _gather(comm: Communicator, tensor: Tensor, tag: int, ratio: float) -> Steps[list[Tensor]]:
     """Return copies of every rank's tensor, by rank."""
     tensors = [tensor.clone() for _ in range(comm.size)]
     receives = [comm.receive(peer, as_bytes(tensors[peer]), tag) for peer in _others(comm)]
-    sends = [comm.send(peer, as_bytes(tensor), tag, plain=plain) for peer in _others(comm)]
+    sends = [comm.send(peer, as_bytes(tensor), tag, ratio=ratio) for peer in _others(comm)]
     yield Requests.of(*receives, *sends).test
     return tensors
 

@@ -196,7 +196,7 @@ def test_a_broadcast_is_not_slower_than_a_chain_or_a_tree(nodes, pieces):
     assert end <= min(nodes - 2 + pieces, rounds * pieces + rounds - 1)
 
 
-# Levels of an exchange between nodes.
+# Hops of an exchange between nodes.
 
 
 def factors(number):
@@ -208,7 +208,7 @@ def factors(number):
 def test_a_node_exchanges_parts_with_as_many_others_as_the_factors_of_their_number():
     for count in range(2, 1025):
         plan = load("lanes").plan(Topology(tuple((rank,) for rank in range(count))), count // 3)
-        several = [plan.partners(level) for level in range(len(plan.widths) - 1)]
+        several = [plan.partners(hop) for hop in range(len(plan.widths) - 1)]
         assert [len(partners) + 1 for partners in several] == factors(count)
         assert len(set(chain(*several))) == sum(map(len, several))
     assert sum(map(len, several)) == 15  # of 1024 nodes; directly 1023
@@ -220,15 +220,15 @@ def test_what_a_node_holds_is_divided_between_it_and_its_partners(count):
     chunk = Chunk(0, 0, tuple((3 * node, 3 * node + 3) for node in range(count)))
     for rank in range(count):
         plan = load("lanes").plan(topology, rank)
-        for level in range(len(plan.widths) - 1):
-            assert plan.held(chunk, rank, level) == [span_of(plan, rank, level)]
-            nodes = [*plan.partners(level), rank]
-            theirs = [span for node in nodes for span in plan.held(chunk, node, level + 1)]
-            assert covered(theirs) == [list(span_of(plan, rank, level))]
+        for hop in range(len(plan.widths) - 1):
+            assert plan.held(chunk, rank, hop) == [span_of(plan, rank, hop)]
+            nodes = [*plan.partners(hop), rank]
+            theirs = [span for node in nodes for span in plan.held(chunk, node, hop + 1)]
+            assert covered(theirs) == [list(span_of(plan, rank, hop))]
 
 
-def span_of(plan, node, level):
-    width = plan.widths[level]
+def span_of(plan, node, hop):
+    width = plan.widths[hop]
     return 3 * (node // width * width), 3 * (node // width * width + width)
 
 
@@ -236,22 +236,22 @@ def span_of(plan, node, level):
 def test_every_part_is_a_sum_over_all_nodes_in_one_order_and_comes_to_all(count):
     topology = Topology(tuple((rank,) for rank in range(count)))
     plans = [load("lanes").plan(topology, rank) for rank in range(count)]
-    levels = range(len(plans[0].widths) - 1)
+    hops = range(len(plans[0].widths) - 1)
     sums = [dict.fromkeys(range(count), (node,)) for node in range(count)]  # by node, of each part
-    for level in levels:
+    for hop in hops:
         before = [dict(own) for own in sums]
         for node, plan in enumerate(plans):
-            group = sorted([node, *plan.partners(level)])
-            width = plan.widths[level + 1]
+            group = sorted([node, *plan.partners(hop)])
+            width = plan.widths[hop + 1]
             kept = range(node // width * width, node // width * width + width)
             sums[node] = {part: tuple(before[other][part] for other in group) for part in kept}
     orders = [order for own in sums for order in own.values()]
     assert len(set(orders)) == 1
     assert sorted(flat(orders[0])) == list(range(count))
     held = [{node} for node in range(count)]
-    for level in reversed(levels):
+    for hop in reversed(hops):
         held = [
-            held[node].union(*(held[other] for other in plans[node].partners(level)))
+            held[node].union(*(held[other] for other in plans[node].partners(hop)))
             for node in range(count)
         ]
     assert all(parts == set(range(count)) for parts in held)
@@ -261,10 +261,10 @@ def flat(order):
     return [order] if isinstance(order, int) else [node for part in order for node in flat(part)]
 
 
-# Of one, two, two, three and five levels.
+# Of one, two, two, three and five hops.
 @pytest.mark.parametrize(("nodes", "chunks"), [(4, 8), (8, 4), (16, 4), (64, 3), (1024, 2)])
 @pytest.mark.parametrize("verb", ["all_reduce", "by_shard"])
-def test_a_chunk_has_64_kib_at_least_for_each_level_between_nodes(verb, nodes, chunks):
+def test_a_chunk_has_64_kib_at_least_for_each_hop_between_nodes(verb, nodes, chunks):
     topology, numel = Topology(tuple((rank,) for rank in range(nodes))), 120 << 10
     plan = load("lanes").plan(topology, 0)
     if verb == "all_reduce":

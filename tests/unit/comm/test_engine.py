@@ -526,7 +526,6 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
 
     def steps(number):
         yield lambda: gates[number]
-        return CompletedWork()
 
     streams = [engine.add_stream(f"stream {number}") for number in range(2)]
     works = [
@@ -551,7 +550,6 @@ def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
         yield gate.is_set
         if end == "failed":
             raise OSError("no way")
-        return CompletedWork()
 
     stream = engine.add_stream("another")
     engine.submit(Steps([], "before", enter=gate.is_set).work)

@@ -8,7 +8,7 @@ from first_of_two import STAGES, FirstOfTwo, zero
 from torch import nn
 
 from zero import SingleProcessCollectives
-from zero.parameter_watch import plain_parts
+from zero.parameter_watch import dense_parts
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
 TOLD = "no optimizer of all ranks trains it"
@@ -56,10 +56,10 @@ def test_what_a_plain_optimizer_beside_has_changed_is_compared_in_the_next_step(
     both = (head, body) if first else (body, head)
     with warned():
         step(model, *both)
-    assert not body._agreement._changed
+    assert not body._comparison._changed
     step(model, *both)
-    assert body._agreement._changed
-    assert list(body._agreement._left) == ["head.weight", "head.bias"]
+    assert body._comparison._changed
+    assert list(body._comparison._left) == ["head.weight", "head.bias"]
 
 
 @STAGES
@@ -195,7 +195,7 @@ KINDS = {
 def test_the_memory_of_a_parameter_is_found_whatever_its_class(kind):
     make, names = KINDS[kind]
     tensor = make()
-    found = dict(plain_parts("p", tensor))
+    found = dict(dense_parts("p", tensor))
     assert list(found) == names
     assert {type(part) for part in found.values()} <= {torch.Tensor}
     if type(tensor) is Pair:

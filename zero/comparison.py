@@ -27,8 +27,8 @@ from zero.collectives import Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
 from zero.kernels import without_repeats
 from zero.layout import Bucket
-from zero.param_groups import Place, plain_numbers
-from zero.parameter_watch import is_trained, plain_parts
+from zero.param_groups import Place, numbers_in
+from zero.parameter_watch import dense_parts, is_trained
 from zero.shard import OptimizerShard, ParamGroup
 
 SAMPLED = 16  # elements of a gradient, in each step others
@@ -181,7 +181,7 @@ class StepComparison:
         gradient, unless an optimizer of all ranks had trained the parameter until this one was
         made.
         """
-        self._numbers = dict(plain_numbers(groups))
+        self._numbers = dict(numbers_in(groups))
         watch = self._owned.watch
         found = {n: p for n, p in watch.others.items() if p.requires_grad and p.grad is not None}
         found = {name: p for name, p in found.items() if not is_trained(p)}
@@ -198,7 +198,7 @@ class StepComparison:
     def _bits_of_left(self) -> dict[str, int]:
         """Return digests of all bits of untrained parameters with a gradient, by name."""
         return {
-            name: int(checksum([part for _, part in plain_parts(name, parameter)]))
+            name: int(checksum([part for _, part in dense_parts(name, parameter)]))
             for name, parameter in self._left.items()
         }
 
@@ -209,7 +209,7 @@ class StepComparison:
 
         Their weights are alike where they are `in_sync`, which may be in few steps.
         """
-        digest, last = _digest(dict(plain_numbers(groups)), self._own), self._over_replicas
+        digest, last = _digest(dict(numbers_in(groups)), self._own), self._over_replicas
         if self._every and in_sync and (last is None or step - last >= self._every):
             self._over_replicas = step
             digest += self._digest_of_weights(step)
@@ -291,13 +291,12 @@ class StepComparison:
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the memory of parameters that no optimizer trains, by name."""
         for name, parameter in self._owned.watch.untrained().items():
-            yield from plain_parts(name, parameter)
+            yield from dense_parts(name, parameter)
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the master weights that all ranks hold."""
-        for owned in () if self._owned.sharded else self._owned.pieces:
-            if owned.has_master:
-                yield f"the master weights of {owned.piece.spec.name}", owned.tensor
+        for owned in () if self._owned.sharded else self._owned.with_master:
+            yield f"the master weights of {owned.piece.spec.name}", owned.tensor
 
     def _facts(
         self, groups: Iterable[ParamGroup], without: frozenset[str], step: int
@@ -310,7 +309,7 @@ class StepComparison:
                 self.gradient_factor, FACTORS_ALIKE
             ),
         }
-        for place, value in plain_numbers(groups):
+        for place, value in numbers_in(groups):
             key = f"{place[1]} in group {place[0]}"
             facts[key] = Fact(value, place=place, own=place in self._own)
         sharded, names = self._owned.sharded, self._named
@@ -332,7 +331,7 @@ class StepComparison:
     def after_update(self, groups: Iterable[ParamGroup]) -> None:
         """Note which numbers the torch optimizer has changed since the step began. Local."""
         before = self._numbers
-        for place, value in plain_numbers(groups):
+        for place, value in numbers_in(groups):
             known = before.get(place, ABSENT)
             if value is not known and not _same(value, known):
                 self._own.add(place)

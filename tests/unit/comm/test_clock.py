@@ -4,7 +4,7 @@ import pytest
 from sharding import Clock
 
 from mntrain.comm import clock
-from mntrain.comm.polling import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
+from mntrain.comm.clock import BACKGROUND, BANDWIDTH_BOUND, LATENCY_BOUND, Backoff
 
 
 @pytest.fixture
