@@ -124,21 +124,18 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
-    bound one would keep the world alive. `warn` is told of slow ranks; `observe` of each load of a
-    batch: a name, and its start by `time.perf_counter`. `compare`, None for one rank, is
-    collective, and raises AgreedError on all ranks if their loaders differ.
+    bound one would keep the world alive. `observe` is told of each load of a batch: a name, and its
+    start by `time.perf_counter`. `compare`, None for one rank, is collective, and raises
+    AgreedError on all ranks if their loaders differ.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         optimizers: Sequence[ZeroOptimizer],
-        *,
-        warn: Callable[[str], None],
         observe: Callable[[str, float], None],
     ) -> None:
-        self.rank, self.size = ranks.rank, ranks.size
-        self._warn, self.observe = warn, observe
+        self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self.samples = 0  # that this rank was handed out to train on
@@ -192,7 +189,7 @@ class ShardRegistry:
         """
         known = next((one for one in self._balances if one.hand_over()), None)
         if known is None:
-            known = LoaderBalancing(self._ranks, self._warn)
+            known = LoaderBalancing(self._ranks)
             self._balances.append(known)
         return known
 

@@ -91,8 +91,8 @@ def balancing_of(size, gather, clock, *, room=math.inf, warnings=None):
     places = [SimpleNamespace(host=f"host{number}") for number in range(size)]
     ranks = SimpleNamespace(size=size, gather=gather, waits=clock, places=places)
     ranks.memory_room = lambda: room
-    warn = [].append if warnings is None else warnings.append
-    return LoaderBalancing(ranks, warn)
+    ranks._warn = [].append if warnings is None else warnings.append
+    return LoaderBalancing(ranks)
 
 
 def world_of(rank=0, size=1, gather=alone):

@@ -80,7 +80,7 @@ def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sum
     trainer = Trainer(world, replace(config, zero=ZeroConfig(stage=stage)))
     for step in (1, 2):  # in which ranks learn the names of metrics
         trainer.train_step(step)
-    micro_batches = len(next(trainer.job.batches))
+    micro_batches = len(next(trainer.batches))
     sums.clear()
     trainer.train_step(3)
     announced = micro_batches if stage == 2 and RANKS > 1 else 0

@@ -27,7 +27,7 @@ from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role
-from mntrain.train.summary import place_lines
+from mntrain.train.description import place_lines
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines

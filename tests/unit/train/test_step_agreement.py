@@ -11,6 +11,7 @@ from mntrain.options.config import Config
 from mntrain.tasks import Task
 from mntrain.train import step_agreement
 from mntrain.train.step_agreement import StepAgreement
+from mntrain.train.step_means import PartCounts
 from zero.step_message import StepMessage
 
 
@@ -32,23 +33,11 @@ def failing():
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
-    config = SimpleNamespace(
-        optim=SimpleNamespace(non_finite="stop"),
-        log=SimpleNamespace(per_rank=False),
-        task="mine:Task",
-    )
-    precision = SimpleNamespace(loss_scale=None)
-    job = SimpleNamespace(
-        optimizer=optimizer,
-        config=config,
-        precision=precision,
-        sync=None,
-        data=SimpleNamespace(sizes=(1, 1)),
-        task=OneLoss(Config()),
-    )
+    options = {"skips": False, "per_rank": False}
     with mntrain.init(device="cpu") as world:
-        made = StepAgreement(world, job, lambda: None)
-        yield made, others
+        counts = PartCounts(OneLoss(Config()), "mine:Task", lambda: world.collectives, world.waits)
+        saved = optimizer, lambda: (1, 1), counts, lambda: None
+        yield StepAgreement(world, *saved, **options), others
 
 
 @pytest.mark.parametrize("waits", [True, False])
