@@ -20,10 +20,9 @@ from typing import Any
 
 from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
-from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
+from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
 from zero.agreement import DifferentWeightsError
 from zero.norms import NonFiniteGradientError
@@ -45,16 +44,11 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
         raise TrainingStoppedError(str(error), world.rank) from None
 
 
-def averaged_over(world: World, optimizer: ZeroOptimizer) -> WorldCollectives:
-    """Return the ranks that the present step is averaged over, for more than gradients. Local."""
-    return world.collectives if optimizer.group.size == world.size else world.node_collectives
-
-
 class StepAgreement:
     """The means and failures that the ranks of a job establish together in each step.
 
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
-    Forward and backward add to `losses`, and take the weights of their parts from `counts`.
+    Forward adds to `losses`.
 
     The ranks of `optimizer` train on `sizes()` samples, this rank's and all ranks'. Unless it
     `skips` such steps, a loss that is not finite ends the job. With `per_rank`, all ranks learn
@@ -66,7 +60,6 @@ class StepAgreement:
         world: World,
         optimizer: ZeroOptimizer,
         sizes: Callable[[], tuple[int, int]],
-        counts: PartCounts,
         save: Callable[[], AgreedError | None],
         *,
         skips: bool,
@@ -74,7 +67,7 @@ class StepAgreement:
     ) -> None:
         """Make the agreement of a loop. Collective."""
         self._world, self._optimizer, self._sizes, self._save = world, optimizer, sizes, save
-        self.losses, self.counts = StepMeans(world.rank), counts
+        self.losses = StepMeans(world.rank)
         self._skips, self._names = skips, PER_RANK if per_rank else ()
         self.alone = self.ends_round = False
         """True in a step that the node takes alone, and in the last one of its round."""
@@ -133,7 +126,6 @@ class StepAgreement:
         timer.daemon = True
         timer.start()
         try:
-            self.counts.finish_interrupted()
             self._optimizer.accumulation.finish_interrupted()
         except Exception:
             raise error from None  # communication has failed, too
@@ -147,15 +139,14 @@ class StepAgreement:
         a step of the node alone, the exchange raises.
         """
         where, world = f"in step {step}", self._world
-        self.counts.end_step()
         self._optimizer.synchronize()
         sums = self._message.read()
         self._failed, self._samples = bool(sums["failed"]), sums["samples"]
         if self._failed:
             return
-        self.means = self.losses.take(
-            self._message, averaged_over(self._world, self._optimizer), where, self._ranks
-        )
+        whole = self._optimizer.group.size == world.size
+        group = world.collectives if whole else world.node_collectives
+        self.means = self.losses.take(self._message, group, where, self._ranks)
         if self.alone:
             self._losses[_LOSS] += self.means.loss * self.means.count if self.means.count else 0.0
             self._losses[_ITEMS] += self.means.count

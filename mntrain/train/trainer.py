@@ -27,8 +27,7 @@ from mntrain.train.evaluation import evaluate
 from mntrain.train.job import set_up
 from mntrain.train.optimization import advance
 from mntrain.train.resumption import to_json
-from mntrain.train.step_agreement import StepAgreement, averaged_over, errors_stop
-from mntrain.train.step_means import PartCounts
+from mntrain.train.step_agreement import StepAgreement, errors_stop
 from mntrain.world import World
 from zero.optimizer import StepResult
 
@@ -54,13 +53,11 @@ class Trainer:
             job, self._result, saved, step
         )
         job.checkpoints.on_checkpoint = job.task.on_checkpoint
-        group = partial(averaged_over, world, self._optimizer)
         skips = config.optim.non_finite == "skip" or job.trained.precision.loss_scale == "dynamic"
         self._agreement = StepAgreement(
             world,
             self._optimizer,
             lambda: job.data.sizes,
-            PartCounts(job.task, config.task, group, world.waits),
             lambda: ending.save_last(world, job, self._result),
             skips=skips,
             per_rank=config.log.per_rank,
@@ -157,8 +154,6 @@ class Trainer:
         At stages 0 and 1, only the last backward sends gradients. It also waits for them.
         """
         rank, optimizer = self._world.rank, self._optimizer
-        with noted(rank, f"counts of step {step}"):
-            self._agreement.counts.start(micro_batches)
         waited_s = optimizer.accumulation.waited_s
         for number, batch in enumerate(micro_batches):
             samples = partial(self.job.data.name_micro_batch, step, number)
@@ -166,17 +161,18 @@ class Trainer:
             with timer("forward"), noted(rank, f"forward in step {step} of", samples):
                 loss = self._forward(batch)
             with timer("backward"), held, noted(rank, f"backward in step {step} of", samples):
-                optimizer.backward(*self._agreement.counts.weigh(loss, timer))
+                optimizer.backward(loss.mean, loss.count)
         if not micro_batches:
             self._optimizer.forget_batches()
             self._optimizer.share(0)
         timer.move(optimizer.accumulation.waited_s - waited_s, "backward", "reduce_wait")
 
-    def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
+    def _forward(self, batch: Any) -> tasks.Loss:
         """Return the task's loss of a micro-batch, and add up its means. Local."""
-        job, agreement = self.job, self._agreement
+        job = self.job
         loss = job.trained.precision.loss(job.task, self._model, batch, self._world.device)
-        agreement.losses.add_loss(agreement.counts.checked(loss))
+        tasks.check_loss(loss, job.config.task)
+        self._agreement.losses.add_loss(loss)
         return loss
 
     def _complete(

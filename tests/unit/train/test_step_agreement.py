@@ -7,16 +7,9 @@ import pytest
 
 import mntrain
 from mntrain.errors import AgreedError
-from mntrain.options.config import Config
-from mntrain.tasks import Task
 from mntrain.train import step_agreement
 from mntrain.train.step_agreement import StepAgreement
-from mntrain.train.step_means import PartCounts
 from zero.step_message import StepMessage
-
-
-class OneLoss(Task):
-    dataset = loss = model = None
 
 
 @pytest.fixture
@@ -35,9 +28,8 @@ def failing():
     )
     options = {"skips": False, "per_rank": False}
     with mntrain.init(device="cpu") as world:
-        counts = PartCounts(OneLoss(Config()), "mine:Task", lambda: world.collectives, world.waits)
-        saved = optimizer, lambda: (1, 1), counts, lambda: None
-        yield StepAgreement(world, *saved, **options), others
+        made = StepAgreement(world, optimizer, lambda: (1, 1), lambda: None, **options)
+        yield made, others
 
 
 @pytest.mark.parametrize("waits", [True, False])
