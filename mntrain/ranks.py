@@ -146,7 +146,7 @@ class Ranks:
             self.master = self.rank == 0
             # How services tell the user of an event, and of a problem; a job has a display.
             self._note: Callable[[str], None] = lambda text: None
-            self._warn = print_warning if self.master else self._note
+            self._warn: Callable[[str], None] = print_warning if self.master else self._note
             self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
             self._watch.install()
             self.recorder = Recorder(self.rank, self.size, INTERNAL)

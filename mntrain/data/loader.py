@@ -49,7 +49,7 @@ from mntrain.balance.own_pace import BatchNumber
 from mntrain.data.balancing import LoaderBalancing
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.sampling import PlannedBatch
+from mntrain.data.sampling import GlobalBatch
 from mntrain.data.source import (
     Alone,
     Division,
@@ -59,7 +59,7 @@ from mntrain.data.source import (
     PassRecord,
     Source,
     divided_parts,
-    is_plain,
+    is_of_torch,
     rebuilt,
     share_of,
 )
@@ -215,7 +215,7 @@ class ShardRegistry:
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
-    def check_schedules(self) -> None:
+    def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
         schedules = (one.schedule for one in self._open())
         rare = [schedule for schedule in schedules if schedule.replicas > 1]
@@ -332,7 +332,7 @@ class ShardedLoader:
         seeds = seed, mixed_seed(seed, self._shards.rank)
         number = 0
         if training and self._balance:
-            self._shards.check_schedules()
+            self._shards.check_exchanges()
             number = self._balance.begin_pass()
         due = self._shards.compare is not None and not (self._known and self._known.compared)
         compare = self._compare if due else None
@@ -491,7 +491,7 @@ class ShardedLoader:
 def _source(loader: Any, peers: Peers, division: Division | None) -> Source:
     """Return the cheapest source of a loader's batches."""
     shares = partial(_shares, peers, division)
-    if is_plain(loader):
+    if is_of_torch(loader):
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:
@@ -593,12 +593,12 @@ def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
 
 
 def _sequence(indices: Iterable[Any]) -> Sequence[Any]:
-    return indices if isinstance(indices, PlannedBatch) else list(indices)
+    return indices if isinstance(indices, GlobalBatch) else list(indices)
 
 
 def _digest(indices: Sequence[Any]) -> int | None:
     """Return 16 bits of the indices of a batch; None if they are not numbers or strings."""
-    if isinstance(indices, PlannedBatch):
+    if isinstance(indices, GlobalBatch):
         return indices.digest
     try:
         array = np.asarray(indices)

@@ -47,7 +47,7 @@ BEGIN = Position(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
+class SampleOrder:
     """The order in which a job sees its samples. Pure: all ranks hold an equal one.
 
     An epoch takes every sample once; its last batch is smaller if batch_size does not divide
@@ -74,7 +74,7 @@ class SamplingPlan:
                 "(--train.batch-size)"
             )
 
-    def at(self, step: int) -> "SamplingPlan":
+    def at(self, step: int) -> "SampleOrder":
         """Return the plan of a step, which is this one."""
         return self
 
@@ -98,9 +98,9 @@ class SamplingPlan:
         epoch, start, _ = self.batch_bounds(step)
         return Position(step, epoch, start)
 
-    def batch(self, step: int, *, keyed: bool = False) -> "PlannedBatch":
+    def batch(self, step: int, *, keyed: bool = False) -> "GlobalBatch":
         """Return the samples of a step's global batch."""
-        return PlannedBatch(self, step, keyed=keyed)
+        return GlobalBatch(self, step, keyed=keyed)
 
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
@@ -141,14 +141,14 @@ class SamplingPlan:
         return epoch, start, min(start + self.batch_size, self.samples)
 
 
-class PlannedBatch(Sequence[Any]):
+class GlobalBatch(Sequence[Any]):
     """The samples of a global batch, of which a part costs what this part costs, not the whole.
 
     If it is `keyed`, its items are (step, sample), for a `SeededDataset`. `digest` is that of what
     decides the samples: 16 bits.
     """
 
-    def __init__(self, plan: SamplingPlan, step: int, *, keyed: bool = False) -> None:
+    def __init__(self, plan: SampleOrder, step: int, *, keyed: bool = False) -> None:
         self._plan, self._step, self._keyed = plan, step, keyed
         self._epoch, self._start, self._stop = plan.batch_bounds(step)
 
@@ -182,7 +182,7 @@ class CadenceSampling:
         steps:    [ 20 ][ 20 ][ 20 ] ... [ 20 ]    [    50    ][    50    ] ...
         samples:  the order of an epoch, without a gap
 
-    Each plan of a cadence is a `SamplingPlan` with another batch size, which continues at the
+    Each plan of a cadence is a `SampleOrder` with another batch size, which continues at the
     sample where the one before has ended, as a run does that is resumed with another
     --train.batch-size. With `drop_last` the smaller last batch of an epoch is left out. Every rank
     holds an equal one, and the order of samples is that of any other run.
@@ -194,10 +194,10 @@ class CadenceSampling:
         self._cadence, self.seed = cadence, seed
         size = cadence.samples(0)
         self._plans = [
-            SamplingPlan(samples, size, seed, drop_last=drop_last, origin=origin, shares=cadence)
+            SampleOrder(samples, size, seed, drop_last=drop_last, origin=origin, shares=cadence)
         ]
 
-    def at(self, step: int) -> SamplingPlan:
+    def at(self, step: int) -> SampleOrder:
         """Return the plan of a step, 0 for the first of the run."""
         index = self._cadence.index(BatchNumber(0, step))
         while (number := len(self._plans)) <= index:
@@ -282,14 +282,14 @@ class ShuffledBatches:
     computes its own part. Its seed is drawn from torch's default generator when a pass begins,
     which `World.shard` seeds alike on all ranks. A batch has `batch_size` samples; the last one is
     smaller, or left out with `drop_last`. Raises ValueError for other numbers than whole ones above
-    0, and as `SamplingPlan`.
+    0, and as `SampleOrder`.
     """
 
     def __init__(self, samples: int, batch_size: int, *, drop_last: bool = False) -> None:
         for name, number in {"samples": samples, "batch_size": batch_size}.items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} of ShuffledBatches is {number!r}: give an int above 0")
-        self._plan = SamplingPlan(samples, batch_size, 0, drop_last=drop_last)
+        self._plan = SampleOrder(samples, batch_size, 0, drop_last=drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         seed = int(torch.randint(1 << 62, ()))
@@ -303,7 +303,7 @@ class ShuffledBatches:
 class StepBatches:
     """The batch sampler of a plan: the global batches of some steps, of (step, sample)."""
 
-    def __init__(self, plan: SamplingPlan | CadenceSampling, steps: range) -> None:
+    def __init__(self, plan: SampleOrder | CadenceSampling, steps: range) -> None:
         self._plan, self._steps = plan, steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -315,7 +315,7 @@ class StepBatches:
 
 def step_loader(
     dataset: Dataset[Any],
-    plan: SamplingPlan | CadenceSampling,
+    plan: SampleOrder | CadenceSampling,
     options: LoaderOptions,
     steps: range,
 ) -> DataLoader[Any]:

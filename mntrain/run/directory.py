@@ -125,7 +125,7 @@ class RunDirectory:
 
         Raises AgreedError if any node cannot use it.
         """
-        if folder is not None:
+        if folder is not None and self.local is None:
             self.local = open_folders(self._world, folder, self.path, self.attempts())
             if self._world.master and (notes := LaunchNotes.of(os.environ)) is not None:
                 notes.use_local(self.local.root)

@@ -70,7 +70,7 @@ def _describe_model_and_data(world: World, job: Job) -> None:
     counts += [sum(p.numel() for p in parameters if not p.requires_grad)]
     size, fixed = (f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}" for count in counts)
     frozen = f", of which {fixed} are frozen" if counts[1] else ""
-    job.reporter.note(f"{job.config.task}: {size} parameters{frozen}", "bold")
+    job.display.note(f"{job.config.task}: {size} parameters{frozen}", "bold")
     if job.trained.weights:
         text, problems = job.trained.weights
         world._note(f"weights: {text}")

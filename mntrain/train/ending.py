@@ -16,7 +16,7 @@ from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.train.forward import uncompiled
 from mntrain.train.job import Job
-from mntrain.train.step_agreement import errors_stop
+from mntrain.train.shared_step import errors_stop
 from mntrain.world import World
 
 # Peak dense TFLOP/s by torch's name of the GPU: 16-bit matrices summed in fp32, then fp32 without
@@ -121,7 +121,7 @@ def show_sample(world: World, job: Job) -> None:
         world._warn(f"no sample: {type(error).__name__}: {error}")
         return
     if sample:
-        job.reporter.note("sample", "bold")
+        job.display.note("sample", "bold")
         world._note(textwrap.indent(sample, "  "))
 
 
@@ -136,7 +136,7 @@ def finish_report(world: World, job: Job, result: JobResult) -> dict[str, Any]:
         result.reason = f"--run.stop-after {job.config.run.stop_after}"
     summary = summarize(world, job, result)
     lines = final_lines(summary, job.steps, job.task.items)
-    job.reporter.finish(summary["status"], lines)
+    job.display.finish(summary["status"], lines)
     missing = job.metrics.finish(summary)
     early = by_option or result.status in ("interrupted", "preempted")
     if early and result.last and job.checkpoints.has(result.last.step):

@@ -19,10 +19,10 @@ from mntrain.data.balancing import StepBalancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
-from mntrain.metrics.files import write_whole
-from mntrain.metrics.report import Reporter
+from mntrain.metrics.display import Display
+from mntrain.metrics.files import CONFIG_FILE, write_whole
+from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
-from mntrain.options.types import as_mapping
 from mntrain.ranks import print_warning
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
@@ -77,7 +77,7 @@ class Job:
     last_step: int  # of this job, unless it ends early
     trained: Trained
     best: BestMetric
-    reporter: Reporter
+    display: Display
     timeline: StepTimeline
     balancing: StepBalancing
     checkpoints: Checkpoints
@@ -164,13 +164,7 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
         recompute_regions(task.regions(model))
     if config.train.compile:
         compile_regions(task.regions(model))
-    objects: dict[str, Stateful] = {}
-    if trained.keeps_schedule:
-        objects["schedule"] = trained.scheduler
-    if data.stream:
-        objects["data"] = data
-    if best.patience:
-        objects["early stopping"] = best
+    objects = _objects(trained, data, best)
     checkpoints = world.checkpoints(
         directory.path,
         model=model,
@@ -182,19 +176,31 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
         **objects,
     )
     checkpoints.scored_by = best.text
-    metrics = _make_metrics(world, config, directory, task)
-    reporter = Reporter(world.master, steps, task.items)
-    world._note, world._warn = reporter.note, reporter.warn
-    world.watchdog.at_end.append(lambda *_: reporter.end_display())
+    log = config.log
+    metrics = world.metrics(
+        directory.path,
+        tensorboard=log.tensorboard,
+        wandb=log.wandb,
+        mlflow=log.mlflow,
+        prometheus=log.prometheus,
+        per_rank=log.per_rank,
+        report=log.report,
+    )
+    with world.agreement():
+        options = to_toml(resumption.with_absolute_paths(config)).encode()
+        files = {CONFIG_FILE: options, **task.run_files()}
+    directory.when_begun(partial(_write_files, directory.path, files))
+    display = Display(world.master, steps, task.items)
+    world._note, world._warn = display.note, display.warn
+    world.watchdog.at_end.append(lambda *_: display.end())
     done = resumed.manifest.step if resumed else 0
     torch.manual_seed(mixed_seed(config.run.seed, world.rank, done))  # of dropout
-    known = {**objects}
     if resumed and "early stopping" not in resumed.manifest.objects:
-        known.pop("early stopping", None)  # it had no patience then
+        objects.pop("early stopping", None)  # it had no patience then
     # This job's options count, even if the checkpoint was made with others. Only a learning rate
     # that a scheduler with a state has set is the checkpoint's.
-    kept = ["weight_decay"] if "schedule" in known else ["weight_decay", "lr", "initial_lr"]
-    checkpoints.resume(resumed, known, kept_options=kept, saves=_saves(config))
+    kept = ["weight_decay"] if trained.keeps_schedule else ["weight_decay", "lr", "initial_lr"]
+    checkpoints.resume(resumed, objects, kept_options=kept, saves=_saves(config))
     return Job(
         config,
         directory,
@@ -207,12 +213,24 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
         last_step,
         trained,
         best,
-        reporter,
+        display,
         timeline,
         balancing,
         checkpoints,
         metrics,
     )
+
+
+def _objects(trained: Trained, data: JobData, best: BestMetric) -> dict[str, Stateful]:
+    """Return what checkpoints hold beside the model and the optimizer, by name."""
+    objects: dict[str, Stateful] = {}
+    if trained.keeps_schedule:
+        objects["schedule"] = trained.scheduler
+    if data.stream:
+        objects["data"] = data
+    if best.patience:
+        objects["early stopping"] = best
+    return objects
 
 
 def _saves(config: Config) -> bool:
@@ -266,28 +284,6 @@ def _make_trained(
     names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
     keeps = own is not None
     return Trained(model, optimizer, scheduler, precision, sync, names, keeps, weights)
-
-
-def _make_metrics(
-    world: World, config: Config, directory: RunDirectory, task: tasks.Task
-) -> MetricsLog:
-    values = as_mapping(resumption.with_absolute_paths(config))
-    del values["config"]
-    log = config.log
-    made = world.metrics(
-        directory.path,
-        values,
-        tensorboard=log.tensorboard,
-        wandb=log.wandb,
-        mlflow=log.mlflow,
-        prometheus=log.prometheus,
-        per_rank=log.per_rank,
-        report=log.report,
-    )
-    with world.agreement():
-        files = task.run_files()
-    directory.when_begun(partial(_write_files, directory.path, files))
-    return made
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:

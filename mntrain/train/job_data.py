@@ -64,13 +64,13 @@ class JobData:
         origin = _find_origin(resumed, self.samples)
         samples = None if self.stream else self.samples
         self.plans = choose_plans(config, world.size, samples, origin.step)
-        self._plan: sampling.SamplingPlan | sampling.CadenceSampling
+        self._plan: sampling.SampleOrder | sampling.CadenceSampling
         if isinstance(self.plans, Cadence):
             self._plan = sampling.CadenceSampling(
                 self.plans, self.samples, seed, drop_last=drop_last, origin=origin
             )
         elif not self.stream:
-            self._plan = sampling.SamplingPlan(
+            self._plan = sampling.SampleOrder(
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.plans
             )
 
@@ -160,7 +160,7 @@ class JobData:
         (dataset, chosen), world = self._valid[name], self._world
         data = f"validation data {name}".strip()
         options, most = replace(self._options, data=data), self._options.micro_batch_size
-        plan = sampling.SamplingPlan(len(chosen), world.size * most, seed=0, order=chosen)
+        plan = sampling.SampleOrder(len(chosen), world.size * most, seed=0, order=chosen)
         steps = range(plan.steps_per_epoch)
         loader = sampling.step_loader(dataset, plan, options, steps)
         shard = self._shard(loader, 0, train=False)
@@ -188,7 +188,7 @@ class JobData:
             return told
         return f"{told}; {steps} steps are {steps / self._plan.steps_per_epoch:.3g} epochs"
 
-    def _at(self, step: int) -> sampling.SamplingPlan:
+    def _at(self, step: int) -> sampling.SampleOrder:
         return self._plan.at(step - 1)
 
     def batch_counts(self, step: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from mntrain.train.evaluation import evaluate
 from mntrain.train.job import set_up
 from mntrain.train.optimization import advance
 from mntrain.train.resumption import to_json
-from mntrain.train.step_agreement import StepAgreement, errors_stop
+from mntrain.train.shared_step import SharedStep, errors_stop
 from mntrain.world import World
 from zero.optimizer import StepResult
 
@@ -54,7 +54,7 @@ class Trainer:
         )
         job.checkpoints.on_checkpoint = job.task.on_checkpoint
         skips = config.optim.non_finite == "skip" or job.trained.precision.loss_scale == "dynamic"
-        self._agreement = StepAgreement(
+        self._shared = SharedStep(
             world,
             self._optimizer,
             lambda: job.data.sizes,
@@ -73,7 +73,7 @@ class Trainer:
         gc.collect()
         gc.freeze()  # a collection would take about 0.2 s for torch's objects
         start, job, result = time.perf_counter(), self.job, self._result
-        with job.directory, ExitStack() as at_end, job.reporter:
+        with job.directory, ExitStack() as at_end, job.display:
             at_end.callback(gc.unfreeze)
             at_end.callback(job.metrics.abandon)
             job.metrics.open()
@@ -103,7 +103,7 @@ class Trainer:
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
                 job.metrics.write(record.to_json())
-                job.reporter.step(record)
+                job.display.step(record)
                 self._asked = job.task.on_step(record) or self._asked
                 if stop := self._stop_after(step):
                     result.status, result.reason = stop
@@ -124,17 +124,17 @@ class Trainer:
         only checks and evaluations communicate: all else would wait behind the parameters that are
         being sent.
         """
-        job, agreement = self.job, self._agreement
+        job, shared = self.job, self._shared
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
         measured = job.balancing.computing(lambda: job.data.sizes[0], timer.times)
-        with agreement.computing(step), measured:
+        with shared.computing(step), measured:
             with timer("data"):
                 micro_batches = next(self.batches)
             self._forward_backward(step, micro_batches, timer)
         with timer("reduce_wait"):
-            agreement.before_update(step)
-        agreement.end_if_failed(step)
-        if not agreement.alone:
+            shared.before_update(step)
+        shared.end_if_failed(step)
+        if not shared.alone:
             job.balancing.after_reduction(step)
         lr = float(self._optimizer.param_groups[0]["lr"])
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
@@ -143,8 +143,8 @@ class Trainer:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
             advance(job.trained.scheduler)
-        agreement.after_update()
-        if agreement.ends_round and not self._optimizer.schedule.max_staleness:
+        shared.after_update()
+        if shared.ends_round and not self._optimizer.schedule.max_staleness:
             job.balancing.compare(step)
         return self._complete(step, lr, update, timer.times())
 
@@ -172,13 +172,13 @@ class Trainer:
         job = self.job
         loss = job.trained.precision.loss(job.task, self._model, batch, self._world.device)
         tasks.check_loss(loss, job.config.task)
-        self._agreement.losses.add_loss(loss)
+        self._shared.losses.add_loss(loss)
         return loss
 
     def _complete(
         self, step: int, lr: float, update: StepResult, times: Mapping[str, Any]
     ) -> StepRecord:
-        job, means, items = self.job, self._agreement.means, self._agreement.items()
+        job, means, items = self.job, self._shared.means, self._shared.items()
         if means.nonfinite:
             self._world._warn(f"in step {step}, the loss is {means.nonfinite}")
         if update.skipped:
@@ -186,7 +186,7 @@ class Trainer:
             self._world._warn(f"step {step} was skipped: the gradient's norm is {norm}")
         self._result.add(items, times["step_s"], skipped=update.skipped)
         if job.config.log.per_rank:
-            self._agreement.measured = of_this_rank(times, memory_now(self._world.device))
+            self._shared.measured = of_this_rank(times, memory_now(self._world.device))
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = job.task.derive(means.loss, means.metrics)
         return StepRecord(
@@ -200,9 +200,9 @@ class Trainer:
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
             skipped=update.skipped,
-            round_loss=self._agreement.round_loss,
+            round_loss=self._shared.round_loss,
             slow_ranks=job.balancing.slow_ranks(step) or None,
-            **self._agreement.by_rank,
+            **self._shared.by_rank,
             **times,
         )
 
@@ -212,7 +212,7 @@ class Trainer:
         if not job.evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
-            losses = self._agreement.losses
+            losses = self._shared.losses
             loss, metrics = evaluate(
                 self._world, job.task, self._model, job.data, means=losses, forward=self._forward
             )

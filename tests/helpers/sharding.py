@@ -66,7 +66,7 @@ class Log:
         self.expected.append((batch.own, batch.total, batch.digest))
         batch.source.used = batch.number if self.trains else 0
 
-    def check_schedules(self):
+    def check_exchanges(self):
         """There is no optimizer with a sync schedule."""
 
     def forget(self, *, drawn):

@@ -12,7 +12,7 @@ from job import completed, metrics, summary
 from launch import mpirun
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
-from mntrain.data.sampling import SamplingPlan
+from mntrain.data.sampling import SampleOrder
 
 STEPS, BATCH, SAMPLES, VALID = 30, 12, 53, 21
 
@@ -109,7 +109,7 @@ def plain_loop():
     optimizer = make()
     schedule = task.schedule(optimizer)
     x, labels = task.dataset("train").tensors
-    plan = SamplingPlan(SAMPLES, BATCH, seed=0)
+    plan = SampleOrder(SAMPLES, BATCH, seed=0)
     found, evaluations = [], {}
     for step in range(STEPS):
         rows = plan.share(step, 0, 1)

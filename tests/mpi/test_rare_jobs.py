@@ -16,7 +16,7 @@ from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.errors import TrainingStoppedError
-from mntrain.metrics.report import Reporter
+from mntrain.metrics.display import Display
 from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig, ZeroConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.entry import exit_code
@@ -106,13 +106,13 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stag
 @pytest.mark.parametrize("bound", [0, 2])
 def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, monkeypatch, bound):
     losses = []
-    report = Reporter.step
+    report = Display.step
 
-    def noted(reporter, record):
+    def noted(display, record):
         losses.append(record.loss)
-        report(reporter, record)
+        report(display, record)
 
-    monkeypatch.setattr(Reporter, "step", noted)
+    monkeypatch.setattr(Display, "step", noted)
     every, log = 3, LogConfig(per_rank=True)
     sync = SyncConfig(mode="diloco", every=every, max_staleness=bound)
     config = replace(small(folder, steps=10, check_every=4), sync=sync, log=log)

@@ -16,7 +16,7 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.options.config import CheckpointConfig, ZeroConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.entry import exit_code
-from mntrain.train.step_agreement import StepAgreement
+from mntrain.train.shared_step import SharedStep
 from mntrain.train.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
@@ -123,7 +123,7 @@ def test_all_ranks_end_a_step_that_fails_on_one(world, tmp_path, monkeypatch, pl
             assert (agreement._error is not None) == (RANK == RANKS - 1)
             raise StepEndedError
 
-    monkeypatch.setattr(StepAgreement, "end_if_failed", end_if_failed)
+    monkeypatch.setattr(SharedStep, "end_if_failed", end_if_failed)
     trainer = Trainer(world, small(tmp_path, f"{__name__}:Breaks"))
     for number in range(1, step):
         trainer.train_step(number)

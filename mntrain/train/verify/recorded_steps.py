@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset
 
-from mntrain.data.source import is_plain, rebuilt
+from mntrain.data.source import is_of_torch, rebuilt
 from mntrain.world import World
 from zero.checksum import checksum
 from zero.optimizer import ZeroOptimizer
@@ -332,7 +332,7 @@ class RecordedWorld(World):
     def shard(self, loader: Iterable[Any], *args: Any, **options: Any) -> Any:
         """Return the shard of a loader, as `World.shard`."""
         if (
-            not is_plain(loader)
+            not is_of_torch(loader)
             or isinstance(loader.dataset, IterableDataset)
             or loader.batch_sampler is None
         ):

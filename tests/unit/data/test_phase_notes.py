@@ -7,7 +7,7 @@ from sharding import data_of, sharded, world_of
 from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.phase_notes import name_samples
-from mntrain.data.sampling import LoaderOptions, SamplingPlan, step_loader
+from mntrain.data.sampling import LoaderOptions, SampleOrder, step_loader
 from mntrain.options.config import Config, TrainConfig
 
 BROKEN = 7
@@ -76,7 +76,7 @@ def holding(plan, sample):
     ],
 )
 def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, workers):
-    plan = SamplingPlan(13, 6, seed=3)
+    plan = SampleOrder(13, 6, seed=3)
     samples, rank, step = holding(plan, BROKEN)
     options = LoaderOptions(
         rank=rank, micro_batch_size=2, workers=workers, start_method="fork", collate=collate

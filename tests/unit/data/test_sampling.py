@@ -14,14 +14,14 @@ from mntrain.data.phase_notes import name_samples
 from mntrain.data.sampling import (
     LoaderOptions,
     Position,
-    SamplingPlan,
+    SampleOrder,
     ShuffledBatches,
     step_loader,
 )
 from mntrain.options.config import Config, DataConfig, TrainConfig
 
 PLANS = st.builds(
-    SamplingPlan,
+    SampleOrder,
     samples=st.integers(1, 60),
     batch_size=st.integers(1, 25),
     seed=st.integers(0, 2**32 - 1),
@@ -74,19 +74,19 @@ def test_shares_and_micro_batches_put_together_are_the_global_batch_at_any_size(
 
 
 def test_epochs_and_seeds_shuffle_differently_and_an_order_is_kept():
-    plan = SamplingPlan(samples=100, batch_size=100, seed=0)
+    plan = SampleOrder(samples=100, batch_size=100, seed=0)
     orders = [
         plan.share(0, 0, 1),
         plan.share(1, 0, 1),
-        SamplingPlan(100, 100, seed=1).share(0, 0, 1),
+        SampleOrder(100, 100, seed=1).share(0, 0, 1),
     ]
     assert len({tuple(order.tolist()) for order in orders}) == 3
-    assert SamplingPlan(5, 2, seed=0, order=[2, 0, 8, 3, 4]).share(4, 0, 1).tolist() == [8, 3]
+    assert SampleOrder(5, 2, seed=0, order=[2, 0, 8, 3, 4]).share(4, 0, 1).tolist() == [8, 3]
 
 
 @given(st.integers(12, 40), st.integers(1, 12), st.booleans(), st.integers(0, 60))
 def test_a_plan_goes_on_where_another_has_ended(samples, batch_size, drop_last, step):
-    whole = SamplingPlan(samples, batch_size, seed=2, drop_last=drop_last)
+    whole = SampleOrder(samples, batch_size, seed=2, drop_last=drop_last)
     rest = replace(whole, origin=whole.position(step))
     for later in range(step, step + 8):
         assert torch.equal(rest.share(later, 0, 1), whole.share(later, 0, 1))
@@ -96,9 +96,9 @@ def test_a_plan_goes_on_where_another_has_ended(samples, batch_size, drop_last, 
 
 @given(st.integers(12, 40), st.integers(1, 12), st.integers(1, 12), st.integers(0, 12))
 def test_another_batch_size_goes_on_after_the_samples_that_were_seen(samples, before, after, step):
-    first = SamplingPlan(samples, before, seed=2)
+    first = SampleOrder(samples, before, seed=2)
     begin = first.position(step)
-    second = SamplingPlan(samples, after, seed=2, origin=begin)
+    second = SampleOrder(samples, after, seed=2, origin=begin)
     seen = [
         i
         for s in range(step)
@@ -114,31 +114,31 @@ def test_another_batch_size_goes_on_after_the_samples_that_were_seen(samples, be
 
 
 def test_the_last_batch_of_an_epoch_is_left_out_if_it_is_smaller():
-    plan = SamplingPlan(samples=11, batch_size=4, seed=0, drop_last=True)
+    plan = SampleOrder(samples=11, batch_size=4, seed=0, drop_last=True)
     assert plan.steps_per_epoch == 2
     assert [len(plan.batch(step)) for step in range(5)] == [4] * 5
     assert len(set(plan.share(2, 0, 1).tolist() + plan.share(3, 0, 1).tolist())) == 8
-    assert SamplingPlan(12, 4, seed=0, drop_last=True).steps_per_epoch == 3
+    assert SampleOrder(12, 4, seed=0, drop_last=True).steps_per_epoch == 3
     with pytest.raises(ValueError, match=r"3 samples, fewer than a batch of 4, .*--data.drop-last"):
-        SamplingPlan(samples=3, batch_size=4, seed=0, drop_last=True)
+        SampleOrder(samples=3, batch_size=4, seed=0, drop_last=True)
     with pytest.raises(ValueError, match="no samples"):
-        SamplingPlan(samples=0, batch_size=1, seed=0)
+        SampleOrder(samples=0, batch_size=1, seed=0)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [4, 11, 7])
 @pytest.mark.parametrize("origin", [(0, 0, 0), (5, 1, 8), (9, 2, 10)])
 def test_the_steps_until_epochs_end_are_those_of_the_plan(size, origin, drop_last):
-    plan = SamplingPlan(11, size, seed=0, drop_last=drop_last, origin=Position(*origin))
+    plan = SampleOrder(11, size, seed=0, drop_last=drop_last, origin=Position(*origin))
     for epochs in range(plan.origin.epoch + 1, 5):
         end = plan.steps_until(epochs)
         assert plan.position(end) == (end, epochs, 0)
         assert end == origin[0] or plan.position(end - 1).epoch == epochs - 1
-    assert SamplingPlan(11, size, seed=0, origin=Position(5, 3, 0)).steps_until(3) == 5
+    assert SampleOrder(11, size, seed=0, origin=Position(5, 3, 0)).steps_until(3) == 5
 
 
 def test_a_plan_over_very_many_samples_computes_only_what_it_is_asked_for():
-    plan = SamplingPlan(samples=10**12, batch_size=64, seed=0)
+    plan = SampleOrder(samples=10**12, batch_size=64, seed=0)
     last = plan.steps_per_epoch - 1
     assert plan.position(last + 1) == (last + 1, 1, 0)
     assert plan.position(7 * 10**11 // 64) == (7 * 10**11 // 64, 0, 7 * 10**11)
@@ -165,10 +165,10 @@ def test_shuffled_batches_are_of_each_sample_once_in_another_order_each_pass(dro
 
 
 def test_a_part_of_a_batch_is_computed_alone(monkeypatch):
-    plan = SamplingPlan(1000, 400, seed=3)
+    plan = SampleOrder(1000, 400, seed=3)
     whole = plan.share(3, 0, 1).tolist()  # the second epoch's first, behind a smaller batch
     asked = []
-    monkeypatch.setattr(SamplingPlan, "samples_at", counted(SamplingPlan.samples_at, asked))
+    monkeypatch.setattr(SampleOrder, "samples_at", counted(SampleOrder.samples_at, asked))
     batch = plan.batch(3)
     assert len(batch) == 400
     assert batch[7:19] == whole[7:19]
@@ -207,7 +207,7 @@ def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
     [(1, (1, "spawn")), (3, (0, "spawn")), (3, (2, "fork")), (11, (2, "fork"))],
 )
 def test_batches_are_the_plans_micro_batches_over_epochs(size, workers):
-    plan = SamplingPlan(samples=23, batch_size=9, seed=1)
+    plan = SampleOrder(samples=23, batch_size=9, seed=1)
     start, stop = 2, 7
     for rank in {0, size - 1}:
         steps = range(start, stop)
@@ -226,7 +226,7 @@ class IndexAndDraws(Numbers):
 
 def drawn(size, start, stop, workers, micro_batch_size):
     """Return the random draws of all ranks for their samples, by step and sample."""
-    plan = SamplingPlan(23, batch_size=7, seed=5)
+    plan = SampleOrder(23, batch_size=7, seed=5)
     found = {}
     for rank in range(size):
         shape = (rank, size), range(start, stop), micro_batch_size
@@ -274,7 +274,7 @@ def test_a_dataset_that_fetches_many_samples_at_once_does_so():
         def __getitems__(self, indices):
             return [torch.tensor([index, len(indices)]) for index in indices]
 
-    plan = SamplingPlan(12, 6, seed=0)
+    plan = SampleOrder(12, 6, seed=0)
     steps = batches(Fetching(12), plan, (0, 1), range(2), 3)
     got = torch.cat([batch for step in steps for batch in step]).tolist()
     assert sorted(got) == [[index, 3] for index in range(12)]

@@ -1,4 +1,4 @@
-"""The agreement of the ranks of a job on a step, and the end of one that fails on some rank.
+"""The results of a step that the ranks of a job share, and its end where it fails on some rank.
 
 The means and failures of a step travel in the `StepMessage` that ends the reduction of its
 gradients. Steps that a node takes alone, between two exchanges (`zero.exchange.exchange`), have the
@@ -44,7 +44,7 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
         raise TrainingStoppedError(str(error), world.rank) from None
 
 
-class StepAgreement:
+class SharedStep:
     """The means and failures that the ranks of a job establish together in each step.
 
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
@@ -65,7 +65,7 @@ class StepAgreement:
         skips: bool,
         per_rank: bool,
     ) -> None:
-        """Make the agreement of a loop. Collective."""
+        """Make it for the steps of a loop. Collective."""
         self._world, self._optimizer, self._sizes, self._save = world, optimizer, sizes, save
         self.losses = StepMeans(world.rank)
         self._skips, self._names = skips, PER_RANK if per_rank else ()
