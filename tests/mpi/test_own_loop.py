@@ -644,7 +644,7 @@ def bare(world):
 @pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, monkeypatch, divided):
     said = []
-    monkeypatch.setattr("mntrain.run.own_loop.warn", said.append)
+    monkeypatch.setattr("mntrain.ranks.print_warning", said.append)
 
     def run(rows):
         with world_of() as world:
