@@ -52,7 +52,7 @@ class SampleOrder:
 
     An epoch takes every sample once; its last batch is smaller if batch_size does not divide
     samples, or is left out with `drop_last`. Steps are counted from 0 and continue over the epochs.
-    A resumed run continues at `origin`, and the plan has only the steps from there on. Raises
+    A resumed run continues at `origin`, and the order has only the steps from there on. Raises
     ValueError for a dataset without a sample, or without a batch that is not left out.
     """
 
@@ -75,7 +75,7 @@ class SampleOrder:
             )
 
     def at(self, step: int) -> "SampleOrder":
-        """Return the plan of a step, which is this one."""
+        """Return the order of a step, which is this one."""
         return self
 
     @property
@@ -132,7 +132,7 @@ class SampleOrder:
     def batch_bounds(self, step: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of its batch in the epoch's order."""
         since = step - self.origin.step
-        assert since >= 0, "the plan begins later"
+        assert since >= 0, "the order begins later"
         epoch, start = self.origin.epoch, self.origin.offset + since * self.batch_size
         left = self._steps_in(self.samples - self.origin.offset)  # of the epoch of the origin
         if since >= left:
@@ -148,15 +148,15 @@ class GlobalBatch(Sequence[Any]):
     decides the samples: 16 bits.
     """
 
-    def __init__(self, plan: SampleOrder, step: int, *, keyed: bool = False) -> None:
-        self._plan, self._step, self._keyed = plan, step, keyed
-        self._epoch, self._start, self._stop = plan.batch_bounds(step)
+    def __init__(self, order: SampleOrder, step: int, *, keyed: bool = False) -> None:
+        self._order, self._step, self._keyed = order, step, keyed
+        self._epoch, self._start, self._stop = order.batch_bounds(step)
 
     @property
     def digest(self) -> int:
         """16 bits of the seed and the place of the batch."""
-        plan, place = self._plan, (self._step, self._epoch, self._start, self._stop)
-        return zlib.crc32(repr((plan.samples, plan.seed, place)).encode()) & 0xFFFF
+        order, place = self._order, (self._step, self._epoch, self._start, self._stop)
+        return zlib.crc32(repr((order.samples, order.seed, place)).encode()) & 0xFFFF
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -171,7 +171,7 @@ class GlobalBatch(Sequence[Any]):
         return between[:: places.step]
 
     def _items(self, start: int, stop: int) -> list[Any]:
-        samples = self._plan.samples_at(self._epoch, start, stop).tolist()
+        samples = self._order.samples_at(self._epoch, start, stop).tolist()
         return [(self._step, sample) for sample in samples] if self._keyed else samples
 
 
@@ -182,7 +182,7 @@ class CadenceSampling:
         steps:    [ 20 ][ 20 ][ 20 ] ... [ 20 ]    [    50    ][    50    ] ...
         samples:  the order of an epoch, without a gap
 
-    Each plan of a cadence is a `SampleOrder` with another batch size, which continues at the
+    Each order of a cadence is a `SampleOrder` with another batch size, which continues at the
     sample where the one before has ended, as a run does that is resumed with another
     --train.batch-size. With `drop_last` the smaller last batch of an epoch is left out. Every rank
     holds an equal one, and the order of samples is that of any other run.
@@ -193,18 +193,18 @@ class CadenceSampling:
     ) -> None:
         self._cadence, self.seed = cadence, seed
         size = cadence.samples(0)
-        self._plans = [
+        self._orders = [
             SampleOrder(samples, size, seed, drop_last=drop_last, origin=origin, shares=cadence)
         ]
 
     def at(self, step: int) -> SampleOrder:
-        """Return the plan of a step, 0 for the first of the run."""
+        """Return the order of a step, 0 for the first of the run."""
         index = self._cadence.index(BatchNumber(0, step))
-        while (number := len(self._plans)) <= index:
-            before, size = self._plans[-1], self._cadence.samples(number)
+        while (number := len(self._orders)) <= index:
+            before, size = self._orders[-1], self._cadence.samples(number)
             begin = before.position(self._cadence.plans[number].first.batch)
-            self._plans.append(replace(before, batch_size=size, origin=begin))
-        return self._plans[index]
+            self._orders.append(replace(before, batch_size=size, origin=begin))
+        return self._orders[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,25 +289,25 @@ class ShuffledBatches:
         for name, number in {"samples": samples, "batch_size": batch_size}.items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} of ShuffledBatches is {number!r}: give an int above 0")
-        self._plan = SampleOrder(samples, batch_size, 0, drop_last=drop_last)
+        self._order = SampleOrder(samples, batch_size, 0, drop_last=drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         seed = int(torch.randint(1 << 62, ()))
-        plan = replace(self._plan, seed=seed)
-        return (plan.batch(step) for step in range(len(self)))
+        order = replace(self._order, seed=seed)
+        return (order.batch(step) for step in range(len(self)))
 
     def __len__(self) -> int:
-        return self._plan.steps_per_epoch
+        return self._order.steps_per_epoch
 
 
 class StepBatches:
-    """The batch sampler of a plan: the global batches of some steps, of (step, sample)."""
+    """The batch sampler of an order: the global batches of some steps, of (step, sample)."""
 
-    def __init__(self, plan: SampleOrder | CadenceSampling, steps: range) -> None:
-        self._plan, self._steps = plan, steps
+    def __init__(self, order: SampleOrder | CadenceSampling, steps: range) -> None:
+        self._order, self._steps = order, steps
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._plan.at(step).batch(step, keyed=True) for step in self._steps)
+        return (self._order.at(step).batch(step, keyed=True) for step in self._steps)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -315,7 +315,7 @@ class StepBatches:
 
 def step_loader(
     dataset: Dataset[Any],
-    plan: SampleOrder | CadenceSampling,
+    order: SampleOrder | CadenceSampling,
     options: LoaderOptions,
     steps: range,
 ) -> DataLoader[Any]:
@@ -325,8 +325,8 @@ def step_loader(
     steps and epochs. Random draws of the dataset are reproducible (`SeededDataset`).
     """
     return DataLoader(
-        SeededDataset(dataset, plan.seed, options),
-        batch_sampler=StepBatches(plan, steps),
+        SeededDataset(dataset, order.seed, options),
+        batch_sampler=StepBatches(order, steps),
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
         collate_fn=as_it_is,
