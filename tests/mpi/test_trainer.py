@@ -90,14 +90,14 @@ def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sum
     trainer.job.directory.close()
 
 
-class Breaks(Silent):
+class BreaksAt(Silent):
     """Raises on the last rank at the place that `at` names."""
 
     at = ""
 
     @staticmethod
     def collate(samples):
-        Breaks.break_at("load")
+        BreaksAt.break_at("load")
         return default_collate(samples)
 
     def loss(self, model, batch):
@@ -106,7 +106,7 @@ class Breaks(Silent):
 
     @staticmethod
     def break_at(place):
-        if Breaks.at == place and RANK == RANKS - 1:
+        if BreaksAt.at == place and RANK == RANKS - 1:
             raise KeyError(f"a bug in {place}")
 
 
@@ -124,10 +124,10 @@ def test_all_ranks_end_a_step_that_fails_on_one(world, tmp_path, monkeypatch, pl
             raise StepEndedError
 
     monkeypatch.setattr(SharedStep, "end_if_failed", end_if_failed)
-    trainer = Trainer(world, small(tmp_path, f"{__name__}:Breaks"))
+    trainer = Trainer(world, small(tmp_path, f"{__name__}:BreaksAt"))
     for number in range(1, step):
         trainer.train_step(number)
-    monkeypatch.setattr(Breaks, "at", place)
+    monkeypatch.setattr(BreaksAt, "at", place)
     with pytest.raises(StepEndedError):
         trainer.train_step(step)
     assert world.sum([1.0]) == [RANKS]  # no collective is left over

@@ -292,7 +292,7 @@ class Bare(Task):
     dataset = loss = model
 
 
-class Listed(nn.Module):
+class ListedLayers(nn.Module):
     """Two lists of layers, a layer with a list of its own, and something else."""
 
     def __init__(self):
@@ -305,7 +305,7 @@ class Listed(nn.Module):
 
 
 def test_compiled_regions_are_the_outermost_layers_or_the_whole_model(text):
-    task, model = Bare(Config()), Listed()
+    task, model = Bare(Config()), ListedLayers()
     expected = [*model.down, model.up[0], *model.up[1]]
     assert set(task.regions(model)) == set(expected)
     assert len(task.regions(model)) == len(expected)
