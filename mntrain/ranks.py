@@ -6,6 +6,7 @@ MPI -> topology -> devices -> checks and threads -> engine -> transport -> colle
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -76,6 +77,11 @@ def _select_gpu(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def print_warning(text: str) -> None:
+    """Print a warning on stderr. Local."""
+    print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
+
+
 def wide_dtype(values: Any) -> torch.dtype:
     """Return complex128 if a number, tensor, array or list has complex values, or else float64."""
     if isinstance(values, list | tuple):
@@ -138,6 +144,9 @@ class Ranks:
             self._comm, self.library = start_mpi(comm)
             self.rank, self.size = self._comm.rank, self._comm.size
             self.master = self.rank == 0
+            # How services tell the user of an event, and of a problem; a job has a display.
+            self._note: Callable[[str], None] = lambda text: None
+            self._warn: Callable[[str], None] = print_warning if self.master else self._note
             self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
             self._watch.install()
             self.recorder = Recorder(self.rank, self.size, INTERNAL)

@@ -25,7 +25,7 @@ from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
-from mntrain.run.directory import warn
+from mntrain.run.directory import RunDirectory
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
@@ -70,12 +70,7 @@ class World(Ranks):
         if self.master and self.size > 1:
             self._guards.enter_context(warn_of_local_metrics())
         world = proxy(self)
-        self._shards = ShardRegistry(
-            world,
-            self._optimizers,
-            warn=warn if self.master else lambda text: None,
-            observe=self.recorder.span,
-        )
+        self._shards = ShardRegistry(world, self._optimizers, self.recorder.span)
         self._own_loop = OwnLoop(world, self._optimizers, self._shards)
         self._batch_norms = count(1)  # numbers of the calls of `sync_batchnorm`
 
@@ -265,7 +260,7 @@ class World(Ranks):
         step is saved in `run_dir`.
 
         Raises AgreedError for a wrong argument, if another job uses the directory, and if `local`
-        cannot be used on a node.
+        cannot be used on a node. Nothing of the run is written before `restore`.
         """
         options = {"every": str(every), "keep": keep, "local_every": str(local_every)}
         options["local"] = local and str(local)
@@ -292,7 +287,8 @@ class World(Ranks):
         the run.
         Writes `config`, nested options such as vars(args), as config.toml. Raises AgreedError if
         ranks give it other values, the directory cannot be written, or another job uses it. Options
-        that are named device, rank, local_rank or alike may differ (`RANK_OPTIONS`).
+        that are named device, rank, local_rank or alike may differ (`RANK_OPTIONS`). The files are
+        made at once, or if the run has checkpoints in this world, by their `restore`.
         """
         copies = {
             "tensorboard": tensorboard,
@@ -303,6 +299,14 @@ class World(Ranks):
             "report": report,
         }
         return self._own_loop.metrics(run_dir, config, copies)
+
+    def _run_directory(self, path: Path | None, recorder: Path | None) -> RunDirectory:
+        """Return the folder of a run, by default a new one, which is locked. Collective.
+
+        For the job, which looks for a checkpoint before it has a model. `recorder` is the folder
+        for the events of the ranks, if it is another one.
+        """
+        return self._own_loop.directory(path, recorder)
 
     def report(self) -> dict[str, Any]:
         """Print the final report on rank 0, and return its figures on all ranks. Collective.

@@ -20,8 +20,8 @@ from mntrain import AgreedError
 from mntrain.bench.candidates import Pattern, library_candidate, rendezvous
 from mntrain.device_kernels import DeviceKernels
 from mntrain.tasks.transformer import Transformer
+from mntrain.train.ending import peak_flops
 from mntrain.train.forward import check_compiler, compile_regions
-from mntrain.train.summary import peak_flops
 from zero.kernels import Add, add
 
 MIB = 2**20

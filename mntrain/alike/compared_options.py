@@ -57,22 +57,22 @@ def compare_config(ranks: Peers, config: Mapping[str, Any] | None) -> None:
     """
     if all(ranks.gather(config is not None)):
         fix = "give all ranks the same, and leave out of config what is of one rank only"
-        compare(ranks, _plain_options(config or {}), fix)
+        compare(ranks, _compared_values(config or {}), fix)
 
 
-def _plain_options(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def _compared_values(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Return the text of each option that is to be compared, by its dotted name."""
     told: dict[str, object] = {}
     for name, value in config.items():
         dotted = f"{prefix}{name}".lower().replace("-", "_")
         if isinstance(value, Mapping):
-            told |= _plain_options(value, f"{prefix}{name}.")
+            told |= _compared_values(value, f"{prefix}{name}.")
         elif dotted not in MAY_DIFFER and dotted.rpartition(".")[2] not in RANK_OPTIONS:
-            told[f"config {prefix}{name}"] = json.dumps(value, skipkeys=True, default=_plain)
+            told[f"config {prefix}{name}"] = json.dumps(value, skipkeys=True, default=_comparable)
     return told
 
 
-def _plain(value: object) -> object:
+def _comparable(value: object) -> object:
     """Return what JSON has in place of a value that it lacks."""
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))

@@ -3,19 +3,11 @@
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from mntrain.comm.waits import Waits
 
 INTERVAL = 10  # batches between the collections of speeds
-
-
-class OwnClock(Protocol):
-    """A clock that stands still while this rank waits for others: `mntrain.comm.waits.Waits`."""
-
-    def mark(self) -> Any:
-        """Return this point in the rank's work. Does not wait for a device."""
-
-    def own_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks. May wait for the device to come to `end`."""
 
 
 class BatchNumber(NamedTuple):
@@ -55,7 +47,7 @@ class OwnPace:
     median batch, since between some batches a loop evaluates or saves.
     """
 
-    def __init__(self, clock: OwnClock, *, robust: bool = False) -> None:
+    def __init__(self, clock: Waits, *, robust: bool = False) -> None:
         self._clock, self._robust = clock, robust
         self.samples, self.seconds = 0, 0.0  # of all batches whose time is known
         self._start: Any = None

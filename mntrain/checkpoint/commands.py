@@ -21,7 +21,7 @@ from torch import Tensor
 from mntrain.checkpoint.exports import export_file, export_folder
 from mntrain.checkpoint.format import FILES, MODEL, OPTIMIZER, Manifest, open_tensors
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, read_sound, scores
-from mntrain.metrics.report import printable
+from mntrain.metrics.display import printable
 from mntrain.metrics.terminal import stdout
 
 DAMAGED = 1  # exit code of list, show and verify

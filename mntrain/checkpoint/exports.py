@@ -105,7 +105,7 @@ def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool
             if path.name != CONFIG_FILE:
                 shutil.copy2(path, partial / path.name)
         if not of_library:
-            _make_tokenizer_plain(partial)
+            _make_as_trained(partial)
         written = sorted(partial.iterdir())
         size = sum(path.stat().st_size for path in written)
         if out.is_dir():
@@ -208,7 +208,7 @@ def _llama_tensors(file: safe_open, shape: Mapping[str, Any]) -> dict[str, Tenso
     return tensors
 
 
-def _make_tokenizer_plain(folder: Path) -> None:
+def _make_as_trained(folder: Path) -> None:
     """Let the tokenizer of an exported folder, if any, give texts the tokens of training.
 
     A template that adds tokens is removed, as are truncation, padding and dropout: --task lm

@@ -16,9 +16,9 @@ from mntrain.ranks import Ranks
 class Balancing:
     """Collects the ranks' paces every few batches, names slow ranks, and revises `plans`.
 
-    `ranks` is the world or a weak proxy of it. `warn` is told of a slow rank, with `advice`; `note`
-    of one that has recovered, and of new plans, unless these begin after `last_step`. `batch` is
-    the word for a batch.
+    `ranks` is the world or a weak proxy of it. The user is warned of a slow rank, with `advice`,
+    and told of one that has recovered, and of new plans, unless these begin after `last_step`.
+    `batch` is the word for a batch.
     """
 
     def __init__(
@@ -27,14 +27,12 @@ class Balancing:
         plans: Shares | Cadence | None,
         own: OwnPace,
         *,
-        note: Callable[[str], None],
-        warn: Callable[[str], None],
         advice: str = "",
         last_step: int = 0,
         batch: str = "step",
     ) -> None:
         self.plans = plans
-        self._ranks, self._note, self._warn, self._advice = ranks, note, warn, advice
+        self._ranks, self._advice = ranks, advice
         self._last_step, self._own, self._batch = last_step, own, batch
         self._stragglers = Stragglers(ranks.size)
         # The latest batch after which ranks could compare their paces; None before the first.
@@ -67,15 +65,18 @@ class Balancing:
             self._report(straggler)
         plan = plans.revise(paces) if plans else None
         if plans and plan and plan.first.batch < self._last_step:
-            self._note(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
+            self._tell(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
+
+    def _tell(self, text: str) -> None:
+        self._ranks._note(text)
 
     def _report(self, straggler: Straggler) -> None:
         name = f"rank {straggler.rank} on {self._ranks.places[straggler.rank].host}"
         if straggler.until is not None:
-            self._note(f"{name} is no longer slow after {self._batch} {straggler.until}")
+            self._tell(f"{name} is no longer slow after {self._batch} {straggler.until}")
             return
         phase = f", mostly in {straggler.phase}" if straggler.phase else ""
-        self._warn(
+        self._ranks._warn(
             f"since {self._batch} {straggler.since}, {name} takes {straggler.ratio:.1f} times as "
             f"long for a sample as the other ranks (median){phase}{self._advice}"
         )
@@ -153,12 +154,15 @@ class LoaderBalancing(Balancing):
 
     plans: Shares
 
-    def __init__(self, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         own = OwnPace(ranks.waits, robust=True)
-        super().__init__(ranks, Shares(ranks.size, 0), own, note=warn, warn=warn, batch="batch")
+        super().__init__(ranks, Shares(ranks.size, 0), own, batch="batch")
         self._passes = 0
         self._handed_over = 0  # passes, when another dataset last took over
         self._largest_own: int | None = None  # samples of this rank's part of a batch
+
+    def _tell(self, text: str) -> None:
+        self._ranks._warn(text)
 
     def begin_pass(self) -> int:
         """Begin a training pass, and return its number, which is the same on all ranks. Local."""

@@ -49,7 +49,7 @@ from mntrain.balance.own_pace import BatchNumber
 from mntrain.data.balancing import LoaderBalancing
 from mntrain.data.cutting import cut, length_of
 from mntrain.data.randomness import SeededDraws, mixed_seed
-from mntrain.data.sampling import PlannedBatch
+from mntrain.data.sampling import GlobalBatch
 from mntrain.data.source import (
     Alone,
     Division,
@@ -59,7 +59,7 @@ from mntrain.data.source import (
     PassRecord,
     Source,
     divided_parts,
-    is_plain,
+    is_of_torch,
     rebuilt,
     share_of,
 )
@@ -124,21 +124,18 @@ class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
     `ranks` is the world or a weak proxy of it. Its methods are looked up when they are called: a
-    bound one would keep the world alive. `warn` is told of slow ranks; `observe` of each load of a
-    batch: a name, and its start by `time.perf_counter`. `compare`, None for one rank, is
-    collective, and raises AgreedError on all ranks if their loaders differ.
+    bound one would keep the world alive. `observe` is told of each load of a batch: a name, and its
+    start by `time.perf_counter`. `compare`, None for one rank, is collective, and raises
+    AgreedError on all ranks if their loaders differ.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         optimizers: Sequence[ZeroOptimizer],
-        *,
-        warn: Callable[[str], None],
         observe: Callable[[str, float], None],
     ) -> None:
-        self.rank, self.size = ranks.rank, ranks.size
-        self._warn, self.observe = warn, observe
+        self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
         self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
         self.samples = 0  # that this rank was handed out to train on
@@ -192,7 +189,7 @@ class ShardRegistry:
         """
         known = next((one for one in self._balances if one.hand_over()), None)
         if known is None:
-            known = LoaderBalancing(self._ranks, self._warn)
+            known = LoaderBalancing(self._ranks)
             self._balances.append(known)
         return known
 
@@ -218,7 +215,7 @@ class ShardRegistry:
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
-    def check_schedules(self) -> None:
+    def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
         found = [one.replicas.schedule for one in self._open() if one.replicas is not None]
         rare = [schedule for schedule in found if schedule.replicas > 1]
@@ -335,7 +332,7 @@ class ShardedLoader:
         seeds = seed, mixed_seed(seed, self._shards.rank)
         number = 0
         if training and self._balance:
-            self._shards.check_schedules()
+            self._shards.check_exchanges()
             number = self._balance.begin_pass()
         due = self._shards.compare is not None and not (self._known and self._known.compared)
         compare = self._compare if due else None
@@ -494,7 +491,7 @@ class ShardedLoader:
 def _source(loader: Any, peers: Peers, division: Division | None) -> Source:
     """Return the cheapest source of a loader's batches."""
     shares = partial(_shares, peers, division)
-    if is_plain(loader):
+    if is_of_torch(loader):
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
         if loader.batch_sampler is not None:
@@ -596,12 +593,12 @@ def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
 
 
 def _sequence(indices: Iterable[Any]) -> Sequence[Any]:
-    return indices if isinstance(indices, PlannedBatch) else list(indices)
+    return indices if isinstance(indices, GlobalBatch) else list(indices)
 
 
 def _digest(indices: Sequence[Any]) -> int | None:
     """Return 16 bits of the indices of a batch; None if they are not numbers or strings."""
-    if isinstance(indices, PlannedBatch):
+    if isinstance(indices, GlobalBatch):
         return indices.digest
     try:
         array = np.asarray(indices)

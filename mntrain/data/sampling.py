@@ -47,12 +47,12 @@ BEGIN = Position(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
+class SampleOrder:
     """The order in which a job sees its samples. Pure: all ranks hold an equal one.
 
     An epoch takes every sample once; its last batch is smaller if batch_size does not divide
     samples, or is left out with `drop_last`. Steps are counted from 0 and continue over the epochs.
-    A resumed run continues at `origin`, and the plan has only the steps from there on. Raises
+    A resumed run continues at `origin`, and the order has only the steps from there on. Raises
     ValueError for a dataset without a sample, or without a batch that is not left out.
     """
 
@@ -74,8 +74,8 @@ class SamplingPlan:
                 "(--train.batch-size)"
             )
 
-    def at(self, step: int) -> "SamplingPlan":
-        """Return the plan of a step, which is this one."""
+    def at(self, step: int) -> "SampleOrder":
+        """Return the order of a step, which is this one."""
         return self
 
     @property
@@ -98,9 +98,9 @@ class SamplingPlan:
         epoch, start, _ = self.batch_bounds(step)
         return Position(step, epoch, start)
 
-    def batch(self, step: int, *, keyed: bool = False) -> "PlannedBatch":
+    def batch(self, step: int, *, keyed: bool = False) -> "GlobalBatch":
         """Return the samples of a step's global batch."""
-        return PlannedBatch(self, step, keyed=keyed)
+        return GlobalBatch(self, step, keyed=keyed)
 
     def share(self, step: int, rank: int, size: int) -> Tensor:
         """Return a rank's share of a step's global batch, new, 1-D int64, possibly empty."""
@@ -132,7 +132,7 @@ class SamplingPlan:
     def batch_bounds(self, step: int) -> tuple[int, int, int]:
         """Return the step's epoch, and the [start, stop) of its batch in the epoch's order."""
         since = step - self.origin.step
-        assert since >= 0, "the plan begins later"
+        assert since >= 0, "the order begins later"
         epoch, start = self.origin.epoch, self.origin.offset + since * self.batch_size
         left = self._steps_in(self.samples - self.origin.offset)  # of the epoch of the origin
         if since >= left:
@@ -141,22 +141,22 @@ class SamplingPlan:
         return epoch, start, min(start + self.batch_size, self.samples)
 
 
-class PlannedBatch(Sequence[Any]):
+class GlobalBatch(Sequence[Any]):
     """The samples of a global batch, of which a part costs what this part costs, not the whole.
 
     If it is `keyed`, its items are (step, sample), for a `SeededDataset`. `digest` is that of what
     decides the samples: 16 bits.
     """
 
-    def __init__(self, plan: SamplingPlan, step: int, *, keyed: bool = False) -> None:
-        self._plan, self._step, self._keyed = plan, step, keyed
-        self._epoch, self._start, self._stop = plan.batch_bounds(step)
+    def __init__(self, order: SampleOrder, step: int, *, keyed: bool = False) -> None:
+        self._order, self._step, self._keyed = order, step, keyed
+        self._epoch, self._start, self._stop = order.batch_bounds(step)
 
     @property
     def digest(self) -> int:
         """16 bits of the seed and the place of the batch."""
-        plan, place = self._plan, (self._step, self._epoch, self._start, self._stop)
-        return zlib.crc32(repr((plan.samples, plan.seed, place)).encode()) & 0xFFFF
+        order, place = self._order, (self._step, self._epoch, self._start, self._stop)
+        return zlib.crc32(repr((order.samples, order.seed, place)).encode()) & 0xFFFF
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -171,7 +171,7 @@ class PlannedBatch(Sequence[Any]):
         return between[:: places.step]
 
     def _items(self, start: int, stop: int) -> list[Any]:
-        samples = self._plan.samples_at(self._epoch, start, stop).tolist()
+        samples = self._order.samples_at(self._epoch, start, stop).tolist()
         return [(self._step, sample) for sample in samples] if self._keyed else samples
 
 
@@ -182,7 +182,7 @@ class CadenceSampling:
         steps:    [ 20 ][ 20 ][ 20 ] ... [ 20 ]    [    50    ][    50    ] ...
         samples:  the order of an epoch, without a gap
 
-    Each plan of a cadence is a `SamplingPlan` with another batch size, which continues at the
+    Each order of a cadence is a `SampleOrder` with another batch size, which continues at the
     sample where the one before has ended, as a run does that is resumed with another
     --train.batch-size. With `drop_last` the smaller last batch of an epoch is left out. Every rank
     holds an equal one, and the order of samples is that of any other run.
@@ -193,18 +193,18 @@ class CadenceSampling:
     ) -> None:
         self._cadence, self.seed = cadence, seed
         size = cadence.samples(0)
-        self._plans = [
-            SamplingPlan(samples, size, seed, drop_last=drop_last, origin=origin, shares=cadence)
+        self._orders = [
+            SampleOrder(samples, size, seed, drop_last=drop_last, origin=origin, shares=cadence)
         ]
 
-    def at(self, step: int) -> SamplingPlan:
-        """Return the plan of a step, 0 for the first of the run."""
+    def at(self, step: int) -> SampleOrder:
+        """Return the order of a step, 0 for the first of the run."""
         index = self._cadence.index(BatchNumber(0, step))
-        while (number := len(self._plans)) <= index:
-            before, size = self._plans[-1], self._cadence.samples(number)
+        while (number := len(self._orders)) <= index:
+            before, size = self._orders[-1], self._cadence.samples(number)
             begin = before.position(self._cadence.plans[number].first.batch)
-            self._plans.append(replace(before, batch_size=size, origin=begin))
-        return self._plans[index]
+            self._orders.append(replace(before, batch_size=size, origin=begin))
+        return self._orders[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,32 +282,32 @@ class ShuffledBatches:
     computes its own part. Its seed is drawn from torch's default generator when a pass begins,
     which `World.shard` seeds alike on all ranks. A batch has `batch_size` samples; the last one is
     smaller, or left out with `drop_last`. Raises ValueError for other numbers than whole ones above
-    0, and as `SamplingPlan`.
+    0, and as `SampleOrder`.
     """
 
     def __init__(self, samples: int, batch_size: int, *, drop_last: bool = False) -> None:
         for name, number in {"samples": samples, "batch_size": batch_size}.items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} of ShuffledBatches is {number!r}: give an int above 0")
-        self._plan = SamplingPlan(samples, batch_size, 0, drop_last=drop_last)
+        self._order = SampleOrder(samples, batch_size, 0, drop_last=drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         seed = int(torch.randint(1 << 62, ()))
-        plan = replace(self._plan, seed=seed)
-        return (plan.batch(step) for step in range(len(self)))
+        order = replace(self._order, seed=seed)
+        return (order.batch(step) for step in range(len(self)))
 
     def __len__(self) -> int:
-        return self._plan.steps_per_epoch
+        return self._order.steps_per_epoch
 
 
 class StepBatches:
-    """The batch sampler of a plan: the global batches of some steps, of (step, sample)."""
+    """The batch sampler of an order: the global batches of some steps, of (step, sample)."""
 
-    def __init__(self, plan: SamplingPlan | CadenceSampling, steps: range) -> None:
-        self._plan, self._steps = plan, steps
+    def __init__(self, order: SampleOrder | CadenceSampling, steps: range) -> None:
+        self._order, self._steps = order, steps
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._plan.at(step).batch(step, keyed=True) for step in self._steps)
+        return (self._order.at(step).batch(step, keyed=True) for step in self._steps)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -315,7 +315,7 @@ class StepBatches:
 
 def step_loader(
     dataset: Dataset[Any],
-    plan: SamplingPlan | CadenceSampling,
+    order: SampleOrder | CadenceSampling,
     options: LoaderOptions,
     steps: range,
 ) -> DataLoader[Any]:
@@ -325,8 +325,8 @@ def step_loader(
     steps and epochs. Random draws of the dataset are reproducible (`SeededDataset`).
     """
     return DataLoader(
-        SeededDataset(dataset, plan.seed, options),
-        batch_sampler=StepBatches(plan, steps),
+        SeededDataset(dataset, order.seed, options),
+        batch_sampler=StepBatches(order, steps),
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
         collate_fn=as_it_is,

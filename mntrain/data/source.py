@@ -107,7 +107,7 @@ def check_workers(workers: int) -> None:
         )
 
 
-def is_plain(loader: object) -> TypeGuard[DataLoader[Any]]:
+def is_of_torch(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Return whether a loader is of torch's own class, and none of its methods was replaced.
 
     Another one may change batches in any of them.

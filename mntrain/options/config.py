@@ -411,8 +411,8 @@ class CheckpointConfig:
     every: Interval = Field(
         default="0",
         description="interval between checkpoints. In steps, or minutes (10min), or auto. 0: no "
-        "checkpoints. auto: the interval that loses least time, from the measured cost of a save "
-        "and --checkpoint.mtbf-hours.",
+        "checkpoints. auto: the interval that loses least time, from the measured cost of a save, "
+        "if a job fails once a day.",
     )
     keep: int = Field(
         default=3, ge=1, description="checkpoints to keep: the newest, and the best one."
@@ -422,9 +422,6 @@ class CheckpointConfig:
         pattern=r"^[^:]+(:min|:max)?$",
         description="metric whose best checkpoint is kept: eval_loss, or one of the task's, such "
         "as accuracy:max. The lowest value is the best, unless :max follows.",
-    )
-    mtbf_hours: float = Field(
-        default=24.0, gt=0, description="mean hours between failures of such a job, for auto."
     )
     local: OptionalPath = Field(
         default=None,

@@ -90,6 +90,11 @@ class Recorder:
         self._signs: threading.Thread | None = None
         self._crashes = ExitStack()  # the file, in which faulthandler notes crashes of native code
 
+    @property
+    def opened(self) -> bool:
+        """True once events go into a file."""
+        return self._file != -1
+
     def open(self, folder: Path, job: str) -> str:
         """Record into a file of a folder from here on; return why that is not possible, or "".
 

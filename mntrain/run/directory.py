@@ -19,14 +19,12 @@ RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 import json
 import os
 import secrets
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from errno import ENOENT, ENOTDIR
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 from mntrain.checkpoint import list_checkpoints, set_aside
@@ -57,15 +55,21 @@ EARLY_ENDS = ("stalled", "lost", "crashed")
 class RunDirectory:
     """A run's directory, which this job has locked. Made by all ranks; the master's path counts.
 
-    By default it is a new one, named after the date. `last_step` is the last step in metrics.jsonl,
-    the same on all ranks. `rewinds` counts calls of `rewind`, which replaces files. `local` are the
-    run's folders in the nodes' memory, once they are opened. If another job
+    By default it is a new one, named after the date. Nothing of the run is written before it has
+    `begun`: `close` then removes a folder that this job has made, so a refused job leaves nothing.
+    `last_step` is the last step in metrics.jsonl, the same on all ranks. `rewinds` counts calls of
+    `rewind`, which replaces files. `local` are the run's folders in the nodes' memory, once they
+    are opened. `recorder`, if given, is the folder for the events of the ranks. If another job
     takes the lock, which it may once this process was stopped for a while, the watchdog ends this
     job. Raises AgreedError if no files can be made, or another job uses the directory.
     """
 
-    def __init__(self, world: Ranks, path: Path | None = None) -> None:
-        self._world, self.rewinds = world, 0
+    def __init__(
+        self, world: Ranks, path: Path | None = None, recorder: Path | None = None
+    ) -> None:
+        self._world, self._recorder, self.rewinds = world, recorder, 0
+        self.begun = self.closed = False
+        self._when_begun: list[Callable[[], object]] = []  # on the master
         self._lock: RunLock | None = None
         self.local: NodeFolders | None = None
         self._made: list[Path] = []  # folders that were not there before, the inner ones first
@@ -121,7 +125,7 @@ class RunDirectory:
 
         Raises AgreedError if any node cannot use it.
         """
-        if folder is not None:
+        if folder is not None and self.local is None:
             self.local = open_folders(self._world, folder, self.path, self.attempts())
             if self._world.master and (notes := LaunchNotes.of(os.environ)) is not None:
                 notes.use_local(self.local.root)
@@ -142,14 +146,8 @@ class RunDirectory:
         assert found is not None
         return found
 
-    def rewind(
-        self,
-        step: int,
-        *,
-        saves: bool = True,
-        files: Mapping[str, bytes] = MappingProxyType({}),
-    ) -> None:
-        """Remove what earlier jobs have left of the steps after `step`; write files. Collective.
+    def rewind(self, step: int, *, saves: bool = True) -> None:
+        """Remove what earlier jobs have left of the steps after `step`, and `begin`. Collective.
 
         A run may be started over, from step 0, if it was killed, or ended by a hang or an
         exception, before its first checkpoint, and the job that starts it over `saves`. Raises
@@ -160,24 +158,46 @@ class RunDirectory:
                 begun = (self.path / CONFIG_FILE).exists() and not saves
                 if not step and (begun or _has_result(self.path) or list_checkpoints(self.path)):
                     raise ValueError(f"{self.path} holds a run already: give another run directory")
-                for name, content in files.items():
-                    (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(self.path / name, content)  # an older one stays on a full disk
                 rewind(self.path, step)
         self.last_step, self.rewinds = min(self.last_step, step), self.rewinds + 1
+        self.begin()
 
-    def start_recording(self, local: Path | None = None) -> None:
-        """Record the events of all ranks in the directory, or under `local`. Collective.
+    def begin(self) -> None:
+        """Write the first files of the run, and record events. Collective; once."""
+        if self.begun:
+            return
+        with self._world.agreement(), _writing(self.path):
+            for write in self._when_begun:  # an older file stays on a full disk
+                write()
+        self.begun = True
+        self._start_recording()
+
+    def when_begun(self, write: Callable[[], object]) -> None:
+        """Call a function on the master when the run begins, to write a file, or now. Collective.
+
+        Raises AgreedError if it raises OSError.
+        """
+        with self._world.agreement(), _writing(self.path):
+            if self._world.master and self.begun:
+                write()
+            elif self._world.master:
+                self._when_begun.append(write)
+
+    def _start_recording(self) -> None:
+        """Record the events of all ranks, in the directory or the given folder. Collective.
 
         Where that is not possible, the master prints one warning, and there is no recording.
         """
         world = self._world
+        if world.recorder.opened:  # for another run
+            return
         if world.master and (notes := LaunchNotes.of(os.environ)) is not None:
             notes.use_run(self.path)
         job = world.gather(secrets.token_hex(8))[0]
-        problems = world.gather(world.recorder.open(recordings(self.path, local), job) or None)
-        if world.master and any(problems):
-            warn(f"no recording for autopsy: {combined_refusals(problems)}")
+        folder = recordings(self.path, self._recorder)
+        problems = world.gather(world.recorder.open(folder, job) or None)
+        if any(problems):
+            world._warn(f"no recording for autopsy: {combined_refusals(problems)}")
 
     def expect_own(self) -> None:
         """Raise OSError if another folder is in the place of this one. Local, on the master."""
@@ -185,24 +205,23 @@ class RunDirectory:
             raise FileNotFoundError(ENOENT, problem)
 
     def write_early_end(self, status: str, reason: str) -> None:
-        """Write the summary.json of a job that ends without its ranks, in one of EARLY_ENDS."""
+        """Write summary.json of a run whose job ends without its ranks, in one of EARLY_ENDS."""
+        if not self.begun:
+            return
         self.expect_own()
         summary = {"status": status, "reason": reason, "steps": _last_step(self.path)}
         write_summary(self.path, {**summary, "run_dir": str(self.path)})
 
-    def discard(self) -> None:
-        """Close the directory of a refused job, and remove it if this job has made it. Local."""
-        self.close()
-        with suppress(OSError):
-            if self._made:
-                (self.path / ATTEMPTS_FILE).unlink(missing_ok=True)
-            for made in self._made:
-                made.rmdir()  # unless another run is in it
-
     def close(self) -> None:
-        """Let other jobs use the directory. Local."""
+        """Let other jobs use the directory, or remove it if it is new and not begun. Local."""
         if self._lock is not None:
             self._lock.close()
+        if self._made and not self.begun:
+            with suppress(OSError):
+                (self.path / ATTEMPTS_FILE).unlink(missing_ok=True)
+                for made in self._made:
+                    made.rmdir()  # unless another run is in it
+        self._made, self.closed = [], True
 
     def __enter__(self) -> Self:
         return self
@@ -234,11 +253,6 @@ def rewind(run_dir: Path, step: int) -> None:
         kept = [line for line in read_metrics(run_dir) if line["step"] <= step]
         text = "".join(json_text(line) + "\n" for line in kept)
         write_whole(run_dir / METRICS_FILE, text.encode())
-
-
-def warn(text: str) -> None:
-    """Print a warning on stderr. Local."""
-    print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -89,16 +89,9 @@ class LocalCheckpoints:
     goes on, and later ones are tried. None begins while one is not complete with its copies.
     """
 
-    def __init__(
-        self,
-        world: Ranks,
-        saved: Saved,
-        folders: NodeFolders,
-        every: str,
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders, every: str) -> None:
         """Check that all can be saved. Collective; raises AgreedError."""
-        self._world, self._folders, self._warn = world, folders, warn
+        self._world, self._folders = world, folders
         self._saver, self._interval = LocalSaver(world, saved, folders), LocalInterval(every)
         saver = self._saver
         self._failed = self._saved = self._skipped = 0
@@ -108,7 +101,7 @@ class LocalCheckpoints:
             saver.check()
         self._expect_room()
         if saver.partner is None:
-            warn(
+            world._warn(
                 "checkpoints in the memory of a single node are lost with it: there is no other "
                 "node for a copy"
             )
@@ -203,7 +196,7 @@ class LocalCheckpoints:
         self._failed += 1
         if not self._warned:
             self._warned = True
-            self._warn(
+            self._world._warn(
                 f"in the nodes' memory, {reason}; training goes on, and only the first such "
                 "failure is told"
             )

@@ -5,6 +5,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
@@ -19,7 +20,7 @@ from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
-from mntrain.run.directory import RunDirectory, warn
+from mntrain.run.directory import RunDirectory
 from mntrain.run.means import to_float, weight_problem
 from mntrain.run.named_sums import NamedSums, NamedValue
 
@@ -63,20 +64,16 @@ class MetricsLog:
         world: Ranks,
         directory: RunDirectory,
         log: LogConfig,
-        describe: Callable[[float], Mapping[str, Any]] = lambda wall_s: {},
-        warn: Callable[[str], None] = warn,
+        describe: Callable[[float], Mapping[str, Any]],
     ) -> None:
-        """Make metrics.jsonl. Collective. `log` selects copies of it, and the page at its end.
+        """Make metrics.jsonl, when the run begins. Collective.
 
-        `describe` returns more of the summary, collectively, given the seconds since now. `warn`
-        prints a warning. From here on until the end, a job that ends without its ranks leaves a
-        summary.json.
+        `log` selects copies of it, and the page at its end. `describe` returns more of the summary,
+        collectively, given the seconds since now. From the run's beginning until the end, a job
+        that ends without its ranks leaves a summary.json.
         """
-        self._world, self._directory, self._describe = world, directory, describe
-        self._log, self._warn = log, warn
-        with world.agreement():
-            if world.master:
-                append_whole(directory.path / METRICS_FILE, b"")
+        self._world, self._directory, self._describe, self._log = world, directory, describe, log
+        directory.when_begun(partial(append_whole, directory.path / METRICS_FILE, b""))
         self._files: MetricsFiles | None = None  # opened for the first line, on rank 0
         self._rewinds = 0  # of the directory, when they were opened
         self._early_end = directory.write_early_end
@@ -110,6 +107,7 @@ class MetricsLog:
         own = of_this_rank(times, memory) if self._log.per_rank else {}
         reserved = {"step", *times, *own} & values.keys()
         self._check(step, weight, reserved, values.keys() - read.keys())
+        self._directory.begin()
         self._write_lines(self._sums.take())
         self._directory.last_step = step
         line = _Line(step, weight, read, times)
@@ -164,7 +162,7 @@ class MetricsLog:
                 self._files.close()
             self._rewinds = directory.rewinds
             own = directory.expect_own
-            self._files = MetricsFiles(directory.path, self._log, self._warn, own)
+            self._files = MetricsFiles(directory.path, self._log, self._world._warn, own)
         return self._files
 
     def open(self) -> None:
@@ -187,7 +185,7 @@ class MetricsLog:
         if files is not None:
             files.close()
             if files.missing:
-                self._warn(loss_text(self._directory.path, files.missing))
+                self._world._warn(loss_text(self._directory.path, files.missing))
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +198,9 @@ class MetricsLog:
 
     def _finish(self, error: AgreedError | None) -> None:
         if not self._open:
+            return
+        if not self._directory.begun:  # the restore of its checkpoints was refused
+            self.abandon()
             return
         try:
             if error is None:
@@ -218,8 +219,7 @@ class MetricsLog:
                 text = loss_text(self._directory.path, missing)
                 if error is None:
                     raise AgreedError(text, self._world.rank)
-                if self._world.master:
-                    self._warn(text)
+                self._world._warn(text)
         finally:
             self.abandon()
 

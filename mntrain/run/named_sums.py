@@ -10,7 +10,7 @@ from torch import Tensor
 from zero.collectives import Collectives, gather_objects
 from zero.step_message import StepMessage, Value
 
-Kind: TypeAlias = Literal["mean", "sum", "max", "addend"]  # an addend of a loss is a mean, too
+Kind: TypeAlias = Literal["mean", "sum", "max"]
 Reduce: TypeAlias = Literal["sum", "max"]
 
 

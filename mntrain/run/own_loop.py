@@ -20,11 +20,11 @@ from mntrain.options.command_line import toml_text
 from mntrain.options.config import CheckpointConfig, LogConfig
 from mntrain.options.types import construct
 from mntrain.ranks import Ranks
-from mntrain.run.directory import RunDirectory, warn
+from mntrain.run.directory import RunDirectory
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources
 from mntrain.run.metrics_log import MetricsLog
-from mntrain.run.saving import Checkpoints, SaveReports
+from mntrain.run.saving import Checkpoints
 from mntrain.run.signals import Deadline, Stop, StopRequests
 from zero.optimizer import ZeroOptimizer
 
@@ -34,7 +34,8 @@ class OwnLoop:
 
     `optimizers` are those of the world, which may add to them, and `shards` have counted the
     samples. Checkpoints and metrics of one run share its directory: a line of metrics is written
-    before the checkpoint of its step.
+    before the checkpoint of its step. Nothing is written before the run begins: with the `restore`
+    of its checkpoints, or where `metrics` are made without any.
     """
 
     def __init__(
@@ -60,17 +61,14 @@ class OwnLoop:
         with world.agreement():
             checked = construct(CheckpointConfig, options, {name: name for name in options})
             self._check_saved(saved)
-        directory = self._directory(run_dir, self._checkpoints, "checkpoints")
+        directory = self._unused(run_dir, self._checkpoints, "checkpoints")
 
         def flush_metrics() -> None:
             if log := self._logs.get(directory):
                 log.flush()
 
-        reports = SaveReports(
-            warn=warn if world.master else lambda text: None, before_save=flush_metrics
-        )
         directory.open_local(checked.local)
-        made = Checkpoints(world, directory, saved, checked, reports)
+        made = Checkpoints(world, directory, saved, checked, flush_metrics)
         self._checkpoints[directory] = made
         return made
 
@@ -113,12 +111,14 @@ class OwnLoop:
             if world.master:
                 expect_installed(log, "world.metrics({}=)")
         compare_config(world, config)
-        directory = self._directory(run_dir, self._logs, "metrics")
-        with world.agreement():
-            if world.master and config is not None:
-                write_whole(directory.path / CONFIG_FILE, toml_text(config).encode())
+        directory = self._unused(run_dir, self._logs, "metrics")
+        if config is not None:
+            text = toml_text(config).encode()
+            directory.when_begun(partial(write_whole, directory.path / CONFIG_FILE, text))
         described = partial(self._describe, directory)
         self._logs[directory] = made = MetricsLog(world, directory, log, described)
+        if directory not in self._checkpoints:
+            directory.begin()
         return made
 
     def stop_requested(
@@ -164,26 +164,30 @@ class OwnLoop:
         for directory in self._directories.values():
             directory.close()
 
-    def _directory(
-        self, run_dir: str | Path, users: Mapping[RunDirectory, object], what: str
-    ) -> RunDirectory:
+    def directory(self, run_dir: Path | None, recorder: Path | None = None) -> RunDirectory:
         """Return the directory of a run, which is locked at the first use. Collective.
 
-        Raises AgreedError if it is among those of `users`, or another job uses it.
+        As `RunDirectory`. Raises AgreedError if another job uses it.
         """
-        key = self._world.gather(Path(run_dir).absolute())[0]
-        if key not in self._directories:
-            made = RunDirectory(self._world, Path(run_dir))
-            if not self._directories:
-                made.start_recording()
-            self._directories[key] = made
-        elif self._directories[key] in users:
+        key = self._world.gather(run_dir and run_dir.absolute())[0]
+        known = self._directories.get(key) if key else None
+        if known is None or known.closed:
+            known = RunDirectory(self._world, run_dir, recorder)
+            self._directories[known.path.absolute()] = known
+        return known
+
+    def _unused(
+        self, run_dir: str | Path, users: Mapping[RunDirectory, object], what: str
+    ) -> RunDirectory:
+        """Return a `directory` that is not among those of `users`, or raise AgreedError."""
+        directory = self.directory(Path(run_dir))
+        if directory in users:
             raise AgreedError(
                 f"{run_dir} has {what} in this world already: use those, or give another run "
                 "directory",
                 self._world.rank,
             )
-        return self._directories[key]
+        return directory
 
     def report(self) -> dict[str, Any]:
         """Print the final report on the master, and return its figures. Collective."""

@@ -4,9 +4,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 from mntrain import checkpoint
@@ -25,22 +24,22 @@ from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_fro
 from zero.step_message import Value
 
 _FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
+MTBF_S = 24 * 3600.0  # mean time between failures of a job
 RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
 
 
 class SaveInterval:
     """The interval between saves: a number of steps, minutes such as "10min", or "auto".
 
-    "0" is none. `mtbf_hours`: mean hours between failures of such a job, for "auto".
+    "0" is none.
     """
 
-    def __init__(self, every: str, mtbf_hours: float = 24.0) -> None:
+    def __init__(self, every: str) -> None:
         self._steps = int(every) if every.isdecimal() else 0
         self._seconds = 60 * float(every.removesuffix("min")) if every.endswith("min") else None
         self._auto = every == "auto"
         if self._auto:
             self._seconds = 0.0  # until the first save has shown its cost
-        self._mtbf_s = 3600 * mtbf_hours
         self._last_save = time.monotonic()
         self._retry_at: float | None = None  # after a save that failed
 
@@ -73,22 +72,12 @@ class SaveInterval:
         """
         self._last_save, self._retry_at = time.monotonic(), None
         if self._auto and cost_s is not None:
-            self._seconds = math.sqrt(2 * cost_s * self._mtbf_s)
+            self._seconds = math.sqrt(2 * cost_s * MTBF_S)
 
     def failed(self) -> None:
         """Let the run be saved in a minute, if not before: a save has failed on all ranks."""
         if self.wanted:
             self._retry_at = time.monotonic() + RETRY_S
-
-
-@dataclass(frozen=True)
-class SaveReports:
-    """Functions that are called before and after saves; each does nothing unless given."""
-
-    note: Callable[[str], None] = lambda text: None
-    warn: Callable[[str], None] = lambda text: None
-    before_save: Callable[[], None] = lambda: None  # collective
-    on_checkpoint: Callable[[Path], None] = lambda path: None  # with a complete one, on the master
 
 
 class Checkpoints:
@@ -102,6 +91,10 @@ class Checkpoints:
     most once a minute, and tried again after a minute at the latest, with the state of then;
     training continues. At the end of a with block, or in `close`, it waits for the checkpoint that
     is being written. The methods are collective, unless they say otherwise.
+
+    `on_checkpoint` is called on rank 0 with the folder of each that is complete. `describe` returns
+    what a checkpoint records of the run, given its step and the loss of an evaluation, and
+    `scored_by` names the metric of which it has the score: the lowest is the best.
     """
 
     def __init__(
@@ -110,27 +103,16 @@ class Checkpoints:
         directory: RunDirectory,
         saved: Saved,
         options: CheckpointConfig,
-        reports: SaveReports,
-        *,
-        scored_by: str = "eval_loss",
-        may_save: bool = True,
-        manifest: Callable[[int, float | None], Manifest] | None = None,
+        before_save: Callable[[], None],
     ) -> None:
-        """Check that all can be saved, unless it `may_save` nothing.
-
-        `scored_by` names the metric of which the lowest score is kept. `manifest` returns what a
-        checkpoint records of the run, given its step and the loss of an evaluation.
-        """
-        self._world, self._directory, self._reports = world, directory, reports
+        """Make the checkpoints of a run. `before_save` is collective."""
+        self._world, self._directory, self._before_save = world, directory, before_save
         path, own = directory.path, directory.expect_own
         self._saver = Saver(world, saved, path, options.keep, expect_own=own)
-        self._interval = SaveInterval(options.every, options.mtbf_hours)
-        self._scored_by, self._may_save = scored_by, may_save
-        self._manifest = manifest or self._plain_manifest
-        if may_save:
-            directory.expect_shared()
-            with world.agreement():
-                self._saver.check()
+        self._interval = SaveInterval(options.every)
+        self._may_save, self.scored_by = True, "eval_loss"
+        self.on_checkpoint: Callable[[Path], object] = lambda path: None
+        self.describe: Callable[[int, float | None], Manifest] = self._describe
         self._sums = world._delayed_sums("checkpoints")
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
@@ -145,8 +127,7 @@ class Checkpoints:
         self._data: dict[str, Any] = {}  # what is compared of it in a resumed run
         self._local: LocalCheckpoints | None = None
         if (folders := directory.local) is not None:
-            every, warn = options.local_every, reports.warn
-            self._local = LocalCheckpoints(world, saved, folders, every, warn)
+            self._local = LocalCheckpoints(world, saved, folders, options.local_every)
         self._local_summary: dict[str, Any] = {}  # once they have ended
 
     def restore(self) -> int:
@@ -156,21 +137,19 @@ class Checkpoints:
         made. Restores the model, the optimizer with the options of its parameter groups, the
         objects, and on the same number of ranks the states of random generators. Removes what
         later steps have left in the run directory. Warns if samples of a shard among the objects
-        have changed. Raises AgreedError if the checkpoint is of another model or lacks an object,
-        if no checkpoint is sound, or if the directory holds a run that has ended without any.
+        have changed. Raises AgreedError, and changes nothing in the directory, if the checkpoint is
+        of another model or lacks an object, if no checkpoint is sound, if the directory holds a run
+        that has ended without any, or if all that is to be saved could not be.
         """
         self.wait()
         if self._local:
             self._local.finish()  # what a restart finds is still
-        self._reports.before_save()
-        if self._step is None:  # what was added to the model meanwhile is there when it is restored
-            with self._world.agreement():
-                self._saver.check()
+        self._before_save()
         found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
         self._data = {"samples": self._digests()}
         passed = passed_over(found, self._directory.local)
         for path, reason in passed.items():
-            self._reports.warn(f"{path.name} was passed over: {reason}")
+            self._world._warn(f"{path.name} was passed over: {reason}")
         if found:
             self._warn_of_differences(found)
         if self._local and (found or passed or self._directory.last_step):
@@ -198,7 +177,7 @@ class Checkpoints:
                 )
             if eval_loss is not None:
                 compare(self._world, {"eval_loss": repr(eval_loss)})
-            progress = self._manifest(step, eval_loss)
+            progress = self.describe(step, eval_loss)
             if now:
                 with self._world._uninterrupted():
                     self._save_now(progress)
@@ -238,7 +217,7 @@ class Checkpoints:
         if in_order and not removes:
             local.finish()
             if self._step is not None and not (removes := local.empty):
-                self._reports.warn(
+                self._world._warn(
                     f"step {self._step} is not saved in the run directory, so checkpoints stay in "
                     "the nodes' memory, and the next start goes on from them: save the last step "
                     "with now=True, after which they are removed"
@@ -255,17 +234,23 @@ class Checkpoints:
         objects: Mapping[str, Stateful],
         *,
         kept_options: Sequence[str] = (),
-        files: Mapping[str, bytes] = MappingProxyType({}),
+        saves: bool = True,
     ) -> int:
         """Load a checkpoint, if there is one, and begin behind it in the run's directory.
 
-        As `checkpoint.load` and `RunDirectory.rewind`. Returns the steps that the run has taken, 0
-        if the checkpoint is of another run. Collective.
+        As `checkpoint.load` and `RunDirectory.rewind`. Unless it `saves` nothing, all that is to be
+        saved is checked before. Returns the steps that the run has taken, 0 if the checkpoint is of
+        another run. Collective.
         """
         step, path = 0, self._directory.path.resolve()
+        self._may_save = saves
+        if saves and self._step is None:  # what was added to the model meanwhile counts, too
+            self._directory.expect_shared()
+            with self._world.agreement():
+                self._saver.check()
         if found is not None:
             saver, manifest = self._saver, found.manifest
-            best_score = saver.best_score(manifest.step, self._scored_by)
+            best_score = saver.best_score(manifest.step, self.scored_by)
             self._best_score = math.inf if best_score is None else best_score
             self._resumed = found
             self._note_longest(manifest.wrote_s)
@@ -279,7 +264,7 @@ class Checkpoints:
             )
             if found.from_nodes or path in found.path.resolve().parents:
                 step = manifest.step
-        self._directory.rewind(step, saves=self._may_save, files=files)
+        self._directory.rewind(step, saves=saves)
         if found is not None:
             checkpoint.restore_randomness(found, self._world)
         if self._local:
@@ -298,10 +283,10 @@ class Checkpoints:
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
         due = due or self._interval.due_after(progress.step)
-        before = self._reports.before_save
+        before = self._before_save
         if due or (improved and self._interval.wanted):
             before()
-            before = SaveReports.before_save  # not twice
+            before = _nothing  # not twice
             start = time.perf_counter()
             self.wait()
             copy_start = time.perf_counter()
@@ -327,7 +312,7 @@ class Checkpoints:
         self.wait()
         if self.has(progress.step):  # it may have been the one that was being written
             return
-        self._reports.before_save()
+        self._before_save()
         self._improves(progress)
         self._report(lambda: self._saver.save(progress), warns=False)
         self._interval.saved(None)
@@ -354,7 +339,7 @@ class Checkpoints:
     def _improves(self, progress: Manifest) -> bool:
         """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
         lowest = self._best_score
-        if (score := progress.score_by(self._scored_by)) is not None:
+        if (score := progress.score_by(self.scored_by)) is not None:
             self._best_score = min(score, lowest)
         return self._best_score < lowest
 
@@ -370,21 +355,21 @@ class Checkpoints:
             now = time.monotonic()
             if now >= self._warned_at + RETRY_S:
                 self._warned_at = now
-                self._reports.warn(str(error))
+                self._world._warn(str(error))
             return
         if saved is None:
             return
         self._last = saved.path
         self._saved += 1
         self._note_longest(saved.seconds)
-        self._reports.note(
+        self._world._note(
             f"step {self._step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
         )
         if self._world.master:
-            self._reports.on_checkpoint(saved.path)
+            self.on_checkpoint(saved.path)
 
-    def _plain_manifest(self, step: int, eval_loss: float | None) -> Manifest:
+    def _describe(self, step: int, eval_loss: float | None) -> Manifest:
         finite = eval_loss is not None and math.isfinite(eval_loss)
         return Manifest(
             step,
@@ -427,7 +412,7 @@ class Checkpoints:
 
     def _warn_of_differences(self, found: FoundCheckpoint) -> None:
         """Warn of what a checkpoint has and this loop has not, or otherwise. Local."""
-        objects, warn = self._saver.objects, self._reports.warn
+        objects, warn = self._saver.objects, self._world._warn
         scheduled = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
         if scheduled and not any(hasattr(value, "last_epoch") for value in objects.values()):
             warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
@@ -435,3 +420,7 @@ class Checkpoints:
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):
             warn(changed)
+
+
+def _nothing() -> None:
+    """Do nothing before a save."""

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import math
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +22,7 @@ from torch.utils.data import Dataset
 from mntrain.metrics.registry import StepRecord
 from mntrain.options.config import Config
 
-__all__ = ["Loss", "Losses", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
+__all__ = ["Loss", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 
 Split = Literal["train", "valid"]
 
@@ -68,23 +67,6 @@ class Loss:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """Several losses of one micro-batch, each a mean over items of its own, such as box and class.
-
-    The loss of a step is the sum over all parts of factor x mean, where the mean is over the part's
-    items of all ranks and micro-batches; the gradient is exactly that of this sum. A part without
-    any item in the whole step adds nothing to its loss and gradient, and is not reported. Where
-    a part's count is 0, its value is ignored, also if it is NaN. The means are metrics under the
-    names of the parts, without their factors. Needs `Task.counts`.
-    """
-
-    parts: dict[str, Mean]  # by name, with tensors on which `backward` is called
-    factors: dict[str, float] = field(default_factory=dict)  # by name of the part; the others' is 1
-    metrics: dict[str, Metric] = field(default_factory=dict)  # further ones; means have counts
-    items: int | None = None  # that `tokens_per_s` counts; by default the sum of the parts' counts
-
-
 class Task(ABC):
     """Base class of a model with its data and its loss.
 
@@ -117,22 +99,12 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Loss | Losses:
-        """Return the loss of one collated micro-batch, always of the same of the two classes.
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Return the loss of one collated micro-batch.
 
         The batch is on the model's device. If the parameters are of 16 bits, its floating-point
         tensors have the dtype of the parameters.
         """
-
-    def counts(self, batch: Any) -> Mapping[str, int]:
-        """Return the counts of the `Losses` that `loss` will return for a batch, by part.
-
-        A task that returns `Losses` must override it. Called for all micro-batches of a step before
-        the first forward, with the batch as collated, on the CPU: ranks sum the counts, which
-        backward needs. What decides them, such as random masks, must therefore be in the batch. A
-        part that is left out has a count of 0.
-        """
-        return {}
 
     def derive(self, loss: float, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics to report of a step or an evaluation, from those over all ranks.
@@ -340,17 +312,13 @@ def check_loss(loss: object, task: str) -> None:
 
 def _faults(loss: object) -> Iterator[str]:
     """Yield what is wrong about a loss, the first fault first."""
-    if isinstance(loss, Losses):
-        yield from _faults_of_parts(loss)
-        values: dict[str, object] = {**loss.parts, **loss.metrics}
-        counts: dict[str, object] = {} if loss.items is None else {"items": loss.items}
-    elif isinstance(loss, Loss):
-        if "loss" in loss.metrics:
-            yield "a metric is named loss: give another name"
-        values, counts = {"mean": loss.mean, **loss.metrics}, {"count": loss.count}
-    else:
+    if not isinstance(loss, Loss):
         yield f"returned a {type(loss).__name__}: return mntrain.tasks.Loss(mean, count, metrics)"
         return
+    if "loss" in loss.metrics:
+        yield "a metric is named loss: give another name"
+    values: dict[str, object] = {"mean": loss.mean, **loss.metrics}
+    counts: dict[str, object] = {"count": loss.count}
     for name, value in values.items():
         if isinstance(value, Mean):
             counts[f"the count of {name}"] = value.count
@@ -361,36 +329,3 @@ def _faults(loss: object) -> Iterator[str]:
     for name, count in counts.items():
         if not isinstance(count, Integral) or count < 0:
             yield f"{name} is {count!r}, and must be the number of items of the mean, an int"
-
-
-def _faults_of_parts(losses: Losses) -> Iterator[str]:
-    """Yield the parts, factors and names of `Losses` that have no clear meaning."""
-    parts = losses.parts
-    if not parts:
-        yield "returned Losses without a part: give at least one"
-    for name, part in parts.items():
-        if not isinstance(part, Mean) or not isinstance(part.value, Tensor):
-            yield f"the part {name} is {part!r}, and must be a Mean of a tensor and its count"
-    for name, factor in losses.factors.items():
-        if name not in parts or not isinstance(factor, Real) or not math.isfinite(factor):
-            yield (
-                f"the factor of {name} is {factor!r}, and must be a finite number for one of the "
-                f"parts {', '.join(parts)}; multiply the part's value by a factor that is learned"
-            )
-    for name, metric in losses.metrics.items():
-        if isinstance(metric, Tensor):
-            yield (
-                f"the metric {name} of Losses needs a count of its own: give Mean(value, count), "
-                "Sum(value) or Max(value)"
-            )
-    names = ["loss", *parts, *map(loss_of, parts), *losses.metrics]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        yield (
-            f"{', '.join(repeated)} would be reported twice: give parts and metrics names that "
-            "differ from each other, from loss, and from the loss of each part"
-        )
-
-
-def loss_of(part: str) -> str:
-    """Return the name under which factor x mean of a part is summed over ranks."""
-    return f"loss of {part}"

@@ -8,11 +8,10 @@ The file is in the Trace Event Format, which `mntrain.timeline.tracks` makes.
 """
 
 import json
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,9 +109,8 @@ class Timeline:
                 parts = _content(about, pieces)
                 write_whole(self._path, _gzipped(parts) if self._path.suffix == ".gz" else parts)
         lacking = sum(other["lacks_events"] for _, other in by_rank)
-        if world.master and lacking:
-            text = f"{self._path} lacks the last {lacking:,} events: record fewer steps"
-            print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
+        if lacking:
+            world._warn(f"{self._path} lacks the last {lacking:,} events: record fewer steps")
 
     def _to_rank_0(self, own: bytes, lengths: list[int]) -> list[bytes]:
         """Return the bytes of every rank, of these lengths, on rank 0. Collective. Not counted."""
@@ -141,23 +139,14 @@ class StepTimeline:
     goes wrong with the file is a warning. Raises ValueError for steps that the run does not have.
     """
 
-    def __init__(
-        self,
-        world: Ranks,
-        run_dir: Path,
-        steps: str | None,
-        run_steps: int,
-        *,
-        note: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, world: Ranks, run_dir: Path, steps: str | None, run_steps: int) -> None:
         self._first, self._last = map(int, steps.split(":")) if steps else (0, 0)
         if self._last > run_steps:
             raise ValueError(
                 f"--log.timeline {steps}: the run has {run_steps} steps; give the first and the "
                 "last step to record, such as 2:4"
             )
-        self._path, self._note, self._warn = run_dir / FILE, note, warn
+        self._world, self._path = world, run_dir / FILE
         self._timeline = Timeline(world, self._path)
         self._step, self._start = 0, 0.0  # the step that has begun, and when
 
@@ -182,14 +171,14 @@ class StepTimeline:
         with self._warning():
             self._timeline.__exit__(kind, error, trace)
             if raised_by_all(error):
-                self._note(f"timeline of the steps to {self._step}: {self._path}")
+                self._world._note(f"timeline of the steps to {self._step}: {self._path}")
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
         try:
             yield
         except AgreedError as error:
-            self._warn(str(error))
+            self._world._warn(str(error))
 
 
 def _try_file(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,21 +57,16 @@ def evaluate(
 def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, float]]:
     """Return the loss over the items of all validation sets, and the metrics of each by its name.
 
-    Of several parts (`Losses`), the loss is the sum over parts of factor x mean over the part's
-    items of all sets. The metrics of an only set without a name keep their names.
+    The metrics of an only set without a name keep their names.
     """
     if set(by_set) == {""}:
         return by_set[""].loss, by_set[""].metrics
-    totals: dict[str, float] = defaultdict(float)
-    counts: dict[str, float] = defaultdict(float)
     metrics: dict[str, float] = {}
     for name, means in by_set.items():
         named = {"loss": means.loss, **means.metrics}
         metrics |= {f"{name} {metric}": value for metric, value in named.items()}
-        for part, addend in means.addends.items():
-            totals[part] += float(addend.value) * addend.items
-            counts[part] += addend.items
-    return sum(totals[part] / counts[part] for part in totals), metrics
+    total = sum(means.loss * means.count for means in by_set.values())
+    return total / sum(means.count for means in by_set.values()), metrics
 
 
 class BestMetric:

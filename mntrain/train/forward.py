@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mntrain import device
-from mntrain.tasks import Loss, Losses, Task
+from mntrain.tasks import Loss, Task
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Precision:
     autocast: torch.dtype | None = None  # None: forward runs in the parameters' dtype
     loss_scale: Literal["dynamic"] | None = None
 
-    def loss(self, task: Task, model: nn.Module, batch: Any, on: torch.device) -> Loss | Losses:
+    def loss(self, task: Task, model: nn.Module, batch: Any, on: torch.device) -> Loss:
         """Return the task's loss of a micro-batch, which is moved to the model's device. Local."""
         moved = device.move(batch, on, self.parameters)
         with torch.autocast(on.type, dtype=self.autocast) if self.autocast else nullcontext():

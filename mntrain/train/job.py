@@ -1,138 +1,97 @@
-"""Setup of a training job: its precision, data, model, optimizer and checkpointing."""
+"""The objects of a training job, which its options describe: data, model, optimizer, services."""
 
 import os
-from dataclasses import dataclass, field, replace
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from mntrain import tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
-from mntrain.checkpoint import Manifest, Saved, Stateful
+from mntrain.checkpoint import FoundCheckpoint, Stateful
 from mntrain.data.balancing import StepBalancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
-from mntrain.metrics.files import CONFIG_FILE
-from mntrain.metrics.registry import RecentSteps, StepRecord
-from mntrain.metrics.report import Reporter
+from mntrain.metrics.display import Display
+from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
+from mntrain.ranks import print_warning
 from mntrain.recorder.launch_notes import LaunchNotes
-from mntrain.run.directory import RunDirectory, warn
+from mntrain.run.directory import RunDirectory
+from mntrain.run.local_saving import passed_over, restored_from
 from mntrain.run.metrics_log import MetricsLog
-from mntrain.run.saving import Checkpoints, SaveReports
+from mntrain.run.saving import Checkpoints
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
 from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.forward import (
     PRECISIONS,
+    Precision,
     check_compiler,
     compile_regions,
     recompute_regions,
 )
 from mntrain.train.initialization import freeze, load_weights
 from mntrain.train.job_data import JobData
-from mntrain.train.optimization import LearningRates, choose_optimizer
+from mntrain.train.optimization import choose_optimizer, options_scheduler, scheduler_of
 from mntrain.world import World
 from zero.layout import split
+from zero.optimizer import ZeroOptimizer
 
 
-def warn_of_launch(config: Config) -> None:
-    """Warn of a job that `mntrain launch` cannot start again. Local."""
-    lasts = config.run.dir is not None and config.checkpoint.wanted
-    if LaunchNotes.of(os.environ) is not None and not lasts:
-        warn(
-            "mntrain launch cannot resume this job after a loss: give --run.dir and "
-            "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
-        )
+@dataclass(frozen=True)
+class Trained:
+    """The model of a job, and what trains it."""
+
+    model: nn.Module
+    optimizer: ZeroOptimizer
+    scheduler: LRScheduler
+    precision: Precision
+    sync: LocalSGD | None  # how nodes exchange; None: every step is synchronous
+    names: tuple[str, str]  # of the optimizer and the scheduler
+    keeps_schedule: bool  # the scheduler is the task's, whose state checkpoints hold
+    weights: tuple[str, list[str]] | None  # that were loaded, and what of them does not fit
 
 
-@dataclass
-class JobResult:
-    """The end of a job, and its counters: the same on all ranks except for times."""
+@dataclass(frozen=True)
+class Job:
+    """The objects of a job, which are made and checked before any work starts: see `set_up`."""
 
-    flops_per_item: float | None  # of the model, if the task knows it
-    skipped_steps: int  # earlier jobs of the run included
-    status: str = "running"  # until the end
-    last: StepRecord | None = None  # the last completed step of this job, if any
-    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
-    error: AgreedError | None = None
-    reason: str | None = None  # of an early end
-    items: int = 0  # tokens or samples that this job has trained on
-    seconds: float = 0.0  # of this job
-    _rates: RecentSteps[float] = field(default_factory=lambda: RecentSteps(1000))
-
-    def add(self, items: int, seconds: float, *, skipped: bool) -> None:
-        """Count a step."""
-        self.items += items
-        self.skipped_steps += skipped
-        self._rates.add(items / seconds)
+    config: Config
+    directory: RunDirectory
+    resumed: FoundCheckpoint | None
+    restored: str  # in words, with the steps of metrics.jsonl that are taken again
+    task: tasks.Task
+    data: JobData
+    data_facts: dict[str, Any]  # that a resumed run compares
+    steps: int  # of the run
+    last_step: int  # of this job, unless it ends early
+    trained: Trained
+    best: BestMetric
+    display: Display
+    timeline: StepTimeline
+    balancing: StepBalancing
+    checkpoints: Checkpoints
+    metrics: MetricsLog
 
     @property
-    def items_per_s(self) -> float:
-        """Median over the last 1000 steps after the warm-up; 0 before the first step."""
-        return median(self._rates.values) if self._rates.values else 0.0
+    def done(self) -> int:
+        """The steps before this job."""
+        return self.resumed.manifest.step if self.resumed else 0
 
-
-class TrainingJob:
-    """The parts of a job, checked before any work starts.
-
-    Construction is collective, writes into the run directory last, and raises AgreedError for bad
-    input, on all ranks alike.
-    """
-
-    def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
-        self.directory = RunDirectory(world, config.run.dir)
-        self.run_dir = self.directory.path
-        try:
-            self._set_up(world, config, config.task if task is None else task)
-        except AgreedError:
-            self.directory.discard()
-            raise
-
-    def _set_up(self, world: World, config: Config, task: tasks.Given) -> None:
-        with world.agreement():
-            if world.master:
-                expect_installed(config.log)
-                warn_of_launch(config)
-        self.config = config
-        self.directory.open_local(config.checkpoint.local)
-        self.resumed = resumed = resumption.find_checkpoint(world, config, self.directory)
-        self.last_step_before = self.directory.last_step  # of the run's metrics
-        self.done = resumed.manifest.step if resumed else 0  # steps before this job
-        self.precision = PRECISIONS[config.train.precision]
-        with world.agreement():
-            self.task = tasks.load(task, config)
-        with world.agreement():
-            self.data = JobData(world, config, self.task, resumed)
-            self.steps = self.data.steps(config.train)  # of the run
-        resumption.check_left(world, resumed, config, self.steps)
-        self.last_step = min(config.run.stop_after or self.steps, self.steps)
-        train = replace(config.train, steps=self.steps, epochs=None)
-        self.task.config = replace(config, train=train)
-        compared = self.task.compared_values, self.task.compared_files
-        self.data_facts = compare_task(world, type(self.task), *compared, self.data.datasets)
-        self._make_model(world, config)
-        self._make_optimizer(world, config)
-        self._set_up_reports(world, config)
-        self._set_up_checkpoints(world, config)
-        if config.train.recompute:
-            recompute_regions(self.task.regions(self.model))
-        if config.train.compile:
-            compile_regions(self.task.regions(self.model))
-        # Seeds dropout.
-        torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))
-        self.batches = self.data.batches(self.done, self.last_step)
-        self._saved_config = resumption.to_json(config)
-        skipped_steps = resumed.manifest.skipped_steps if resumed else 0
-        self.result = JobResult(self.task.flops_per_item(self.model), skipped_steps)
-        self._begin_run(world, config)
-        self.directory.start_recording(config.run.recorder)
-        self.metrics = MetricsLog(world, self.directory, config.log, warn=self.reporter.warn)
-        world.watchdog.at_end.append(lambda *_: self.reporter.end_display())
+    @property
+    def saves(self) -> bool:
+        """True if the job leaves a checkpoint at its end in any case."""
+        return _saves(self.config)
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows a step. Local."""
@@ -140,121 +99,197 @@ class TrainingJob:
         due = step == self.steps or (every > 0 and step % every == 0)
         return due and bool(self.data.validation_sets)
 
-    def _manifest(self, step: int, eval_loss: float | None) -> Manifest:
-        """Return what a checkpoint after the last step records of the run. Local."""
-        record = self.result.last
-        assert record is not None, "a step was taken"
-        return Manifest(
-            step=step,
-            config=self._saved_config,
-            samples=self.data.samples,
-            skipped_steps=self.result.skipped_steps,
-            eval_loss=record.eval_loss,
-            data=self.data_facts,
-            scored_by=self.best.text,
-            position=self.data.position(step),
-            score=self.best.score(record),
+
+def set_up(world: World, config: Config, given: tasks.Given | None = None) -> Job:
+    """Make the objects of a job, and begin its run or resume it. Collective.
+
+    `given` is the task, if not that of the options. Raises AgreedError for bad input, on all ranks
+    alike, before anything is written into the run directory.
+    """
+    with world.agreement():
+        if world.master:
+            expect_installed(config.log)
+            warn_of_launch(config)
+    directory = world._run_directory(config.run.dir, config.run.recorder)
+    try:
+        return _set_up(world, config, directory, config.task if given is None else given)
+    except AgreedError:
+        directory.close()
+        raise
+
+
+def warn_of_launch(config: Config) -> None:
+    """Warn of a job that `mntrain launch` cannot start again. Local."""
+    lasts = config.run.dir is not None and config.checkpoint.wanted
+    if LaunchNotes.of(os.environ) is not None and not lasts:
+        print_warning(
+            "mntrain launch cannot resume this job after a loss: give --run.dir and "
+            "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
         )
 
-    def _make_model(self, world: World, config: Config) -> None:
-        """Make the model, and choose what trains it and how nodes exchange. Collective."""
-        with world.agreement():
-            self.sync = choose_sync(world, config, weighted=isinstance(self.data.plans, Shares))
-            torch.manual_seed(config.run.seed)
-            self.initial_weights: tuple[str, list[str]] | None = None
-            self.model = tasks.make_model(self.task).to(world.device, self.precision.parameters)
-            freeze(self.model, config.init.freeze)
-            self.optimizer_name, self._bound_optimizer = choose_optimizer(
-                self.task, self.model, config.optim, world.device
-            )
-            if config.train.compile:
-                check_compiler(world.device)
-        if self.resumed:
-            resumption.check_same_run(
-                world, self.resumed, config, self.data.samples, self.data_facts["values"]
-            )
-        with world.agreement():
-            if not self.resumed and config.init.from_ is not None and world.master:
-                # The optimizer spreads them.
-                self.initial_weights = load_weights(self.model, config.init.from_)
 
-    def _make_optimizer(self, world: World, config: Config) -> None:
-        bound = self._bound_optimizer
-        self.optimizer = world.optimizer(
-            self.model,
-            bound.func,
-            stage=config.zero.stage,
-            partition=config.zero.partition,
-            max_grad_norm=config.optim.max_grad_norm,
-            non_finite=config.optim.non_finite,
-            loss_scale=self.precision.loss_scale,
-            sync=self.sync,
-            groups=bound.args[0],
-            overlap_forward=True,
-            check_every=config.train.check_every,
-            **bound.keywords,
-        )
-        self.optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
-        self.best = BestMetric(config.checkpoint.best, config.train.patience)
-        with world.agreement():
-            try_evaluation(self.task, self.model, self.data, self.precision, self.best)
+def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.Given) -> Job:
+    directory.open_local(config.checkpoint.local)
+    resumed = resumption.find_checkpoint(world, config, directory)
+    looked = directory.local is not None and config.run.resume == "auto"
+    lost = resumed or directory.last_step or passed_over(resumed, directory.local)
+    restored = restored_from(resumed, directory.last_step) if looked and lost else ""
+    with world.agreement():
+        task = tasks.load(given, config)
+    with world.agreement():
+        data = JobData(world, config, task, resumed)
+        steps = data.steps(config.train)
+    resumption.check_left(world, resumed, config, steps)
+    task.config = replace(config, train=replace(config.train, steps=steps, epochs=None))
+    compared = task.compared_values, task.compared_files
+    facts = compare_task(world, type(task), *compared, data.datasets)
+    if resumed:
+        resumption.check_same_run(world, resumed, config, data.samples, facts["values"])
+    trained = _make_trained(world, config, task, data, resumed=resumed, steps=steps)
+    model = trained.model
+    best = BestMetric(config.checkpoint.best, config.train.patience)
+    last_step = min(config.run.stop_after or steps, steps)
+    with world.agreement():
+        try_evaluation(task, model, data, trained.precision, best)
+        timeline = StepTimeline(world, directory.path, config.log.timeline, steps)
+    advice = "; --balance.mode throughput would give it a smaller part of each batch"
+    balancing = StepBalancing(
+        world,
+        data.plans,
+        advice="" if data.plans or data.stream else advice,
+        last_step=last_step,
+        every=trained.sync.every if trained.sync else 1,
+    )
+    if config.train.recompute:
+        recompute_regions(task.regions(model))
+    if config.train.compile:
+        compile_regions(task.regions(model))
+    objects = _objects(trained, data, best)
+    checkpoints = world.checkpoints(
+        directory.path,
+        model=model,
+        optimizer=trained.optimizer,
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        local=config.checkpoint.local,
+        local_every=config.checkpoint.local_every,
+        **objects,
+    )
+    checkpoints.scored_by = best.text
+    log = config.log
+    metrics = world.metrics(
+        directory.path,
+        tensorboard=log.tensorboard,
+        wandb=log.wandb,
+        mlflow=log.mlflow,
+        prometheus=log.prometheus,
+        per_rank=log.per_rank,
+        report=log.report,
+    )
+    with world.agreement():
+        options = to_toml(resumption.with_absolute_paths(config)).encode()
+        files = {CONFIG_FILE: options, **task.run_files()}
+    directory.when_begun(partial(_write_files, directory.path, files))
+    display = Display(world.master, steps, task.items)
+    world._note, world._warn = display.note, display.warn
+    world.watchdog.at_end.append(lambda *_: display.end())
+    done = resumed.manifest.step if resumed else 0
+    torch.manual_seed(mixed_seed(config.run.seed, world.rank, done))  # of dropout
+    if resumed and "early stopping" not in resumed.manifest.objects:
+        objects.pop("early stopping", None)  # it had no patience then
+    # This job's options count, even if the checkpoint was made with others. Only a learning rate
+    # that a scheduler with a state has set is the checkpoint's.
+    kept = ["weight_decay"] if trained.keeps_schedule else ["weight_decay", "lr", "initial_lr"]
+    checkpoints.resume(resumed, objects, kept_options=kept, saves=_saves(config))
+    return Job(
+        config,
+        directory,
+        resumed,
+        restored,
+        task,
+        data,
+        facts,
+        steps,
+        last_step,
+        trained,
+        best,
+        display,
+        timeline,
+        balancing,
+        checkpoints,
+        metrics,
+    )
 
-    def _set_up_reports(self, world: World, config: Config) -> None:
-        self.reporter = Reporter(world.master, self.steps, self.task.items)
-        note, warn, recorded = self.reporter.note, self.reporter.warn, config.log.timeline
-        with world.agreement():
-            self.timeline = StepTimeline(
-                world, self.run_dir, recorded, self.steps, note=note, warn=warn
-            )
-        advice = "; --balance.mode throughput would give it a smaller part of each batch"
-        self.balancing = StepBalancing(
-            world,
-            self.data.plans,
-            note=note,
-            warn=warn,
-            advice="" if self.data.plans or self.data.stream else advice,
-            last_step=self.last_step,
-            every=self.sync.every if self.sync else 1,
-        )
-        with world.agreement():
-            self.learning_rates = LearningRates(self.task, self.optimizer, config.optim, self.steps)
 
-    def _set_up_checkpoints(self, world: World, config: Config) -> None:
-        """Set up checkpointing. Collective."""
-        objects: dict[str, Stateful] = {**self.learning_rates.objects}
-        if self.data.stream:
-            objects["data"] = self.data
-        if self.best.patience:
-            objects["early stopping"] = self.best
-        self._saved = Saved(self.model, self.optimizer, objects)
-        run, reporter = config.run, self.reporter
-        # True if this job leaves a checkpoint at its end in any case.
-        self.saves = config.checkpoint.wanted or run.stop_after is not None
-        self.saves = self.saves or run.max_minutes is not None
-        self.checkpoints = Checkpoints(
-            world,
-            self.directory,
-            self._saved,
-            config.checkpoint,
-            SaveReports(reporter.note, reporter.warn, on_checkpoint=self.task.on_checkpoint),
-            scored_by=self.best.text,
-            may_save=self.saves,
-            manifest=self._manifest,
-        )
+def _objects(trained: Trained, data: JobData, best: BestMetric) -> dict[str, Stateful]:
+    """Return what checkpoints hold beside the model and the optimizer, by name."""
+    objects: dict[str, Stateful] = {}
+    if trained.keeps_schedule:
+        objects["schedule"] = trained.scheduler
+    if data.stream:
+        objects["data"] = data
+    if best.patience:
+        objects["early stopping"] = best
+    return objects
 
-    def _begin_run(self, world: World, config: Config) -> None:
-        """Begin in the run's directory, or continue from a checkpoint. Collective."""
-        with world.agreement():
-            options = to_toml(resumption.with_absolute_paths(config)).encode()
-            files = {CONFIG_FILE: options, **self.task.run_files()}
-        known = {**self._saved.objects}
-        if self.resumed and "early stopping" not in self.resumed.manifest.objects:
-            known.pop("early stopping", None)  # it had no patience then
-        # This job's options count, even if the checkpoint was made with others. Only a learning
-        # rate that a scheduler with a state has set is the checkpoint's.
-        kept = ["weight_decay"] if self.learning_rates.objects else ["weight_decay", "lr"]
-        self.checkpoints.resume(self.resumed, known, kept_options=kept, files=files)
-        self.learning_rates.start(self.done)
+
+def _saves(config: Config) -> bool:
+    run = config.run
+    return config.checkpoint.wanted or run.stop_after is not None or run.max_minutes is not None
+
+
+def _make_trained(
+    world: World,
+    config: Config,
+    task: tasks.Task,
+    data: JobData,
+    *,
+    resumed: FoundCheckpoint | None,
+    steps: int,
+) -> Trained:
+    """Make the model, and choose what trains it and how nodes exchange. Collective."""
+    precision, weights = PRECISIONS[config.train.precision], None
+    with world.agreement():
+        sync = choose_sync(world, config, weighted=isinstance(data.plans, Shares))
+        torch.manual_seed(config.run.seed)
+        model = tasks.make_model(task).to(world.device, precision.parameters)
+        freeze(model, config.init.freeze)
+        name, bound = choose_optimizer(task, model, config.optim, world.device)
+        if config.train.compile:
+            check_compiler(world.device)
+    with world.agreement():
+        if not resumed and config.init.from_ is not None and world.master:
+            weights = load_weights(model, config.init.from_)  # the optimizer spreads them
+    optimizer = world.optimizer(
+        model,
+        bound.func,
+        stage=config.zero.stage,
+        partition=config.zero.partition,
+        max_grad_norm=config.optim.max_grad_norm,
+        non_finite=config.optim.non_finite,
+        loss_scale=precision.loss_scale,
+        sync=sync,
+        groups=bound.args[0],
+        overlap_forward=True,
+        check_every=config.train.check_every,
+        **bound.keywords,
+    )
+    optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
+    if sync:
+        world.node_collectives  # noqa: B018 - made here, since all ranks make it together
+    done = resumed.manifest.step if resumed else 0
+    with world.agreement():
+        own = scheduler_of(task, optimizer)
+        scheduler = own or options_scheduler(optimizer, config.optim, steps, done)
+    names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
+    keeps = own is not None
+    return Trained(model, optimizer, scheduler, precision, sync, names, keeps, weights)
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, content)
 
 
 def choose_sync(world: World, config: Config, *, weighted: bool = False) -> LocalSGD | None:

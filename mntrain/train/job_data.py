@@ -64,13 +64,13 @@ class JobData:
         origin = _find_origin(resumed, self.samples)
         samples = None if self.stream else self.samples
         self.plans = choose_plans(config, world.size, samples, origin.step)
-        self._plan: sampling.SamplingPlan | sampling.CadenceSampling
+        self._order: sampling.SampleOrder | sampling.CadenceSampling
         if isinstance(self.plans, Cadence):
-            self._plan = sampling.CadenceSampling(
+            self._order = sampling.CadenceSampling(
                 self.plans, self.samples, seed, drop_last=drop_last, origin=origin
             )
         elif not self.stream:
-            self._plan = sampling.SamplingPlan(
+            self._order = sampling.SampleOrder(
                 self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.plans
             )
 
@@ -91,9 +91,9 @@ class JobData:
             shard, batches = self._stream, _endless(self._stream)
         else:  # whose samples are noted where they are loaded
             train, steps = self.datasets["training"], range(done, last_step)
-            loader = sampling.step_loader(train, self._plan, self._options, steps)
+            loader = sampling.step_loader(train, self._order, self._options, steps)
             division = partial(self.plans.divide, done=done) if self.plans else False
-            shard = self._shard(loader, self._plan.seed, train=True, balance=division)
+            shard = self._shard(loader, self._order.seed, train=True, balance=division)
             batches = iter(shard)
         for step in range(done + 1, last_step + 1):
             reading = noted(self._options.rank, f"reading the training stream in step {step}")
@@ -114,10 +114,10 @@ class JobData:
             return train.steps
         if self.stream:
             reason = "the training data is an IterableDataset, whose samples are not counted before"
-        elif isinstance(self._plan, sampling.CadenceSampling):
+        elif isinstance(self._order, sampling.CadenceSampling):
             reason = "with --balance.mode cadence, the speeds of ranks decide the size of a batch"
         else:
-            return self._plan.steps_until(train.epochs)
+            return self._order.steps_until(train.epochs)
         raise ValueError(f"--train.epochs {train.epochs}: {reason}; give --train.steps")
 
     def batches_of_ranks(
@@ -130,11 +130,11 @@ class JobData:
 
         `reorder` puts them, as lists of samples, in another order. Not of a stream.
         """
-        plan, most = self._at(1), self._options.micro_batch_size
+        order, most = self._at(1), self._options.micro_batch_size
         train = self.datasets["training"]
         for step in range(steps):
-            parts = [p for r in range(ranks) for p in plan.micro_batches(step, r, ranks, most)]
-            dataset = sampling.SeededDataset(train, plan.seed, self._options)
+            parts = [p for r in range(ranks) for p in order.micro_batches(step, r, ranks, most)]
+            dataset = sampling.SeededDataset(train, order.seed, self._options)
             self.sizes = (sum(map(len, parts)),) * 2
             chosen = reorder(parts) if reorder else parts
             yield [dataset.__getitems__([(step, sample) for sample in p])[0] for p in chosen]
@@ -160,12 +160,12 @@ class JobData:
         (dataset, chosen), world = self._valid[name], self._world
         data = f"validation data {name}".strip()
         options, most = replace(self._options, data=data), self._options.micro_batch_size
-        plan = sampling.SamplingPlan(len(chosen), world.size * most, seed=0, order=chosen)
-        steps = range(plan.steps_per_epoch)
-        loader = sampling.step_loader(dataset, plan, options, steps)
+        order = sampling.SampleOrder(len(chosen), world.size * most, seed=0, order=chosen)
+        steps = range(order.steps_per_epoch)
+        loader = sampling.step_loader(dataset, order, options, steps)
         shard = self._shard(loader, 0, train=False)
         for step, batches in enumerate(shard):
-            samples = plan.share(step, world.rank, world.size).tolist()
+            samples = order.share(step, world.rank, world.size).tolist()
             yield name_samples(samples, data), batches[0]
 
     def first_validation_samples(self, name: str) -> list[Any]:
@@ -184,12 +184,12 @@ class JobData:
         if self.stream:
             return f"data: a stream to train on, and {told}"
         told = f"data: {self.samples:,} training and {told}"
-        if isinstance(self._plan, sampling.CadenceSampling):
+        if isinstance(self._order, sampling.CadenceSampling):
             return told
-        return f"{told}; {steps} steps are {steps / self._plan.steps_per_epoch:.3g} epochs"
+        return f"{told}; {steps} steps are {steps / self._order.steps_per_epoch:.3g} epochs"
 
-    def _at(self, step: int) -> sampling.SamplingPlan:
-        return self._plan.at(step - 1)
+    def _at(self, step: int) -> sampling.SampleOrder:
+        return self._order.at(step - 1)
 
     def batch_counts(self, step: int) -> tuple[int, ...]:
         """Return the number of micro-batches of each rank in a step, 1 for the first.
@@ -209,7 +209,7 @@ class JobData:
             if step > self._completed:
                 self._completed, self._position = step, self._stream.position
             return self._position["epoch"], self._position["batches"]
-        _, epoch, offset = self._plan.at(step).position(step)
+        _, epoch, offset = self._order.at(step).position(step)
         return epoch, offset
 
     def state_dict(self) -> dict[str, Any]:

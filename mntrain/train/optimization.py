@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from mntrain.optim import Muon, muon_groups
 from mntrain.options.config import OptimConfig
 from mntrain.tasks import Task, errors_of_task, import_class
-from zero.optimizer import ZeroOptimizer
 
 # Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
 # in the tensor, so results would depend on how shards are cut.
@@ -109,53 +108,38 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     return [group for group in groups if group["params"]]
 
 
-class LearningRates:
-    """The learning-rate schedule of a run of `steps` steps; `start` it before the first one.
+def scheduler_of(task: Task, optimizer: Optimizer) -> LRScheduler | None:
+    """Return the task's own scheduler of the learning rate, whose state checkpoints hold, if any.
 
-    That of the task, whose state checkpoints hold (`objects`), or that of --optim.schedule, which
-    is a function of the number of steps: a resumed run may change it. Raises ValueError if what the
-    task brings is none, and for an error of the task.
+    Raises ValueError if what the task brings is none, and for an error of the task.
     """
+    with errors_of_task(task, "schedule() fails"):
+        own: object = task.schedule(optimizer)
+    if own is not None and not isinstance(own, LRScheduler):
+        raise ValueError(
+            f"schedule() of the task returned a {type(own).__name__}: return a scheduler of "
+            "torch.optim.lr_scheduler, or None for that of --optim.schedule"
+        )
+    return own
 
-    def __init__(
-        self, task: Task, optimizer: ZeroOptimizer, config: OptimConfig, steps: int
-    ) -> None:
-        with errors_of_task(task, "schedule() fails"):
-            own: object = task.schedule(optimizer)
-        if own is not None and not isinstance(own, LRScheduler):
-            raise ValueError(
-                f"schedule() of the task returned a {type(own).__name__}: return a scheduler of "
-                "torch.optim.lr_scheduler, or None for that of --optim.schedule"
-            )
-        self._optimizer, self._name = optimizer, config.schedule
-        self._factor = lr_factor(config, steps)
-        self._scheduler = own
-        self.objects = {} if own is None else {"schedule": own}
 
-    def __str__(self) -> str:
-        return f"{type(self._scheduler).__name__} of the task" if self.objects else self._name
+def options_scheduler(optimizer: Optimizer, config: OptimConfig, steps: int, done: int) -> LambdaLR:
+    """Return the scheduler of --optim.schedule for a run of `steps` steps, behind `done` of them.
 
-    def start(self, done: int) -> None:
-        """Go on after `done` steps. A checkpoint's state, if any, has been loaded before."""
-        if not self.objects:
-            for group in self._optimizer.param_groups:
-                group["initial_lr"] = group["lr"]
-            self._scheduler = LambdaLR(self._optimizer, self._factor, last_epoch=done - 1)
+    It is a function of the number of steps: a resumed run may change it.
+    """
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, lr_factor(config, steps), last_epoch=done - 1)
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first parameter group."""
-        return float(self._optimizer.param_groups[0]["lr"])
 
-    def after_step(self) -> None:
-        """Set the learning rate of the next step."""
-        if self._scheduler and not isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step()
-
-    def after_evaluation(self, loss: float) -> None:
-        """Tell a scheduler that reacts to it the loss of an evaluation, the same on all ranks."""
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(loss)
+def advance(scheduler: LRScheduler, loss: float | None = None) -> None:
+    """Step a scheduler after a training step, or one of plateaus with the loss of an evaluation."""
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        if loss is None:
+            scheduler.step()
+    elif loss is not None:
+        scheduler.step(loss)
 
 
 def lr_factor(config: OptimConfig, steps: int) -> Callable[[int], float]:

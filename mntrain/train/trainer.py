@@ -1,4 +1,4 @@
-"""Training of a task by all ranks of a world.
+"""Training of a task by all ranks of a world: a loop over the services of the world.
 
 A step: load -> forward and backward of each micro-batch (full buckets are sent meanwhile) -> reduce
 the gradients and means -> update -> report.
@@ -21,28 +21,47 @@ from mntrain.metrics.registry import StepRecord, StepTimer, of_this_rank
 from mntrain.options.config import Config
 from mntrain.rank_info import memory_now
 from mntrain.run.signals import Stop
+from mntrain.train import ending
+from mntrain.train.description import describe_job
 from mntrain.train.evaluation import evaluate
-from mntrain.train.job import TrainingJob
-from mntrain.train.step_agreement import StepAgreement, errors_stop
-from mntrain.train.summary import describe_job, finish_report, show_sample
+from mntrain.train.job import set_up
+from mntrain.train.optimization import advance
+from mntrain.train.resumption import to_json
+from mntrain.train.shared_step import SharedStep, errors_stop
 from mntrain.world import World
 from zero.optimizer import StepResult
 
 
 class Trainer:
-    """One training job, which begins a run or resumes it.
+    """The loop of a job, which begins a run or resumes it.
 
-    Construction is collective and raises AgreedError for bad input: see `TrainingJob`.
+    Construction is collective and raises AgreedError for bad input: see `set_up`.
     """
 
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         self._world = world
-        self.job = job = TrainingJob(world, config, task)
-        self._model, self._optimizer = job.model, job.optimizer
-        self._reporter, self._result = job.reporter, job.result
+        self.job = job = set_up(world, config, task)
+        self._model, self._optimizer = job.trained.model, job.trained.optimizer
+        self.batches = job.data.batches(job.done, job.last_step)
+        """The micro-batches of this rank in each step."""
+        skipped = job.resumed.manifest.skipped_steps if job.resumed else 0
+        self._result = ending.JobResult(job.task.flops_per_item(self._model), skipped)
         self._asked: str | None = None  # why this rank's task wants the run to stop
         self._no_better: str | None = None  # why evaluations end the run: the same on all ranks
-        self._agreement = StepAgreement(world, job, self._save_last)
+        saved = to_json(config)
+        job.checkpoints.describe = lambda step, _: ending.describe_progress(
+            job, self._result, saved, step
+        )
+        job.checkpoints.on_checkpoint = job.task.on_checkpoint
+        skips = config.optim.non_finite == "skip" or job.trained.precision.loss_scale == "dynamic"
+        self._shared = SharedStep(
+            world,
+            self._optimizer,
+            lambda: job.data.sizes,
+            lambda: ending.save_last(world, job, self._result),
+            skips=skips,
+            per_rank=config.log.per_rank,
+        )
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until any rank asks to end; return the summary. Collective.
@@ -53,78 +72,48 @@ class Trainer:
         """
         gc.collect()
         gc.freeze()  # a collection would take about 0.2 s for torch's objects
-        try:
-            return self._fit()
-        finally:
-            gc.unfreeze()
-
-    def _fit(self) -> dict[str, Any]:
-        start = time.perf_counter()
-        result = self._result
-        with self.job.directory, ExitStack() as at_end, self._reporter:
-            at_end.callback(self.job.metrics.abandon)
-            self.job.metrics.open()
+        start, job, result = time.perf_counter(), self.job, self._result
+        with job.directory, ExitStack() as at_end, job.display:
+            at_end.callback(gc.unfreeze)
+            at_end.callback(job.metrics.abandon)
+            job.metrics.open()
             self._stop_requested()
-            describe_job(self._world, self.job)
-            with closing(self.job.batches), self.job.timeline:
+            describe_job(self._world, job)
+            with closing(self.batches), job.timeline:
                 self._train()
             with self._world.recorder.phase("checkpoint"):
-                self._save_at_end()
+                ending.save_at_end(self._world, job, result)
             if result.status == "completed" and self._world.master:
-                show_sample(self.job)
+                ending.show_sample(self._world, job)
             result.seconds = time.perf_counter() - start
             result.reason = str(result.error) if result.error else result.reason
-            summary = finish_report(self._world, self.job)
+            summary = ending.finish_report(self._world, job, result)
         if missing := summary.get("not_written"):
-            AgreedError(loss_text(self.job.run_dir, missing), self._world.rank).report()
+            AgreedError(loss_text(job.directory.path, missing), self._world.rank).report()
         if result.error:
             raise result.error
         return summary
 
     def _train(self) -> None:
-        result = self._result
-        for step in count(self.job.done + 1):
-            self.job.timeline.before_step(step)
+        job, result = self.job, self._result
+        for step in count(job.done + 1):
+            job.timeline.before_step(step)
             try:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
-                self.job.metrics.write(record.to_json())
-                self._reporter.step(record)
-                self._asked = self.job.task.on_step(record) or self._asked
+                job.metrics.write(record.to_json())
+                job.display.step(record)
+                self._asked = job.task.on_step(record) or self._asked
                 if stop := self._stop_after(step):
                     result.status, result.reason = stop
                     return
                 with errors_stop(self._world, step):
-                    self.job.checkpoints.save(step)
+                    job.checkpoints.save(step)
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
-                self.job.metrics.write({"step": step, "error": str(error)})
+                job.metrics.write({"step": step, "error": str(error)})
                 return
-
-    def _save_last(self) -> AgreedError | None:
-        """Save the last completed step, if that is wanted and not done; return why that failed."""
-        result, checkpoints = self._result, self.job.checkpoints
-        last, wanted = result.last, self.job.saves or result.status == "preempted"
-        if last is None or result.error or not wanted:
-            checkpoints.wait()
-            return None
-        try:
-            with errors_stop(self._world, last.step):
-                checkpoints.save(last.step, now=True)
-        except AgreedError as error:
-            return error
-        return None
-
-    def _save_at_end(self) -> None:
-        """Save the last completed step; a failure is the job's result. Collective."""
-        result, error = self._result, self._save_last()
-        self.job.checkpoints.end_local(in_order=not (error or result.error))
-        if error and result.status != "interrupted":
-            result.status = "failed"
-            result.error = TrainingStoppedError(str(error), self._world.rank)
-        elif error:
-            self._reporter.warn(str(error))
 
     def train_step(self, step: int) -> StepRecord:
         """Take one step, 1 for the first, and return its record. Collective.
@@ -135,37 +124,69 @@ class Trainer:
         only checks and evaluations communicate: all else would wait behind the parameters that are
         being sent.
         """
+        job, shared = self.job, self._shared
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        measured = self.job.balancing.computing(lambda: self.job.data.sizes[0], timer.times)
-        with self._agreement.computing(step), measured:
+        measured = job.balancing.computing(lambda: job.data.sizes[0], timer.times)
+        with shared.computing(step), measured:
             with timer("data"):
-                micro_batches = next(self.job.batches)
+                micro_batches = next(self.batches)
             self._forward_backward(step, micro_batches, timer)
         with timer("reduce_wait"):
-            self._agreement.before_update(step)
-        self._agreement.end_if_failed(step)
-        lr = self.job.learning_rates.lr
+            shared.before_update(step)
+        shared.end_if_failed(step)
+        if not shared.alone:
+            job.balancing.after_reduction(step)
+        lr = float(self._optimizer.param_groups[0]["lr"])
         with timer("optimizer"), noted(self._world.rank, f"update of step {step}"):
             update = self._optimizer.step()
-            if step == self.job.steps:
+            if step == job.steps:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
-            self.job.learning_rates.after_step()
-        self._agreement.after_update(step)
+            advance(job.trained.scheduler)
+        shared.after_update()
+        if shared.meets:
+            job.balancing.compare(step)
         return self._complete(step, lr, update, timer.times())
+
+    def _forward_backward(self, step: int, micro_batches: Sequence[Any], timer: StepTimer) -> None:
+        """Accumulate gradients and means over micro-batches. Collective.
+
+        At stages 0 and 1, only the last backward sends gradients. It also waits for them.
+        """
+        rank, optimizer = self._world.rank, self._optimizer
+        waited_s = optimizer.accumulation.waited_s
+        for number, batch in enumerate(micro_batches):
+            samples = partial(self.job.data.name_micro_batch, step, number)
+            held = optimizer.no_sync() if number < len(micro_batches) - 1 else nullcontext()
+            with timer("forward"), noted(rank, f"forward in step {step} of", samples):
+                loss = self._forward(batch)
+            with timer("backward"), held, noted(rank, f"backward in step {step} of", samples):
+                optimizer.backward(loss.mean, loss.count)
+        if not micro_batches:
+            self._optimizer.forget_batches()
+            self._optimizer.share(0)
+        timer.move(optimizer.accumulation.waited_s - waited_s, "backward", "reduce_wait")
+
+    def _forward(self, batch: Any) -> tasks.Loss:
+        """Return the task's loss of a micro-batch, and add up its means. Local."""
+        job = self.job
+        loss = job.trained.precision.loss(job.task, self._model, batch, self._world.device)
+        tasks.check_loss(loss, job.config.task)
+        self._shared.losses.add_loss(loss)
+        return loss
 
     def _complete(
         self, step: int, lr: float, update: StepResult, times: Mapping[str, Any]
     ) -> StepRecord:
-        job, means, items = self.job, self._agreement.means, self._agreement.items(step)
+        job, means, items = self.job, self._shared.means, self._shared.items()
         if means.nonfinite:
-            self._reporter.warn(f"in step {step}, the loss is {means.nonfinite}")
+            self._world._warn(f"in step {step}, the loss is {means.nonfinite}")
         if update.skipped:
             norm = update.grad_norm
-            self._reporter.warn(f"step {step} was skipped: the gradient's norm is {norm}")
+            self._world._warn(f"step {step} was skipped: the gradient's norm is {norm}")
         self._result.add(items, times["step_s"], skipped=update.skipped)
         if job.config.log.per_rank:
-            self._agreement.measured = of_this_rank(times, memory_now(self._world.device))
+            self._shared.measured = of_this_rank(times, memory_now(self._world.device))
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = job.task.derive(means.loss, means.metrics)
         return StepRecord(
@@ -179,39 +200,11 @@ class Trainer:
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
             skipped=update.skipped,
-            round_loss=self._agreement.round_loss,
+            round_loss=self._shared.round_loss,
             slow_ranks=job.balancing.slow_ranks(step) or None,
-            **self._agreement.by_rank,
+            **self._shared.by_rank,
             **times,
         )
-
-    def _forward_backward(self, step: int, micro_batches: Sequence[Any], timer: StepTimer) -> None:
-        """Accumulate gradients and means over micro-batches. Collective.
-
-        At stages 0 and 1, only the last backward sends gradients. It also waits for them.
-        """
-        rank, optimizer = self._world.rank, self._optimizer
-        with noted(rank, f"counts of step {step}"):
-            self._agreement.counts.start(micro_batches)
-        waited_s = optimizer.accumulation.waited_s
-        for number, batch in enumerate(micro_batches):
-            samples = partial(self.job.data.name_micro_batch, step, number)
-            held = optimizer.no_sync() if number < len(micro_batches) - 1 else nullcontext()
-            with timer("forward"), noted(rank, f"forward in step {step} of", samples):
-                loss = self._forward(batch)
-            with timer("backward"), held, noted(rank, f"backward in step {step} of", samples):
-                optimizer.backward(*self._agreement.counts.weigh(loss, timer))
-        if not micro_batches:
-            self._optimizer.forget_batches()
-            self._optimizer.share(0)
-        timer.move(optimizer.accumulation.waited_s - waited_s, "backward", "reduce_wait")
-
-    def _forward(self, batch: Any) -> tasks.Loss | tasks.Losses:
-        """Return the task's loss of a micro-batch, and add up its means. Local."""
-        job, agreement = self.job, self._agreement
-        loss = job.precision.loss(job.task, self._model, batch, self._world.device)
-        agreement.losses.add_loss(agreement.counts.checked(loss))
-        return loss
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         """Return the record of a step with its evaluation, if there is one. Collective."""
@@ -219,17 +212,13 @@ class Trainer:
         if not job.evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
+            losses = self._shared.losses
             loss, metrics = evaluate(
-                self._world,
-                job.task,
-                self._model,
-                job.data,
-                means=self._agreement.losses,
-                forward=self._forward,
+                self._world, job.task, self._model, job.data, means=losses, forward=self._forward
             )
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
         self._result.evaluated = record
-        job.learning_rates.after_evaluation(loss)
+        advance(job.trained.scheduler, loss)
         try:
             score = job.best.score(record)
         except ValueError as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pyte
 from rich.console import Console
 
+from mntrain.metrics.display import Display
 from mntrain.metrics.registry import METRICS, StepRecord
-from mntrain.metrics.report import Reporter
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import Place, Usage
@@ -123,26 +123,26 @@ def summary(**changes) -> dict:
     return fields | {"run_dir": "runs/a", "world": world, "ranks": [rank(0)]} | changes
 
 
-def finish(reporter: Reporter, **changes) -> None:
+def finish(display: Display, **changes) -> None:
     """End the report of a job of 4 steps."""
     whole = summary(**changes)
-    reporter.finish(whole["status"], final_lines(whole, 4, "items"))
+    display.finish(whole["status"], final_lines(whole, 4, "items"))
 
 
-def reporting(on: Console, steps: int = 4) -> Reporter:
-    return Reporter(True, steps, "items", on)
+def reporting(on: Console, steps: int = 4) -> Display:
+    return Display(True, steps, "items", on)
 
 
 def run_steps(on: Console, numbers: range, steps: int, **changes) -> None:
-    with reporting(on, steps) as reporter:
+    with reporting(on, steps) as display:
         for number in numbers:
-            reporter.step(record(number, **changes))
+            display.step(record(number, **changes))
 
 
 def finished(**changes) -> list[str]:
     """The lines with which a run ends."""
     on = console(False)
-    with reporting(on) as reporter:
-        reporter.step(record(4))
-        finish(reporter, **changes)
+    with reporting(on) as display:
+        display.step(record(4))
+        finish(display, **changes)
     return [line.strip() for line in on.file.getvalue().splitlines()[1:]]

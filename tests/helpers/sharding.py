@@ -66,7 +66,7 @@ class Log:
         self.expected.append((batch.own, batch.total, batch.digest))
         batch.source.used = batch.number if self.trains else 0
 
-    def check_schedules(self):
+    def check_exchanges(self):
         """There is no optimizer with a sync schedule."""
 
     def forget(self, *, drawn):
@@ -91,8 +91,8 @@ def balancing_of(size, gather, clock, *, room=math.inf, warnings=None):
     places = [SimpleNamespace(host=f"host{number}") for number in range(size)]
     ranks = SimpleNamespace(size=size, gather=gather, waits=clock, places=places)
     ranks.memory_room = lambda: room
-    warn = [].append if warnings is None else warnings.append
-    return LoaderBalancing(ranks, warn)
+    ranks._warn = [].append if warnings is None else warnings.append
+    return LoaderBalancing(ranks)
 
 
 def world_of(rank=0, size=1, gather=alone):

@@ -12,7 +12,7 @@ from job import completed, metrics, summary
 from launch import mpirun
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
-from mntrain.data.sampling import SamplingPlan
+from mntrain.data.sampling import SampleOrder
 
 STEPS, BATCH, SAMPLES, VALID = 30, 12, 53, 21
 
@@ -109,10 +109,10 @@ def plain_loop():
     optimizer = make()
     schedule = task.schedule(optimizer)
     x, labels = task.dataset("train").tensors
-    plan = SamplingPlan(SAMPLES, BATCH, seed=0)
+    order = SampleOrder(SAMPLES, BATCH, seed=0)
     found, evaluations = [], {}
     for step in range(STEPS):
-        rows = plan.share(step, 0, 1)
+        rows = order.share(step, 0, 1)
         loss = F.cross_entropy(model(x[rows].double()), labels[rows])
         found.append((loss.item(), optimizer.param_groups[0]["lr"]))
         optimizer.zero_grad()

@@ -261,8 +261,9 @@ def test_state_that_no_checkpoint_holds_is_refused_as_soon_as_it_is_there(
 ):
     world, model = worlds(), net()
     early = world.optimizer(model, functools.partial(Odd, odd="key", first=0), stage=stage)
+    checkpoints = world.checkpoints(folder / "early", model=model, optimizer=early, every=1000)
     with pytest.raises(AgreedError, match=r"has optimizer.state.*odd, a object"):
-        world.checkpoints(folder, model=model, optimizer=early, every=1000)
+        checkpoints.restore()
     early.close()
     optimizer = world.optimizer(model, functools.partial(Odd, odd=odd), stage=stage)
     checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=1000)

@@ -151,7 +151,7 @@ def test_a_part_of_the_state_is_not_pickled(world, make, stage):
     optimizer.load_state_dict(torch.load(file))
 
 
-class OfRank(torch.optim.SGD):
+class NumberOfRank(torch.optim.SGD):
     """Keeps something else on every rank, under a key that is no parameter."""
 
     def step(self, closure=None):
@@ -162,7 +162,7 @@ class OfRank(torch.optim.SGD):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_state_of_no_parameter_that_differs_by_rank_is_not_whole(world, make, stage):
     model = TiedAndStrided()
-    optimizer = make(model, partial(OfRank, lr=0.1), stage=stage)
+    optimizer = make(model, partial(NumberOfRank, lr=0.1), stage=stage)
     update(optimizer, loss_of(model, *mine(world, batch(0, torch.float32))))
     differs = pytest.raises(RuntimeError, match="has rank/number under a key that is no parameter")
     with differs if SIZE > 1 else nullcontext():

@@ -644,7 +644,7 @@ def bare(world):
 @pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, monkeypatch, divided):
     said = []
-    monkeypatch.setattr("mntrain.run.own_loop.warn", said.append)
+    monkeypatch.setattr("mntrain.ranks.print_warning", said.append)
 
     def run(rows):
         with world_of() as world:
@@ -728,13 +728,14 @@ def test_wrong_arguments_of_checkpoints_are_refused(folder):
             ({"schedule": "cosine"}, "schedule is a str without state_dict and"),
             ({"model": nn.Linear(2, 2)}, "optimizer trains parameters that model does"),
             (torchs, "optimizer is not one that world.optimizer() has made"),
-            ({"data": Bookmark(len)}, r"the state has data.at, a builtin_function"),
         ]:
             assert message in refusal(world.checkpoints, folder / "run", **given | options)
         if RANKS > 1:
             second = {"critic": world.optimizer(nn.Linear(2, 2), torch.optim.SGD, stage=1, lr=0.1)}
             said = refusal(world.checkpoints, folder / "run", **given | second)
             assert "save critic.full_state_dict(), which all ranks call" in said
+        unsaved = world.checkpoints(folder / "unsaved", **given, data=Bookmark(len))
+        assert "the state has data.at, a builtin_function" in refusal(unsaved.restore)
         world.checkpoints(folder / "run", **given)
         said = refusal(world.checkpoints, folder / "run", **given)
         assert "run has checkpoints in this world already" in said

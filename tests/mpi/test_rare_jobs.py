@@ -16,7 +16,7 @@ from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.errors import TrainingStoppedError
-from mntrain.metrics.report import Reporter
+from mntrain.metrics.display import Display
 from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig, ZeroConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.entry import exit_code
@@ -106,13 +106,13 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stag
 @pytest.mark.parametrize("bound", [0, 2])
 def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, monkeypatch, bound):
     losses = []
-    report = Reporter.step
+    report = Display.step
 
-    def noted(reporter, record):
+    def noted(display, record):
         losses.append(record.loss)
-        report(reporter, record)
+        report(display, record)
 
-    monkeypatch.setattr(Reporter, "step", noted)
+    monkeypatch.setattr(Display, "step", noted)
     every, log = 3, LogConfig(per_rank=True)
     sync = SyncConfig(mode="diloco", every=every, max_staleness=bound)
     config = replace(small(folder, steps=10, check_every=4), sync=sync, log=log)
@@ -152,7 +152,7 @@ def test_a_signal_ends_nodes_after_the_same_step(folder, monkeypatch, bound, las
         assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
 
 
-class NotANumber(Silent):
+class NotANumberLate(Silent):
     """Has a loss on the last rank that is not finite, in its fifth step."""
 
     calls = 0
@@ -167,7 +167,7 @@ class NotANumber(Silent):
 @pytest.mark.parametrize(("bound", "last"), [(0, 6), (1, 9)])
 def test_a_loss_of_one_node_that_is_not_finite_ends_the_job_for_all(folder, bound, last):
     sync = SyncConfig(mode="diloco", every=3, max_staleness=bound)
-    config = replace(small(folder, f"{__name__}:NotANumber", steps=20), sync=sync)
+    config = replace(small(folder, f"{__name__}:NotANumberLate", steps=20), sync=sync)
     said = f"in step {last}, a gradient or loss since the last exchange is not finite on rank "
     with make_world(layout=1) as world:
         warned = pytest.warns(UserWarning, match=f"in step 5, the loss is nan on rank {RANKS - 1}")
@@ -221,7 +221,7 @@ def test_a_metric_that_one_node_begins_to_report_is_of_that_node(folder):
         assert found == [set()] * 3 + [{"half of 0"}] * 3
 
 
-class Streaming(Silent):
+class StreamingJob(Silent):
     """Trains on a stream of the built-in task's windows."""
 
     def dataset(self, split):
@@ -239,7 +239,7 @@ class Windows(IterableDataset):
 
 def test_nodes_that_exchange_rarely_train_on_a_stream(folder):
     sync = SyncConfig(mode="local-sgd", every=2, warmup=1)
-    config = replace(small(folder, f"{__name__}:Streaming"), sync=sync)
+    config = replace(small(folder, f"{__name__}:StreamingJob"), sync=sync)
     assert fit(config) == (0, 1)
     if RANK == 0:
         assert [line["samples"] for line in lines_of(folder / "run")] == [RANKS] * 4

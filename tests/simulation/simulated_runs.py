@@ -132,4 +132,4 @@ class SimulatedRuns(SimulatedWorlds):
         lock = SimpleNamespace(replaced=str, close=lambda: None)
         directory = mntrain.run.directory
         patch.setattr(directory, "RunLock", lambda path, on_lost: lock)
-        patch.setattr(directory.RunDirectory, "start_recording", lambda own: None)
+        patch.setattr(directory.RunDirectory, "_start_recording", lambda own: None)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mntrain.tasks import Losses, Task
+from mntrain.tasks import Task
 from mntrain.train.forward import Precision, recompute_regions
 
 
@@ -72,9 +72,7 @@ def measure(
     tensors = [tensor for tensor in tree_leaves(batch) if isinstance(tensor, Tensor)]
     live = _LiveTensors([*model.parameters(), *model.buffers(), *tensors])
     with live:
-        loss = precision.loss(task, model, batch, torch.device("cpu"))
-        parts = [p.value for p in loss.parts.values()] if isinstance(loss, Losses) else [loss.mean]
-        torch.autograd.backward([torch.as_tensor(part) for part in parts])
+        precision.loss(task, model, batch, torch.device("cpu")).mean.backward()
     return live.peak
 
 

@@ -20,8 +20,13 @@ import torch
 from mntrain.alike.naming import by_value, first_names, naming, odd_ranks
 from mntrain.comm import mpi
 from mntrain.errors import OF_ALL_RANKS, AgreedError, RemoteRankError, combined_refusals
-from mntrain.train.verify.recorded_steps import Distance, RankSteps, RecordedRun, Run
-from mntrain.train.verify.recorded_world import RecordedWorld
+from mntrain.train.verify.recorded_steps import (
+    Distance,
+    RankSteps,
+    RecordedRun,
+    RecordedWorld,
+    Run,
+)
 from mntrain.world import World, init
 from zero.norms import NonFiniteGradientError
 

@@ -21,8 +21,7 @@ from mntrain.options.balance import BalanceConfig
 from mntrain.options.command_line import parse_options
 from mntrain.options.config import CheckpointConfig, Config, LogConfig
 from mntrain.train.trainer import Trainer
-from mntrain.train.verify.recorded_steps import Distance, RecordedRun
-from mntrain.train.verify.recorded_world import RecordedWorld
+from mntrain.train.verify.recorded_steps import Distance, RecordedRun, RecordedWorld
 from mntrain.train.verify.verification import Verdict, examine
 from mntrain.world import World
 
@@ -147,14 +146,16 @@ class _Runs:
         )
         trainer = Trainer(world, config)
         job = trainer.job
-        self._batch_norm = any(isinstance(layer, _BatchNorm) for layer in job.model.modules())
+        self._batch_norm = any(
+            isinstance(layer, _BatchNorm) for layer in job.trained.model.modules()
+        )
         steps, self._batch_size = min(STEPS, job.last_step), given.train.batch_size
         self._stream = bool(job.data.stream)
         if world.size == 1 and not job.data.stream:
             self._batch_size = min(self._batch_size, job.data.samples)
             reorder = _shuffle(order) if order else partial(_divide, micro) if divide else None
-            job.batches = job.data.batches_of_ranks(parts, steps, reorder)
-        with job.directory, closing(job.batches):
+            trainer.batches = job.data.batches_of_ranks(parts, steps, reorder)
+        with job.directory, closing(trainer.batches):
             losses = [trainer.train_step(step).loss for step in range(1, steps + 1)]
         world.watchdog.at_end.clear()
         world.recorded.batch_norms.clear()  # one process takes the same micro-batches

@@ -30,7 +30,7 @@ def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
         waits=clock,
         gather=lambda own: sent.append(own) or [own, own],
     )
-    balancing = StepBalancing(world, None, note=print, warn=print)
+    balancing = StepBalancing(world, None)
     for step in range(1, 11):
         with balancing.computing(lambda: 4, lambda: PHASES):
             clock.now += 100.0 if step == 1 else 2.0  # the first step compiles
@@ -111,10 +111,9 @@ def test_slow_ranks_are_told_of_and_are_in_the_metrics_while_ranks_compare():
         return [(value[0], pace) for pace in interval(1.0, own, phase="data")]
 
     places = [SimpleNamespace(host=name) for name in "ab"]
-    world = SimpleNamespace(size=2, waits=Clock(), gather=gather, places=places)
-    balancing = StepBalancing(
-        world, None, note=told.append, warn=told.append, advice="; advice", every=12
-    )
+    tell = {"_note": told.append, "_warn": told.append}
+    world = SimpleNamespace(size=2, waits=Clock(), gather=gather, places=places, **tell)
+    balancing = StepBalancing(world, None, advice="; advice", every=12)
     for step in range(3, 60, 3):  # an exchange every third step
         own = 2.0 if 18 < step <= 45 else 1.0
         balancing.compare(step)

@@ -7,7 +7,7 @@ from sharding import data_of, sharded, world_of
 from torch.utils.data import Dataset, IterableDataset
 
 from mntrain.data.phase_notes import name_samples
-from mntrain.data.sampling import LoaderOptions, SamplingPlan, step_loader
+from mntrain.data.sampling import LoaderOptions, SampleOrder, step_loader
 from mntrain.options.config import Config, TrainConfig
 
 BROKEN = 7
@@ -56,11 +56,11 @@ def config():
     return Config(task="own:Task", train=TrainConfig(batch_size=4, micro_batch_size=2))
 
 
-def holding(plan, sample):
+def holding(order, sample):
     """The micro-batch that has a sample, with its rank and its step."""
-    for step in range(plan.steps_per_epoch):
+    for step in range(order.steps_per_epoch):
         for rank in range(2):
-            for samples in plan.micro_batches(step, rank, 2, 2):
+            for samples in order.micro_batches(step, rank, 2, 2):
                 if sample in samples:
                     return samples, rank, step
     raise AssertionError
@@ -76,12 +76,12 @@ def holding(plan, sample):
     ],
 )
 def test_a_sample_that_fails_is_noted_once(dataset, collate, phase, all_of_it, workers):
-    plan = SamplingPlan(13, 6, seed=3)
-    samples, rank, step = holding(plan, BROKEN)
+    order = SampleOrder(13, 6, seed=3)
+    samples, rank, step = holding(order, BROKEN)
     options = LoaderOptions(
         rank=rank, micro_batch_size=2, workers=workers, start_method="fork", collate=collate
     )
-    loader = step_loader(dataset, plan, options, range(plan.steps_per_epoch))
+    loader = step_loader(dataset, order, options, range(order.steps_per_epoch))
     steps = iter(sharded(loader, rank, 2, train=True))
     for _ in range(step):
         next(steps)

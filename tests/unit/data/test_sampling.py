@@ -14,14 +14,14 @@ from mntrain.data.phase_notes import name_samples
 from mntrain.data.sampling import (
     LoaderOptions,
     Position,
-    SamplingPlan,
+    SampleOrder,
     ShuffledBatches,
     step_loader,
 )
 from mntrain.options.config import Config, DataConfig, TrainConfig
 
 PLANS = st.builds(
-    SamplingPlan,
+    SampleOrder,
     samples=st.integers(1, 60),
     batch_size=st.integers(1, 25),
     seed=st.integers(0, 2**32 - 1),
@@ -34,38 +34,38 @@ def as_list_plus_one(samples):
     return [int(sample) + 1 for sample in samples]
 
 
-def batches(dataset, plan, place, steps, micro_batch_size, **options):
-    """The micro-batches of a rank, of so many, in some steps of a plan, as a job loads them."""
+def batches(dataset, order, place, steps, micro_batch_size, **options):
+    """The micro-batches of a rank, of so many, in some steps of an order, as a job loads them."""
     rank, size = place
     options = LoaderOptions(rank=rank, micro_batch_size=micro_batch_size, **options)
-    shard = sharded(step_loader(dataset, plan, options, steps), rank, size, train=True)
+    shard = sharded(step_loader(dataset, order, options, steps), rank, size, train=True)
     for batch in shard:
         yield batch if shard.sizes[0] else []
 
 
-# ---- the plan ----
+# ---- the order ----
 
 
 @given(PLANS, st.integers(0, 3))
-def test_an_epoch_takes_every_sample_once(plan, epoch):
-    steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
-    drawn = [plan.share(step, 0, 1) for step in steps]
-    assert sorted(torch.cat(drawn).tolist()) == list(range(plan.samples))
-    assert all(len(indices) == plan.batch_size for indices in drawn[:-1])
-    assert 1 <= len(drawn[-1]) <= plan.batch_size
+def test_an_epoch_takes_every_sample_once(order, epoch):
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    drawn = [order.share(step, 0, 1) for step in steps]
+    assert sorted(torch.cat(drawn).tolist()) == list(range(order.samples))
+    assert all(len(indices) == order.batch_size for indices in drawn[:-1])
+    assert 1 <= len(drawn[-1]) <= order.batch_size
     assert all(indices.dtype == torch.int64 and indices.dim() == 1 for indices in drawn)
 
 
 @given(PLANS, st.integers(0, 200), SIZES, st.integers(1, 7))
 def test_shares_and_micro_batches_put_together_are_the_global_batch_at_any_size(
-    plan, step, size, micro_batch_size
+    order, step, size, micro_batch_size
 ):
-    shares = [plan.share(step, rank, size) for rank in range(size)]
-    assert torch.equal(torch.cat(shares), plan.share(step, 0, 1))
+    shares = [order.share(step, rank, size) for rank in range(size)]
+    assert torch.equal(torch.cat(shares), order.share(step, 0, 1))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
     for rank, share in enumerate(shares):
-        pieces = plan.micro_batches(step, rank, size, micro_batch_size)
+        pieces = order.micro_batches(step, rank, size, micro_batch_size)
         assert list(chain.from_iterable(pieces)) == share.tolist()
         lengths = [len(piece) for piece in pieces]
         assert all(1 <= length <= micro_batch_size for length in lengths)
@@ -74,19 +74,19 @@ def test_shares_and_micro_batches_put_together_are_the_global_batch_at_any_size(
 
 
 def test_epochs_and_seeds_shuffle_differently_and_an_order_is_kept():
-    plan = SamplingPlan(samples=100, batch_size=100, seed=0)
+    order = SampleOrder(samples=100, batch_size=100, seed=0)
     orders = [
-        plan.share(0, 0, 1),
-        plan.share(1, 0, 1),
-        SamplingPlan(100, 100, seed=1).share(0, 0, 1),
+        order.share(0, 0, 1),
+        order.share(1, 0, 1),
+        SampleOrder(100, 100, seed=1).share(0, 0, 1),
     ]
     assert len({tuple(order.tolist()) for order in orders}) == 3
-    assert SamplingPlan(5, 2, seed=0, order=[2, 0, 8, 3, 4]).share(4, 0, 1).tolist() == [8, 3]
+    assert SampleOrder(5, 2, seed=0, order=[2, 0, 8, 3, 4]).share(4, 0, 1).tolist() == [8, 3]
 
 
 @given(st.integers(12, 40), st.integers(1, 12), st.booleans(), st.integers(0, 60))
 def test_a_plan_goes_on_where_another_has_ended(samples, batch_size, drop_last, step):
-    whole = SamplingPlan(samples, batch_size, seed=2, drop_last=drop_last)
+    whole = SampleOrder(samples, batch_size, seed=2, drop_last=drop_last)
     rest = replace(whole, origin=whole.position(step))
     for later in range(step, step + 8):
         assert torch.equal(rest.share(later, 0, 1), whole.share(later, 0, 1))
@@ -96,9 +96,9 @@ def test_a_plan_goes_on_where_another_has_ended(samples, batch_size, drop_last, 
 
 @given(st.integers(12, 40), st.integers(1, 12), st.integers(1, 12), st.integers(0, 12))
 def test_another_batch_size_goes_on_after_the_samples_that_were_seen(samples, before, after, step):
-    first = SamplingPlan(samples, before, seed=2)
+    first = SampleOrder(samples, before, seed=2)
     begin = first.position(step)
-    second = SamplingPlan(samples, after, seed=2, origin=begin)
+    second = SampleOrder(samples, after, seed=2, origin=begin)
     seen = [
         i
         for s in range(step)
@@ -114,35 +114,35 @@ def test_another_batch_size_goes_on_after_the_samples_that_were_seen(samples, be
 
 
 def test_the_last_batch_of_an_epoch_is_left_out_if_it_is_smaller():
-    plan = SamplingPlan(samples=11, batch_size=4, seed=0, drop_last=True)
-    assert plan.steps_per_epoch == 2
-    assert [len(plan.batch(step)) for step in range(5)] == [4] * 5
-    assert len(set(plan.share(2, 0, 1).tolist() + plan.share(3, 0, 1).tolist())) == 8
-    assert SamplingPlan(12, 4, seed=0, drop_last=True).steps_per_epoch == 3
+    order = SampleOrder(samples=11, batch_size=4, seed=0, drop_last=True)
+    assert order.steps_per_epoch == 2
+    assert [len(order.batch(step)) for step in range(5)] == [4] * 5
+    assert len(set(order.share(2, 0, 1).tolist() + order.share(3, 0, 1).tolist())) == 8
+    assert SampleOrder(12, 4, seed=0, drop_last=True).steps_per_epoch == 3
     with pytest.raises(ValueError, match=r"3 samples, fewer than a batch of 4, .*--data.drop-last"):
-        SamplingPlan(samples=3, batch_size=4, seed=0, drop_last=True)
+        SampleOrder(samples=3, batch_size=4, seed=0, drop_last=True)
     with pytest.raises(ValueError, match="no samples"):
-        SamplingPlan(samples=0, batch_size=1, seed=0)
+        SampleOrder(samples=0, batch_size=1, seed=0)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [4, 11, 7])
 @pytest.mark.parametrize("origin", [(0, 0, 0), (5, 1, 8), (9, 2, 10)])
 def test_the_steps_until_epochs_end_are_those_of_the_plan(size, origin, drop_last):
-    plan = SamplingPlan(11, size, seed=0, drop_last=drop_last, origin=Position(*origin))
-    for epochs in range(plan.origin.epoch + 1, 5):
-        end = plan.steps_until(epochs)
-        assert plan.position(end) == (end, epochs, 0)
-        assert end == origin[0] or plan.position(end - 1).epoch == epochs - 1
-    assert SamplingPlan(11, size, seed=0, origin=Position(5, 3, 0)).steps_until(3) == 5
+    order = SampleOrder(11, size, seed=0, drop_last=drop_last, origin=Position(*origin))
+    for epochs in range(order.origin.epoch + 1, 5):
+        end = order.steps_until(epochs)
+        assert order.position(end) == (end, epochs, 0)
+        assert end == origin[0] or order.position(end - 1).epoch == epochs - 1
+    assert SampleOrder(11, size, seed=0, origin=Position(5, 3, 0)).steps_until(3) == 5
 
 
 def test_a_plan_over_very_many_samples_computes_only_what_it_is_asked_for():
-    plan = SamplingPlan(samples=10**12, batch_size=64, seed=0)
-    last = plan.steps_per_epoch - 1
-    assert plan.position(last + 1) == (last + 1, 1, 0)
-    assert plan.position(7 * 10**11 // 64) == (7 * 10**11 // 64, 0, 7 * 10**11)
-    share = plan.share(last, rank=3, size=4)
+    order = SampleOrder(samples=10**12, batch_size=64, seed=0)
+    last = order.steps_per_epoch - 1
+    assert order.position(last + 1) == (last + 1, 1, 0)
+    assert order.position(7 * 10**11 // 64) == (7 * 10**11 // 64, 0, 7 * 10**11)
+    share = order.share(last, rank=3, size=4)
     assert len(share) == 16
     assert all(0 <= sample < 10**12 for sample in share.tolist())
 
@@ -165,27 +165,27 @@ def test_shuffled_batches_are_of_each_sample_once_in_another_order_each_pass(dro
 
 
 def test_a_part_of_a_batch_is_computed_alone(monkeypatch):
-    plan = SamplingPlan(1000, 400, seed=3)
-    whole = plan.share(3, 0, 1).tolist()  # the second epoch's first, behind a smaller batch
+    order = SampleOrder(1000, 400, seed=3)
+    whole = order.share(3, 0, 1).tolist()  # the second epoch's first, behind a smaller batch
     asked = []
-    monkeypatch.setattr(SamplingPlan, "samples_at", counted(SamplingPlan.samples_at, asked))
-    batch = plan.batch(3)
+    monkeypatch.setattr(SampleOrder, "samples_at", counted(SampleOrder.samples_at, asked))
+    batch = order.batch(3)
     assert len(batch) == 400
     assert batch[7:19] == whole[7:19]
     assert (batch[0], batch[-1], batch[5:5]) == (whole[0], whole[-1], [])
-    assert plan.batch(3, keyed=True)[1:3] == [(3, whole[1]), (3, whole[2])]
+    assert order.batch(3, keyed=True)[1:3] == [(3, whole[1]), (3, whole[2])]
     assert asked == [12, 1, 1, 2]
     assert (batch[3:9:2], batch[::-1], batch[9:2:-3]) == (whole[3:9:2], whole[::-1], whole[9:2:-3])
     assert list(batch) == whole
-    others = [plan.batch(4), replace(plan, seed=4).batch(3), replace(plan, samples=999).batch(3)]
+    others = [order.batch(4), replace(order, seed=4).batch(3), replace(order, samples=999).batch(3)]
     assert len({batch.digest, *(other.digest for other in others)}) == 4
-    assert batch.digest == replace(plan).batch(3).digest
+    assert batch.digest == replace(order).batch(3).digest
 
 
 def counted(method, asked):
-    def call(plan, epoch, start, stop):
+    def call(order, epoch, start, stop):
         asked.append(stop - start)
-        return method(plan, epoch, start, stop)
+        return method(order, epoch, start, stop)
 
     return call
 
@@ -199,7 +199,7 @@ def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
             ShuffledBatches(*wrong)
 
 
-# ---- loading by the plan ----
+# ---- loading by the order ----
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
     [(1, (1, "spawn")), (3, (0, "spawn")), (3, (2, "fork")), (11, (2, "fork"))],
 )
 def test_batches_are_the_plans_micro_batches_over_epochs(size, workers):
-    plan = SamplingPlan(samples=23, batch_size=9, seed=1)
+    order = SampleOrder(samples=23, batch_size=9, seed=1)
     start, stop = 2, 7
     for rank in {0, size - 1}:
         steps = range(start, stop)
         options = {"workers": workers[0], "start_method": workers[1]}
-        got = batches(Numbers(plan.samples), plan, (rank, size), steps, 2, **options)
-        expected = [plan.micro_batches(step, rank, size, 2) for step in range(start, stop)]
+        got = batches(Numbers(order.samples), order, (rank, size), steps, 2, **options)
+        expected = [order.micro_batches(step, rank, size, 2) for step in range(start, stop)]
         assert [[piece.tolist() for piece in pieces] for pieces in got] == expected
 
 
@@ -226,12 +226,12 @@ class IndexAndDraws(Numbers):
 
 def drawn(size, start, stop, workers, micro_batch_size):
     """Return the random draws of all ranks for their samples, by step and sample."""
-    plan = SamplingPlan(23, batch_size=7, seed=5)
+    order = SampleOrder(23, batch_size=7, seed=5)
     found = {}
     for rank in range(size):
         shape = (rank, size), range(start, stop), micro_batch_size
         options = {"workers": workers, "start_method": "fork", "collate": list}
-        steps = batches(IndexAndDraws(23), plan, *shape, **options)
+        steps = batches(IndexAndDraws(23), order, *shape, **options)
         for step, micro_batches in enumerate(steps, start):
             for samples in micro_batches:
                 found |= {(step, one[0]): one[1:] for one in samples}
@@ -274,7 +274,7 @@ def test_a_dataset_that_fetches_many_samples_at_once_does_so():
         def __getitems__(self, indices):
             return [torch.tensor([index, len(indices)]) for index in indices]
 
-    plan = SamplingPlan(12, 6, seed=0)
-    steps = batches(Fetching(12), plan, (0, 1), range(2), 3)
+    order = SampleOrder(12, 6, seed=0)
+    steps = batches(Fetching(12), order, (0, 1), range(2), 3)
     got = torch.cat([batch for step in steps for batch in step]).tolist()
     assert sorted(got) == [[index, 3] for index in range(12)]

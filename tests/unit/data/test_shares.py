@@ -16,7 +16,7 @@ from mntrain.balance.shares import (
     share_bounds,
     smoothed,
 )
-from mntrain.data.sampling import SamplingPlan
+from mntrain.data.sampling import SampleOrder
 from zero.layout import split
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6).map(tuple)
@@ -75,8 +75,8 @@ def test_without_speeds_shares_are_equal():
 def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
     speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=size, max_size=size))
     shares = Shares(size, batch_size, tuple(speeds))
-    equal = SamplingPlan(101, batch_size, seed=3)
-    plan = SamplingPlan(101, batch_size, seed=3, shares=shares)
+    equal = SampleOrder(101, batch_size, seed=3)
+    plan = SampleOrder(101, batch_size, seed=3, shares=shares)
     for step in range(2 * equal.steps_per_epoch):
         parts = [
             [sample for micro in plan.micro_batches(step, r, size, 4) for sample in micro]

@@ -28,9 +28,10 @@ def test_rewinding_removes_what_later_steps_have_left(tmp_path):
 
 
 def alone():
-    return SimpleNamespace(
-        rank=0, size=1, master=True, watchdog=Mock(), gather=lambda x: [x], agreement=nullcontext
-    )
+    recorder = Mock(opened=True)
+    world = SimpleNamespace(rank=0, size=1, master=True, watchdog=Mock(), recorder=recorder)
+    world.gather, world.agreement = lambda x: [x], nullcontext
+    return world
 
 
 def names(folder):
@@ -53,26 +54,35 @@ def test_a_new_directory_belongs_to_one_job_alone(tmp_path, monkeypatch):
     ends = {one.path.name.removeprefix("20260102-120000") for one in made}
     assert ends == {"", *(f"-{n}" for n in range(3, 18))}
     for one in made:
-        one.discard()
+        one.close()
     assert names(tmp_path) == ["runs", "runs/20260102-120000-2"]
 
 
 def test_a_refused_job_leaves_nothing_but_what_was_there(tmp_path):
-    RunDirectory(alone(), tmp_path / "a" / "b").discard()
+    RunDirectory(alone(), tmp_path / "a" / "b").close()
     assert names(tmp_path) == []
     (tmp_path / "a").mkdir()
-    RunDirectory(alone(), tmp_path / "a").discard()
+    refused = RunDirectory(alone(), tmp_path / "a")
+    refused.when_begun((tmp_path / "a" / "config.toml").touch)
+    refused.close()
     rewind(tmp_path / "a", 0)
     assert names(tmp_path) == ["a"]
-    RunDirectory(alone(), tmp_path / "a").close()
-    RunDirectory(alone(), tmp_path / "a").discard()
-    assert names(tmp_path) == ["a"]
+
+
+def test_a_run_that_has_begun_stays_with_the_files_that_it_was_given(tmp_path):
+    run = RunDirectory(alone(), tmp_path / "a")
+    run.when_begun(run.path.joinpath("before").touch)
+    assert not run.path.joinpath("before").exists()
+    run.begin()
+    run.when_begun(run.path.joinpath("later").touch)
+    run.close()
+    assert names(tmp_path) == ["a", "a/before", "a/later"]
 
 
 def test_a_run_is_started_over_only_by_a_job_that_saves_and_without_a_result(tmp_path):
     with RunDirectory(alone(), tmp_path) as run:
-        run.rewind(0, saves=False, files={"config.toml": b"", "hf/more": b"x"})
-        assert (tmp_path / "hf" / "more").read_bytes() == b"x"
+        run.when_begun((tmp_path / "config.toml").touch)
+        run.rewind(0, saves=False)
         run.rewind(0)
         with pytest.raises(ValueError, match="holds a run already: give another run directory"):
             run.rewind(0, saves=False)
@@ -100,9 +110,11 @@ def test_a_dangling_link_in_place_of_a_folder_is_named(name, target, tmp_path):
 def test_a_link_to_a_folder_is_one(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "run").symlink_to("there")
-    RunDirectory(alone(), tmp_path / "run" / "a").close()
-    RunDirectory(alone(), tmp_path / "run").discard()
-    assert names(tmp_path / "there") == ["a"]
+    made = RunDirectory(alone(), tmp_path / "run" / "a")
+    RunDirectory(alone(), tmp_path / "run").close()
+    assert names(tmp_path / "there") == ["a", "a/.lock"]
+    made.close()
+    assert names(tmp_path / "there") == []
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/a"])

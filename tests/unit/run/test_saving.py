@@ -13,7 +13,7 @@ from mntrain.run.saving import SaveInterval
 
 @pytest.mark.parametrize(("every", "steps"), [("3", [3, 6, 9]), ("0", [])])
 def test_an_interval_in_steps(every, steps):
-    interval = SaveInterval(every, mtbf_hours=24)
+    interval = SaveInterval(every)
     assert interval.wanted == bool(steps)
     assert [step for step in range(1, 10) if interval.due_after(step)] == steps
     assert not interval.due_now()
@@ -27,7 +27,7 @@ def test_an_interval_in_steps(every, steps):
     ],
 )
 def test_an_interval_by_the_clock(clock, every, first_s, cost_s, then_s):
-    interval = SaveInterval(every, mtbf_hours=24)
+    interval = SaveInterval(every)
     assert interval.wanted
     assert not interval.due_after(1)
     for seconds in (first_s, then_s):

@@ -1,4 +1,3 @@
-import math
 import sys
 import sysconfig
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import Corpus
 from mntrain.options.config import Config, RunConfig
-from mntrain.tasks import Loss, Losses, Mean, Sum, Task, check_loss, load, make_model
+from mntrain.tasks import Loss, Mean, Sum, Task, check_loss, load, make_model
 from mntrain.tasks.token_windows import Windows
 from mntrain.tasks.transformer import RMSNorm, Transformer
 
@@ -293,7 +292,7 @@ class Bare(Task):
     dataset = loss = model
 
 
-class Listed(nn.Module):
+class ListedLayers(nn.Module):
     """Two lists of layers, a layer with a list of its own, and something else."""
 
     def __init__(self):
@@ -306,7 +305,7 @@ class Listed(nn.Module):
 
 
 def test_compiled_regions_are_the_outermost_layers_or_the_whole_model(text):
-    task, model = Bare(Config()), Listed()
+    task, model = Bare(Config()), ListedLayers()
     expected = [*model.down, model.up[0], *model.up[1]]
     assert set(task.regions(model)) == set(expected)
     assert len(task.regions(model)) == len(expected)
@@ -427,8 +426,6 @@ def test_the_tokenizer_is_among_what_is_compared(tmp_path, documents):
 
 # ---- what a task returns ----
 
-PART = Mean(torch.tensor(1.0), 3)
-
 
 @pytest.mark.parametrize(
     ("loss", "words"),
@@ -441,19 +438,8 @@ PART = Mean(torch.tensor(1.0), 3)
         (Loss(torch.tensor(1.0), -1), "count is -1"),
         (Loss(torch.tensor(1.0), 3, {"accuracy": 0.5}), "accuracy is 0.5"),
         (Loss(torch.tensor(1.0), 3, {"loss": torch.tensor(2.0)}), "a metric is named loss"),
-        (Losses({}), "Losses without a part"),
-        (Losses({"a": torch.tensor(1.0)}), "the part a is .*, and must be a Mean of"),
-        (Losses({"a": Mean(1.0, 3)}), "the part a is .* of a tensor and its count"),
-        (Losses({"a": Mean(torch.ones(2), 3)}), r"a is of shape \(2,\)"),
-        (Losses({"a": Mean(torch.tensor(1.0), -3)}), "the count of a is -3"),
-        (Losses({"a": PART}, {"b": 2.0}), "the factor of b is 2.0, .* for one of the parts a"),
-        (Losses({"a": PART}, {"a": math.inf}), "the factor of a is inf"),
-        (Losses({"a": PART}, {"a": torch.tensor(1.0)}), "multiply the part's value by a factor"),
-        (Losses({"a": PART}, items=2.5), "items is 2.5"),
-        (Losses({"a": PART}, metrics={"b": torch.tensor(1.0)}), "metric b of Losses needs a count"),
-        (Losses({"a": PART}, metrics={"a": Sum(1.0)}), "a would be reported twice"),
-        (Losses({"a": PART}, metrics={"loss of a": Sum(1.0)}), "loss of a would be reported twice"),
-        (Losses({"loss": PART}), "loss would be reported twice"),
+        (Loss(torch.tensor(1.0), 3, {"a": Mean(torch.ones(2), 3)}), r"a is of shape \(2,\)"),
+        (Loss(torch.tensor(1.0), 3, {"a": Mean(1.0, -3)}), "the count of a is -3"),
     ],
 )
 def test_a_wrong_loss_is_refused_with_what_to_return(loss, words):
@@ -462,9 +448,8 @@ def test_a_wrong_loss_is_refused_with_what_to_return(loss, words):
 
 
 def test_a_right_loss_is_taken():
-    metrics = {"errors": Sum(2)}
-    check_loss(Losses({"a": PART, "b": PART}, {"a": 2}, metrics, items=0), "mine:Task")
-    check_loss(Loss(torch.tensor(1.0), 0, {"accuracy": torch.tensor(0.5)}), "mine:Task")
+    metrics = {"accuracy": torch.tensor(0.5), "errors": Sum(2), "words": Mean(1.0, 0)}
+    check_loss(Loss(torch.tensor(1.0), 0, metrics), "mine:Task")
     check_loss(Loss(torch.tensor(1.0), np.int64(3)), "mine:Task")
 
 

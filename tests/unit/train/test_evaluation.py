@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from mntrain.checkpoint.objects import encode_objects, merge, select
 from mntrain.options.config import Config, TrainConfig
-from mntrain.tasks import Loss, Losses, Mean, Sum, Task
+from mntrain.tasks import Loss, Mean, Sum, Task
 from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.forward import Precision
 from mntrain.train.job_data import JobData
@@ -165,11 +165,8 @@ class Derives(Points):
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
-        parts = {"errors": Mean(loss.mean, loss.count)}
-        return Losses(parts, {}, {"hits": Sum(0.0)})
-
-    def counts(self, batch):
-        return {"errors": len(batch[0])}
+        errors = Mean(loss.mean, loss.count)
+        return Loss(loss.mean, loss.count, {"errors": errors, "hits": Sum(0.0)})
 
     def derive(self, loss, metrics):
         return {"root": loss**0.5, "errors": metrics["errors"]}

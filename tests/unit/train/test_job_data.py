@@ -15,7 +15,7 @@ from mntrain.options.config import Config, TrainConfig
 from mntrain.train.job_data import _find_origin
 
 
-class Endless:
+class EndlessStream:
     """Data that can be indexed, of an unknown length."""
 
     def __getitem__(self, index):
@@ -36,13 +36,15 @@ def points(count):
 @pytest.mark.parametrize(
     ("train", "valid", "which"),
     [
-        (Endless(), None, "training"),
-        (points(3), Endless(), "validation"),
-        (points(3), {"news": Endless()}, "validation news"),
+        (EndlessStream(), None, "training"),
+        (points(3), EndlessStream(), "validation"),
+        (points(3), {"news": EndlessStream()}, "validation news"),
     ],
 )
 def test_data_without_a_length_are_refused(train, valid, which):
-    said = f"^the {which} data of --task own:Task is a Endless without a length: give a dataset"
+    said = (
+        f"^the {which} data of --task own:Task is a EndlessStream without a length: give a dataset"
+    )
     with pytest.raises(ValueError, match=said):
         data_of(world_of(), train, valid)
 

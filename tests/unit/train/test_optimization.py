@@ -11,10 +11,12 @@ from mntrain.optim import Muon
 from mntrain.options.config import Config, OptimConfig
 from mntrain.tasks import Task
 from mntrain.train.optimization import (
-    LearningRates,
+    advance,
     choose_optimizer,
     lr_factor,
+    options_scheduler,
     resolve_optimizer,
+    scheduler_of,
     weight_decay_groups,
 )
 from zero.trials import check_arguments
@@ -243,19 +245,18 @@ def test_a_task_that_brings_no_partial_or_no_scheduler_is_told_what_to_return(wr
         choose_optimizer(Plain(wrong), WithGain(), OptimConfig(), CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     with pytest.raises(ValueError, match=r"schedule\(\) of the task returned a float"):
-        LearningRates(Plain(scheduled=0.5), optimizer, OptimConfig(), 5)
+        scheduler_of(Plain(scheduled=0.5), optimizer)
 
 
 def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
     def rates(done, steps):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
-        schedule = LearningRates(Plain(), optimizer, OptimConfig(warmup_steps=2), 9)
-        schedule.start(done)
+        scheduler = options_scheduler(optimizer, OptimConfig(warmup_steps=2), 9, done)
         found = []
         for _ in range(steps):
-            found.append(schedule.lr)
+            found.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
-            schedule.after_step()
+            advance(scheduler)
         return found
 
     whole = rates(0, 9)
@@ -266,15 +267,13 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
 def test_a_scheduler_of_plateaus_sees_evaluations_only():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    schedule = LearningRates(Plain(scheduled=plateau), optimizer, OptimConfig(), 9)
-    schedule.start(0)
+    assert scheduler_of(Plain(scheduled=plateau), optimizer) is plateau
     found = []
     for loss in (3.0, 4.0, 5.0):
-        schedule.after_step()
-        schedule.after_evaluation(loss)
-        found.append(schedule.lr)
+        advance(plateau)
+        advance(plateau, loss)
+        found.append(optimizer.param_groups[0]["lr"])
     assert found == [2.0, 1.0, 0.5]
-    assert str(schedule) == "ReduceLROnPlateau of the task"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_an_error_of_the_task_is_a_sentence_with_its_line():
     optimizer = torch.optim.SGD(WithGain().parameters())
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, gamma=0.5)
     with pytest.raises(ValueError, match=r"^--task lm: schedule\(\) fails: TypeError: Step" + line):
-        LearningRates(task, optimizer, OptimConfig(), 10)
+        scheduler_of(task, optimizer)
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1)
     with pytest.raises(ValueError, match="define either total_steps" + line):
-        LearningRates(task, optimizer, OptimConfig(), 10)
+        scheduler_of(task, optimizer)

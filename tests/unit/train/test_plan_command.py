@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from mntrain.__main__ import main
 from mntrain.options.config import Config
-from mntrain.tasks import Loss, Losses, Mean, Task
+from mntrain.tasks import Loss, Task
 from mntrain.tasks.transformer import Transformer
 from mntrain.train.forward import PRECISIONS, recompute_regions
 from mntrain.train.plan import activations, plan_command, plan_options
@@ -37,7 +37,7 @@ class Tokens(Task):
 
 
 class Stubborn(Tokens):
-    """Reads values while the model is made, and in the loss; gives a stream, and two losses."""
+    """Reads values while the model is made, and in the loss; gives a stream."""
 
     def model(self):
         model = nn.Linear(self.context + 1, 3)
@@ -54,8 +54,7 @@ class Stubborn(Tokens):
     def loss(self, model, batch):
         out = model(batch / model.norm)
         scale = 1.0 if out.sum() > 0 else 2.0
-        parts = {"a": Mean(out.square().mean() * scale, 3), "b": Mean(out.mean(), 3)}
-        return Losses(parts)
+        return Loss(out.square().mean() * scale + out.mean(), 3)
 
 
 def peak_of_allocator(task, model, batch, precision, *, recompute):

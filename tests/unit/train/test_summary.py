@@ -8,8 +8,7 @@ from reports import used
 
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.job_resources import memory_by_role
-from mntrain.train.job import JobResult
-from mntrain.train.summary import peak_flops
+from mntrain.train.ending import JobResult, peak_flops
 from zero.memory import Memory
 
 

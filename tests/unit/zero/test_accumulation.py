@@ -450,7 +450,7 @@ def in_two_threads(body):
 
 @STAGES
 def test_two_threads_that_train_two_models_weigh_each_loss_by_its_own_loader(stage):
-    shards = ShardRegistry(Alone(), optimizers := [], warn=print, observe=lambda *_: None)
+    shards = ShardRegistry(Alone(), optimizers := [], lambda *_: None)
     pairs = [one_weight(stage, FirstOfTwo) for _ in range(2)]
     optimizers += [optimizer for _, optimizer in pairs]
 

@@ -7,20 +7,14 @@ import pytest
 
 import mntrain
 from mntrain.errors import AgreedError
-from mntrain.options.config import Config
-from mntrain.tasks import Task
-from mntrain.train import step_agreement
-from mntrain.train.step_agreement import StepAgreement
+from mntrain.train import shared_step
+from mntrain.train.shared_step import SharedStep
 from zero.step_message import StepMessage
-
-
-class OneLoss(Task):
-    dataset = loss = model = None
 
 
 @pytest.fixture
 def failing():
-    """The agreement of a rank that waits, when its step fails, until `others` come."""
+    """The shared step of a rank that waits, when its step fails, until `others` come."""
     others = threading.Event()
 
     def finish():
@@ -32,39 +26,26 @@ def failing():
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
-    config = SimpleNamespace(
-        optim=SimpleNamespace(non_finite="stop"),
-        log=SimpleNamespace(per_rank=False),
-        task="mine:Task",
-    )
-    precision = SimpleNamespace(loss_scale=None)
-    job = SimpleNamespace(
-        optimizer=optimizer,
-        config=config,
-        precision=precision,
-        sync=None,
-        data=SimpleNamespace(sizes=(1, 1)),
-        task=OneLoss(Config()),
-    )
+    options = {"skips": False, "per_rank": False}
     with mntrain.init(device="cpu") as world:
-        made = StepAgreement(world, job, lambda: None)
+        made = SharedStep(world, optimizer, lambda: (1, 1), lambda: None, **options)
         yield made, others
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_failed_rank_prints_its_error_if_it_waits_for_long(failing, capfd, monkeypatch, waits):
-    agreement, others = failing
-    monkeypatch.setattr(step_agreement, "_PATIENCE_S", 0.05 if waits else 20)
+    shared, others = failing
+    monkeypatch.setattr(shared_step, "_PATIENCE_S", 0.05 if waits else 20)
     threading.Timer(0.5 if waits else 0, others.set).start()
-    with agreement.computing(1):
+    with shared.computing(1):
         raise KeyError("a bug")
     assert ("KeyError: 'a bug'" in capfd.readouterr().err) == waits
-    message = agreement._message
+    message = shared._message
     message.send(SimpleNamespace(size=1, rank=0))
     assert message.read()["failed"]
 
 
 def test_errors_that_all_ranks_know_are_raised_at_once(failing):
-    agreement, _ = failing
-    with pytest.raises(AgreedError), agreement.computing(1):
+    shared, _ = failing
+    with pytest.raises(AgreedError), shared.computing(1):
         raise AgreedError("of all", 0)

@@ -1,4 +1,4 @@
-"""Output of the master's reporter, on real rich consoles."""
+"""Output of the master's display, on real rich consoles."""
 
 import io
 import math
@@ -22,12 +22,12 @@ from reports import (
 )
 from rich.cells import cell_len
 
+from mntrain.metrics.display import Display
 from mntrain.metrics.registry import METRICS, count_text, short_time
-from mntrain.metrics.report import Reporter
 from mntrain.rank_info import Usage
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role
-from mntrain.train.summary import place_lines
+from mntrain.train.description import place_lines
 from zero.memory import Memory
 
 UP = "A\r"  # the cursor returns to the beginning of the live lines
@@ -40,14 +40,14 @@ def strip(text: str) -> str:
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
 
 
-def test_silent_reporter_prints_nothing(capfd):
+def test_silent_display_prints_nothing(capfd):
     on = console(True)
     for given in ((on,), ()):
-        with Reporter(False, 4, "items", *given) as reporter:
-            reporter.note("lm: 0.83 M parameters", "bold")
-            reporter.step(record(1, eval_loss=1.0))
-            reporter.warn("careful")
-            finish(reporter)
+        with Display(False, 4, "items", *given) as display:
+            display.note("lm: 0.83 M parameters", "bold")
+            display.step(record(1, eval_loss=1.0))
+            display.warn("careful")
+            finish(display)
     assert on.file.getvalue() == ""
     assert capfd.readouterr() == ("", "")
 
@@ -113,9 +113,9 @@ def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(termi
     shown = []
     for second in (odd, skipped(2)):
         on = console(terminal)
-        with reporting(on) as reporter:
-            reporter.step(record(1))
-            reporter.step(second)
+        with reporting(on) as display:
+            display.step(record(1))
+            display.step(second)
         shown.append(screen(on))
     assert "step 2  eval loss -inf  accuracy 0.93" in shown[0]
     assert any("loss nan  lr 2.9e-03  norm inf" in line for line in shown[0])
@@ -124,10 +124,10 @@ def test_a_loss_that_is_not_finite_is_shown_and_a_skipped_step_has_no_norm(termi
 
 def test_a_line_tells_loss_rate_norm_speed_and_time_left_and_rates_leave_out_the_warm_up():
     on = console(False, width=200)
-    with reporting(on, 174) as reporter:
+    with reporting(on, 174) as display:
         for step, step_s in zip(range(41, 46), (60.0, 30.0, 31.0, 1.0, 3.0), strict=True):
             rate = {"tokens_per_s": 1.0} if step_s > 3 else {}
-            reporter.step(record(step, step_s=step_s, metrics={"accuracy": 0.31}, **rate))
+            display.step(record(step, step_s=step_s, metrics={"accuracy": 0.31}, **rate))
     first, *others, last = on.file.getvalue().splitlines()
     values = "loss 2.4312  accuracy 0.31  lr 2.9e-03  norm 0.81"
     assert first == f"step  41/174  {values}  warm-up, 60.00 s"
@@ -140,11 +140,11 @@ def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters():
     ascii_file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     latin = console(True, file=ascii_file)
     for on in (dumb, latin):
-        with reporting(on) as reporter:
+        with reporting(on) as display:
             for number in (1, 4):
-                reporter.step(record(number, eval_loss=1.0, metrics={"é": 1.0}))
-            reporter.note("café")
-            finish(reporter)
+                display.step(record(number, eval_loss=1.0, metrics={"é": 1.0}))
+            display.note("café")
+            finish(display)
     output = ascii_file.buffer.getvalue().decode("ascii")
     assert "step 1/4  loss 2.4312" in dumb.file.getvalue()
     assert "loss 2.4312  ? 1  lr 2.9e-03  norm 0.81\n" in strip(output)
@@ -167,9 +167,9 @@ def test_dumb_terminal_gets_a_log_and_one_without_utf8_plain_characters():
 )
 def test_live_display_ends_with_one_frame_that_fits(width, absent):
     on = console(True, width=width)
-    with reporting(on, 200) as reporter:
+    with reporting(on, 200) as display:
         for number in range(1, 151):
-            reporter.step(record(number, loss=4 - number / 50, metrics={"accuracy": 0.31}))
+            display.step(record(number, loss=4 - number / 50, metrics={"accuracy": 0.31}))
     assert on.file.getvalue().count("loss") < 75  # it is not redrawn at every step
     lines = screen(on)
     assert len(lines) == 4
@@ -196,12 +196,12 @@ def test_live_display_of_a_low_terminal_leaves_no_repeated_lines(height):
 
 def test_lines_stay_above_the_live_display():
     on = console(True)
-    with reporting(on, 200) as reporter:
-        reporter.step(record(1))
-        reporter.step(record(2, eval_loss=2.31, eval_metrics={"accuracy": 0.93}))
-        reporter.warn("rank 3 is slow")
-        reporter.note("one\n  two")
-        reporter.step(record(3))
+    with reporting(on, 200) as display:
+        display.step(record(1))
+        display.step(record(2, eval_loss=2.31, eval_metrics={"accuracy": 0.93}))
+        display.warn("rank 3 is slow")
+        display.note("one\n  two")
+        display.step(record(3))
     lines = screen(on)
     assert lines[:4] == [
         "step 2  eval loss 2.3100  accuracy 0.93",
@@ -218,8 +218,8 @@ def test_exception_stops_the_live_display_and_passes_through(error):
     stdout, stderr = sys.stdout, sys.stderr
 
     def fail() -> None:
-        with reporting(on) as reporter:
-            reporter.step(record(1))
+        with reporting(on) as display:
+            display.step(record(1))
             on.print("live")
             assert on.file.getvalue().endswith(UP)
             raise error
@@ -239,11 +239,11 @@ def test_exception_stops_the_live_display_and_passes_through(error):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_markup_and_escape_sequences_are_shown_not_interpreted(terminal):
     on = console(terminal, width=200)
-    with reporting(on, 2) as reporter:
-        reporter.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
-        reporter.warn(NASTY)
-        reporter.note(NASTY)
-        finish(reporter, eval_metrics={NASTY: 1.0}, run_dir=NASTY)
+    with reporting(on, 2) as display:
+        display.step(record(2, metrics={NASTY: 1.0}, eval_loss=1.0, eval_metrics={NASTY: 1.0}))
+        display.warn(NASTY)
+        display.note(NASTY)
+        finish(display, eval_metrics={NASTY: 1.0}, run_dir=NASTY)
     # The line, evaluation, warning, news, statistics, directory.
     assert "\n".join(screen(on)).count(NASTY_SHOWN) == 6
     assert "\x1b[2J" not in on.file.getvalue()
@@ -251,9 +251,9 @@ def test_markup_and_escape_sequences_are_shown_not_interpreted(terminal):
 
 
 def test_warnings_go_to_stderr_and_a_long_line_of_a_log_is_not_cut(capsys):
-    with Reporter(True, 4) as reporter:
-        reporter.warn("careful, " * 20 + "please")
-        reporter.note("x" * 200 + "\n\n  indented [b]y[/b]")
+    with Display(True, 4) as display:
+        display.warn("careful, " * 20 + "please")
+        display.note("x" * 200 + "\n\n  indented [b]y[/b]")
     out, err = capsys.readouterr()
     assert out == f"{'x' * 200}\n\n  indented [b]y[/b]\n"
     assert err.splitlines() == ["warning: " + "careful, " * 20 + "please"]

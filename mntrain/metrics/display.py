@@ -42,8 +42,8 @@ def printable(text: str, encoding: str, style: str = "") -> Text:
     return Text(shown.encode(encoding, "replace").decode(encoding), style)
 
 
-class Reporter:
-    """Reporter of a rank, silent on all but the master. All methods are local.
+class Display:
+    """Display of a rank, silent on all but the master. All methods are local.
 
     A context manager, whose end is that of the live display. `steps` is the number of the last
     step, `items` names what losses count, and `console` stands in for stdout and stderr.
@@ -67,9 +67,9 @@ class Reporter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.end_display()
+        self.end()
 
-    def end_display(self) -> None:
+    def end(self) -> None:
         """Leave the last live lines on the terminal, for good. May be called by any thread."""
         self._display_ended = True
         if self._live is not None:
@@ -108,11 +108,11 @@ class Reporter:
             shown = "  ".join(f"{label} {text}" for label, text in evaluation)
             self.note(f"step {record.step}  {shown}", "bold")
         if record.step == self._steps:
-            self.end_display()
+            self.end()
 
     def finish(self, status: str, lines: Sequence[str]) -> None:
         """End the live display, and print the status and the lines of the final report."""
-        self.end_display()
+        self.end()
         self.note("")
         self.note(status, _STATUS_STYLES.get(status, "yellow"))
         for line in lines:

@@ -1,4 +1,4 @@
-"""The agreement of the ranks of a job on a step, and the end of one that fails on some rank.
+"""The results of a step that the ranks of a job share, and its end where it fails on some rank.
 
 The means and failures of a step travel in the `StepMessage` that ends the reduction of its
 gradients. Steps that a node takes alone, between two exchanges (`zero.exchange.exchange`), have the
@@ -20,15 +20,14 @@ from typing import Any
 
 from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
-from mntrain.train.job import TrainingJob
-from mntrain.train.step_means import GlobalMeans, PartCounts, StepMeans
+from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
 from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import Exchange
 from zero.norms import NonFiniteGradientError
+from zero.optimizer import ZeroOptimizer
 from zero.step_message import StepMessage
 
 _LOSS, _ITEMS = "loss", "items"
@@ -46,34 +45,38 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
         raise TrainingStoppedError(str(error), world.rank) from None
 
 
-class StepAgreement:
+class SharedStep:
     """The means and failures that the ranks of a job establish together in each step.
 
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
-    Forward and backward add to `losses`, and take the weights of their parts from `counts`.
+    Forward adds to `losses`.
 
-    Construction is collective. `save` saves the last completed step, or returns why that failed.
+    The ranks of `optimizer` train on `sizes()` samples, this rank's and all ranks'. Unless it
+    `skips` such steps, a loss that is not finite ends the job. With `per_rank`, all ranks learn
+    what each has `measured`. `save` saves the last completed step, or returns why that failed.
     """
 
     def __init__(
         self,
         world: World,
-        job: TrainingJob,
+        optimizer: ZeroOptimizer,
+        sizes: Callable[[], tuple[int, int]],
         save: Callable[[], AgreedError | None],
+        *,
+        skips: bool,
+        per_rank: bool,
     ) -> None:
-        self._world, self._job, self._save = world, job, save
+        """Make it for the steps of a loop. Collective."""
+        self._world, self._optimizer, self._sizes, self._save = world, optimizer, sizes, save
         self.losses = StepMeans(world.rank)
-        self.counts = PartCounts(job.task, job.config.task, self._averaged_over, world.waits)
-        skips = job.config.optim.non_finite == "skip" or job.precision.loss_scale == "dynamic"
-        self._raises_non_finite = not skips
+        self._skips, self._names = skips, PER_RANK if per_rank else ()
         self._exchange: Exchange | None = None  # of the node, if it takes this step alone
-        self._ends_round = False  # this step
+        self.alone = self.meets = False
+        """True in a step that the node takes alone, and where it waits for others at its end."""
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
         self._told = world._delayed_sums("of a round")
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._ranks: Sequence[int] = ()  # of a node that is alone
-        if job.sync:
-            world.node_collectives  # noqa: B018 - made here, since all ranks make it together
         self._message = StepMessage()  # of this step
         self._error: Exception | None = None  # of this rank in this step
         self._failed = False  # this step, on any rank
@@ -93,16 +96,19 @@ class StepAgreement:
         later than the message that tells of it: of all ranks as well, or of a hook after backward.
         In a step of the node alone, one is raised at once, which ends the job for all.
         """
-        optimizer, world = self._job.optimizer, self._world
+        optimizer, world = self._optimizer, self._world
         self._exchange = exchange = optimizer.coming_exchange
+        self.alone = exchange is not None
         number = optimizer.accumulation.steps
-        self._ends_round = exchange is not None and exchange.exchange_due(number)
-        self._ranks = () if exchange is None else world.topology.node_group(world.rank)
+        self.meets = (
+            exchange is not None and exchange.exchange_due(number) and not exchange.max_staleness
+        )
+        self._ranks = world.topology.node_group(world.rank) if self.alone else ()
         self._message = message = optimizer.accumulation.message
         message.put("failed", lambda: float(self._error is not None))
-        message.put("samples", lambda: float(self._job.data.sizes[0]))
+        message.put("samples", lambda: float(self._sizes()[0]))
         self.losses.put(message, self._ranks)
-        if exchange is not None:
+        if self.alone:
             yield
             return
         self._states = random_states(world.device)
@@ -116,11 +122,6 @@ class StepAgreement:
             self._error = error
             self._finish_failed(error)
 
-    def _averaged_over(self) -> WorldCollectives:
-        """Return the ranks that the current step is averaged over, for more than gradients."""
-        whole = self._job.optimizer.group.size == self._world.size
-        return self._world.collectives if whole else self._world.node_collectives
-
     def _finish_failed(self, error: Exception) -> None:
         """Take part in the rest of the step. Collective.
 
@@ -130,8 +131,7 @@ class StepAgreement:
         timer.daemon = True
         timer.start()
         try:
-            self.counts.finish_interrupted()
-            self._job.optimizer.accumulation.finish_interrupted()
+            self._optimizer.accumulation.finish_interrupted()
         except Exception:
             raise error from None  # communication has failed, too
         finally:
@@ -144,23 +144,22 @@ class StepAgreement:
         a step of the node alone, the exchange raises.
         """
         where, world = f"in step {step}", self._world
-        self.counts.end_step()
-        self._job.optimizer.synchronize()
+        self._optimizer.synchronize()
         sums = self._message.read()
         self._failed, self._samples = bool(sums["failed"]), sums["samples"]
         if self._failed:
             return
-        self.means = self.losses.take(self._message, self._averaged_over(), where, self._ranks)
-        if self._exchange is not None:
+        whole = self._optimizer.group.size == world.size
+        group = world.collectives if whole else world.node_collectives
+        self.means = self.losses.take(self._message, group, where, self._ranks)
+        if self.alone:
             self._losses[_LOSS] += self.means.loss * self.means.count if self.means.count else 0.0
             self._losses[_ITEMS] += self.means.count
-        if self.means.nonfinite and self._raises_non_finite:
+        if self.means.nonfinite and not self._skips:
             reason = f"{where}, the loss is {self.means.nonfinite}"
             if self._exchange is None:
                 raise TrainingStoppedError(reason, world.rank)
             self._exchange.refuse(reason)
-        if self._exchange is None:
-            self._job.balancing.after_reduction(step)
 
     def end_if_failed(self, step: int) -> None:
         """Save, and raise the exception on the first failed rank, if there is one. Collective then.
@@ -177,23 +176,23 @@ class StepAgreement:
             print(text, file=sys.stderr)
         set_random_states(self._states, world.device)
         if why := self._save():
-            self._job.reporter.warn(str(why))
+            world._warn(str(why))
         if self._error is not None and world.rank == failed[0]:
             raise self._error
         while True:
             world.barrier()  # which the failed rank does not reach
 
-    def items(self, step: int) -> int:
-        """Return the items of a step, tokens or samples, over all ranks. Local.
+    def items(self) -> int:
+        """Return the items of the step, tokens or samples, over all ranks. Local.
 
         In a step of the node alone, its own, in proportion to the samples of all nodes.
         """
-        if self._exchange is None:
+        if not self.alone:
             return self.means.count
-        whole, node = self._job.data.sizes[1], self._samples
+        whole, node = self._sizes()[1], self._samples
         return round(self.means.count * whole / node) if node else 0
 
-    def after_update(self, step: int) -> None:
+    def after_update(self) -> None:
         """Take what ranks have told of an earlier step or round. Collective.
 
         Waits for other nodes only where the exchange does.
@@ -205,18 +204,13 @@ class StepAgreement:
             if items := sums.get(_ITEMS):
                 self.round_loss = sums[_LOSS] / items
         self._tell()
-        exchange = self._exchange
-        if exchange is not None and self._ends_round and not exchange.max_staleness:
-            self._job.balancing.compare(step)
 
     def _tell(self) -> None:
         """Let ranks tell each other of the next step or round, unless that is under way."""
-        optimizer = self._job.optimizer
-        alone = optimizer.coming_exchange is not None
-        names = PER_RANK if self._job.config.log.per_rank else ()
-        if (alone or names) and not self._told.waiting:
+        alone = self._optimizer.coming_exchange is not None
+        if (alone or self._names) and not self._told.waiting:
             losses = {name: partial(self._loss_to_tell, name) for name in self._losses}
-            own = {name: partial(self._measured_as, name) for name in names}
+            own = {name: partial(self._measured_as, name) for name in self._names}
             self._told.start(losses if alone else {}, own)
 
     def _measured_as(self, name: str) -> float:

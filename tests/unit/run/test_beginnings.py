@@ -1,0 +1,81 @@
+"""What is in the folder of a run before it begins, and after a loop or a job that was refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import mntrain
+from mntrain import AgreedError
+from mntrain.options.config import Config, ModelConfig, RunConfig, TrainConfig
+from mntrain.train.trainer import Trainer
+
+
+def files_of(folder):
+    return {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
+
+
+def begin(world, run, features=2, **objects):
+    model = nn.Linear(features, 1)
+    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+    checkpoints = world.checkpoints(run, model=model, optimizer=optimizer, every=1, **objects)
+    return model, optimizer, checkpoints, world.metrics(run, config={"features": features})
+
+
+def train(run, features):
+    """A loop of one step, with a checkpoint, and all files of a run."""
+    with mntrain.init(device="cpu") as world:
+        model, optimizer, checkpoints, metrics = begin(world, run, features)
+        with metrics:
+            for step in range(checkpoints.restore() + 1, 2):
+                loss = model(torch.ones(1, features)).sum()
+                loss.backward()
+                optimizer.step()
+                metrics.log(step, loss=loss)
+                checkpoints.save(step, now=True)
+
+
+class Unsaved:
+    def state_dict(self):
+        return {"a function": len}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_loop_whose_restore_is_refused_leaves_no_new_folder(tmp_path):
+    with mntrain.init(device="cpu") as world:
+        *_, checkpoints, _ = begin(world, tmp_path / "runs" / "a", other=Unsaved())
+        with pytest.raises(AgreedError, match="a builtin_function"):
+            checkpoints.restore()
+    assert files_of(tmp_path) == {}
+
+
+def test_a_loop_with_another_model_leaves_a_run_as_it_was(tmp_path):
+    train(tmp_path, 2)
+    before = files_of(tmp_path)
+    assert {"config.toml", "summary.json", "recorder"} < {path.name for path in before}
+    with pytest.raises(AgreedError, match="of another model"):
+        train(tmp_path, 3)
+    assert files_of(tmp_path) == before
+
+
+def test_metrics_alone_begin_a_run_at_once(tmp_path):
+    with mntrain.init(device="cpu") as world:
+        world.metrics(tmp_path / "a", config={"seed": 3})
+        assert {path.name for path in (tmp_path / "a").iterdir()} >= {"config.toml", "recorder"}
+
+
+def test_a_job_that_is_refused_in_its_last_check_leaves_no_new_folder(tmp_path, monkeypatch):
+    def refuse(self):
+        raise ValueError("refused")
+
+    monkeypatch.setattr("mntrain.checkpoint.saver.Saver.check", refuse)
+    config = Config(
+        device="cpu",
+        model=ModelConfig(layers=1, heads=1, width=8, context=8),
+        train=TrainConfig(steps=1, batch_size=1, eval_samples=1),
+        run=RunConfig(dir=tmp_path / "a", stop_after=1),
+    )
+    with mntrain.init(device="cpu") as world, pytest.raises(AgreedError, match="refused"):
+        Trainer(world, config)
+    assert files_of(tmp_path) == {}
