@@ -1,7 +1,9 @@
 """Intervals between saves."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -64,36 +66,49 @@ def test_a_save_that_failed_is_tried_again_in_a_minute(clock, every):
     assert interval.by_clock == (every != "500")
 
 
-def test_saves_in_memory_cost_one_percent_of_the_time(clock):
-    """A step takes 1 s; a save blocks for 0.05 s, and 3 steps during it take 0.1 s longer each."""
-    interval = LocalInterval("auto")
+@pytest.mark.parametrize(
+    ("longer", "unsteady", "nbytes", "cost_s"),
+    [
+        ([0.1, 0.1, 0.1], 0.0, 10**9, 0.05 + 3 * 0.1),
+        ([0.3, 0.0, 0.0], 0.0, 10**9, 0.05 + 3 * 0.1 + 0.1),  # as much, but less surely
+        ([0.1, 0.1, 0.1], 1.5, 20 * 10**6, 0.05 + 0.4),  # at most as much as its bytes may take
+        ([0.0, 0.0, 0.0], 0.0, 10**9, 0.05),
+    ],
+)
+def test_saves_in_memory_cost_one_percent_of_the_time_or_less(
+    clock, longer, unsteady, nbytes, cost_s
+):
+    """A step takes 1 s; a save blocks for 0.05 s, and 3 steps during it take longer."""
+    interval, chance = LocalInterval("auto", nbytes), random.Random(1)
 
     def step(seconds, *, saving=False, blocked_s=0.0):
-        clock[0] += seconds
+        clock[0] += seconds + unsteady * chance.random()
         interval.step_taken(disturbed=saving)
         clock[0] += blocked_s
         interval.leaves(blocked_s)
 
     step(7.0)  # before the first call
-    for number in range(5):
+    for _ in range(5):
         assert not interval.due_now()
-        step(1.0 if number else 1.1)
+        step(1.0)
     assert interval.due_now()
-    for copy_s in (0.05 / 0.01 / 2, 17.5, 17.5):  # what is known of the first one is less
+    found = []
+    for _ in range(30):
         began = clock[0]
         interval.begins()
         interval.leaves(0.05)
-        assert interval.copy_s == pytest.approx(copy_s)
-        for _ in range(3):
-            step(1.1, saving=True)
+        for more in longer:
+            step(1.0 + more, saving=True)
         interval.ended()
         while not interval.due_now():
             step(1.0)
-        assert clock[0] - began == pytest.approx((0.05 + 3 * 0.1) / 0.01, abs=1.5)
+        found.append(clock[0] - began)
+    assert found[-1] == pytest.approx(cost_s / 0.01, rel=0.25, abs=2.5)
+    assert fmean(found) > 0.95 * (0.05 + sum(longer)) / 0.01
 
 
-def test_an_interval_in_memory_in_steps_sends_copies_in_half_of_it(clock):
-    interval = LocalInterval("10")
+def test_copies_are_sent_in_a_quarter_of_the_interval(clock):
+    interval = LocalInterval("10", 0)
     assert [step for step in range(1, 31) if interval.due_after(step)] == [10, 20, 30]
     assert not interval.by_clock
     assert not interval.due_now()
@@ -101,12 +116,22 @@ def test_an_interval_in_memory_in_steps_sends_copies_in_half_of_it(clock):
         interval.leaves(0.0)
         clock[0] += 2.0
         interval.step_taken(disturbed=False)
-    assert interval.copy_s == pytest.approx(10.0)
+    assert interval.copy_s == pytest.approx(5.0)
+    interval.begins()
+    for _ in range(20):  # steps have become shorter, and saves take all the time
+        interval.leaves(0.0)
+        clock[0] += 1.0
+        interval.step_taken(disturbed=True)
+    assert interval.copy_s == pytest.approx(2.5)
     for _ in range(99):
         interval.leaves(0.0)
         clock[0] += 20.0
         interval.step_taken(disturbed=False)
     assert interval.copy_s == 30.0
+    by_clock = LocalInterval("auto", 0)
+    by_clock.begins()
+    by_clock.leaves(0.05)
+    assert by_clock.copy_s == pytest.approx(0.05 / 0.01 / 4)
 
 
 @pytest.mark.parametrize("every", ["0", "10min", "-1", "", "soon"])
