@@ -42,6 +42,7 @@ _LOOKING = f"""{_IDS}
 for id in $(ids); do
     ! grep -qs '^State:.T (stopped)' /proc/$id/status || exit 1
 done
+echo {_MARK} "$(uname -n)"
 """
 _REMOVING = 'rm -rf -- "$0"'
 _HERE = Host("localhost")
@@ -59,6 +60,8 @@ class Hosts:
 
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
         self.all, self._agent = hosts, agent
+        self.names: dict[Host, str] = {}
+        """The names that hosts have for themselves, of those that have ever answered."""
         self._early: _Question | None = None
         self._regular: _Question | None = None
         self._unanswered: dict[Host, int] = {}  # questions in a row that are over
@@ -97,18 +100,18 @@ class Hosts:
     def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
         """Return those of some hosts that have left SILENT questions unanswered in a row.
 
-        Nor does a host answer on which processes of the launch with a folder are stopped.
-        Called again and again; returns at once: a question is under way for most of the time.
+        They have answered before: others may not be reached from here at all. A host does not
+        answer on which processes of the launch with a folder are stopped. Called again and again;
+        returns at once: a question is under way for most of the time.
         """
         asked = self._regular
         if asked is None:
             self._regular = _Question(self, _LOOKING, folder)
         elif asked.over and time.monotonic() > asked.began + _ASK_S:
-            found = asked.end()
-            if found:  # otherwise, nothing can be asked from here
+            if found := self._names_in(asked.end()):  # otherwise, nothing can be asked from here
                 self._unanswered = {
                     host: 0 if host in found else self._unanswered.get(host, 0) + 1
-                    for host in self.all
+                    for host in self.names
                 }
             self._regular = _Question(self, _LOOKING, folder)
         return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
@@ -116,9 +119,20 @@ class Hosts:
     def watch_no_more(self) -> None:
         """End the question of `silent`."""
         if self._regular is not None:
-            self._regular.end()
+            self._names_in(self._regular.end())
         self._regular = None
         self._unanswered = {}
+
+    def _names_in(self, answers: Mapping[Host, str]) -> dict[Host, str]:
+        """Return the names that hosts have told for themselves, this one's included."""
+        marked = {
+            host: line.split()[-1]
+            for host, output in answers.items()
+            for line in output.splitlines()
+            if line.startswith(_MARK)
+        }
+        self.names |= {host: name for host, name in marked.items() if host in self.all}
+        return marked
 
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.
@@ -136,11 +150,7 @@ class Hosts:
             return late or asked.over
 
         wait_until(over)
-        found = {}
-        for host, output in asked.end().items():
-            for line in output.splitlines():
-                if line.startswith(_MARK):
-                    found[host] = line.split()[-1]
+        found = self._names_in(asked.end())
         if early:
             early.end()
         self._early = None
