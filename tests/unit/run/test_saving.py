@@ -1,15 +1,18 @@
 """Intervals between saves."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 
 from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.options.config import CheckpointConfig
-from mntrain.run.local_saving import LocalInterval, restored_from
+from mntrain.run import local_saving
+from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, restored_from
 from mntrain.run.saving import SaveInterval
 
 
@@ -132,6 +135,59 @@ def test_copies_are_sent_in_a_quarter_of_the_interval(clock):
     by_clock.begins()
     by_clock.leaves(0.05)
     assert by_clock.copy_s == pytest.approx(0.05 / 0.01 / 4)
+
+
+class TimedSaver:
+    """Saves that take some steps each, with the interface of `LocalSaver` as far as it is used."""
+
+    partner, copy_problem = 1, ""
+
+    def __init__(self, durations):
+        self._durations, self.copies = iter(durations), SimpleNamespace(until=0.0)
+        self.left = 0  # steps of the present save
+        self.begun = self.whole = 0  # steps that were saved last, and with all copies
+        self.longest = 0
+
+    @property
+    def saving(self):
+        return self.left > 0
+
+    def check(self):
+        """Do nothing."""
+
+    def begin(self, progress):
+        assert not self.saving
+        self.begun, self.left = progress.step, next(self._durations)
+        self.longest = max(self.longest, self.left)
+
+    def advance(self):
+        self.left, self.whole = 0, self.begun
+        return SimpleNamespace(path=Path())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_at_any_step_costs_an_interval_and_a_save_at_most(monkeypatch, seed):
+    """If a save takes longer than the interval, that time counts in place of the interval."""
+    chance = random.Random(seed)
+    every = chance.randint(1, 8)
+    saver = TimedSaver(chance.randint(1, 8) for _ in range(300))
+    monkeypatch.setattr(local_saving, "LocalSaver", lambda *given: saver)
+    monkeypatch.setattr(local_saving, "_own_bytes", lambda *given: 0)
+    monkeypatch.setattr(LocalCheckpoints, "_expect_room", lambda own: None)
+    world = SimpleNamespace(size=1, master=True, agreement=nullcontext)
+    checkpoints = LocalCheckpoints(world, None, None, str(every), pytest.fail)
+    lost, late = [], 0
+    for step in range(1, 300):
+        lost.append(step - saver.whole)  # in the middle of this step, which is taken again, too
+        ready = saver.left == 1
+        saver.left = max(saver.left - 1, 1) if saver.saving else 0
+        late += step % every == 0 and saver.saving and not ready
+        progress = SimpleNamespace(step=step, eval_loss=None)
+        flags = {"local due": 0, "local ready": ready}
+        checkpoints.after_step(progress, flags, before_save=lambda: None)
+        assert saver.saving or step - saver.begun < every
+    assert max(lost) <= max(every, saver.longest) + saver.longest
+    assert checkpoints.summary()["late"] == late
 
 
 @pytest.mark.parametrize("every", ["0", "10min", "-1", "", "soon"])
