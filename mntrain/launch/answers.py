@@ -16,7 +16,7 @@ from mntrain.recorder.launch_notes import VARIABLE
 LIMIT_S = 20.0  # for all hosts
 ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
 SILENT = 2  # questions in a row that a host leaves unanswered before it counts as lost
-_ASK_S = 5.0  # from one of them to the next, at least
+_ASK_S = 3.0  # from one of them to the next, at least
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
@@ -64,6 +64,7 @@ class Hosts:
         """The names that hosts have for themselves, of those that have ever answered."""
         self._early: _Question | None = None
         self._regular: _Question | None = None
+        self._counted: _Question | None = None  # the last of those that is in `_unanswered`
         self._unanswered: dict[Host, int] = {}  # questions in a row that are over
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
@@ -105,14 +106,14 @@ class Hosts:
         returns at once: a question is under way for most of the time.
         """
         asked = self._regular
-        if asked is None:
-            self._regular = _Question(self, _LOOKING, folder)
-        elif asked.over and time.monotonic() > asked.began + _ASK_S:
+        if asked is not None and asked.over and asked is not self._counted:
+            self._counted = asked
             if found := self._names_in(asked.end()):  # otherwise, nothing can be asked from here
                 self._unanswered = {
                     host: 0 if host in found else self._unanswered.get(host, 0) + 1
                     for host in self.names
                 }
+        if asked is None or (asked.over and time.monotonic() > asked.began + _ASK_S):
             self._regular = _Question(self, _LOOKING, folder)
         return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
 
