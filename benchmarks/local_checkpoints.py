@@ -15,7 +15,7 @@ from statistics import mean, median
 from typing import Any
 
 from emulated import Layout, nodes
-from results import DOCS, facts, heading, spread, table, write
+from results import DOCS, facts, heading, ratios, spread, table, write
 
 
 def main() -> int:
@@ -54,21 +54,24 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         for what in names
     }
     plain = [mean(turn["steps_s"]) for turn in turns[names[0]]]
+    plain_cpu = [turn["cpu_s"] for turn in turns[names[0]]]
     rows = []
     for what in names:
         steps = [mean(turn["steps_s"]) for turn in turns[what]]
-        cells = [spread(steps, 3), spread([a / b for a, b in zip(steps, plain, strict=True)], 3)]
-        cells.append(f"{median(turn['cpu_s'] for turn in turns[what]):.3f}")
+        cpu = [turn["cpu_s"] for turn in turns[what]]
+        cells = [spread(steps, 3), spread(ratios(steps, plain), 3)]
+        cells += [f"{median(cpu):.3f}", spread(ratios(cpu, plain_cpu), 3)]
         if local := page["saves"].get(what, {}).get("local"):
             cells += [str(local["saved"]), f"{local['waited_s'] / max(1, local['saved']):.3f}"]
-        rows.append([what, *cells, *[""] * (5 - len(cells))])
-    heads = ["saves", "step, s", "of that without", "CPU of a rank, s"]
+        rows.append([what, *cells, *[""] * (6 - len(cells))])
+    heads = ["saves", "step, s", "of that without", "CPU of a rank, s", "of that without"]
     lines += table([*heads, "complete, with copies", "pause of each, s"], rows)
     lines += [
         "",
         "Means over the steps of a block; medians (least to most) of the blocks, each compared "
         "with the block without saves of its round. Saves are those of all blocks, the warm-up "
-        "included.",
+        "included. Time in which other blocks ran does not count for the interval `auto`, which "
+        f"was {page['auto']['auto']:.0f} s in the end.",
     ]
     write(output, name, page, lines)
 

@@ -216,7 +216,7 @@ def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random
     began = r"resumed after step (\d+)|step +1/"  # a new run, without a whole step
     resumed = run.until(lambda: run.said(began, starts[-1]))
     done = int(resumed[0][1][1] or 0)
-    report = run.said(r"mntrain: error: .*(lost|not answer)", at)
+    report = run.said(r"mntrain: (error: .*(lost|not answer)|warning: .*no rank on)", at)
     looked = run.said(r"looking at hosts took ([\d.]+) s", at)
     restored = run.said(r"restored (step|the run's)", at)
     if kind == "cut":

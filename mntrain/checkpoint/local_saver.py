@@ -28,7 +28,7 @@ class LocalSaver(Saver):
     """Saves a run into the folders of its nodes. Created by all ranks.
 
     `attempt` names what this start of the run trains; it is set before the first `begin`, and
-    `copies.seconds`, those in which a copy is to be made, while it is sent.
+    `copies.until`, the time until which a copy is to be made, while it is sent.
     """
 
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders) -> None:

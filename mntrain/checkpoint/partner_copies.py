@@ -61,7 +61,7 @@ class PartnerCopies:
 
     def __init__(self, world: Ranks, folders: NodeFolders) -> None:
         self._root, self._closed = folders.own, False
-        self.seconds = 0.0  # in which a copy is to be sent
+        self.until = 0.0  # when a copy is to be sent, by time.monotonic()
         self._listener: socket.socket | None = None
         nodes, node = world.topology.nodes, world.topology.node(world.rank)
         gathered = world.gather((_rack(), own_addresses(), secrets.token_bytes(32)))
@@ -90,7 +90,7 @@ class PartnerCopies:
         sizes: Mapping[str, int],
         ranges: Mapping[str, Sequence[ChecksummedRange]],
     ) -> str:
-        """Send ranges of a step's files, in about `seconds`; return why that failed, or "".
+        """Send ranges of a step's files, slowly, `until` a time; return why that failed, or "".
 
         Local. `step` is relative to the node's folder, and `sizes` are those of the whole files.
         Does nothing without a partner.
@@ -132,20 +132,20 @@ class PartnerCopies:
                 with (self._root / step / name).open("rb", buffering=0) as file:
                     for part in parts:
                         for low in range(0, part.length, _PIECE_BYTES):
-                            count = min(_PIECE_BYTES, part.length - low)
-                            own.sendall(os.pread(file.fileno(), count, part.start + low))
-                            sent += count
                             while (
                                 wait := self._due_in(start, sent / total)
                             ) > 0 and not self._closed:
                                 time.sleep(min(wait, 1.0))
                             if self._closed:
                                 return "the run has ended"
+                            count = min(_PIECE_BYTES, part.length - low)
+                            own.sendall(os.pread(file.fileno(), count, part.start + low))
+                            sent += count
             return connection.recv_bytes(_MAX_HEADER).decode()
 
     def _due_in(self, start: float, share: float) -> float:
-        """Return the seconds until a share of a copy is to be sent."""
-        return start + self.seconds * share - time.monotonic()
+        """Return the seconds until the piece is to be sent that follows a share of a copy."""
+        return start + (self.until - start) * share - time.monotonic()
 
     def _listen(self) -> None:
         """Receive copies, in a thread for each. In the thread."""

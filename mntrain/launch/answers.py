@@ -16,7 +16,7 @@ from mntrain.recorder.launch_notes import VARIABLE
 LIMIT_S = 20.0  # for all hosts
 ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
 SILENT = 2  # questions in a row that a host leaves unanswered before it counts as lost
-_ASK_S = 5.0  # from one of them to the next, at least
+_ASK_S = 3.0  # from one of them to the next, at least
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
@@ -42,6 +42,7 @@ _LOOKING = f"""{_IDS}
 for id in $(ids); do
     ! grep -qs '^State:.T (stopped)' /proc/$id/status || exit 1
 done
+echo {_MARK} "$(uname -n)"
 """
 _REMOVING = 'rm -rf -- "$0"'
 _HERE = Host("localhost")
@@ -59,8 +60,11 @@ class Hosts:
 
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
         self.all, self._agent = hosts, agent
+        self.names: dict[Host, str] = {}
+        """The names that hosts have for themselves, of those that have ever answered."""
         self._early: _Question | None = None
         self._regular: _Question | None = None
+        self._counted: _Question | None = None  # the last of those that is in `_unanswered`
         self._unanswered: dict[Host, int] = {}  # questions in a row that are over
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
@@ -97,28 +101,39 @@ class Hosts:
     def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
         """Return those of some hosts that have left SILENT questions unanswered in a row.
 
-        Nor does a host answer on which processes of the launch with a folder are stopped.
-        Called again and again; returns at once: a question is under way for most of the time.
+        They have answered before: others may not be reached from here at all. A host does not
+        answer on which processes of the launch with a folder are stopped. Called again and again;
+        returns at once: a question is under way for most of the time.
         """
         asked = self._regular
-        if asked is None:
-            self._regular = _Question(self, _LOOKING, folder)
-        elif asked.over and time.monotonic() > asked.began + _ASK_S:
-            found = asked.end()
-            if found:  # otherwise, nothing can be asked from here
+        if asked is not None and asked.over and asked is not self._counted:
+            self._counted = asked
+            if found := self._names_in(asked.end()):  # otherwise, nothing can be asked from here
                 self._unanswered = {
                     host: 0 if host in found else self._unanswered.get(host, 0) + 1
-                    for host in self.all
+                    for host in self.names
                 }
+        if asked is None or (asked.over and time.monotonic() > asked.began + _ASK_S):
             self._regular = _Question(self, _LOOKING, folder)
         return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
 
     def watch_no_more(self) -> None:
         """End the question of `silent`."""
         if self._regular is not None:
-            self._regular.end()
+            self._names_in(self._regular.end())
         self._regular = None
         self._unanswered = {}
+
+    def _names_in(self, answers: Mapping[Host, str]) -> dict[Host, str]:
+        """Return the names that hosts have told for themselves, this one's included."""
+        marked = {
+            host: line.split()[-1]
+            for host, output in answers.items()
+            for line in output.splitlines()
+            if line.startswith(_MARK)
+        }
+        self.names |= {host: name for host, name in marked.items() if host in self.all}
+        return marked
 
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.
@@ -136,11 +151,7 @@ class Hosts:
             return late or asked.over
 
         wait_until(over)
-        found = {}
-        for host, output in asked.end().items():
-            for line in output.splitlines():
-                if line.startswith(_MARK):
-                    found[host] = line.split()[-1]
+        found = self._names_in(asked.end())
         if early:
             early.end()
         self._early = None

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
 from mntrain.launch.starts import Keeper, Signals, Start
 from mntrain.launch.verdict import EndCause, choose, judge
-from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes, Steps
 
 AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
 _VERSION_S = 20.0  # for mpirun to say whose it is
@@ -24,6 +25,9 @@ _MOST_IDLE = 2  # starts in a row without a step
 # every host answers: what has ended them may be in the program, at the same point each time.
 _MOST_ALIKE = 5
 _FORWARDED = ("-x", VARIABLE)  # Open MPI passes variables of other names to no other host
+_OWN = "launch"  # whose word a verdict is
+SIGNALLED_S = 60.0  # after a signal, for the job to end by itself: a last save may take long
+_WORD_S = 60.0  # for which hosts are asked after the ranks' word that they do not answer
 
 
 class Launch:
@@ -48,7 +52,6 @@ class Launch:
         self._answering = Hosts(command.hosts, os.environ, command.agent)
         self._open_mpi = command.kind == "mpirun" and _is_open_mpi(command.words[0])
         self._hosts = command.hosts[:full]  # of the present start
-        self._names: dict[Host, str] = {}  # that hosts have for themselves
         self._number = self._idle = self._alike = 0
         self._highest = 0  # step in the metrics of all starts
         self._step_at: float | None = None  # the last step of all starts before the present one
@@ -68,13 +71,16 @@ class Launch:
         why = ""
         while True:
             code, verdict, gets_on = self._start(why, as_given=as_given)
+            if self._signals.first and verdict.by == _OWN:  # what was told to end did not
+                _say(f"ended by force: {verdict.what}")
+                self._answering.free(str(self._folder), enough=0)
+                return self._signalled
             if self._signals.first or verdict.fault is False:
                 if code and not self._signals.first:
                     _say(f"not started again: {verdict.said}, which is no fault of a machine")
                 return code
             ended = time.monotonic()
             free = self._answering.free(str(self._folder), enough=self._enough(verdict))
-            self._names |= free
             silent = ", ".join(host.name for host in self._hosts if host not in free)
             if verdict.fault is None and not silent:
                 _say(f"not started again: {verdict.what}, and every host answers")
@@ -84,7 +90,7 @@ class Launch:
             if stuck := self._stuck(gets_on, silent):
                 _say(f"not started again: {stuck}; the last: {why}")
                 return code or 1
-            blamed = {host for host in free if {host.name, self._names[host]} & {*verdict.hosts}}
+            blamed = {host for host in free if {host.name, free[host]} & {*verdict.hosts}}
             chosen = choose(self._hosts, list(free), blamed, self._full)
             if self._command.hosts and len(chosen) < self._least:
                 _say(
@@ -93,7 +99,7 @@ class Launch:
                 )
                 return AGAIN
             if self._signals.first:  # while the hosts were asked
-                return 130 if self._signals.first == SIGINT else AGAIN
+                return self._signalled
             as_given = as_given and chosen == self._hosts
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
@@ -109,9 +115,10 @@ class Launch:
             return f"none of {_MOST_ALIKE} starts in a row {further}, and every host answers"
         return ""
 
-    def _known(self) -> list[Host]:
-        """Return the hosts of the present start that have answered before."""
-        return [host for host in self._hosts if host in self._names]
+    @property
+    def _signalled(self) -> int:
+        """The exit code after a signal, if the command has none."""
+        return 130 if self._signals.first == SIGINT else AGAIN
 
     def _enough(self, verdict: EndCause) -> int:
         """Return how many answers are enough: as many as hosts are used, or ranks say are left.
@@ -140,20 +147,21 @@ class Launch:
         # It names itself before it begins, so that it ends with `launch` at any moment.
         start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
         self._signals.direct(start.process)
-        watched, told, lost = number > 1, number == 1, EndCause(None, "")
+        met, told, lost = False, number == 1, EndCause(None, "")
 
         def look() -> None:
-            nonlocal watched, told, lost
+            nonlocal met, told, lost
             steps = self._notes.steps
+            met = met or bool(steps or self._notes.run)
+            hosts, when = self._in_doubt(start, steps, met=met)
             if start.lost:
                 self._answering.begin(str(self._folder))
-            elif watched and (steps or self._notes.run):  # from here on, ranks notice themselves
-                watched = False
+            elif not when:
                 self._answering.watch_no_more()
-            elif watched and (silent := self._answering.silent(str(self._folder), self._known())):
+            elif silent := self._answering.silent(str(self._folder), hosts):
                 names = tuple(host.name for host in silent)
-                what = f"before the ranks had met, {', '.join(names)} did not answer"
-                lost = EndCause(True, f"{what} {SILENT} times", "launch", names)
+                what = f"{when}, {', '.join(names)} did not answer {SILENT} times"
+                lost = EndCause(True, what, _OWN, names)
                 start.end()
             if not told and steps is not None:
                 told = True
@@ -177,6 +185,29 @@ class Launch:
         self._step_at, before = steps.at, self._highest
         self._highest = max(before, evidence.last_step)
         return code, verdict, self._highest > before or None
+
+    def _in_doubt(
+        self, start: Start, steps: Steps | None, *, met: bool
+    ) -> tuple[Sequence[Host], str]:
+        """Return the hosts that are to be asked whether they are lost, and when that is; or "".
+
+        Once ranks have met, they notice most losses themselves, but not that a node is stopped.
+        Only they know that others wait for it, and only the host whether a call keeps the
+        interpreter.
+        """
+        if not self._hosts:
+            return [], ""
+        signals = self._signals  # after one, mpirun may wait for a host that is lost
+        if signals.first is not None and time.monotonic() > signals.first_at + SIGNALLED_S:
+            return self._hosts, f"{SIGNALLED_S:.0f} s after {signals.first.name}"
+        if not met:
+            return self._hosts, "before the ranks had met"
+        since = max(time.time() - _WORD_S, steps.at if steps else 0.0)
+        if start.silent_at <= since:
+            return [], ""
+        named, names = {*start.silent}, self._answering.names
+        hosts = [host for host in self._hosts if {host.name, names.get(host, "")} & named]
+        return hosts, "while ranks waited for it"
 
     def _words(self, *, as_given: bool) -> list[str]:
         """Return the command on the hosts of this start."""

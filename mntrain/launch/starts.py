@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO
 
-from mntrain.launch.verdict import tells_loss
+from mntrain.launch.verdict import silent_hosts, tells_loss
 
 # Of a terminal, for all of its processes; others are for the launcher alone, which passes them on.
 _OF_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -39,6 +39,8 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self.first_at = 0.0
+        """When that came, as time.monotonic()."""
         self._command: subprocess.Popen[bytes] | None = None
 
     def direct(self, command: subprocess.Popen[bytes] | None) -> None:
@@ -59,7 +61,8 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.first = self.first or signal.Signals(number)
+        if self.first is None:
+            self.first, self.first_at = signal.Signals(number), time.monotonic()
         if self._command is not None:
             _send(self._command, number, group=number in _OF_TERMINAL)
 
@@ -114,6 +117,10 @@ class Start:
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._within_line = False  # of stderr
         self._lost_at: float | None = None  # when the ranks have reported a loss
+        self.silent: list[str] = []
+        """Hosts of which no rank answers, by the last warning of the ranks that says so."""
+        self.silent_at = 0.0
+        """When that came, as time.time()."""
         self.process = subprocess.Popen(
             words,
             env=environment,
@@ -189,6 +196,8 @@ class Start:
         self._lines.append(text + "\n")
         if self._lost_at is None and tells_loss(text):
             self._lost_at = time.monotonic()
+        if silent := silent_hosts(text):
+            self.silent_at, self.silent = time.time(), silent
 
 
 def _write(target: int, data: bytes) -> None:

@@ -32,6 +32,9 @@ _LOSSES = (
     rf"{_NETWORK} has connected to (?P<whom>{_NODE})[^\n]*, but what it sends now ",
     rf"{_NODE} has had no answer from (?P<whom>{_NODE}) for \d",
 )
+# In a warning of ranks that wait. It may be a call that keeps the interpreter: hosts are asked.
+_SILENCE = re.compile(rf"mntrain: warning: {_WAIT}[^\n]*")
+_SILENT_HOST = re.compile(r"; no rank on ([\w.-]+) answers")
 _REPORT = re.compile(
     r"mntrain: (?:error: (?P<error>[^\n]*)|(?P<failed>rank \d+ of \d+ on \S+ "
     r"(?:failed|left the job)[^\n]*))"
@@ -181,6 +184,11 @@ def tells_loss(line: str) -> bool:
     """Return whether a line of output is a report of the ranks that a machine is to blame."""
     found = _REPORT.search(line)
     return found is not None and _is_loss(found["error"] or "")
+
+
+def silent_hosts(line: str) -> list[str]:
+    """Return the hosts of which no rank answers, by a warning of the ranks in a line of output."""
+    return _SILENT_HOST.findall(line) if _SILENCE.search(line) else []
 
 
 def _is_loss(text: str) -> bool:

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, variance
 from typing import Any
 
 from mntrain.checkpoint import FoundCheckpoint, Manifest
@@ -20,19 +20,25 @@ SHARE = 0.01  # of the time of training, that `auto` may cost
 _FIRST_AFTER = 5  # undisturbed steps, whose time is known then
 _STEPS = 64  # of which the time is kept
 _OTHER_BYTES = 64 << 10  # of a rank, beside tensors: random generators, headers, the manifest
-_COPY_S = 30.0  # most seconds in which a copy is to be sent
+_COPY_SHARE, _COPY_S = 0.25, 30.0  # of an interval, and most seconds, until copies are to be sent
+# No machine takes longer for a byte of a rank that is written, sent over 1 Gbit/s and received:
+# what longer steps during a save show beyond that is noise.
+_MOST_S_PER_BYTE = 20e-9
 
 
 class LocalInterval:
     """The interval between saves in the nodes' memory: a number of steps, or "auto".
 
-    The time of a step is that from the end of one call of `Checkpoints.save` to the next.
+    The time of a step is that from the end of one call of `Checkpoints.save` to the next. This rank
+    saves about `nbytes`.
     """
 
-    def __init__(self, every: str) -> None:
+    def __init__(self, every: str, nbytes: int) -> None:
         self._steps = 0 if every == "auto" else int(every)
+        self._most_s = nbytes * _MOST_S_PER_BYTE
         self._quiet: deque[float] = deque(maxlen=_STEPS)  # seconds of undisturbed steps
-        self._disturbed: list[float] = []  # of those during the present save
+        self._disturbed: deque[float] = deque(maxlen=_STEPS)  # of those during saves
+        self._during = 0  # steps during the present save
         self._left: float | None = None  # when the last step's call ended
         self._began, self._seconds, self._blocked_s = -float("inf"), 0.0, 0.0
 
@@ -43,6 +49,7 @@ class LocalInterval:
 
     def step_taken(self, *, disturbed: bool) -> None:
         """Note that a step was taken. Local."""
+        self._during += disturbed
         if self._left is not None:
             (self._disturbed if disturbed else self._quiet).append(time.monotonic() - self._left)
 
@@ -62,41 +69,51 @@ class LocalInterval:
 
     def begins(self) -> None:
         """Note that a save begins. Local."""
-        self._began, self._blocked_s = time.monotonic(), 0.0
-        self._disturbed.clear()
+        self._began, self._blocked_s, self._during = time.monotonic(), 0.0, 0
 
     def ended(self) -> None:
-        """Note that it has ended, which shows what it cost. Local."""
-        cost = self._blocked_s
-        if self._quiet and self._disturbed:
-            longer = median(self._disturbed) - median(self._quiet)
-            cost += max(0.0, longer) * len(self._disturbed)
-        seconds = cost / SHARE
+        """Note that it has ended, which shows what it cost. Local.
+
+        That is the time for which training waited, and by which steps during saves are longer: the
+        mean difference and two standard errors, since it must not be taken for less than it is.
+        """
+        extra_s = self._most_s
+        if min(len(self._quiet), len(self._disturbed)) > 1:
+            step_s = median(self._quiet)  # much longer ones have other causes
+            quiet = [min(seconds, 2 * step_s) for seconds in self._quiet]
+            disturbed = [min(seconds, step_s + self._most_s) for seconds in self._disturbed]
+            error = sum(variance(one) / len(one) for one in (quiet, disturbed)) ** 0.5
+            longer = fmean(disturbed) - fmean(quiet) + 2 * error
+            extra_s = min(self._most_s, max(0.0, longer) * self._during)
+        seconds = (self._blocked_s + extra_s) / SHARE
         self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
 
     @property
     def copy_s(self) -> float:
-        """Seconds in which a copy is to be sent: half of those to the next save, at most 30."""
-        step_s = median(self._quiet) if self._quiet else 0.0
+        """Seconds from the begin of a save in which its copies are to be sent."""
+        steps = [*self._quiet, *self._disturbed]
         until_next = max(self._seconds, self._blocked_s / SHARE)
-        return min(_COPY_S, (self._steps * step_s if self._steps else until_next) / 2)
+        if self._steps:
+            until_next = self._steps * median(steps) if steps else 0.0
+        return min(_COPY_S, until_next * _COPY_SHARE)
 
 
 class LocalCheckpoints:
     """The checkpoints of a run in the memory of its nodes, of which the user sees only faults.
 
     Every rank makes the same decisions. The first save that fails is told by a warning; training
-    goes on, and later ones are tried. None begins while one is not complete with its copies.
+    goes on, and later ones are tried. One that is due while another is not complete with its copies
+    begins as soon as that is.
     """
 
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders, every: str) -> None:
         """Check that all can be saved. Collective; raises AgreedError."""
         self._world, self._folders = world, folders
-        self._saver, self._interval = LocalSaver(world, saved, folders), LocalInterval(every)
-        saver = self._saver
-        self._failed = self._saved = self._skipped = 0
+        saver = self._saver = LocalSaver(world, saved, folders)
+        self._interval = LocalInterval(every, _own_bytes(world, saver))
+        self._failed = self._saved = self._late = 0
         self._waited_s = 0.0
-        self._warned = False
+        self._warned = self._overdue = False
         with world.agreement():
             saver.check()
         self._expect_room()
@@ -117,7 +134,7 @@ class LocalCheckpoints:
 
     def restored(self, found: FoundCheckpoint | None, attempt: str) -> None:
         """Begin an attempt with what was restored, and remove all else of the run. Collective."""
-        self._saver.attempt = attempt
+        self._saver.attempt, self._overdue = attempt, False
         try:
             self._saver.keep_only(found if found and found.from_nodes else None)
         except AgreedError as error:
@@ -136,22 +153,25 @@ class LocalCheckpoints:
         has ended.
         """
         start, ended = time.perf_counter(), False
-        self._interval.step_taken(disturbed=self._saver.saving)
-        due = flags["local due"] > 0 or self._interval.due_after(progress.step)
+        if progress.eval_loss is None:  # or the step has taken longer for that
+            self._interval.step_taken(disturbed=self._saver.saving)
+        due_now = flags["local due"] > 0 or self._interval.due_after(progress.step)
+        due, begins = due_now or self._overdue, False
         if self._saver.saving and flags["local ready"] >= self._world.size:
             self._advance()
             ended = True
-        if due and self._saver.saving:
-            self._skipped += self._interval.due_after(progress.step)
-        elif due:
+        self._overdue = due and self._saver.saving
+        self._late += due_now and self._overdue
+        if due and not self._overdue:
             before_save()
             self._interval.begins()
             self._saver.begin(progress)
-            ended = True
+            begins = ended = True
         spent = time.perf_counter() - start
         self._waited_s += spent
         self._interval.leaves(spent)
-        self._saver.copies.seconds = self._interval.copy_s
+        if begins:
+            self._saver.copies.until = time.monotonic() + self._interval.copy_s
         return ended
 
     @property
@@ -161,7 +181,7 @@ class LocalCheckpoints:
 
     def finish(self) -> None:
         """Complete the save that is being written, if there is one, without pauses. Collective."""
-        self._saver.copies.seconds = 0.0
+        self._saver.copies.until = 0.0
         while self._saver.saving:
             self._advance()
 
@@ -171,7 +191,7 @@ class LocalCheckpoints:
 
     def summary(self) -> dict[str, Any]:
         """Return what is told of them in summary.json. Local."""
-        counts = {"saved": self._saved, "failed": self._failed, "skipped": self._skipped}
+        counts = {"saved": self._saved, "failed": self._failed, "late": self._late}
         return {**counts, "waited_s": self._waited_s}
 
     def _due(self) -> bool:

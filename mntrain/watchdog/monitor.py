@@ -18,6 +18,7 @@ from mntrain.watchdog.side_channel import Message
 ANSWER_S = 3.0  # for the ranks to answer
 UNCONNECTED = "there is no TCP connection to it"
 CUT_OFF = "nor do the ranks of its host that pass messages on to it"
+HELD = "its node does, so its process is stopped, or held in C code"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
 _UNKNOWN = (UNCONNECTED, CUT_OFF)  # why nothing is known of a rank
 EXIT_S = 5.0  # at the exit, for ranks without a connection
@@ -87,7 +88,7 @@ class Inquiry:
             elif (relays := channel.relays(rank)) and relays.isdisjoint(self.statuses):
                 why = CUT_OFF
             else:
-                why = "its node does, so its process is stopped, or held in C code"
+                why = HELD
             self.silent[rank] = why
 
     @property
@@ -115,6 +116,17 @@ class Inquiry:
         return find_culprits(late, {r for r, why in self.silent.items() if why in _UNKNOWN})
 
     @property
+    def silent_hosts(self) -> list[str]:
+        """The hosts of awaited ranks that acknowledge messages, but of which no rank answers."""
+        found, culprits = [], () if self.networks else sorted(self.culprits)  # else one may be lost
+        for key in dict.fromkeys(self.facts[rank].host_key for rank in culprits):
+            ranks = [r for r, one in enumerate(self.facts) if one.host_key == key]
+            why = {self.silent.get(rank, "") for rank in ranks if rank not in self.left}
+            if HELD in why <= {HELD, CUT_OFF}:
+                found.append(self.facts[ranks[0]].host)
+        return found
+
+    @property
     def at_exit(self) -> bool:
         """True if the ranks that wait are at the exit."""
         return any(wait.stream == EXIT for wait in self.waits.values())
@@ -123,11 +135,16 @@ class Inquiry:
         """Return ranks with their hosts in words."""
         return naming("rank", ranks, {rank: facts.host for rank, facts in enumerate(self.facts)})
 
+    @property
+    def longest_s(self) -> float:
+        """The seconds of the longest wait; 0 without any."""
+        return max((wait.seconds for wait in self.waits.values()), default=0.0)
+
     def headline(self) -> str:
         """Return who waits for whom in one line."""
         waits, culprits = self.waits, self.culprits
-        seconds = max((wait.seconds for wait in waits.values()), default=0.0)
-        have = f"{self.name(waits)} {'have' if len(waits) > 1 else 'has'} waited {seconds:.0f} s"
+        have = f"{self.name(waits)} {'have' if len(waits) > 1 else 'has'}"
+        have += f" waited {self.longest_s:.0f} s"
         if self.at_exit:
             have += f" at the exit for {self.name(culprits)}, which "
             have += f"{'have' if len(culprits) > 1 else 'has'} not reached the end of the job"
@@ -139,7 +156,8 @@ class Inquiry:
                 have += f", which {'do' if len(culprits) > 1 else 'does'} not answer"
         else:
             have += " in what all ranks have begun: messages between them do not arrive"
-        return "; ".join([have, *self.networks[:1]])
+        silent = [f"no rank on {host} answers" for host in self.silent_hosts]
+        return "; ".join([have, *silent, *self.networks[:1]])
 
     def details(self) -> str:
         """Return in what ranks wait, and where those are that they wait for, in several lines."""
@@ -222,6 +240,7 @@ class Monitor:
     ) -> None:
         self._rank, self._facts, self._channel, self._pardon = rank, facts, channel, pardon
         self._limits, self._lost_after = limits, channel.lost_after
+        self._early_s = channel.lost_after / 2  # of a wait, until hosts that are silent are told
         self._own_status, self._warn, self._end_job = own_status, warn, end_job
         self.left: set[int] = set()  # ranks that have left, or have told that they failed
         self._connected: set[int] = set()  # at any time so far
@@ -384,10 +403,8 @@ class Monitor:
             headline = f"{inquiry.reason}; {headline}" if waits else inquiry.reason
         elif inquiry.at_exit and not inquiry.culprits:
             return  # all have come meanwhile
-        elif in_vain:
+        elif in_vain or self._is_early(inquiry):
             pass
-        elif inquiry.networks and waits and not inquiry.ends:
-            pass  # told early
         elif not any(
             seconds >= ((math.inf if limit is None else limit) if inquiry.ends else warning_limit)
             for seconds, limit in waits
@@ -404,11 +421,19 @@ class Monitor:
                     option = "--comm.timeout, or timeout="
                 end = f"\n  the job ends after {min(limits):g} s ({option})"
             self._warn(f"{headline}\n{details}{end}")
-            self._quiet_until = time.monotonic() + warning_limit
+            self._quiet_until = time.monotonic() + min(warning_limit, inquiry.longest_s)
             return
         self._print_stacks_of_held(inquiry)
         report = f"{headline}\n{details}\n{inquiry.stacks()}"
         self._end_job(report, headline, "stalled", inquiry.code)
+
+    def _is_early(self, inquiry: Inquiry) -> bool:
+        """Return whether a wait is told before the limit of a warning, since that may be in vain.
+
+        Another node does not answer, or no rank of it.
+        """
+        silent = inquiry.silent_hosts and inquiry.longest_s >= self._early_s
+        return bool(inquiry.waits and not inquiry.ends and (inquiry.networks or silent))
 
     def _in_vain(self, inquiry: Inquiry) -> bool:
         """Return whether ranks wait for some that have left, and whose messages would have come.
@@ -416,13 +441,11 @@ class Monitor:
         Those that were sent before may be late by the time that a link may be silent. A long
         message may be on its way for longer.
         """
-        waits = inquiry.waits.values()
-        longest = max((wait.seconds for wait in waits), default=0.0)
-        if any(wait.may_end for wait in waits):
+        if any(wait.may_end for wait in inquiry.waits.values()):
             return False
         culprits = inquiry.culprits
         left = bool(culprits) and culprits <= self.left and not inquiry.at_exit
-        return left and longest >= self._lost_after
+        return left and inquiry.longest_s >= self._lost_after
 
     def _print_stacks_of_held(self, inquiry: Inquiry) -> None:
         """Let ranks that run but do not answer print their stacks, on order of a neighbour."""

@@ -32,7 +32,7 @@ from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import Recorder
-from mntrain.watchdog.monitor import Limits, Monitor, relaunch_hint
+from mntrain.watchdog.monitor import ANSWER_S, TAKE_OVER_S, Limits, Monitor, relaunch_hint
 from mntrain.watchdog.rank_status import (
     EXIT,
     STACK_SIGNAL,
@@ -86,8 +86,7 @@ class Watchdog:
         self._rank, self._size, self._engine = rank, len(facts), engine
         routes = Routes([one.host_key for one in facts])
         self._channel = RelayedChannel(channel, rank, routes)
-        self._addresses, self._fail = addresses, fail
-        self._limits, self._recorder = limits, recorder
+        self._addresses, self._fail, self._limits = addresses, fail, limits
         self.at_end: list[Callable[[str, str], None]] = []
         """Called on rank 0, or on rank 1 once rank 0 is lost, before the job ends, with the status
         and the reason of its end; by any thread. Who appends one removes it when the run is
@@ -105,7 +104,7 @@ class Watchdog:
                 end_job=self._end_job,
                 pardon=self._pardon,
             )
-        self._connect_at, self._attempts = -math.inf, 0
+        self._recorder, self._connect_at, self._attempts = recorder, -math.inf, 0
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
         self._left: set[int] = set()  # peers
         self._lost_monitor = False  # since the last look
@@ -113,7 +112,11 @@ class Watchdog:
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
         self._asked_at = -math.inf  # when a monitor has asked this rank
         hosts = {rank: one.host for rank, one in enumerate(facts)}
-        self._monitors_named = naming("rank", [r for r in MONITORS if r < len(facts)], hosts)
+        monitors = [r for r in MONITORS if r < len(facts)]
+        self._monitors_named = naming("rank", monitors, hosts)
+        self._monitors_hosts = dict.fromkeys(hosts[monitor] for monitor in monitors)
+        self._early_s = channel.lost_after / 2
+        self._tells_early = rank in (*monitors, _first_elsewhere(facts))
         relays = {*routes.above(rank)} - {*MONITORS}
         self._through = f" through {naming('rank', relays, hosts)}" if relays else ""
         self._reached: set[int] = set()  # monitors, at the last look
@@ -350,12 +353,30 @@ class Watchdog:
         if limit is not None and not at_exit:  # there, what a late rank does may take long
             beyond = self._stalled_s - limit
         warns = self._stalled_s >= self._limits.warn_after or bool(self._lost_connections())
-        level = 2 + int(beyond / REPEAT_S) if beyond >= 0 else warns
+        early = self._tells_early and self._stalled_s >= self._early_s
+        unheard = early and self._monitor is None and self._unheard(now)
+        ends = beyond >= 0
+        level = 4 + int(beyond / REPEAT_S) if ends else early + unheard + warns
         if level > self._told:
             self._told = level
-            self._tell_waiting(ends=level > 1)
-            if level >= 2 + UNHEARD and self._asked_at < now - UNHEARD * REPEAT_S:
+            self._tell_waiting(ends=ends)
+            if unheard and not ends:
+                self._warn_of_unheard()
+            if level >= 4 + UNHEARD and self._asked_at < now - UNHEARD * REPEAT_S:
                 self._end_unheard()
+
+    def _unheard(self, now: float) -> bool:
+        """Return whether no monitor has asked this rank since it waits, though it has told them."""
+        late = self._stalled_s >= self._early_s + TAKE_OVER_S + ANSWER_S
+        return late and self._asked_at < now - self._stalled_s
+
+    def _warn_of_unheard(self) -> None:
+        """Tell that the monitors do not answer, who would tell it of others."""
+        if self._channel.peers:
+            silent = "; ".join(f"no rank on {host} answers" for host in self._monitors_hosts)
+            waited = f"rank {self._rank} has waited {self._stalled_s:.0f} s"
+            text = f"warning: {waited}, and {self._monitors_named} do not answer; {silent}"
+            call_for(PRINT_S, lambda: _print(text))
 
     def _end_unheard(self) -> None:
         """End the job, since no monitor does: they may be stopped, or out of reach and lost."""
@@ -532,6 +553,12 @@ class Watchdog:
                 signal.set_wakeup_fd(-1)
         self._closed = True
         self._channel.close(in_child=True)
+
+
+def _first_elsewhere(facts: Sequence[RankFacts]) -> int | None:
+    """Return the first rank that is on no host of a monitor, if there is one."""
+    near = {one.host_key for one in facts[: len(MONITORS)]}
+    return next((rank for rank, one in enumerate(facts) if one.host_key not in near), None)
 
 
 def _print(text: str) -> None:

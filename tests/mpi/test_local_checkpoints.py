@@ -391,7 +391,7 @@ def test_a_step_is_saved_in_memory_also_if_it_is_saved_in_the_run_directory(fold
     with running(folder, killed=True, every=every) as run:
         run.train(9)
         saves = run.checkpoints.summary()["checkpoints"]
-        assert (saves["local"]["saved"], saves["local"]["skipped"]) == (4, 0)
+        assert (saves["local"]["saved"], saves["local"]["late"]) == (4, 0)
         assert saves["failed"] == 0
     assert steps_of(folder)[0] == "step-00000008"
 

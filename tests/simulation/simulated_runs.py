@@ -78,7 +78,7 @@ class Copies:
 
     def __init__(self, world: Ranks, folders: NodeFolders) -> None:
         self._node, self._own = world.topology.node(world.rank), folders.own
-        self.seconds = 0.0  # of the real time in which a copy is to be sent
+        self.until = 0.0  # of the real time, when a copy is to be sent
         nodes = world.topology.nodes
         self.roots[self._node] = folders.own
         self.partner = partner_nodes([""] * len(nodes))[self._node] if len(nodes) > 1 else None

@@ -68,6 +68,8 @@ class Known:
     left_anywhere: bool = True  # whether there was another node
     restored: list[int] = field(default_factory=list)
     final: object = None
+    reached: int = 0  # the step that the last start has begun, after a step that is in memory; or 0
+    longest: int = 0  # the most steps during a local save
 
 
 def states():
@@ -98,11 +100,11 @@ def on_rank(world, run, start, folder, *, known, kill):
     done = checkpoints.restore()
     optimizer.wait_for_parameters()
     assert_close(model, EXPECTED[done], EXACT)
-    found = checkpoints._resumed
+    found, begun, at_once = checkpoints._resumed, done, 0
     known.restored.append((done, bool(found and found.from_nodes)))
     low, high = split(12, world.size)[world.rank : world.rank + 2]
     for step in range(done + 1, LAST + 1):
-        known.begun = max(known.begun, step)
+        known.begun, known.reached = max(known.begun, step), max(known.reached, step)
         current().time.sleep(run.step_s * (1 + (7 * world.rank + 3 * step + run.seed) % 4) / 4)
         loss = loss_of(model, rows(samples(12, step), low, high))
         optimizer.backward(loss, weight=high - low)
@@ -110,6 +112,13 @@ def on_rank(world, run, start, folder, *, known, kill):
         optimizer.zero_grad()
         checkpoints.save(step, now=step in (run.now, LAST))
         note(checkpoints, known)
+        if checkpoints._local is not None:
+            pending = checkpoints._local._saver._pending
+            begun = step_in(pending.path) if pending else begun
+            known.longest = max(known.longest, step - begun + 1 if pending else 0)
+            at_once = step if step in (run.now, LAST) else at_once  # in the run directory
+            # One that is due begins when the one before is complete.
+            assert pending or step - max(begun, at_once) < run.local_every
         kill_after(step)
     optimizer.wait_for_parameters()
     assert_close(model, EXPECTED[LAST], EXACT)
@@ -183,12 +192,15 @@ def test_every_start_goes_on_from_what_is_left_and_ends_as_an_undisturbed_run(ru
                 options={"bucket_mb": 1e-3, "ranks_per_node": start.per_node},
             )
             known.restored, known.final = [], None
+            reached, known.reached = known.reached, 0
             places = {"run": run, "start": start, "folder": folder, "known": known}
             worlds.run(partial(on_rank, **places, kill=worlds.kill))
             if known.restored:
                 assert len(set(known.restored)) == 1
                 (done, from_nodes), *_ = known.restored
                 assert safe <= done <= most
+                if reached and known.left and run.local_every:
+                    assert reached - done <= max(run.local_every, known.longest) + known.longest + 1
                 if not (known.left or (known.left_anywhere and known.everywhere)):
                     assert not from_nodes
                 known.everywhere = done if from_nodes else 0

@@ -1,8 +1,10 @@
 """Copies that fail on their way, of a node that is its own partner."""
 
 import errno
+import itertools
 import socket
 import threading
+import time
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from mntrain.checkpoint import partner_copies
 from mntrain.checkpoint.format import FILES, ChecksummedRange
-from mntrain.checkpoint.partner_copies import PartnerCopies
+from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
 
 NBYTES = 32 << 20  # more than sockets keep
 
@@ -65,3 +67,63 @@ def test_a_partner_that_never_greets_is_given_up(copies, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         copies._address = silent.getsockname()
         assert sent(copies, tmp_path) == "the partner does not answer"
+
+
+def left(partners, racks, lost):
+    """Count the nodes whose slices are left, on the node or its partner, after a rack is lost."""
+    places = enumerate(partners)
+    return sum(
+        lost not in (racks[node], racks[partner]) or racks[node] != racks[partner]
+        for node, partner in places
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, pytest.param(6, marks=pytest.mark.thorough)])
+def test_no_choice_of_partners_leaves_more_slices_after_the_loss_of_any_rack(count):
+    """In all racks of so many nodes, each of which keeps the copies of one other node."""
+    choices = [
+        choice
+        for choice in itertools.permutations(range(count))
+        if count == 1 or all(node != partner for node, partner in enumerate(choice))
+    ]
+    for racks in itertools.product(["", "a.1", "a.2", "b.1", "b.2", "c"][:count], repeat=count):
+        partners = partner_nodes(racks)
+        assert tuple(partners) in choices
+        for lost in set(racks):
+            best = max(left(choice, racks, lost) for choice in choices)
+            assert left(partners, racks, lost) == best, (racks, partners)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "partners"),
+    [
+        # Two racks of unequal sizes, one rack, one node a rack, nodes that are not told.
+        (["s.r1.n1", "s.r1.n2", "s.r1.n3", "s.r2.n4", "s.r2.n5", "s.r2.n6"], [3, 4, 5, 0, 1, 2]),
+        (["s.r1.n1", "s.r2.n2", "s.r1.n3", "s.r2.n4", "s.r1.n5"], [4, 0, 1, 2, 3]),
+        (["s.r1.n1", "s.r1.n2", "s.r1.n3", "s.r1.n4"], [2, 3, 0, 1]),
+        (["s.r1.n1", "s.r2.n2", "s.r3.n3"], [1, 2, 0]),
+        (["s.r1.n1", None, "s.r1.n3", None], [1, 0, 3, 2]),
+        ([None, None, None, None], [2, 3, 0, 1]),
+        (["n1", "n2", "n3", "n4"], [2, 3, 0, 1]),  # of a cluster without switches
+    ],
+)
+def test_partners_are_chosen_by_the_racks_that_slurm_tells_of_the_nodes(
+    monkeypatch, addresses, partners
+):
+    racks = []
+    for address in addresses:
+        monkeypatch.delenv("SLURM_TOPOLOGY_ADDR", raising=False)
+        if address:
+            monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", address)
+        racks.append(partner_copies._rack())
+    assert partner_nodes(racks) == partners
+
+
+@pytest.mark.parametrize(("pieces", "seconds"), [(1, 1000.0), (4, 1.0)])
+def test_nobody_waits_after_the_last_piece_of_a_copy(
+    copies, tmp_path, monkeypatch, pieces, seconds
+):
+    monkeypatch.setattr(partner_copies, "_PIECE_BYTES", NBYTES // pieces)
+    copies.until = (start := time.monotonic()) + seconds
+    assert sent(copies, tmp_path) == ""
+    assert time.monotonic() - start >= 0.7 * seconds * (pieces > 1)

@@ -24,7 +24,8 @@ echo "[$start, \\"$PWD\\", ${changed:-0}, 0]" >"$MNTRAIN_LAUNCH/run"
 # Shorter limits than those of launch.
 QUICK = """
 import sys
-from mntrain.launch import answers, launch_command, starts
+from mntrain.launch import answers, launch_command, relaunch, starts
+relaunch.SIGNALLED_S = 1.0
 starts._ENDING_S = starts._TERMINATING_S = 0.3
 answers.ENOUGH_S, answers.LIMIT_S = 1.0, 5.0
 answers._ASK_S = 0.3
@@ -333,6 +334,62 @@ def test_a_later_start_goes_on_though_a_host_is_slow_to_answer(tmp_path, kind):
     words = f"{hosts} -n 4 train.py"
     code, out, err = end(launch(tmp_path, script, program="mpirun", words=words))
     assert (code, out.splitlines()[-1], len(err)) == (0, "well", 1)
+
+
+SILENT = "mntrain: warning: rank 0 on n1 has waited 10 s for rank 1 on n2, which does not answer; "
+SILENT += "no rank on n2 answers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts"),
+    [
+        ("both say so", "n3"),
+        pytest.param("only the host", "n2", marks=pytest.mark.thorough),
+        pytest.param("only the ranks", "n2", marks=pytest.mark.thorough),
+        pytest.param("ranks go on", "n2", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_stopped_host_is_lost_if_the_ranks_and_the_host_itself_say_so(tmp_path, kind, hosts):
+    """Its processes are stopped, at which the host fails to answer, and ranks wait for it."""
+    (tmp_path / "agent").write_text(AGENT.replace("sleep 1000", "[ -e stopped ] && exit 1"))
+    (tmp_path / "agent").chmod(0o755)
+    given = "-launcher-exec ./agent -hosts n1:1,n2:1,n3:1"
+    word = "" if kind == "only the host" else f"echo '{SILENT}';"
+    stops = ":" if kind == "only the ranks" else "touch stopped"
+    steps = 'sleep 0.2; echo "9 $(date +%s)9.0" >"$MNTRAIN_LAUNCH/step"' * (kind == "ranks go on")
+    script = f"""[ "$1" = -f ] && {{ tail -n 1 "$2"; exit; }}
+        sleep 1; {STEP} {word} {stops}; {steps}
+        sleep 4; echo n2"""
+    code, out, err = end(launch(tmp_path, script, program="mpirun", words=f"{given} -n 2 train.py"))
+    assert (code, out.splitlines()[-1].partition(":")[0]) == (0, hosts), err
+    assert [line.partition("; looking")[0] for line in err] == (hosts == "n3") * [
+        "mntrain: launch: start 2 on n1, n3: no answer from n2; while ranks waited for it, n2 did "
+        "not answer 2 times (says launch)"
+    ]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_launcher_that_waits_for_a_lost_host_after_a_signal_is_ended(tmp_path, answers):
+    """With all that it has started; but not while a job ends slowly."""
+    lost = ":" if answers else "[ -e cut ] && exit 255"
+    (tmp_path / "agent").write_text(AGENT.replace("sleep 1000", lost))
+    (tmp_path / "agent").chmod(0o755)
+    given = "-launcher-exec ./agent -hosts n1:1,n2:1"
+    last = "sleep 4; kill $(cat left); exit 7" if answers else ":"
+    script = f"""trap 'touch cut; {last}' TERM
+        setsid sh -c 'trap "" TERM; echo $$ >left; exec sleep 1000' & sleep 1; {STEP} touch ready
+        while :; do sleep 0.1; done"""
+    process = launch(tmp_path, script, program="mpirun", words=f"{given} -n 2 train.py")
+    until((tmp_path / "ready").exists, process)
+    process.terminate()
+    code, _, err = end(process)
+    assert code == (7 if answers else 75)
+    said = [line for line in err if line.startswith("mntrain: ")]  # sh tells of its children
+    assert said == (not answers) * [
+        "mntrain: launch: ended by force: 1 s after SIGTERM, n2 did not answer 2 times"
+    ]
+    left = Path("/proc", (tmp_path / "left").read_text().strip(), "cmdline")
+    assert answers or not left.exists() or not left.read_bytes()  # or nobody has waited for it
 
 
 def test_what_the_ranks_say_is_silent_is_not_waited_for_without_a_spare_host(tmp_path):

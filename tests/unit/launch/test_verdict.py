@@ -152,7 +152,7 @@ def test_the_words_of_users_exceptions_are_no_reports_of_losses(words):
 
 @pytest.mark.parametrize("node", ["10.0.0.2", "fd00::2"])
 def test_losses_in_the_words_of_the_watchdog_are_known(monkeypatch, node):
-    facts = [SimpleNamespace(host=f"n{rank // 3}") for rank in range(6)]
+    facts = [SimpleNamespace(host=f"n{rank // 3}", host_key=rank // 3) for rank in range(6)]
     wait = Wait("world", 1, "all_reduce", "", 61.0)
     status = RankStatus({"world": 2}, wait, "", "")
     waiting = dict.fromkeys(range(3), status._replace(begun={"world": 1}))

@@ -1,13 +1,18 @@
 """Intervals between saves."""
 
+import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 
 from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.options.config import CheckpointConfig
-from mntrain.run.local_saving import LocalInterval, restored_from
+from mntrain.run import local_saving
+from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, restored_from
 from mntrain.run.saving import SaveInterval
 
 
@@ -64,36 +69,49 @@ def test_a_save_that_failed_is_tried_again_in_a_minute(clock, every):
     assert interval.by_clock == (every != "500")
 
 
-def test_saves_in_memory_cost_one_percent_of_the_time(clock):
-    """A step takes 1 s; a save blocks for 0.05 s, and 3 steps during it take 0.1 s longer each."""
-    interval = LocalInterval("auto")
+@pytest.mark.parametrize(
+    ("longer", "unsteady", "nbytes", "cost_s"),
+    [
+        ([0.1, 0.1, 0.1], 0.0, 10**9, 0.05 + 3 * 0.1),
+        ([0.3, 0.0, 0.0], 0.0, 10**9, 0.05 + 3 * 0.1 + 0.1),  # as much, but less surely
+        ([0.1, 0.1, 0.1], 1.5, 20 * 10**6, 0.05 + 0.4),  # at most as much as its bytes may take
+        ([0.0, 0.0, 0.0], 0.0, 10**9, 0.05),
+    ],
+)
+def test_saves_in_memory_cost_one_percent_of_the_time_or_less(
+    clock, longer, unsteady, nbytes, cost_s
+):
+    """A step takes 1 s; a save blocks for 0.05 s, and 3 steps during it take longer."""
+    interval, chance = LocalInterval("auto", nbytes), random.Random(1)
 
     def step(seconds, *, saving=False, blocked_s=0.0):
-        clock[0] += seconds
+        clock[0] += seconds + unsteady * chance.random()
         interval.step_taken(disturbed=saving)
         clock[0] += blocked_s
         interval.leaves(blocked_s)
 
     step(7.0)  # before the first call
-    for number in range(5):
+    for _ in range(5):
         assert not interval.due_now()
-        step(1.0 if number else 1.1)
+        step(1.0)
     assert interval.due_now()
-    for copy_s in (0.05 / 0.01 / 2, 17.5, 17.5):  # what is known of the first one is less
+    found = []
+    for _ in range(30):
         began = clock[0]
         interval.begins()
         interval.leaves(0.05)
-        assert interval.copy_s == pytest.approx(copy_s)
-        for _ in range(3):
-            step(1.1, saving=True)
+        for more in longer:
+            step(1.0 + more, saving=True)
         interval.ended()
         while not interval.due_now():
             step(1.0)
-        assert clock[0] - began == pytest.approx((0.05 + 3 * 0.1) / 0.01, abs=1.5)
+        found.append(clock[0] - began)
+    assert found[-1] == pytest.approx(cost_s / 0.01, rel=0.25, abs=2.5)
+    assert fmean(found) > 0.95 * (0.05 + sum(longer)) / 0.01
 
 
-def test_an_interval_in_memory_in_steps_sends_copies_in_half_of_it(clock):
-    interval = LocalInterval("10")
+def test_copies_are_sent_in_a_quarter_of_the_interval(clock):
+    interval = LocalInterval("10", 0)
     assert [step for step in range(1, 31) if interval.due_after(step)] == [10, 20, 30]
     assert not interval.by_clock
     assert not interval.due_now()
@@ -101,12 +119,75 @@ def test_an_interval_in_memory_in_steps_sends_copies_in_half_of_it(clock):
         interval.leaves(0.0)
         clock[0] += 2.0
         interval.step_taken(disturbed=False)
-    assert interval.copy_s == pytest.approx(10.0)
+    assert interval.copy_s == pytest.approx(5.0)
+    interval.begins()
+    for _ in range(20):  # steps have become shorter, and saves take all the time
+        interval.leaves(0.0)
+        clock[0] += 1.0
+        interval.step_taken(disturbed=True)
+    assert interval.copy_s == pytest.approx(2.5)
     for _ in range(99):
         interval.leaves(0.0)
         clock[0] += 20.0
         interval.step_taken(disturbed=False)
     assert interval.copy_s == 30.0
+    by_clock = LocalInterval("auto", 0)
+    by_clock.begins()
+    by_clock.leaves(0.05)
+    assert by_clock.copy_s == pytest.approx(0.05 / 0.01 / 4)
+
+
+class TimedSaver:
+    """Saves that take some steps each, with the interface of `LocalSaver` as far as it is used."""
+
+    partner, copy_problem = 1, ""
+
+    def __init__(self, durations):
+        self._durations, self.copies = iter(durations), SimpleNamespace(until=0.0)
+        self.left = 0  # steps of the present save
+        self.begun = self.whole = 0  # steps that were saved last, and with all copies
+        self.longest = 0
+
+    @property
+    def saving(self):
+        return self.left > 0
+
+    def check(self):
+        """Do nothing."""
+
+    def begin(self, progress):
+        assert not self.saving
+        self.begun, self.left = progress.step, next(self._durations)
+        self.longest = max(self.longest, self.left)
+
+    def advance(self):
+        self.left, self.whole = 0, self.begun
+        return SimpleNamespace(path=Path())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_at_any_step_costs_an_interval_and_a_save_at_most(monkeypatch, seed):
+    """If a save takes longer than the interval, that time counts in place of the interval."""
+    chance = random.Random(seed)
+    every = chance.randint(1, 8)
+    saver = TimedSaver(chance.randint(1, 8) for _ in range(300))
+    monkeypatch.setattr(local_saving, "LocalSaver", lambda *given: saver)
+    monkeypatch.setattr(local_saving, "_own_bytes", lambda *given: 0)
+    monkeypatch.setattr(LocalCheckpoints, "_expect_room", lambda own: None)
+    world = SimpleNamespace(size=1, master=True, agreement=nullcontext)
+    checkpoints = LocalCheckpoints(world, None, None, str(every), pytest.fail)
+    lost, late = [], 0
+    for step in range(1, 300):
+        lost.append(step - saver.whole)  # in the middle of this step, which is taken again, too
+        ready = saver.left == 1
+        saver.left = max(saver.left - 1, 1) if saver.saving else 0
+        late += step % every == 0 and saver.saving and not ready
+        progress = SimpleNamespace(step=step, eval_loss=None)
+        flags = {"local due": 0, "local ready": ready}
+        checkpoints.after_step(progress, flags, before_save=lambda: None)
+        assert saver.saving or step - saver.begun < every
+    assert max(lost) <= max(every, saver.longest) + saver.longest
+    assert checkpoints.summary()["late"] == late
 
 
 @pytest.mark.parametrize("every", ["0", "10min", "-1", "", "soon"])

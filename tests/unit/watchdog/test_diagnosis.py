@@ -24,7 +24,10 @@ def waits(stream, number, begun=(), **options):
 
 
 def asked(ranks, size=None, left=(), silent=None):
-    facts = [SimpleNamespace(host="ab"[r % 2], pid=100 + r) for r in range(size or len(ranks))]
+    facts = [
+        SimpleNamespace(host="ab"[r % 2], host_key=r % 2, pid=100 + r)
+        for r in range(size or len(ranks))
+    ]
     statuses = {rank: status(rank, *told) for rank, told in enumerate(ranks)}
     return Inquiry(facts, left, 0.0, statuses=statuses, silent=silent or {})
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mntrain.launch.verdict import silent_hosts
 from mntrain.recorder.late_ranks import Wait
 from mntrain.recorder.launch_notes import VARIABLE
 from mntrain.watchdog import monitor as monitors
@@ -489,3 +490,53 @@ def test_a_rank_is_not_blamed_while_those_that_pass_its_messages_on_do_not_answe
     report, _ = world.ends[0]
     assert report.startswith("rank 0 on a has waited 100 s for rank 1 on a, which does not answer")
     assert "rank 2" not in report
+
+
+def test_a_host_of_which_no_rank_answers_is_told_early_to_those_who_start_the_job(make):
+    world = make(0)
+    for seconds, told in ((1.0, 0), (2.5, 1), (9.0, 2)):  # half of lost_after; again soon
+        world.pass_time(5.0)
+        world.waits = {0: seconds, 1: seconds}
+        world.hear(0, "waiting", ends=False)
+        world.answer(1)
+        world.pass_time(ANSWER_S + 1)
+        assert len(world.warnings) == told
+    head = world.warnings[0].splitlines()[0]
+    assert head == (
+        "ranks 0, 1 on a have waited 2 s for rank 2 on b, which does not answer; no rank on b "
+        "answers"
+    )
+    assert silent_hosts(f"mntrain: warning: {head}") == ["b"]
+    world.pass_time(10.0)
+    world.waits = {0: 100.0, 1: 100.0}
+    world.hear(0, "waiting", ends=True)
+    world.answer(1)
+    world.pass_time(ANSWER_S + 1)
+    ((report, _),) = world.ends
+    assert silent_hosts(f"mntrain: error: {report.splitlines()[0]}") == []
+
+
+@pytest.mark.parametrize("kind", ["it answers", "its node does not", "it is not connected"])
+def test_a_host_is_not_told_early_if_a_rank_answers_or_nothing_is_known_of_it(make, kind):
+    world = make(0)
+    world.waits = {0: 4.0, 1: 4.0}
+    if kind == "its node does not":
+        world.channel.cut.add(2)
+    elif kind == "it is not connected":
+        world.channel.peers.remove(2)
+    world.hear(0, "waiting", ends=False)
+    world.answer(1, *([2] if kind == "it answers" else []))
+    world.pass_time(ANSWER_S + 1)
+    assert world.warnings == []
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_host_is_not_told_early_if_another_rank_of_it_answers(make, answers):
+    world = make(0, hosts="abb", keys=(0, 1, 1))
+    world.waits = {0: 4.0, **({1: 4.0} if answers else {})}
+    world.hear(0, "waiting", ends=False)
+    world.answer(*([1] if answers else []))
+    world.pass_time(ANSWER_S + 1)
+    assert [silent_hosts(f"mntrain: warning: {text}") for text in world.warnings] == (
+        [] if answers else [["b"]]
+    )

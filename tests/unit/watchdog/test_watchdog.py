@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from mntrain.launch.verdict import silent_hosts
 from mntrain.watchdog import thread as watchdogs
 from mntrain.watchdog.monitor import Limits
 from mntrain.watchdog.side_channel import SideChannel
@@ -21,16 +22,18 @@ SECRET = b"s" * 32
 class WatchedJob:
     """The watchdogs by rank."""
 
-    def __init__(self, *, addresses=lambda found: found):
+    def __init__(self, *, addresses=lambda found: found, keys=(0, 0, 0), lost_after=20.0):
         listeners = {rank: socket.create_server(("127.0.0.1", 0)) for rank in (0, 1)}
-        own = SimpleNamespace(host="a", host_key=0, pid=os.getpid(), pid_namespace="")
-        facts = [own] * 3
+        facts = [
+            SimpleNamespace(host="abc"[key], host_key=key, pid=os.getpid(), pid_namespace="")
+            for key in keys
+        ]
         found = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
         engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
         engine.progress = lambda futures: None
         self.ranks = []
         for rank in range(3):
-            channel = SideChannel(rank, SECRET, listeners.get(rank))
+            channel = SideChannel(rank, SECRET, listeners.get(rank), lost_after=lost_after)
             recorder = SimpleNamespace(active_at=time.monotonic())
             options = {
                 "channel": channel,
@@ -183,3 +186,26 @@ def test_a_job_ends_some_time_after_a_signal_or_at_a_second_one(job, monkeypatch
         until(lambda: not rank._late)  # at once
     finally:
         rank.ignore_signals()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_rank_elsewhere_tells_that_the_monitors_do_not_answer(monkeypatch, capfd, answers):
+    monkeypatch.setattr(watchdogs, "TAKE_OVER_S", 0.2)
+    monkeypatch.setattr(watchdogs, "ANSWER_S", 0.3)
+    job = WatchedJob(keys=(0, 0, 1), lost_after=3.0)
+    try:
+        until(job.connected)
+        for rank in (0, 1) if not answers else ():
+            deaf = {name: lambda *given: None for name in ("look", "on_message", "on_disconnected")}
+            job.ranks[rank]._monitor = SimpleNamespace(all_at_exit=None, acts=False, **deaf)
+        stream = SimpleNamespace(name="w", timeout_s=None, begun=1, oldest=None, ranks=None)
+        job.ranks[2]._engine = SimpleNamespace(
+            awaited=lambda: (stream, 1.0, None), streams=[stream], idle=False, abandoned=False
+        )
+        until(lambda: job.ranks[2]._stalled_s > 2.5)
+    finally:
+        job.close()
+    said = [line for line in capfd.readouterr().err.splitlines() if silent_hosts(line)]
+    assert len(said) == (not answers)
+    assert answers or said[0].endswith("and ranks 0, 1 on a do not answer; no rank on a answers")
+    assert answers or silent_hosts(said[0]) == ["a"]
