@@ -421,7 +421,8 @@ class Monitor:
                     option = "--comm.timeout, or timeout="
                 end = f"\n  the job ends after {min(limits):g} s ({option})"
             self._warn(f"{headline}\n{details}{end}")
-            self._quiet_until = time.monotonic() + min(warning_limit, inquiry.longest_s)
+            quiet_s = inquiry.longest_s if inquiry.silent_hosts else warning_limit
+            self._quiet_until = time.monotonic() + min(quiet_s, warning_limit)
             return
         self._print_stacks_of_held(inquiry)
         report = f"{headline}\n{details}\n{inquiry.stacks()}"

@@ -353,8 +353,9 @@ class Watchdog:
         if limit is not None and not at_exit:  # there, what a late rank does may take long
             beyond = self._stalled_s - limit
         warns = self._stalled_s >= self._limits.warn_after or bool(self._lost_connections())
-        early = self._tells_early and self._stalled_s >= self._early_s
-        unheard = early and self._monitor is None and self._unheard(now)
+        tells = self._tells_early and self._stalled_s >= self._early_s
+        unheard = tells and self._monitor is None and self._unheard(now)
+        early = tells and self._early_s < self._limits.warn_after  # otherwise it is told already
         ends = beyond >= 0
         level = 4 + int(beyond / REPEAT_S) if ends else early + unheard + warns
         if level > self._told:
