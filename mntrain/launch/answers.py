@@ -96,25 +96,25 @@ class Hosts:
 
     def begin(self, folder: str) -> None:
         """Begin to ask which hosts answer, for the next `free`. Returns at once."""
-        self._early = self._early or _Question(self, _LOOKING, folder)
+        self._early = self._early or _Question(self, self.all, _LOOKING, folder)
 
     def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
         """Return those of some hosts that have left SILENT questions unanswered in a row.
 
         They have answered before: others may not be reached from here at all. A host does not
         answer on which processes of the launch with a folder are stopped. Called again and again;
-        returns at once: a question is under way for most of the time.
+        returns at once: a question is under way for most of the time. No other host is asked, for
+        one that was lost earlier would be waited for.
         """
         asked = self._regular
         if asked is not None and asked.over and asked is not self._counted:
             self._counted = asked
             if found := self._names_in(asked.end()):  # otherwise, nothing can be asked from here
-                self._unanswered = {
-                    host: 0 if host in found else self._unanswered.get(host, 0) + 1
-                    for host in self.names
-                }
+                for host in self.names.keys() & {*asked.hosts}:
+                    again = 0 if host in found else self._unanswered.get(host, 0) + 1
+                    self._unanswered[host] = again
         if asked is None or (asked.over and time.monotonic() > asked.began + _ASK_S):
-            self._regular = _Question(self, _LOOKING, folder)
+            self._regular = _Question(self, hosts, _LOOKING, folder)
         return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
 
     def watch_no_more(self) -> None:
@@ -141,7 +141,7 @@ class Hosts:
         With each the name that it has for itself. Takes LIMIT_S at most. Once `enough` hosts have
         answered, others are not waited for that have not since ENOUGH_S, from `begin` on.
         """
-        asked, early = _Question(self, _ENDING, folder), self._early
+        asked, early = _Question(self, self.all, _ENDING, folder), self._early
 
         def over() -> bool:
             now, answered = time.monotonic(), asked.found.keys()
@@ -159,22 +159,22 @@ class Hosts:
 
     def remove(self, folder: str) -> None:
         """Remove a folder on all hosts that answer. Takes LIMIT_S at most."""
-        asked = _Question(self, _REMOVING, folder)
+        asked = _Question(self, self.all, _REMOVING, folder)
         wait_until(lambda: asked.over)
         asked.end()
 
 
 class _Question:
-    """A script that runs on all hosts and this one, for LIMIT_S at most."""
+    """A script that runs on some hosts and this one, for LIMIT_S at most."""
 
-    def __init__(self, hosts: Hosts, script: str, argument: str) -> None:
-        asked = [_HERE, *hosts.all]
+    def __init__(self, way: Hosts, hosts: Sequence[Host], script: str, argument: str) -> None:
+        self.hosts, asked = hosts, [_HERE, *hosts]
         self.began = time.monotonic()
         self.found: dict[Host, str] = {}  # the outputs so far
         self._running: list[subprocess.Popen[str]] = []
         self._pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
         self._asking = [
-            self._pool.submit(self._ask, host, hosts.words(host, script, argument), hosts)
+            self._pool.submit(self._ask, host, way.words(host, script, argument), way)
             for host in asked
         ]
 
@@ -194,11 +194,11 @@ class _Question:
         self._pool.shutdown(wait=False, cancel_futures=True)
         return answered
 
-    def _ask(self, host: Host, words: Sequence[str], hosts: Hosts) -> None:
+    def _ask(self, host: Host, words: Sequence[str], way: Hosts) -> None:
         with suppress(OSError):
             done = subprocess.Popen(
                 words,
-                env=hosts.environment,
+                env=way.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

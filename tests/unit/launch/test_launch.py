@@ -344,6 +344,7 @@ SILENT += "no rank on n2 answers"
     ("kind", "hosts"),
     [
         ("both say so", "n3"),
+        ("both say so, and a host that is not in use is lost", "n3"),
         pytest.param("only the host", "n2", marks=pytest.mark.thorough),
         pytest.param("only the ranks", "n2", marks=pytest.mark.thorough),
         pytest.param("ranks go on", "n2", marks=pytest.mark.thorough),
@@ -351,9 +352,12 @@ SILENT += "no rank on n2 answers"
 )
 def test_a_stopped_host_is_lost_if_the_ranks_and_the_host_itself_say_so(tmp_path, kind, hosts):
     """Its processes are stopped, at which the host fails to answer, and ranks wait for it."""
-    (tmp_path / "agent").write_text(AGENT.replace("sleep 1000", "[ -e stopped ] && exit 1"))
-    (tmp_path / "agent").chmod(0o755)
+    agent = AGENT.replace("sleep 1000", "[ -e stopped ] && exit 1")
     given = "-launcher-exec ./agent -hosts n1:1,n2:1,n3:1"
+    if kind.endswith("is lost"):
+        agent, given = agent.replace("shift;", "[ $1 = n4 ] && sleep 1000\nshift;"), f"{given},n4:1"
+    (tmp_path / "agent").write_text(agent)
+    (tmp_path / "agent").chmod(0o755)
     word = "" if kind == "only the host" else f"echo '{SILENT}';"
     stops = ":" if kind == "only the ranks" else "touch stopped"
     steps = 'sleep 0.2; echo "9 $(date +%s)9.0" >"$MNTRAIN_LAUNCH/step"' * (kind == "ranks go on")
