@@ -440,7 +440,7 @@ class CheckpointConfig:
         if self.local is None and self.local_every != "auto":
             raise ValueError(
                 f"local_every {self.local_every} is of checkpoints in the nodes' memory: give "
-                "their folder, local, too"
+                "their folder, too (--checkpoint.local DIR, or local=DIR)"
             )
         return self
 

@@ -197,7 +197,7 @@ def test_invalid_values_of_checkpoint_local_every(every):
 
 
 def test_an_interval_in_memory_without_its_folder_is_refused():
-    with pytest.raises(ValueError, match=r"local_every 9 is of .*: give their folder, local, too"):
+    with pytest.raises(ValueError, match=r"local_every 9 .* give their folder, too \(--checkpoint"):
         CheckpointConfig(local_every="9")
     assert CheckpointConfig(local_every="9", local=Path("/dev/shm/x")).wanted
 
