@@ -3,7 +3,7 @@
     head      munged, slurmctld, and every command given to Slurm: sbatch, scancel, scontrol, ...
     n1, n2    slurmd; the partition `main`, and `urgent`, whose jobs requeue those of `main`
 
-All timeouts are short: a lost node is noticed after some 10 s, a requeued job starts 6 s later.
+A lost node is noticed after some 10 s, and a requeued job starts 6 s later.
 
     python tests/cluster/slurm.py -- srun --nodes 2 hostname
 """
@@ -68,7 +68,7 @@ SlurmdTimeout=9
 SlurmctldTimeout=10
 MessageTimeout=5
 TCPTimeout=2
-KillWait=10
+KillWait=90
 UnkillableStepTimeout=30
 InactiveLimit=0
 MinJobAge=300
@@ -77,7 +77,7 @@ CompleteWait=0
 NodeName=DEFAULT CPUs={cpus} CoresPerSocket={cpus} RealMemory=1000 State=UNKNOWN
 {nodes}
 PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP
-PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+PartitionName=main Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=90
 PartitionName=urgent PriorityTier=10 PreemptMode=OFF
 """
 
@@ -89,8 +89,8 @@ class SlurmCluster(nodes.Cluster):
     """A cluster of Slurm, up inside `with`. Needs root and Slurm's daemons: see `available()`.
 
     nodes: how many run jobs, named n1, n2, ...; cpus: of each, and they may be more than there are.
-    Slurm gives a node up after 9 seconds of silence, and a job of `main` has 10 to end when one of
-    `urgent` wants its nodes.
+    Slurm gives a node up after 9 seconds of silence, and a job has 90 to end once it is asked to:
+    the machine may be busy.
 
     Everything runs in the namespaces of the nodes, so nothing outlives the owner: see nodes.py.
     RuntimeError, with the daemons' logs, where they do not come up.

@@ -385,7 +385,7 @@ def test_scancel_saves_and_ends_for_good(out_of_time):
     assert out_of_time.log.count("requeueing") == 1
     assert out_of_time.facts["Restarts"] == "1"
     end = summary(out_of_time.folder)
-    assert end["status"] == "preempted"
+    assert end["status"] == "preempted", out_of_time.log
     assert int(end["checkpoint"][-8:]) == end["steps"] < STEPS
 
 
