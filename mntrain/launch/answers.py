@@ -37,12 +37,14 @@ for i in 1 2 3 4 5 6 7 8 9 10; do
     sleep 0.$i
 done
 """
-# A host whose processes are stopped does not answer either.
+# This host is asked whether anything can be asked from here. Any other does not answer either while
+# its processes are stopped.
+_ANSWERING = f'echo {_MARK} "$(uname -n)"'
 _LOOKING = f"""{_IDS}
 for id in $(ids); do
     ! grep -qs '^State:.T (stopped)' /proc/$id/status || exit 1
 done
-echo {_MARK} "$(uname -n)"
+{_ANSWERING}
 """
 _REMOVING = 'rm -rf -- "$0"'
 _HERE = Host("localhost")
@@ -96,7 +98,7 @@ class Hosts:
 
     def begin(self, folder: str) -> None:
         """Begin to ask which hosts answer, for the next `free`. Returns at once."""
-        self._early = self._early or _Question(self, self.all, _LOOKING, folder)
+        self._early = self._early or _Question(self, self.all, _LOOKING, folder, _ANSWERING)
 
     def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
         """Return those of some hosts that have left SILENT questions unanswered in a row.
@@ -114,7 +116,7 @@ class Hosts:
                     again = 0 if host in found else self._unanswered.get(host, 0) + 1
                     self._unanswered[host] = again
         if asked is None or (asked.over and time.monotonic() > asked.began + _ASK_S):
-            self._regular = _Question(self, hosts, _LOOKING, folder)
+            self._regular = _Question(self, hosts, _LOOKING, folder, _ANSWERING)
         return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
 
     def watch_no_more(self) -> None:
@@ -165,17 +167,22 @@ class Hosts:
 
 
 class _Question:
-    """A script that runs on some hosts and this one, for LIMIT_S at most."""
+    """A script that runs on some hosts and this one, for LIMIT_S at most.
 
-    def __init__(self, way: Hosts, hosts: Sequence[Host], script: str, argument: str) -> None:
-        self.hosts, asked = hosts, [_HERE, *hosts]
+    This one runs `here` instead, if that is given.
+    """
+
+    def __init__(
+        self, way: Hosts, hosts: Sequence[Host], script: str, argument: str, here: str = ""
+    ) -> None:
+        self.hosts, asked = hosts, [(_HERE, here or script), *((host, script) for host in hosts)]
         self.began = time.monotonic()
         self.found: dict[Host, str] = {}  # the outputs so far
         self._running: list[subprocess.Popen[str]] = []
         self._pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
         self._asking = [
-            self._pool.submit(self._ask, host, way.words(host, script, argument), way)
-            for host in asked
+            self._pool.submit(self._ask, host, way.words(host, words, argument), way)
+            for host, words in asked
         ]
 
     @property

@@ -345,6 +345,7 @@ SILENT += "no rank on n2 answers"
     [
         ("both say so", "n3"),
         ("both say so, and a host that is not in use is lost", "n3"),
+        ("both say so, and what has started its processes here is stopped, too", "n3"),
         pytest.param("only the host", "n2", marks=pytest.mark.thorough),
         pytest.param("only the ranks", "n2", marks=pytest.mark.thorough),
         pytest.param("ranks go on", "n2", marks=pytest.mark.thorough),
@@ -361,6 +362,8 @@ def test_a_stopped_host_is_lost_if_the_ranks_and_the_host_itself_say_so(tmp_path
     word = "" if kind == "only the host" else f"echo '{SILENT}';"
     stops = ":" if kind == "only the ranks" else "touch stopped"
     steps = 'sleep 0.2; echo "9 $(date +%s)9.0" >"$MNTRAIN_LAUNCH/step"' * (kind == "ranks go on")
+    if kind.endswith("stopped, too"):
+        stops = "sleep 1000 & kill -STOP $!; touch stopped"
     script = f"""[ "$1" = -f ] && {{ tail -n 1 "$2"; exit; }}
         sleep 1; {STEP} {word} {stops}; {steps}
         sleep 4; echo n2"""
