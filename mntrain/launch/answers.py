@@ -63,11 +63,9 @@ class Hosts:
     def __init__(self, hosts: Sequence[Host], environment: Mapping[str, str], agent: str) -> None:
         self.all, self._agent = hosts, agent
         self.names: dict[Host, str] = {}
-        """The names that hosts have for themselves, of those that have ever answered."""
+        """The names that hosts have for themselves: this one, and those that have ever answered."""
         self._early: _Question | None = None
-        self._regular: _Question | None = None
-        self._counted: _Question | None = None  # the last of those that is in `_unanswered`
-        self._unanswered: dict[Host, int] = {}  # questions in a row that are over
+        self._regular: list[_Question] = []  # those of `silent`, the newest last
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
         self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
@@ -101,41 +99,28 @@ class Hosts:
         self._early = self._early or _Question(self, self.all, _LOOKING, folder, _ANSWERING)
 
     def silent(self, folder: str, hosts: Sequence[Host]) -> list[Host]:
-        """Return those of some hosts that have left SILENT questions unanswered in a row.
+        """Return those of some hosts that have left SILENT questions in a row unanswered.
 
         They have answered before: others may not be reached from here at all. A host does not
         answer on which processes of the launch with a folder are stopped. Called again and again;
-        returns at once: a question is under way for most of the time. No other host is asked, for
-        one that was lost earlier would be waited for.
+        returns at once, and asks anew every _ASK_S, whether or not all have answered: so the second
+        question to a host that is cut off is over with the first. No other host is asked, for that
+        may be one that was lost earlier.
         """
-        asked = self._regular
-        if asked is not None and asked.over and asked is not self._counted:
-            self._counted = asked
-            if found := self._names_in(asked.end()):  # otherwise, nothing can be asked from here
-                for host in self.names.keys() & {*asked.hosts}:
-                    again = 0 if host in found else self._unanswered.get(host, 0) + 1
-                    self._unanswered[host] = again
-        if asked is None or (asked.over and time.monotonic() > asked.began + _ASK_S):
-            self._regular = _Question(self, hosts, _LOOKING, folder, _ANSWERING)
-        return [host for host in hosts if self._unanswered.get(host, 0) >= SILENT]
+        now = time.monotonic()
+        if not self._regular or now > self._regular[-1].began + _ASK_S:
+            self._regular.append(_Question(self, hosts, _LOOKING, folder, _ANSWERING))
+            if len(self._regular) > SILENT and self._regular[0].over:
+                self._regular.pop(0).end()
+        # A question to which nobody answers could not be asked from here.
+        heard = [asked for asked in self._regular if asked.found]
+        return [host for host in hosts if host in self.names and _is_silent(host, heard)]
 
     def watch_no_more(self) -> None:
-        """End the question of `silent`."""
-        if self._regular is not None:
-            self._names_in(self._regular.end())
-        self._regular = None
-        self._unanswered = {}
-
-    def _names_in(self, answers: Mapping[Host, str]) -> dict[Host, str]:
-        """Return the names that hosts have told for themselves, this one's included."""
-        marked = {
-            host: line.split()[-1]
-            for host, output in answers.items()
-            for line in output.splitlines()
-            if line.startswith(_MARK)
-        }
-        self.names |= {host: name for host, name in marked.items() if host in self.all}
-        return marked
+        """End the questions of `silent`."""
+        for asked in self._regular:
+            asked.end()
+        self._regular = []
 
     def free(self, folder: str, *, enough: int) -> dict[Host, str]:
         """End what the launch with a folder has left on the hosts; return those that answer.
@@ -153,7 +138,7 @@ class Hosts:
             return late or asked.over
 
         wait_until(over)
-        found = self._names_in(asked.end())
+        found = asked.end()
         if early:
             early.end()
         self._early = None
@@ -177,22 +162,31 @@ class _Question:
     ) -> None:
         self.hosts, asked = hosts, [(_HERE, here or script), *((host, script) for host in hosts)]
         self.began = time.monotonic()
-        self.found: dict[Host, str] = {}  # the outputs so far
+        self.found: dict[Host, str] = {}  # the names of hosts that have answered so far
         self._running: list[subprocess.Popen[str]] = []
         self._pool = ThreadPoolExecutor(min(len(asked), _AT_ONCE))
         self._asking = [
             self._pool.submit(self._ask, host, way.words(host, words, argument), way)
             for host, words in asked
         ]
+        self._of_hosts = dict(zip(hosts, self._asking[1:], strict=True))
+
+    @property
+    def late(self) -> bool:
+        """True if the time is over."""
+        return time.monotonic() > self.began + LIMIT_S
 
     @property
     def over(self) -> bool:
         """True if all have answered, or the time is over."""
-        late = time.monotonic() > self.began + LIMIT_S
-        return late or all(one.done() for one in self._asking)
+        return self.late or all(one.done() for one in self._asking)
+
+    def is_over(self, host: Host) -> bool:
+        """Return whether one of the hosts has answered or failed to, or the time is over."""
+        return self.late or self._of_hosts[host].done()
 
     def end(self) -> dict[Host, str]:
-        """Ask no more; return the outputs of the hosts that have answered."""
+        """Ask no more; return the names of the hosts that have answered."""
         answered = dict(self.found)
         for one in [*self._running]:
             if one.poll() is None:
@@ -215,8 +209,20 @@ class _Question:
             self._running.append(done)
             with suppress(subprocess.TimeoutExpired):
                 out, _ = done.communicate(timeout=self.began + LIMIT_S - time.monotonic())
-                if done.returncode == 0:
-                    self.found[host] = out
+                marked = [line.split() for line in out.splitlines() if line.startswith(_MARK)]
+                if done.returncode == 0 and marked:
+                    self.found[host] = way.names[host] = marked[-1][-1]
+
+
+def _is_silent(host: Host, questions: Sequence[_Question]) -> bool:
+    """Return whether a host has left SILENT of the questions unanswered since its last answer."""
+    since: list[tuple[_Question, bool]] = []
+    for asked in questions:
+        if host in asked.hosts:
+            over = asked.is_over(host)  # looked at first: an answer may come at any moment
+            since = [] if host in asked.found else [*since, (asked, over)]
+    first_is_late = bool(since) and since[0][0].late
+    return len(since) >= SILENT and (first_is_late or sum(over for _, over in since) >= SILENT)
 
 
 def wait_until(over: Callable[[], bool]) -> None:
