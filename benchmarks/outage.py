@@ -189,7 +189,8 @@ def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random
         time.sleep(chance.uniform(0.05, 0.5) * plain_s)
         host = chance.choice(run.hosts)
         run.until(lambda: kind not in ("rank", "processes") or run.ranks(host))
-        caught = not run.said(r"start \d+ trains", began)
+        if not (caught := not run.said(r"start \d+ trains", began)):
+            step = run.step()
     else:
         looks = {"save": run.saves, "copy": lambda: run.copies(host)}
         looks["local"] = lambda: run.saves_locally(host)
