@@ -216,6 +216,8 @@ def out_of_time(cluster, folder):
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 40))
     cluster.call("scontrol", "update", f"jobid={job.id}", f"EndTime={end}")
     (folder / "start").touch()
+    job.until(lambda: cluster.facts(job.id)["Restarts"] == "1", "a requeue")
+    cluster.call("scontrol", "update", f"jobid={job.id}", "TimeLimit=20")
     job.until_restart(1)
     job.until_step(len(metrics(folder)) + 1)
     cluster.cancel(job.id)
