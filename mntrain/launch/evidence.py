@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mntrain.launch.verdict import WORDLESS, EndCause
+from mntrain.launch.verdict import OWN_SIGNAL, WORDLESS, EndCause
 from mntrain.recorder.launch_notes import FoundRun, changed_ns
-from mntrain.recorder.recording import Kind, Recording, recordings
+from mntrain.recorder.recording import MPI, Kind, Recording, recordings
 
 _BY = "the recordings"
 
@@ -52,10 +52,10 @@ class Evidence:
     def judge(self, said: EndCause) -> EndCause:
         """Return the verdict of the ranks' recordings if they know more, else `said`."""
         lost = re.search(rf"rank (\d+) on [^\n]*{WORDLESS}", said.what)
-        unsure = lost or (said.fault and said.by == "mpirun")
-        if self.run is None or not self.recorded:
-            return said
-        if said.fault is not None and not unsure:
+        crashed = said.fault is False and said.by == "mpirun" and OWN_SIGNAL.search(said.what)
+        unsure = lost or crashed or (said.fault and said.by == "mpirun")
+        sure = said.fault is not None and not unsure
+        if sure or self.run is None or not self.recorded:
             return said
         from mntrain.recorder.autopsy import find_recordings  # noqa: PLC0415 - rarely needed
 
@@ -64,7 +64,12 @@ class Evidence:
         except ValueError:
             return said
         if unsure:
-            return _crash_of(int(lost[1]) if lost else None, found) or said
+            if own := _crash_of(int(lost[1]) if lost else None, found):
+                return own
+            if crashed and any(one.error and one.error.name == MPI for one in found):
+                what = f"{said.what}, in a call of MPI, as after the loss of another one"
+                return EndCause(True, what, said.by)
+            return said
         return self._first_end(self.run, found) or said
 
     def _first_end(self, run: Path, found: Sequence[Recording]) -> EndCause | None:
@@ -75,7 +80,7 @@ class Evidence:
         autopsy = replace(examine(run, found), now=math.inf, summary=self.summary or {})
         if autopsy.state == "ended well":  # a loop of one's own may write no summary
             return EndCause(False, "all ranks have ended well", _BY)
-        errors = [recording.error for recording in found if recording.error]
+        errors = [one.error for one in found if one.error and one.error.name != MPI]
         if autopsy.state != "failed" or not (errors or autopsy.first):
             return None
         ranks = {recording.header.rank: recording.header.host for recording in found}
@@ -89,7 +94,8 @@ def _crash_of(rank: int | None, found: Sequence[Recording]) -> EndCause | None:
     """Return that a rank, or any, has crashed by itself, if it has.
 
     SIGBUS comes of memory that fails; and others may abort, or crash in MPI, when it has lost a
-    rank: so if ranks have seen one end, the first is asked.
+    rank: so if ranks have seen one end, the first is asked. A crash in a call of MPI says nothing:
+    MPICH may send to a rank that was killed just now, and crash before anybody has seen that.
     """
     others = {"Bus error"} if rank is not None else {"Bus error", "Aborted"}
     events = [event for recording in found for event in recording.events]
@@ -97,8 +103,9 @@ def _crash_of(rank: int | None, found: Sequence[Recording]) -> EndCause | None:
     if rank is None and ends:
         rank = min(ends, key=lambda event: event.time).number
     for header, error in ((one.header, one.error) for one in found):
-        crashed = error and error.kind == Kind.CRASH and error.text not in others
-        if error and crashed and rank in (None, header.rank):
+        if not error or error.kind != Kind.CRASH or error.name == MPI or error.text in others:
+            continue
+        if rank in (None, header.rank):
             what = f"rank {header.rank} on {header.host}: native code crashed: {error.text}"
             return EndCause(False, what, _BY, (header.host,))
     return None

@@ -162,6 +162,7 @@ class Launch:
                 names = tuple(host.name for host in silent)
                 what = f"{when}, {', '.join(names)} did not answer {SILENT} times"
                 lost = EndCause(True, what, _OWN, names)
+                self._answering.begin(str(self._folder))
                 start.end()
             if not told and steps is not None:
                 told = True

@@ -153,8 +153,9 @@ class Start:
         code = self.process.returncode
         if code:  # after a clean end, what a script has started may go on
             _send(self.process, signal.SIGKILL, group=True)
+        drained_by = time.monotonic() + _DRAIN_S
         for thread in self._threads:
-            thread.join(_DRAIN_S)
+            thread.join(max(0.0, drained_by - time.monotonic()))
         if code and self._within_line:
             with suppress(OSError):
                 _write(sys.stderr.fileno(), b"\n")

@@ -87,7 +87,7 @@ _LAUNCHERS = (
     ("ssh", True, r"ssh: connect to host (?P<host>\S+) port \d+: [^\n]*"),
 )
 # An abort may be that of a rank whose MPI has lost another one.
-_OWN_SIGNAL = re.compile(r"Segmentation fault|signal (?:4|8|11)\b")
+OWN_SIGNAL = re.compile(r"Segmentation fault|signal (?:4|8|11)\b")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def judge(code: int, output: str, summary: Mapping[str, Any] | None) -> EndCause
         return of_job
     of_launcher = _of_launchers(output)
     # Other ranks do not see the signal by which one has ended.
-    if of_job and not (of_launcher and _OWN_SIGNAL.search(of_launcher.what)):
+    if of_job and not (of_launcher and OWN_SIGNAL.search(of_launcher.what)):
         return of_job
     return of_launcher or _of_code(code)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
-from mntrain.recorder.recording import GROUP, JOB, Event, Kind, Recording
+from mntrain.recorder.recording import GROUP, JOB, MPI, Event, Kind, Recording
 
 APART_S = 3.0  # between what happened together and what did not; a sign of life comes each second
 RECENT_S = 60.0  # a file on another node may arrive that late
@@ -85,6 +85,8 @@ class Autopsy:
             self.first = [rank for rank, time in own.items() if time == min(own.values())]
             if _is_interrupt(errors[self.first[0]]):  # which the launcher passes on to all ranks
                 self.first, self.sure = (), False
+            elif errors[self.first[0]].name == MPI:
+                self.sure = False
         elif any(error.name == JOB for error in errors.values()):
             self.sure = False
         elif len(errors) < len(ends) or self.missing:
@@ -278,6 +280,11 @@ def _is_interrupt(error: Event) -> bool:
 def _explain_error(error: Event) -> tuple[str, str]:
     if error.kind == Kind.SHARED_ERROR:
         return error.text, "the whole message stands in the job's output, and says what to do"
+    if error.kind == Kind.CRASH and error.name == MPI:
+        return f"MPI crashed: {error.text}", (
+            "MPI may crash so in a rank that sends to one which has ended just now: look for the "
+            "first that ended in the launcher's output; else update the MPI library"
+        )
     if error.kind == Kind.CRASH:
         return f"native code crashed: {error.text}", (
             f"look at what is called at {error.site or 'the last line'}: update the library, or "

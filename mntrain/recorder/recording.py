@@ -32,6 +32,7 @@ ALL_RANKS, GROUP = -1, -2  # awaited: every rank of the world; the ranks of the 
 
 
 JOB = "job"  # name of a SHARED_ERROR by which a rank has ended all
+MPI = "MPI"  # name of a CRASH in a call of MPI, which may come of another rank's end
 
 
 class Kind(IntEnum):
@@ -190,4 +191,5 @@ def _crash(text: str, time: float) -> list[Event]:
     frames = re.findall(r'^  File "(.*)", line (\d+) in ', text, re.MULTILINE)
     own = [frame for frame in frames if not re.search(r"/(site|dist)-packages/|/lib/py", frame[0])]
     site = ":".join((own or frames)[0]) if frames else ""
-    return [Event(time, Kind.CRASH, text=kind[1].strip(), site=site)]
+    name = MPI if frames and frames[0][0].endswith("/mntrain/comm/mpi.py") else ""
+    return [Event(time, Kind.CRASH, name=name, text=kind[1].strip(), site=site)]

@@ -11,6 +11,7 @@ import pytest
 from mntrain.launch.evidence import Evidence
 from mntrain.launch.verdict import EndCause
 from mntrain.options.config import CheckpointConfig
+from mntrain.recorder.autopsy import examine, find_recordings
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.train.job import warn_of_launch
 
@@ -35,6 +36,11 @@ if rank == 0:
 if end == "close":
     recorder.close()
     sys.exit()
+if end == "in MPI" and rank == 1:
+    place = folder / "mntrain" / "comm" / "mpi.py"
+    place.parent.mkdir(parents=True)
+    place.write_text("import os, signal\\nos.kill(os.getpid(), signal.SIGSEGV)\\n")
+    exec(compile(place.read_text(), place, "exec"))
 os.kill(os.getpid(), getattr(signal, end) if rank == 1 and end[:3] == "SIG" else signal.SIGKILL)
 """
 NOBODY = EndCause(None, "exit code 1")
@@ -90,6 +96,24 @@ def test_a_rank_that_others_have_seen_end_may_have_crashed_by_itself(tmp_path, e
 def test_a_crash_after_another_rank_has_ended_is_no_cause(tmp_path, seen, fault):
     unsure = EndCause(True, "a rank on n3 ended: EXIT CODE: 9", "mpirun")
     assert end_of_ranks(tmp_path, "SIGSEGV", seen).judge(unsure).fault == fault
+
+
+@pytest.mark.parametrize("end", ["in MPI", "SIGSEGV"])
+def test_a_crash_in_a_call_of_mpi_may_come_of_another_ranks_end(tmp_path, end):
+    """MPICH's send crashes in a rank whose peer was killed just now; nobody has seen either end."""
+    evidence, by_itself = end_of_ranks(tmp_path, end, ""), end == "SIGSEGV"
+    unsure = EndCause(True, "a rank on n3 ended: EXIT CODE: 9", "mpirun", ("n3",))
+    assert (evidence.judge(unsure) is unsure) == (not by_itself)
+    banner = EndCause(False, "a rank on n2 ended: Segmentation fault (signal 11)", "mpirun")
+    judged = evidence.judge(banner)
+    assert judged.fault == (not by_itself)
+    assert ("in a call of MPI, as after the loss of another one" in judged.what) == judged.fault
+    assert evidence.judge(LOST).fault == (not by_itself)
+    assert evidence.judge(NOBODY).fault == (not by_itself)
+    autopsy = examine(tmp_path, find_recordings(tmp_path)[0])
+    assert (autopsy.first, autopsy.sure) == ([1], by_itself)
+    what = "native code" if by_itself else "MPI"
+    assert autopsy.cause == f"{what} crashed: Segmentation fault"
 
 
 def test_a_summary_counts_if_this_start_has_written_it(tmp_path):
