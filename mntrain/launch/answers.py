@@ -13,7 +13,7 @@ from contextlib import suppress
 from mntrain.launch.hosts import Host, in_flux
 from mntrain.recorder.launch_notes import VARIABLE
 
-LIMIT_S = 20.0  # for all hosts
+LIMIT_S = 17.0  # for all hosts
 ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
 SILENT = 2  # questions in a row that a host leaves unanswered before it counts as lost
 _ASK_S = 3.0  # from one of them to the next, at least
