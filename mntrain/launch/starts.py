@@ -128,7 +128,7 @@ class Start:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=begin,  # noqa: PLW1509 - threads cannot hold what it needs: it writes to a pipe
+            preexec_fn=begin,  # noqa: PLW1509 - it writes to a pipe, and needs no lock
         )
         pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
         self._threads = [
