@@ -63,7 +63,7 @@ class LocalSGD:
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "Exchange":
-        """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
+        """Return the exchange over these groups of ranks, for an optimizer of a stage. Local."""
         from zero.exchange.exchange import Exchange
         from zero.exchange.node_means import NodeMeans
 

@@ -81,7 +81,7 @@ def make_optimizer(
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
-    schedule = _make_schedule(world, sync, stream, stage=checked.stage, user=label)
+    sync_schedule = _make_sync_schedule(world, sync, stream, stage=checked.stage, user=label)
     needs_levels = hook.between_nodes and world.size > 1
     levels = world.node_levels(label) if needs_levels else None
     with world.agreement(), _arguments_of(optimizer_class):
@@ -91,7 +91,7 @@ def make_optimizer(
             stream,
             checked,
             model=model,
-            sync_schedule=schedule,
+            sync_schedule=sync_schedule,
             levels=levels,
             comm_hook=hook,
             **kwargs,
@@ -137,7 +137,7 @@ def check_sync(world: Ranks, sync: object) -> None:
         )
 
 
-def _make_schedule(
+def _make_sync_schedule(
     world: Ranks,
     sync: LocalSGD | None,
     stream: WorldCollectives,

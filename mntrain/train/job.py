@@ -58,7 +58,7 @@ class Trained:
     precision: Precision
     sync: LocalSGD | None  # how nodes exchange; None: every step is synchronous
     names: tuple[str, str]  # of the optimizer and the scheduler
-    keeps_schedule: bool  # the scheduler is the task's, whose state checkpoints hold
+    keeps_scheduler: bool  # the scheduler is the task's, whose state checkpoints hold
     weights: tuple[str, list[str]] | None  # that were loaded, and what of them does not fit
 
 
@@ -155,8 +155,8 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     advice = "; --balance.mode throughput would give it a smaller part of each batch"
     balancing = StepBalancing(
         world,
-        data.plans,
-        advice="" if data.plans or data.stream else advice,
+        data.division,
+        advice="" if data.division or data.stream else advice,
         last_step=last_step,
         every=trained.sync.every if trained.sync else 1,
     )
@@ -199,7 +199,7 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
         objects.pop("early stopping", None)  # it had no patience then
     # This job's options count, even if the checkpoint was made with others. Only a learning rate
     # that a scheduler with a state has set is the checkpoint's.
-    kept = ["weight_decay"] if trained.keeps_schedule else ["weight_decay", "lr", "initial_lr"]
+    kept = ["weight_decay"] if trained.keeps_scheduler else ["weight_decay", "lr", "initial_lr"]
     checkpoints.resume(resumed, objects, kept_options=kept, saves=_saves(config))
     return Job(
         config,
@@ -224,7 +224,7 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
 def _objects(trained: Trained, data: JobData, best: BestMetric) -> dict[str, Stateful]:
     """Return what checkpoints hold beside the model and the optimizer, by name."""
     objects: dict[str, Stateful] = {}
-    if trained.keeps_schedule:
+    if trained.keeps_scheduler:
         objects["schedule"] = trained.scheduler
     if data.stream:
         objects["data"] = data
@@ -250,7 +250,7 @@ def _make_trained(
     """Make the model, and choose what trains it and how nodes exchange. Collective."""
     precision, weights = PRECISIONS[config.train.precision], None
     with world.agreement():
-        sync = choose_sync(world, config, weighted=isinstance(data.plans, Shares))
+        sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
         torch.manual_seed(config.run.seed)
         model = tasks.make_model(task).to(world.device, precision.parameters)
         freeze(model, config.init.freeze)
