@@ -160,7 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._shard, collectives.rank, self.sync_schedule.replica, options.check_every
         )
         self.replicas: Replicas | None = None
-        """Those of the sync schedule, if there is one."""
+        """Replicas of the sync schedule, if there is one."""
         if isinstance(sync_schedule, Exchange):
             self.replicas = Replicas(
                 sync_schedule, self._shard, collectives, self._comparison, self._scale

@@ -40,7 +40,7 @@ class Signals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.first_at = 0.0
-        """When that came, as time.monotonic()."""
+        """Time of its arrival, as time.monotonic()."""
         self._command: subprocess.Popen[bytes] | None = None
 
     def direct(self, command: subprocess.Popen[bytes] | None) -> None:
@@ -120,7 +120,7 @@ class Start:
         self.silent: list[str] = []
         """Hosts of which no rank answers, by the last warning of the ranks that says so."""
         self.silent_at = 0.0
-        """When that came, as time.time()."""
+        """Time of that warning, as time.time()."""
         self.process = subprocess.Popen(
             words,
             env=environment,

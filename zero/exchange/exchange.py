@@ -176,7 +176,7 @@ class Exchange(EveryStep):
         self._outer, self._code = outer, code
         self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
         self.weight = 0.0
-        """Of the steps since the last exchange: the same on all ranks of a replica."""
+        """Weight of the steps since the last exchange, the same on all ranks of a replica."""
         self._refused = False  # a step since the last exchange was not finite, which is an error
         self._state: dict[Tensor, dict[str, Tensor]] = {}
         self._flying: list[SentExchange] = []  # in the order in which they were sent
