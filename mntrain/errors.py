@@ -78,7 +78,7 @@ def raised_by_all(error: BaseException | None) -> bool:
 
 
 class TrainingStoppedError(AgreedError):
-    """Training cannot continue, for a reason that all ranks know."""
+    """Error that ends training, for a reason that all ranks know."""
 
 
 class RemoteRankError(RuntimeError):

@@ -63,7 +63,7 @@ class LocalSGD:
     def bind(
         self, world: "Collectives", node: "Collectives", cross: "Collectives", *, stage: int
     ) -> "Exchange":
-        """Return the schedule over these groups of ranks, for an optimizer of a stage. Local."""
+        """Return the exchange over these groups of ranks, for an optimizer of a stage. Local."""
         from zero.exchange.exchange import Exchange
         from zero.exchange.node_means import NodeMeans
 
@@ -82,7 +82,7 @@ class LocalSGD:
 
 @dataclass(frozen=True, config=STRICT)
 class DiLoCo(LocalSGD):
-    """Every `every` steps, Nesterov momentum moves the parameters towards the mean of the nodes'.
+    """Steps of Nesterov momentum towards the mean of the nodes' parameters, every `every` steps.
 
     Source: DiLoCo (Douillard et al., 2023, arXiv 2311.08105), with its outer optimizer's defaults.
     """

@@ -20,7 +20,7 @@ from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket, call_site
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.data.loader import ShardedLoader, ShardOptions, ShardRegistry
-from mntrain.data.source import Division
+from mntrain.data.source import Divider
 from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
@@ -166,7 +166,7 @@ class World(Ranks):
         *,
         train: bool | None = None,
         weight: Callable[[Any], float] | None = None,
-        balance: bool | Division = False,
+        balance: bool | Divider = False,
         divided: bool = False,
     ) -> ShardedLoader:
         """Return an iterable over this rank's part of every global batch of `loader`. Local.
@@ -195,7 +195,7 @@ class World(Ranks):
         `balance`, parts follow the speeds of ranks, measured while training: then the training
         thread of every rank iterates over it, and every tenth batch is collective, and waits for
         the GPU. There, a part grows only as far as memory suffices if it grows with the part.
-        Rank 0 warns of slow ranks. A job gives the division that it revises itself.
+        Rank 0 warns of slow ranks. A job gives a function that divides, which it revises itself.
         Raises ValueError if accelerate's Accelerator trains each rank alone.
         """
         self._engine.check_open()

@@ -55,7 +55,7 @@ TRAIN_OR_FREEZE = (
 
 
 class DifferentWeightsError(RuntimeError):
-    """Ranks that must hold the same weights do not. Raised by every rank alike."""
+    """Error for weights that differ between ranks, and must not. Raised by every rank alike."""
 
 
 Samples = tuple[dict[str, int], Tensor]  # how many are of each gradient, by name; one by one

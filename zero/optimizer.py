@@ -160,7 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._shard, collectives.rank, self.sync_schedule.replica, options.check_every
         )
         self.replicas: Replicas | None = None
-        """Those of the sync schedule, if there is one."""
+        """Replicas of the sync schedule, if there is one."""
         if isinstance(sync_schedule, Exchange):
             self.replicas = Replicas(
                 sync_schedule, self._shard, collectives, self._comparison, self._scale
@@ -256,9 +256,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def coming_exchange(self) -> Exchange | None:
         """The exchange that ends the current round; None where all ranks take the step together."""
-        if self.replicas is None or not self.replicas.schedule.alone(self.accumulation.steps):
+        if self.replicas is None or not self.replicas.sync_schedule.alone(self.accumulation.steps):
             return None
-        return self.replicas.schedule
+        return self.replicas.sync_schedule
 
     def share(self, count: float | None) -> None:
         """State that the gradient of the coming backward is a mean over `count` samples. Local.
@@ -651,7 +651,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._inner,
             slices,
             self._shapes(),
-            None if self.replicas is None else self.replicas.schedule.load_state,
+            None if self.replicas is None else self.replicas.sync_schedule.load_state,
             options=options,
             unnamed=unnamed,
         )
@@ -665,7 +665,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def memory(self) -> Memory:
         """Return the bytes that this optimizer has held on this rank, at the peak. Local."""
         kept = self._shard.memory(self._inner.state)
-        exchange = 0 if self.replicas is None else self.replicas.schedule.nbytes()
+        exchange = 0 if self.replicas is None else self.replicas.sync_schedule.nbytes()
         return replace(kept, hook=self._hook.nbytes(), exchange=exchange)
 
     def predicted_memory(self, stage: int | None = None) -> Memory:

@@ -26,7 +26,7 @@ class OneOfSeveral(SingleProcessCollectives):
 
 
 class _OnesForValues(TorchDispatchMode):
-    """Numbers that are read from tensors without memory are 1, so that optimizers run on them."""
+    """Ones in place of the numbers of tensors without memory, so that optimizers run on them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""

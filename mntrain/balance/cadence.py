@@ -5,7 +5,7 @@
 
 The slowest rank has `anchor` micro-batches in a step, and faster ones proportionally more. A larger
 anchor makes reductions rarer, so that communication takes a smaller part of the time; it also makes
-the batch of a step larger. All ranks derive the same plan from the numbers of all.
+the batch of a step larger. All ranks derive the same numbers from the numbers of all.
 
 Nothing in this module communicates.
 """
@@ -17,16 +17,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from mntrain.balance.own_pace import BatchNumber, Pace
-from mntrain.balance.shares import GAIN, SMOOTHING, Plans, share_bounds
+from mntrain.balance.shares import GAIN, SMOOTHING, BatchDivision, share_bounds
 
 FIRST_ANCHOR = 10  # before communication is measured
 AIM = 0.8  # of the overhead target, for which a new anchor is chosen
 WELL_BELOW = 0.5  # of the overhead target, below which the anchor shrinks
-LEAST_CHANGE = 1.2  # ratio of two anchors from which a plan is revised for it
+LEAST_CHANGE = 1.2  # ratio of two anchors from which the numbers are revised for it
 LEAST_STEPS = 10  # of an epoch, if the largest anchor is automatic
 
 
-class StepPlan(NamedTuple):
+class CadenceRevision(NamedTuple):
     """The micro-batches of the ranks in a step, from one step on."""
 
     first: BatchNumber  # step, 0 for the first of a run
@@ -70,8 +70,8 @@ def tuned_anchor(
     return next(good, max(anchor, wanted))
 
 
-class Cadence(Plans):
-    """The plans of a job by step.
+class Cadence(BatchDivision):
+    """The micro-batches of the ranks of a job by step.
 
     An epoch has `samples`, and a step at most all of them. `target` is the part of computing that
     communication may take. `max_anchor` limits the anchor: 0 does not, and None lets an epoch have
@@ -108,32 +108,34 @@ class Cadence(Plans):
                 f" of {micro_batch} on {size} ranks: give a smaller --train.micro-batch-size"
                 + smaller
             )
-        super().__init__(StepPlan(BatchNumber(0, first), anchor, self._counts(anchor, speeds)))
+        super().__init__(
+            CadenceRevision(BatchNumber(0, first), anchor, self._counts(anchor, speeds))
+        )
 
     @property
-    def latest(self) -> StepPlan:
-        """The plan of the last steps."""
-        plan: StepPlan = self.plans[-1]
-        return plan
+    def latest(self) -> CadenceRevision:
+        """The revision of the last steps."""
+        revision: CadenceRevision = self.revisions[-1]
+        return revision
 
     def samples(self, index: int) -> int:
-        """Return the samples of a whole batch under a plan, by its index in `plans`."""
-        plan: StepPlan = self.plans[index]
-        return sum(plan.counts) * self.micro_batch
+        """Return the samples of a whole batch under a revision, by its index."""
+        revision: CadenceRevision = self.revisions[index]
+        return sum(revision.counts) * self.micro_batch
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts, in the same proportion in a smaller last batch."""
         self.drawn = max(self.drawn, batch)
         index = self.index(batch)
-        counts = self.plans[index].counts
+        counts = self.revisions[index].counts
         if samples < self.samples(index):
             return share_bounds(samples, len(counts), counts)
         return tuple(accumulate((count * self.micro_batch for count in counts), initial=0))
 
-    def revise(self, paces: Sequence[Pace]) -> StepPlan | None:
-        """Take the paces of all ranks over an interval, and revise the plan if that is due.
+    def revise(self, paces: Sequence[Pace]) -> CadenceRevision | None:
+        """Take the paces of all ranks over an interval, and revise the numbers if that is due.
 
-        Returns the new plan; None if the plan stays. The same on all ranks, for the same paces.
+        Returns the new revision, None if there is none; the same on all ranks, for the same paces.
         """
         self._communication_s = _smoothed_seconds(self._communication_s, paces)
         speeds = self._measured(paces)
@@ -151,17 +153,19 @@ class Cadence(Plans):
             return None
         computing_s = max(c * self.micro_batch / s for c, s in zip(now.counts, speeds, strict=True))
         first = BatchNumber(0, max(pace.drawn for pace in paces).batch + 1)
-        self.plans.append(StepPlan(first, anchor, counts, self._communication_s / computing_s))
+        self.revisions.append(
+            CadenceRevision(first, anchor, counts, self._communication_s / computing_s)
+        )
         return self.latest
 
-    def entry(self, plan: StepPlan) -> dict[str, Any]:
-        """Return a plan's entry in summary.json."""
-        counts = list(plan.counts)
-        named = {"anchor": plan.anchor, "batch_counts": counts, "overhead": plan.overhead}
-        return {"step": plan.first.batch + 1, **named}
+    def entry(self, revision: CadenceRevision) -> dict[str, Any]:
+        """Return a revision's entry in summary.json."""
+        counts = list(revision.counts)
+        named = {"anchor": revision.anchor, "batch_counts": counts, "overhead": revision.overhead}
+        return {"step": revision.first.batch + 1, **named}
 
     def describe(self) -> str:
-        """Return the latest plan in words."""
+        """Return the latest revision in words."""
         counts, overhead = ", ".join(map(str, self.latest.counts)), self.latest.overhead or 0
         return (
             f"ranks have {counts} micro-batches of {self.micro_batch} samples in a step; "

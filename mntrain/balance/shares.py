@@ -1,7 +1,7 @@
 """Shares of a global batch in proportion to how fast ranks compute.
 
     batch:   1 ... 10   11 ... 60      61 ... 110         ranks gather their speeds every 10 batches
-    shares:  equal      first plan     next one, if it pays
+    shares:  equal      by speed       revised, if it pays
 
 Each rank adds up its samples and the seconds of its own computing. All ranks derive the same shares
 from the numbers of all. A share is a contiguous part of the batch, so the global order of samples
@@ -60,21 +60,21 @@ def share_bounds(
     return tuple(accumulate(counts, initial=0))
 
 
-class Plans:
-    """Divisions of batches, from each batch on. Every rank holds an equal one.
+class BatchDivision:
+    """Division of batches between ranks, which is revised. Every rank holds an equal one.
 
-    Each of `plans` has the `first` batch that it holds for, which no rank had drawn before.
+    Each of its `revisions` has the `first` batch that it holds for, which no rank had drawn before.
     """
 
     def __init__(self, first: Any) -> None:
-        self.plans: list[Any] = [first]
+        self.revisions: list[Any] = [first]
         self.drawn: BatchNumber = first.first  # the last whose bounds this rank has asked for
         self._speeds: tuple[float, ...] | None = None  # measured, smoothed
         self._since, self._due = 0, CALIBRATION  # batches since the last revision, and to the next
 
     def index(self, batch: BatchNumber) -> int:
-        """Return the index in `plans` of the plan of a batch: the number of revisions before it."""
-        return bisect(self.plans, batch, key=attrgetter("first")) - 1
+        """Return the index in `revisions` of that of a batch."""
+        return bisect(self.revisions, batch, key=attrgetter("first")) - 1
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts of a batch."""
@@ -98,7 +98,7 @@ class Plans:
         return self._speeds
 
 
-class SharePlan(NamedTuple):
+class SharesRevision(NamedTuple):
     """Speeds and limits that the shares follow from a batch on."""
 
     first: BatchNumber
@@ -106,7 +106,7 @@ class SharePlan(NamedTuple):
     most: tuple[int | None, ...]  # samples, by rank
 
 
-class Shares(Plans):
+class Shares(BatchDivision):
     """The shares of all ranks in batches of `samples`.
 
     `hints` are relative speeds that are known before any was measured, by rank. They hold until the
@@ -125,50 +125,50 @@ class Shares(Plans):
         first: int = 0,
         most: int | None = None,
     ) -> None:
-        super().__init__(SharePlan(BatchNumber(0, first), hints, (most,) * size))
+        super().__init__(SharesRevision(BatchNumber(0, first), hints, (most,) * size))
         self.samples = samples
         self._size, self._most = size, most
 
     def bounds(self, samples: int, batch: BatchNumber) -> tuple[int, ...]:
         """Return the bounds of the ranks' parts of a batch: see `share_bounds`."""
         self.drawn = max(self.drawn, batch)
-        plan = self.plans[self.index(batch)]
-        return share_bounds(samples, self._size, plan.speeds, plan.most)
+        revision = self.revisions[self.index(batch)]
+        return share_bounds(samples, self._size, revision.speeds, revision.most)
 
-    def revise(self, paces: Sequence[Pace]) -> SharePlan | None:
+    def revise(self, paces: Sequence[Pace]) -> SharesRevision | None:
         """Take the paces of all ranks over an interval, and revise the shares if that is due.
 
-        Returns the new plan; None if the shares stay. The same on all ranks, for the same paces.
+        Returns the new revision, None if there is none; the same on all ranks, for the same paces.
         """
         speeds = self._measured(paces)
         if speeds is None:
             return None
         most = tuple(self._most if pace.most is None else pace.most for pace in paces)
         first = max(pace.drawn for pace in paces)
-        plan = SharePlan(first._replace(batch=first.batch + 1), speeds, most)
-        if self._seconds(self.plans[-1], speeds) < GAIN * self._seconds(plan, speeds):
+        revision = SharesRevision(first._replace(batch=first.batch + 1), speeds, most)
+        if self._seconds(self.revisions[-1], speeds) < GAIN * self._seconds(revision, speeds):
             return None
-        self.plans.append(plan)
-        return plan
+        self.revisions.append(revision)
+        return revision
 
-    def _seconds(self, plan: SharePlan, speeds: Sequence[float]) -> float:
+    def _seconds(self, revision: SharesRevision, speeds: Sequence[float]) -> float:
         """Return the time of the slowest rank for a batch."""
-        return max(n / speed for n, speed in zip(self.counts(plan), speeds, strict=True))
+        return max(n / speed for n, speed in zip(self.counts(revision), speeds, strict=True))
 
-    def counts(self, plan: SharePlan) -> list[int]:
-        """Return the samples of each rank in a whole batch under a plan."""
-        bounds = share_bounds(self.samples, self._size, plan.speeds, plan.most)
+    def counts(self, revision: SharesRevision) -> list[int]:
+        """Return the samples of each rank in a whole batch under a revision."""
+        bounds = share_bounds(self.samples, self._size, revision.speeds, revision.most)
         return [stop - start for start, stop in pairwise(bounds)]
 
-    def entry(self, plan: SharePlan) -> dict[str, Any] | None:
-        """Return a plan's entry in summary.json; None of equal shares."""
-        if plan.speeds is None:
+    def entry(self, revision: SharesRevision) -> dict[str, Any] | None:
+        """Return a revision's entry in summary.json; None of equal shares."""
+        if revision.speeds is None:
             return None
-        return {"step": plan.first.batch + 1, "samples": self.counts(plan)}
+        return {"step": revision.first.batch + 1, "samples": self.counts(revision)}
 
     def describe(self) -> str:
-        """Return the latest plan in words."""
-        counts = ", ".join(map(str, self.counts(self.plans[-1])))
+        """Return the latest revision in words."""
+        counts = ", ".join(map(str, self.counts(self.revisions[-1])))
         return f"ranks have {counts} of {self.samples} samples"
 
 

@@ -120,21 +120,21 @@ def library_candidate(
 
 
 def take_turns(
-    comm: Any, candidates: Sequence[Candidate], rounds: int, budget_s: float, *, warm_up: int = 1
+    comm: Any, candidates: Sequence[Candidate], turns: int, budget_s: float, *, warm_up: int = 1
 ) -> list[list[list[Sample]]]:
-    """Return samples by candidate, round and rank; candidates run in random order in a round.
+    """Return samples by candidate, turn and rank; candidates run in random order in a turn.
 
-    Collective over the mpi4py communicator `comm`. Makes at least one round, and no further one
+    Collective over the mpi4py communicator `comm`. Makes at least one turn, and no further one
     that would end after `budget_s` seconds if it took as long as the one before. The first
-    `warm_up` rounds are not returned.
+    `warm_up` turns are not returned.
     """
-    start = round_start = time.perf_counter()
+    start = turn_start = time.perf_counter()
     local: list[list[Sample]] = [[] for _ in candidates]
-    for number in range(-warm_up, rounds):
+    for number in range(-warm_up, turns):
         now = time.perf_counter()
-        if number > 0 and comm.bcast(2 * now - round_start - start > budget_s):
+        if number > 0 and comm.bcast(2 * now - turn_start - start > budget_s):
             break
-        round_start = now
+        turn_start = now
         for index in turn_order(len(candidates), number):
             candidate = candidates[index]
             candidate.prepare()

@@ -36,7 +36,7 @@ class BenchCase:
     size_bytes: int
     dtype: str
     limit_s: float
-    times_s: tuple[float, ...] = ()  # of the slowest rank, by round; empty if skipped
+    times_s: tuple[float, ...] = ()  # of the slowest rank, by turn; empty if skipped
     wrong_ranks: tuple[int, ...] = ()  # with a wrong result, which makes the times invalid
 
     @property

@@ -93,7 +93,7 @@ def measure(
 
     Collective; all ranks yield the same. `comm` is an mpi4py communicator over the same ranks.
     `options.seconds` count from `start`, on rank 0's `time.perf_counter`: each size has an equal
-    part of what is left. A size, other than the smallest, of which one round does not fit is left
+    part of what is left. A size, other than the smallest, of which one turn does not fit is left
     out: its cases have no times.
     """
     dtype = DTYPES[options.dtype]
@@ -103,9 +103,9 @@ def measure(
     }
     for number, nbytes in enumerate(options.sizes):
         limits_s = {verb: limits.seconds(verb, nbytes) for verb in options.verbs}
-        round_s = sum(limits_s.values()) * len(by_algorithm)
+        turn_s = sum(limits_s.values()) * len(by_algorithm)
         left_s = comm.bcast(options.seconds - (time.perf_counter() - start))
-        fits = number == 0 or round_s <= left_s
+        fits = number == 0 or turn_s <= left_s
         tensor = world.collectives.allocate(
             nbytes // dtype.itemsize if fits else 0, dtype, world.device
         )
@@ -117,14 +117,14 @@ def measure(
                     candidates.library_candidate(name, verb, collectives, tensor, pattern)
                     for name, collectives in by_algorithm.items()
                 ]
-                rounds = options.repeats * (4 if nbytes < MIB else 1)
-                samples = candidates.take_turns(comm, rivals, rounds, budget_s)
+                turns = options.repeats * (4 if nbytes < MIB else 1)
+                samples = candidates.take_turns(comm, rivals, turns, budget_s)
                 cases = [_timed(*each) for each in zip(cases, samples, strict=True)]
             yield cases
 
 
 def _timed(case: BenchCase, samples: Sequence[Sequence[candidates.Sample]]) -> BenchCase:
-    """Return a case with its times and wrong ranks, of samples by round and rank."""
+    """Return a case with its times and wrong ranks, of samples by turn and rank."""
     return replace(
         case,
         times_s=tuple(max(sample.seconds for sample in turn) for turn in samples),

@@ -3,7 +3,6 @@
 One process, no MPI. Names from checkpoints are printed without control characters.
 """
 
-import argparse
 import reprlib
 import sys
 from argparse import Namespace
@@ -23,6 +22,7 @@ from mntrain.checkpoint.format import FILES, MODEL, OPTIMIZER, Manifest, open_te
 from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, read_sound, scores
 from mntrain.metrics.display import printable
 from mntrain.metrics.terminal import stdout
+from mntrain.options.arguments import CommandParser
 
 DAMAGED = 1  # exit code of list, show and verify
 DIFFERENT = 1
@@ -34,9 +34,9 @@ Found = tuple[Path, Manifest]  # a checkpoint
 def run(words: Sequence[str]) -> int:
     """Run a command line and return its exit code: 0 if checkpoints are sound, or for diff equal.
 
-    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    Raises ValueError for a malformed command line, and SystemExit with code 0 after --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m mntrain ckpt", description="Look at checkpoints, compare and export them."
     )
     commands = parser.add_subparsers(required=True, metavar="{list,show,verify,diff,export}")
@@ -64,7 +64,7 @@ def run(words: Sequence[str]) -> int:
     argument("OUT", type=Path, help="a new .safetensors file; with --hf, a new folder")
     argument("--force", action="store_true", help="replace OUT if it exists")
     argument("--hf", action="store_true", help="of --task hf or lm: a folder for from_pretrained")
-    options = parser.parse_args(words)
+    options = parser.read(words)
     try:
         code: int = options.command(options, stdout())
     except (OSError, ValueError) as error:

@@ -196,7 +196,7 @@ def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> W
     assert manifest is not None
     parts = [PlacedRange(file, place) for file in FILES for place in manifest.checksums[file]]
     held: list[Held] = world.gather(_look(world, folders, name, parts))
-    lacking, messages = plan(parts, held, world.topology.nodes)
+    lacking, messages = assign_senders(parts, held, world.topology.nodes)
     if lacking:
         nbytes = sum(parts[number].place.length for number in lacking)
         return (
@@ -216,7 +216,7 @@ def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> W
     return WholeStep(folders.own / name, manifest, sent)
 
 
-def plan(
+def assign_senders(
     parts: Sequence[PlacedRange], held: Sequence[Held], nodes: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[Message]]:
     """Return the numbers of parts that nobody has, and the messages that give the others to all.

@@ -398,9 +398,9 @@ def is_shared(key: str) -> bool:
 
 def _trains_alone(content: Manifest, optimizer: ZeroOptimizer) -> bool:
     """Return whether the step after a checkpoint is averaged over a replica, not over several."""
-    schedule, steps = optimizer.sync_schedule, content.optimizer_steps
+    sync_schedule, steps = optimizer.sync_schedule, content.optimizer_steps
     assert steps is not None
-    return schedule.group(steps).size == schedule.sharding.size
+    return sync_schedule.group(steps).size == sync_schedule.sharding.size
 
 
 def _has_replicas(content: Manifest, optimizer: ZeroOptimizer) -> bool:

@@ -445,19 +445,19 @@ def _own_shard(
 
 def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
     """Yield the slices that this rank saves, of its replica, under the names in the file."""
-    schedule, slices = optimizer.sync_schedule, list(optimizer.slices())
+    sync_schedule, slices = optimizer.sync_schedule, list(optimizer.slices())
     parts = [(index, piece.low, piece.high) for index, piece in enumerate(slices)]
     if not optimizer.sharded:
-        group = schedule.sharding
+        group = sync_schedule.sharding
         parts = list(_equal_part([piece.high for piece in slices], group.rank, group.size))
     for index, low, high in parts:
         piece = slices[index]
         tensors = {
             key: tensor[low - piece.low : high - piece.low]
             for key, tensor in piece.tensors.items()
-            if not (schedule.replica and is_shared(key))
+            if not (sync_schedule.replica and is_shared(key))
         }
-        name = replica_name(piece.name, schedule.replica)
+        name = replica_name(piece.name, sync_schedule.replica)
         yield piece._replace(name=name, low=low, high=high, tensors=tensors)
 
 

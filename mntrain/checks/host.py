@@ -16,7 +16,7 @@ _MB = 1_000_000
 
 
 class StartError(RuntimeError):
-    """MPI cannot start, or would start a world of its own in each rank.
+    """Error for an MPI that cannot start, or would start a world of its own in each rank.
 
     `on_host` if the reason is this rank's host: other hosts' ranks may not know of it.
     """

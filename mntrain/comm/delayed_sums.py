@@ -114,7 +114,7 @@ class DelayedSums:
         idle, self._steps = steps == self._steps, steps
         rounds = 0
         if optimizer is not None and optimizer.replicas is not None:
-            rounds = optimizer.replicas.schedule.rounds(optimizer.accumulation.steps)
+            rounds = optimizer.replicas.sync_schedule.rounds(optimizer.accumulation.steps)
         number = 0
         for one in self._started:
             waits = not (one.message.sent and rounds >= (one.rounds or 0))

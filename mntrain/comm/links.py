@@ -1,7 +1,7 @@
 """Latency and bandwidth between pairs of ranks.
 
-Pairs are measured in rounds, as in a tournament: in each, every rank has at most one partner, and
-disjoint pairs are measured at once. Each direction of a pair is timed alone. Source of the rounds:
+Pairs are measured in matchings, one after another: in each, every rank has at most one partner, and
+its pairs are measured at once. Each direction of a pair is timed alone. Source of the matchings:
 the circle method (Kirkman, 1847).
 """
 
@@ -21,7 +21,7 @@ _ALL_TRIPS = 6000  # of a rank with all others, where there are many
 _TRIPS_S = 2.0  # for those of a pair, which a link that loses messages takes long for
 _FIRST_BYTES = 64 << 10  # of messages for the bandwidth, which double
 _LEAST = 3  # messages in a direction, of which the first opens what large ones need
-_ROUND_S = 0.2  # the most for one round, but for
+_MATCHING_S = 0.2  # the most for one matching, but for
 _RAMP_TRIPS = 20  # round trips in each direction, in which TCP's window doubles from 10 segments
 _ANSWER_BYTES = 16
 _STOP, _COUNT = -1, -2  # orders, in place of a number of bytes
@@ -47,8 +47,8 @@ class LinkSpeed:
         return 2 / (1 / self.mb_per_s_there + 1 / self.mb_per_s_back)
 
 
-def rounds(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
-    """Yield rounds of disjoint pairs, in which each pair of members occurs once. Pure."""
+def matchings(members: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
+    """Yield matchings, of disjoint pairs, in which each pair of members occurs once. Pure."""
     circle: list[T | None] = [*members, *([None] if len(members) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -63,24 +63,24 @@ def measure(
     seconds: float,
     *,
     most_bytes: int,
-    at_round: Callable[[], None] = lambda: None,
+    at_matching: Callable[[], None] = lambda: None,
 ) -> list[LinkSpeed]:
     """Return the speed between every pair of some ranks, sorted. Collective over `comm`.
 
     Takes at most about `seconds`; slow links, and those of high latency, take longer. Messages have
     `most_bytes` at most.
-    `at_round` is called before each round. The result is the same on every rank.
+    `at_matching` is called before each matching. The result is the same on every rank.
     """
-    plan = list(rounds(sorted(members)))
+    together = list(matchings(sorted(members)))
     found: list[LinkSpeed] = []
-    for pairs in plan:
+    for pairs in together:
         comm.gather(None)  # a barrier, in which the other ranks sleep
-        at_round()
+        at_matching()
         for one, other in (sorted(pair) for pair in pairs):
             if comm.rank == one:
-                trips = max(_TRIPS[0], min(_TRIPS[1], _ALL_TRIPS // len(plan)))
-                round_s = min(_ROUND_S, seconds / len(plan))
-                found.append(_lead(comm, other, trips, most_bytes, round_s))
+                trips = max(_TRIPS[0], min(_TRIPS[1], _ALL_TRIPS // len(together)))
+                matching_s = min(_MATCHING_S, seconds / len(together))
+                found.append(_lead(comm, other, trips, most_bytes, matching_s))
             elif comm.rank == other:
                 _follow(comm, one, most_bytes)
     gathered = [link for links in comm.gather(found) for link in links]

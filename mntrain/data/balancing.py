@@ -1,4 +1,4 @@
-"""Comparison of the ranks' paces: slow ranks are named, and the plans of their parts revised."""
+"""Comparison of the ranks' paces: slow ranks are named, and their parts of batches revised."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,24 +14,24 @@ from mntrain.ranks import Ranks
 
 
 class Balancing:
-    """Collects the ranks' paces every few batches, names slow ranks, and revises `plans`.
+    """Collects the ranks' paces every few batches, names slow ranks, and revises the division.
 
     `ranks` is the world or a weak proxy of it. The user is warned of a slow rank, with `advice`,
-    and told of one that has recovered, and of new plans, unless these begin after `last_step`.
+    and told of one that has recovered, and of revisions, unless these begin after `last_step`.
     `batch` is the word for a batch.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        plans: Shares | Cadence | None,
+        division: Shares | Cadence | None,
         own: OwnPace,
         *,
         advice: str = "",
         last_step: int = 0,
         batch: str = "step",
     ) -> None:
-        self.plans = plans
+        self.division = division
         self._ranks, self._advice = ranks, advice
         self._last_step, self._own, self._batch = last_step, own, batch
         self._stragglers = Stragglers(ranks.size)
@@ -51,8 +51,8 @@ class Balancing:
         self._compared = step
         if self._ranks.size == 1 or step // INTERVAL == before // INTERVAL:
             return
-        place, plans = (passes, step), self.plans
-        pace = self._own.take(plans.drawn if plans else BatchNumber(0, 0), most())
+        place, division = (passes, step), self.division
+        pace = self._own.take(division.drawn if division else BatchNumber(0, 0), most())
         gathered = self._ranks.gather((place, pace))
         if any(other != place for other, _ in gathered):
             places = ", ".join(f"rank {r}: pass {p}" for r, ((p, _), _) in enumerate(gathered))
@@ -63,9 +63,9 @@ class Balancing:
         paces = [pace for _, pace in gathered]
         for straggler in self._stragglers.update(step, paces):
             self._report(straggler)
-        plan = plans.revise(paces) if plans else None
-        if plans and plan and plan.first.batch < self._last_step:
-            self._tell(f"balance: from step {plan.first.batch + 1}, {plans.describe()}")
+        revision = division.revise(paces) if division else None
+        if division and revision and revision.first.batch < self._last_step:
+            self._tell(f"balance: from step {revision.first.batch + 1}, {division.describe()}")
 
     def _tell(self, text: str) -> None:
         self._ranks._note(text)
@@ -89,9 +89,9 @@ class StepBalancing(Balancing):
     """
 
     def __init__(
-        self, ranks: Ranks, plans: Shares | Cadence | None, *, every: int = 1, **options: Any
+        self, ranks: Ranks, division: Shares | Cadence | None, *, every: int = 1, **options: Any
     ) -> None:
-        super().__init__(ranks, plans, OwnPace(ranks.waits), **options)
+        super().__init__(ranks, division, OwnPace(ranks.waits), **options)
         self._rarest = max(INTERVAL, every)
 
     @contextmanager
@@ -135,12 +135,18 @@ class StepBalancing(Balancing):
         return {"samples": self._own.samples, "own_s": self._own.seconds}
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries of summary.json: slow ranks, and the plans of parts. Local."""
+        """Return the entries of summary.json: slow ranks, and the revisions of parts. Local."""
         found = self._stragglers.found
         entries: dict[str, Any] = {"stragglers": [asdict(straggler) for straggler in found]}
-        if plans := self.plans:
-            begun = (plan for plan in plans.plans if plan.first.batch < self._last_step)
-            entries[plans.name] = [entry for plan in begun if (entry := plans.entry(plan))]
+        if division := self.division:
+            begun = (
+                revision
+                for revision in division.revisions
+                if revision.first.batch < self._last_step
+            )
+            entries[division.name] = [
+                entry for revision in begun if (entry := division.entry(revision))
+            ]
         return entries
 
 
@@ -152,7 +158,7 @@ class LoaderBalancing(Balancing):
     evaluates or saves.
     """
 
-    plans: Shares
+    division: Shares
 
     def __init__(self, ranks: Ranks) -> None:
         own = OwnPace(ranks.waits, robust=True)
@@ -194,7 +200,7 @@ class LoaderBalancing(Balancing):
         Called when the next one is asked for.
         """
         self._own.end(own)
-        self.plans.samples = max(self.plans.samples, total)  # an epoch's last may be small
+        self.division.samples = max(self.division.samples, total)  # an epoch's last may be small
         self._largest_own = max(self._largest_own or 0, own)
         self._compare((self._compared or 0) + 1, self._passes, self._most)
         self._own.begin()

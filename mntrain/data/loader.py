@@ -52,7 +52,7 @@ from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import GlobalBatch
 from mntrain.data.source import (
     Alone,
-    Division,
+    Divider,
     Feed,
     Part,
     Pass,
@@ -85,13 +85,13 @@ class Passes:
 class ShardOptions:
     """The options of `World.shard`, by its names.
 
-    A job gives its own division as `balance`. Raises ValueError for a wrong value.
+    A job gives its own divider as `balance`. Raises ValueError for a wrong value.
     """
 
     seed: int = 0
     train: bool | None = None
     weight: Callable[[Any], float] | None = None
-    balance: bool | Division = False
+    balance: bool | Divider = False
     divided: bool = False
 
     def __post_init__(self) -> None:
@@ -217,15 +217,15 @@ class ShardRegistry:
 
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
-        found = [one.replicas.schedule for one in self._open() if one.replicas is not None]
-        rare = [schedule for schedule in found if schedule.replicas > 1]
-        if not all(schedule.weighted for schedule in rare):
+        found = [one.replicas.sync_schedule for one in self._open() if one.replicas is not None]
+        rare = [one for one in found if one.replicas > 1]
+        if not all(one.weighted for one in rare):
             raise ValueError(
                 "balance=True with an optimizer that has sync=: each node counts the same in an "
                 "exchange, whatever its samples; add weighted=True to its description, such as "
                 "LocalSGD(every=50, weighted=True)"
             )
-        if any(schedule.max_staleness for schedule in rare):
+        if any(one.max_staleness for one in rare):
             raise ValueError(
                 "balance=True with an optimizer that has max_staleness: its nodes do not wait for "
                 "each other, and to compare speeds ranks do; leave one of the two out"
@@ -289,14 +289,14 @@ class ShardedLoader:
         self._seed, self._weight, self._train = options.seed, options.weight, options.train
         self._known, self._divided, self._batches = known, divided, batches
         self._balance = passes.balance if balance is True else None
-        division = None if isinstance(balance, bool) else balance
+        divider = None if isinstance(balance, bool) else balance
         if self._balance is not None:
-            division = self._balance.plans.divide
-        self._drawn = BatchSource(balanced=divided or division is not None)
+            divider = self._balance.division.divide
+        self._drawn = BatchSource(balanced=divided or divider is not None)
         if divided:
             self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
         else:
-            self._source = _source(loader, shards, division)
+            self._source = _source(loader, shards, divider)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
@@ -430,7 +430,7 @@ class ShardedLoader:
                 state["stream"] = part.stream
                 own = self._own_weight(part)
                 self._drawn.drawn += 1
-                self._drawn.plan, self._drawn.samples = part.plan, part.own
+                self._drawn.revision, self._drawn.samples = part.revision, part.own
                 self._shards.samples += part.own
                 self.sizes = part.own, part.total
                 total = part.total if self._weight is None else None
@@ -488,9 +488,9 @@ class ShardedLoader:
         return weight
 
 
-def _source(loader: Any, peers: Peers, division: Division | None) -> Source:
+def _source(loader: Any, peers: Peers, divider: Divider | None) -> Source:
     """Return the cheapest source of a loader's batches."""
-    shares = partial(_shares, peers, division)
+    shares = partial(_shares, peers, divider)
     if is_of_torch(loader):
         if isinstance(loader.dataset, IterableDataset):
             return StreamSource(loader, peers).parts
@@ -510,7 +510,7 @@ _Shares = Callable[..., Iterator[tuple[Any, slice, Part]]]
 
 def _shares(
     peers: Peers,
-    division: Division | None,
+    divider: Divider | None,
     this: Pass,
     batches: Iterator[Any],
     *,
@@ -519,7 +519,7 @@ def _shares(
 ) -> Iterator[tuple[Any, slice, Part]]:
     """Yield each batch of a pass with this rank's rows, and its part, still without them.
 
-    Parts are equal, or as a division says. Ranks compare the first batch.
+    Parts are equal, or as a divider says. Ranks compare the first batch.
     """
     compare = this.compare
     for number, batch in enumerate(batches):
@@ -529,12 +529,12 @@ def _shares(
         if compare is not None:
             compare(describe(batch, samples))
             compare = None
-        bounds, plan = None, 0
-        if division is not None and this.stand_ins:
-            bounds, plan = division(samples, BatchNumber(this.number, number))
+        bounds, revision = None, 0
+        if divider is not None and this.stand_ins:
+            bounds, revision = divider(samples, BatchNumber(this.number, number))
         rows, part = share_of(samples, peers.rank, peers.size, bounds)
         if part.own or this.stand_ins:
-            yield batch, rows, part._replace(plan=plan, number=number)
+            yield batch, rows, part._replace(revision=revision, number=number)
     if compare is not None:
         compare(describe(None, 0))
 

@@ -178,7 +178,7 @@ class GlobalBatch(Sequence[Any]):
 class CadenceSampling:
     """The order in which a job with a cadence sees its samples, from `origin` on. Local.
 
-        plan:     10, 10 micro-batches             10, 40
+        counts:   10, 10 micro-batches             10, 40
         steps:    [ 20 ][ 20 ][ 20 ] ... [ 20 ]    [    50    ][    50    ] ...
         samples:  the order of an epoch, without a gap
 
@@ -202,7 +202,7 @@ class CadenceSampling:
         index = self._cadence.index(BatchNumber(0, step))
         while (number := len(self._orders)) <= index:
             before, size = self._orders[-1], self._cadence.samples(number)
-            begin = before.position(self._cadence.plans[number].first.batch)
+            begin = before.position(self._cadence.revisions[number].first.batch)
             self._orders.append(replace(before, batch_size=size, origin=begin))
         return self._orders[index]
 

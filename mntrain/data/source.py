@@ -29,7 +29,7 @@ class Alone:
 
 # Of so many samples, a batch of a loader whose parts are not equal: the bounds of the ranks' parts,
 # and the number of revisions of the parts before it. Local.
-Division: TypeAlias = Callable[[int, BatchNumber], tuple[Sequence[int], int]]
+Divider: TypeAlias = Callable[[int, BatchNumber], tuple[Sequence[int], int]]
 
 
 class Pass(NamedTuple):
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     total: int  # samples of the global batch
     digest: int | None = None  # 16 bits of the samples' indices; the same on all ranks
     stream: Any = None  # where a stream continues behind this batch
-    plan: int = 0  # number of the plan by which the batch is divided; 0: the first, or equal parts
+    revision: int = 0  # number of revisions of the parts before it
     number: int | None = None  # of the global batch in its pass; None: ranks have batches apart
     short: bool = False  # whether a rank has no sample of it, so that this one gets a stand-in
 

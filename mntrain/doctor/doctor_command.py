@@ -71,7 +71,7 @@ def _examine(world: World, options: DoctorOptions, folder: Path, moved: Callable
     if (local := options.checkpoint.local) is not None:
         found = local_folder.examine(comm.gather, comm.rank, local, hosts)
         findings["local checkpoints"] = found
-    measured = partial(measure, comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_round=moved)
+    measured = partial(measure, comm, leaders, _LINKS_S, most_bytes=_LINK_BYTES, at_matching=moved)
     expected = (options.expect, mb_per_s(options.expect)) if options.expect else None
     links = measured()
     for _ in range(_AGAIN):

@@ -9,7 +9,7 @@ brokers in the order of their ranks; with --expand separated by spaces).
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -89,24 +89,37 @@ def expand_counts(text: str) -> list[int]:
 
 
 def read_hostfile(text: str) -> list[Host]:
-    """Return the hosts in a hostfile of MPICH (n1:4) or Open MPI (n1 slots=4), line by line."""
+    """Return the hosts in a hostfile of MPICH (n1:4) or Open MPI (n1 slots=4), line by line.
+
+    Raises ValueError for a line that begins with no host.
+    """
     found = []
     for line in text.splitlines():
-        entry = line.partition("#")[0].strip()
-        if entry:
-            name, count = re.fullmatch(r"([^\s:]+)(?::(\d+))?.*", entry).groups()  # type: ignore[union-attr]
-            slots = count or (re.findall(r"\bslots\s*=\s*(\d+)", entry) or [None])[0]
-            found.append(Host(name, int(slots) if slots else None, entry))
+        if entry := line.partition("#")[0].strip():
+            host = _read_entry(entry, entry.split()[0])
+            given = re.search(r"\bslots\s*=\s*(\d+)", entry)
+            found.append(replace(host, slots=host.slots or (int(given[1]) if given else None)))
     return found
 
 
 def read_list(text: str) -> list[Host]:
-    """Return the hosts in a list such as n1:4,n2:4."""
-    found = []
-    for entry in filter(None, text.split(",")):
-        name, _, count = entry.partition(":")
-        found.append(Host(name, int(count) if count.isdigit() else None, entry))
-    return found
+    """Return the hosts in a list such as n1:4,n2:4. Raises ValueError for an entry that is none."""
+    return [_read_entry(entry, entry) for entry in text.split(",")]
+
+
+def _read_entry(entry: str, word: str) -> Host:
+    """Return the host of an entry, whose name and number of ranks are in a word: n1, n1:4.
+
+    Open MPI also takes as many ranks as there are cores: n1:*, n1:auto.
+    """
+    match = re.fullmatch(r"([^\s:]+)(?::([1-9]\d*|\*|auto))?", word)
+    if match is None:
+        raise ValueError(
+            f"{f'{word!r}' if word else 'an empty entry'} is no host: give names, with a number of "
+            "ranks or without one, such as n1:4,n2:4"
+        )
+    name, count = match.groups()
+    return Host(name, int(count) if count and count.isdigit() else None, entry)
 
 
 def merged(hosts: Iterable[Host]) -> list[Host]:

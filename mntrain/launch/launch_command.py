@@ -3,7 +3,6 @@
 One process, without MPI and torch, on the machine on which mpirun or srun is started.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from mntrain.checks import launcher
 from mntrain.launch.launcher_command import LauncherCommand
 from mntrain.launch.relaunch import Launch
 from mntrain.launch.starts import Keeper, Signals
+from mntrain.options.arguments import CommandParser
 
 
 class Options(NamedTuple):
@@ -27,8 +27,8 @@ class Options(NamedTuple):
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Return the options of a command line. Raises SystemExit, and ValueError for bad input."""
-    parser = argparse.ArgumentParser(
+    """Return the options of a command line. Raises ValueError for bad input, and SystemExit."""
+    parser = CommandParser(
         prog="python -m mntrain launch",
         usage="%(prog)s [--spares N] [--nodes MIN:MAX] -- COMMAND",
         description="Start a command (mpirun, srun or flux run) again when a node or rank was "
@@ -41,7 +41,7 @@ def parse(words: Sequence[str]) -> Options:
         help="take MAX hosts, and go on with as few as MIN (default: as many as at first)",
     )
     own = list(words[: words.index("--")]) if "--" in words else list(words)
-    options, command = parser.parse_args(own), list(words[len(own) + 1 :])
+    options, command = parser.read(own), list(words[len(own) + 1 :])
     if not command:
         raise ValueError("launch: no command: give one after --, such as -- mpirun -n 4 python ...")
     nodes = re.fullmatch(r"(\d+)(?::(\d+))?", options.nodes or "1")

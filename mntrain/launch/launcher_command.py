@@ -63,6 +63,11 @@ class Option:
     at: int
     head: str = ""
 
+    @property
+    def value(self) -> str:
+        """The last value, "" if there is none."""
+        return self.values[-1] if self.values else ""
+
 
 @dataclass
 class LauncherCommand:
@@ -71,7 +76,7 @@ class LauncherCommand:
     `kind` is "mpirun", "srun" or "flux", or "" for another program, which is never changed.
     `hosts` are those that it may use, in order; none if it uses this host, or nobody says which.
     `ranks` is their number, None if it is not said. Raises ValueError for several programs in one
-    command, and for a hostfile that cannot be read.
+    command, for a hostfile that cannot be read, and for what is no host.
     """
 
     words: Sequence[str]
@@ -132,22 +137,24 @@ class LauncherCommand:
         self._program = at
         return found
 
-    @staticmethod
-    def _read(option: Option) -> list[Host]:
-        if option.name in _LISTS:
-            return read_list(option.values[0])
-        path = Path(option.values[0])
+    def _read(self, option: Option) -> list[Host]:
+        """Return the hosts that an option of mpirun names. Raises ValueError."""
+        given = " ".join(self.words[option.at : option.at + 1 + (not option.head)])
         try:
-            return read_hostfile(path.read_text())
+            if option.name in _LISTS:
+                return read_list(option.value)
+            return read_hostfile(Path(option.value).read_text())
+        except ValueError as error:
+            raise ValueError(f"launch: {given}: {error}") from error
         except OSError as error:
             raise ValueError(
-                f"launch: the hostfile {path} cannot be read ({error.strerror}): give the path of "
-                "one that this host sees"
+                f"launch: the hostfile {option.value} cannot be read ({error.strerror}): give the "
+                "path of one that this host sees"
             ) from error
 
     def _value(self, *names: str) -> str:
         """Return the value of the last of some options, "" if there is none."""
-        found = [one.values[-1] for one in self.options if one.name in names and one.values]
+        found = [one.value for one in self.options if one.name in names and one.values]
         return found[-1] if found else ""
 
     @property

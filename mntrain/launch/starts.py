@@ -40,7 +40,7 @@ class Signals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.first_at = 0.0
-        """When that came, as time.monotonic()."""
+        """Time of its arrival, as time.monotonic()."""
         self._command: subprocess.Popen[bytes] | None = None
 
     def direct(self, command: subprocess.Popen[bytes] | None) -> None:
@@ -120,7 +120,7 @@ class Start:
         self.silent: list[str] = []
         """Hosts of which no rank answers, by the last warning of the ranks that says so."""
         self.silent_at = 0.0
-        """When that came, as time.time()."""
+        """Time of that warning, as time.time()."""
         self.process = subprocess.Popen(
             words,
             env=environment,
@@ -128,7 +128,7 @@ class Start:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=begin,  # noqa: PLW1509 - threads cannot hold what it needs: it writes to a pipe
+            preexec_fn=begin,  # noqa: PLW1509 - it writes to a pipe, and needs no lock
         )
         pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
         self._threads = [

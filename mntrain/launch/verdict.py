@@ -1,4 +1,4 @@
-"""Why a command has ended, and whether a machine is to blame. Pure."""
+"""Causes of a command's end, and the verdict if a machine is to blame. Pure."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -92,7 +92,7 @@ OWN_SIGNAL = re.compile(r"Segmentation fault|signal (?:4|8|11)\b")
 
 @dataclass(frozen=True)
 class EndCause:
-    """Why a command has ended, by whose word, and the hosts that it names.
+    """Cause of a command's end, the source that says so, and the hosts that it names.
 
     `fault`: a machine is to blame. None: nobody says why; then hosts that do not answer decide.
     """

@@ -15,7 +15,7 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.recorder.events import Recorder
 
 Reduction = Literal["mean", "sum", "max", "same", "master", "each"]
-"""Over all ranks: the mean weighted by items, the sum, the maximum; or no reduction, because the
+"""Reduction over ranks: the mean weighted by items, the sum, the maximum; or none, because the
 value is the same on every rank, because it is the master's own, or because each rank has its own,
 by its number."""
 
@@ -64,7 +64,7 @@ class StepRecord:
     """
 
     step: Annotated[int, Metric("same")]
-    """1 for the first."""
+    """Number of the step, 1 for the first."""
     loss: Annotated[float, Metric("mean", format=_loss_text, row="line", summary="final_loss")]
     """Mean over the items (samples or tokens) of the step."""
     metrics: Annotated[dict[str, float], Metric("mean", named=True, row="line")]
@@ -81,7 +81,7 @@ class StepRecord:
     tokens_per_s: Annotated[float, Metric("master", "items/s", format=count_text)]
     """Items that the loss is a mean over (tokens or samples), a second."""
     step_s: Annotated[float, Metric("master", "s", format=short_time)]
-    """From the load of the batch to the end of the update, without evaluations, saves, reports."""
+    """Time from the load of the batch to the end of the update, without evaluations and saves."""
     data: Annotated[float, _PHASE]
     forward: Annotated[float, _PHASE]
     backward: Annotated[float, _PHASE]
@@ -105,18 +105,18 @@ class StepRecord:
     round_loss: Annotated[
         float | None, Metric("mean", label="of all nodes", format=_loss_text, row="line")
     ] = None
-    """Where nodes train alone, after all have met: the loss of all steps since they met before."""
+    """Loss of all steps since the last exchange, where nodes train alone between exchanges."""
     slow_ranks: Annotated[dict[str, float] | None, Metric("same", named=True)] = None
-    """By "rank/phase": how many times as long a slow rank takes for a sample as the others."""
+    """Ratio by "rank/phase" of the time of a slow rank for a sample to that of the others."""
     rank_step_s: Annotated[dict[str, float] | None, _OF_EACH] = None
-    """With --log.per-rank: of the step before, since ranks tell it in the message of this one."""
+    """Time of the step before, with --log.per-rank: ranks tell it in the message of this one."""
     rank_data: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_forward: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_backward: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_reduce_wait: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_exposed: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_memory: Annotated[dict[str, float] | None, Metric("each", "bytes", named=True)] = None
-    """Allocated on the GPU, or resident on the host, at the end of that step."""
+    """Memory allocated on the GPU, or resident on the host, at the end of that step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, without absent values."""

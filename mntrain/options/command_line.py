@@ -6,10 +6,9 @@ argparse splits the command line; the dataclasses validate the values.
 import sys
 import tomllib
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
 from types import NoneType
@@ -18,6 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 import tomli_w
 from pydantic.fields import FieldInfo
 
+from mntrain.options.arguments import unknown_option, unknown_word
 from mntrain.options.config import Config, flag_of
 from mntrain.options.types import as_mapping, construct, option_name, words_of
 
@@ -210,11 +210,11 @@ def _read_command_line(
         flag, equals, value = word.partition("=")
         words.append((flag.replace("_", "-") if flag[:2] == "--" else flag) + equals + value)
     given, unknown = parser.parse_known_args(words)
-    if wrong := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
-        flags = [flag_of(name) for name in options]
-        raise ValueError("\n".join(_unknown(flag, flags, parser.prog) for flag in wrong))
     if unknown:
-        raise ValueError(f"{unknown[0]}: no option takes it; see {parser.prog} --help")
+        wrong = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        flags = [flag_of(name) for name in options]
+        problems = [unknown_word(word, parser.prog, flags) for word in wrong or unknown[:1]]
+        raise ValueError("\n".join(problems))
     return {name: _from_words(options[name].annotation, v) for name, v in vars(given).items()}
 
 
@@ -265,18 +265,6 @@ def _given(
         given[name], first[name] = item, spelling
     names = [name for name in options if name != "config"]  # a file cannot include another one
     if wrong := given.keys() - names:
-        problems = [_unknown(first[name], names, prog) for name in given if name in wrong]
+        problems = [unknown_option(first[name], prog, names) for name in given if name in wrong]
         raise ValueError("\n".join(where + problem for problem in problems))
     return given
-
-
-def _unknown(name: str, allowed: Iterable[str], prog: str) -> str:
-    """Return the error for an unknown option, with the allowed ones that may be meant."""
-    plain = {option.lstrip("-").replace("-", "_"): option for option in allowed}
-    given = name.lstrip("-").replace("-", "_")
-    last = given.rpartition(".")[2]
-    meant = [o for known, o in plain.items() if known.rpartition(".")[2] == last]
-    meant = meant or [plain[near] for near in get_close_matches(given, plain, n=1)]
-    return f"{name}: no such option; " + (
-        f"did you mean {' or '.join(meant)}?" if meant else f"{prog} --help lists all"
-    )

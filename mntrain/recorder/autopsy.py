@@ -4,7 +4,6 @@ One process, without MPI and torch. Exit code 0 for a job that ended well, 1 for
 bad input.
 """
 
-import argparse
 import json
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain.alike.naming import by_value, naming
+from mntrain.options.arguments import CommandParser
 from mntrain.recorder.autopsy_diagnosis import Autopsy, Process
 from mntrain.recorder.events import boot_id, pid_namespace, read_oom_kills, read_process
 from mntrain.recorder.recording import Event, Header, Kind, Recording, read, recordings
@@ -29,9 +29,9 @@ LOOK_S = 2.5  # between two looks at recordings, which get a sign of life each s
 def run(words: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
-    Raises SystemExit, with 2 for a malformed command line and 0 after --help.
+    Raises ValueError for a malformed command line, and SystemExit with code 0 after --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m mntrain autopsy",
         description="Say how a job ended: which rank stopped first, in what and at which line, who "
         "waited for it, the likely cause, and the fix. Exit code 0 if the job ended well, 1 if "
@@ -45,7 +45,7 @@ def run(words: Sequence[str]) -> int:
         nargs="*",
         help="further folders with files of --run.recorder, such as copies from other nodes",
     )
-    options = parser.parse_args(words)
+    options = parser.read(words)
     try:
         found, notes = find_recordings(options.run_dir, options.folders)
     except ValueError as error:

@@ -85,7 +85,7 @@ class Recorder:
         self._recording = True
         self._phase = ""  # in progress, the innermost
         self.active_at = time.monotonic()
-        """When this rank last began or ended a collective, or a part of a step."""
+        """Time at which this rank last began or ended a collective, or a part of a step."""
         self._closed = threading.Event()
         self._signs: threading.Thread | None = None
         self._crashes = ExitStack()  # the file, in which faulthandler notes crashes of native code

@@ -3,7 +3,6 @@
 One process, without MPI.
 """
 
-import argparse
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from markupsafe import Markup
 
 from mntrain.metrics.files import REPORT_FILE, flat_options, write_whole
 from mntrain.metrics.registry import METRICS, PER_RANK, PHASES, WARMUP_STEPS
+from mntrain.options.arguments import CommandParser
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.report import charts
@@ -40,10 +40,9 @@ _LEVELS = {"node": "within nodes", "cross": "between nodes"}
 def run(words: Sequence[str]) -> int:
     """Run a command line, and return exit code 0.
 
-    Raises ValueError and OSError for bad input, and SystemExit, with 2 for a malformed command line
-    and 0 after --help.
+    Raises ValueError and OSError for bad input, and SystemExit with code 0 after --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m mntrain report",
         description="Write one HTML page about one or several runs: curves, throughput, memory, "
         "communication, slow ranks, checkpoints, events and options.",
@@ -58,7 +57,7 @@ def run(words: Sequence[str]) -> int:
         "for several runs)",
     )
     add("--svg", metavar="FOLDER", type=Path, help="also write each chart, as 01.svg and so on")
-    options = parser.parse_args(words)
+    options = parser.read(words)
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     output = options.output or folder / REPORT_FILE
     runs = read_runs(options.runs)

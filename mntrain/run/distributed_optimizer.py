@@ -51,25 +51,7 @@ def make_optimizer(
     accept it.
     """
     with world.agreement():
-        check_model(model, world.size)
-        if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
-            raise ValueError(
-                f"optimizer_class is of type {type(optimizer_class).__name__}: give a class such "
-                "as torch.optim.AdamW, and its arguments by keyword"
-            )
-        if alone := lone_accelerator(world.size):
-            raise ValueError(alone)
-        checked = Options(
-            bucket_bytes=world.settings.bucket_bytes,
-            gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
-            **options,
-        )
-        check_sync(world, sync)
-        if sync and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
-            raise ValueError(
-                "the model was given to world.sync_batchnorm, which needs all ranks in every "
-                "step, and with sync= nodes take steps of their own: leave one of the two out"
-            )
+        checked = _check_request(world, model, optimizer_class, sync, options)
     make = partial(optimizer_class, **kwargs)
     compare(world, describe(model, {**vars(checked), "comm_hook": comm_hook, "sync": sync}))
     with world.agreement():
@@ -81,7 +63,7 @@ def make_optimizer(
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
     stream = _without_sole_use(world.collectives.add_stream(label))
-    schedule = _make_schedule(world, sync, stream, stage=checked.stage, user=label)
+    sync_schedule = _make_sync_schedule(world, sync, stream, stage=checked.stage, user=label)
     needs_levels = hook.between_nodes and world.size > 1
     levels = world.node_levels(label) if needs_levels else None
     with world.agreement(), _arguments_of(optimizer_class):
@@ -91,7 +73,7 @@ def make_optimizer(
             stream,
             checked,
             model=model,
-            sync_schedule=schedule,
+            sync_schedule=sync_schedule,
             levels=levels,
             comm_hook=hook,
             **kwargs,
@@ -101,6 +83,36 @@ def make_optimizer(
         print(f"mntrain: {note}", file=sys.stderr)
     optimizer.start()
     return optimizer
+
+
+def _check_request(
+    world: Ranks,
+    model: nn.Module,
+    optimizer_class: object,
+    sync: LocalSGD | None,
+    options: Mapping[str, Any],
+) -> Options:
+    """Return the options of an optimizer. Raises ValueError for what cannot be accepted. Local."""
+    check_model(model, world.size)
+    if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
+        raise ValueError(
+            f"optimizer_class is of type {type(optimizer_class).__name__}: give a class such "
+            "as torch.optim.AdamW, and its arguments by keyword"
+        )
+    if alone := lone_accelerator(world.size):
+        raise ValueError(alone)
+    checked = Options(
+        bucket_bytes=world.settings.bucket_bytes,
+        gather_dtype=TRAVEL_DTYPES[world.settings.gather_dtype],
+        **options,
+    )
+    check_sync(world, sync)
+    if sync and any(isinstance(m, SyncBatchNorm) for m in model.modules()):
+        raise ValueError(
+            "the model was given to world.sync_batchnorm, which needs all ranks in every "
+            "step, and with sync= nodes take steps of their own: leave one of the two out"
+        )
+    return checked
 
 
 def _check_parameters(
@@ -137,7 +149,7 @@ def check_sync(world: Ranks, sync: object) -> None:
         )
 
 
-def _make_schedule(
+def _make_sync_schedule(
     world: Ranks,
     sync: LocalSGD | None,
     stream: WorldCollectives,

@@ -413,8 +413,8 @@ class Checkpoints:
     def _warn_of_differences(self, found: FoundCheckpoint) -> None:
         """Warn of what a checkpoint has and this loop has not, or otherwise. Local."""
         objects, warn = self._saver.objects, self._world._warn
-        scheduled = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
-        if scheduled and not any(hasattr(value, "last_epoch") for value in objects.values()):
+        has_scheduler = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
+        if has_scheduler and not any(hasattr(value, "last_epoch") for value in objects.values()):
             warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
         if unused := sorted(found.manifest.objects.keys() - objects.keys()):
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")

@@ -64,7 +64,7 @@ class Stop(NamedTuple):
     """The early end of a job, the same on all ranks."""
 
     status: str
-    """Whose request it is: "stopped" (of a rank's own code), "preempted" or "interrupted"."""
+    """Source of the request: "stopped" (of a rank's own code), "preempted" or "interrupted"."""
     reason: str | None  # such as "SIGTERM on rank 1"
 
 

@@ -132,19 +132,20 @@ class Task(ABC):
         return None
 
     def on_step(self, record: StepRecord) -> str | None:
-        """Called on every rank after each step; a text that is returned ends the run with it.
+        """Look at the record of a step; a text that is returned ends the run with it.
 
-        If one rank returns a text, all ranks stop together, after the next step. An exception ends
-        the job. The base class does nothing in the three callbacks.
+        Called on every rank after each step. If one rank returns a text, all ranks stop together,
+        after the next step. An exception ends the job. The base class does nothing in the three
+        callbacks.
         """
         return None
 
     def on_evaluation(self, record: StepRecord) -> str | None:
-        """Called on every rank after each evaluation, which the record has, as `on_step`."""
+        """Look at the record of a step with its evaluation, as `on_step`."""
         return None
 
     def on_checkpoint(self, path: Path) -> None:
-        """Called on rank 0 alone when a checkpoint is complete on the disk, with its folder."""
+        """Use the folder of a checkpoint that is complete on the disk. Called on rank 0 alone."""
         return
 
     def compared_files(self) -> Mapping[str, Path]:

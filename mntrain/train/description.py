@@ -82,12 +82,12 @@ def _describe_model_and_data(world: World, job: Job) -> None:
 
 
 def _describe_balance(world: World, job: Job) -> None:
-    plans, sync, config = job.data.plans, job.trained.sync, job.config
-    if isinstance(plans, Cadence):
-        counts = ", ".join(map(str, plans.latest.counts))
+    division, sync, config = job.data.division, job.trained.sync, job.config
+    if isinstance(division, Cadence):
+        counts = ", ".join(map(str, division.latest.counts))
         world._note(
             f"balance cadence: at first, ranks have {counts} micro-batches of "
-            f"{plans.micro_batch} samples in a step, {plans.samples(-1)} in all"
+            f"{division.micro_batch} samples in a step, {division.samples(-1)} in all"
         )
         if config.zero.stage == 2:
             world._warn(
@@ -97,7 +97,7 @@ def _describe_balance(world: World, job: Job) -> None:
             )
         return
     unmeasured = sync and sync.max_staleness and sync.warmup - job.done < CALIBRATION
-    if plans and unmeasured and not config.balance.speed:
+    if division and unmeasured and not config.balance.speed:
         world._warn(
             "--balance.mode throughput: nodes that do not wait for each other compare no speeds, "
             "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"

@@ -58,7 +58,7 @@ class Trained:
     precision: Precision
     sync: LocalSGD | None  # how nodes exchange; None: every step is synchronous
     names: tuple[str, str]  # of the optimizer and the scheduler
-    keeps_schedule: bool  # the scheduler is the task's, whose state checkpoints hold
+    keeps_scheduler: bool  # the scheduler is the task's, whose state checkpoints hold
     weights: tuple[str, list[str]] | None  # that were loaded, and what of them does not fit
 
 
@@ -152,40 +152,15 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     with world.agreement():
         try_evaluation(task, model, data, trained.precision, best)
         timeline = StepTimeline(world, directory.path, config.log.timeline, steps)
-    advice = "; --balance.mode throughput would give it a smaller part of each batch"
-    balancing = StepBalancing(
-        world,
-        data.plans,
-        advice="" if data.plans or data.stream else advice,
-        last_step=last_step,
-        every=trained.sync.every if trained.sync else 1,
-    )
+    balancing = _make_balancing(world, data, trained, last_step)
     if config.train.recompute:
         recompute_regions(task.regions(model))
     if config.train.compile:
         compile_regions(task.regions(model))
     objects = _objects(trained, data, best)
-    checkpoints = world.checkpoints(
-        directory.path,
-        model=model,
-        optimizer=trained.optimizer,
-        every=config.checkpoint.every,
-        keep=config.checkpoint.keep,
-        local=config.checkpoint.local,
-        local_every=config.checkpoint.local_every,
-        **objects,
-    )
+    checkpoints = _make_checkpoints(world, config, directory, trained, objects)
     checkpoints.scored_by = best.text
-    log = config.log
-    metrics = world.metrics(
-        directory.path,
-        tensorboard=log.tensorboard,
-        wandb=log.wandb,
-        mlflow=log.mlflow,
-        prometheus=log.prometheus,
-        per_rank=log.per_rank,
-        report=log.report,
-    )
+    metrics = _make_metrics(world, config, directory)
     with world.agreement():
         options = to_toml(resumption.with_absolute_paths(config)).encode()
         files = {CONFIG_FILE: options, **task.run_files()}
@@ -199,32 +174,78 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
         objects.pop("early stopping", None)  # it had no patience then
     # This job's options count, even if the checkpoint was made with others. Only a learning rate
     # that a scheduler with a state has set is the checkpoint's.
-    kept = ["weight_decay"] if trained.keeps_schedule else ["weight_decay", "lr", "initial_lr"]
+    kept = ["weight_decay"] if trained.keeps_scheduler else ["weight_decay", "lr", "initial_lr"]
     checkpoints.resume(resumed, objects, kept_options=kept, saves=_saves(config))
     return Job(
-        config,
-        directory,
-        resumed,
-        restored,
-        task,
-        data,
-        facts,
-        steps,
-        last_step,
-        trained,
-        best,
-        display,
-        timeline,
-        balancing,
-        checkpoints,
-        metrics,
+        config=config,
+        directory=directory,
+        resumed=resumed,
+        restored=restored,
+        task=task,
+        data=data,
+        data_facts=facts,
+        steps=steps,
+        last_step=last_step,
+        trained=trained,
+        best=best,
+        display=display,
+        timeline=timeline,
+        balancing=balancing,
+        checkpoints=checkpoints,
+        metrics=metrics,
+    )
+
+
+def _make_balancing(world: World, data: JobData, trained: Trained, last_step: int) -> StepBalancing:
+    """Make the comparison of the ranks' paces. Local."""
+    advice = "; --balance.mode throughput would give it a smaller part of each batch"
+    return StepBalancing(
+        world,
+        data.division,
+        advice="" if data.division or data.stream else advice,
+        last_step=last_step,
+        every=trained.sync.every if trained.sync else 1,
+    )
+
+
+def _make_checkpoints(
+    world: World,
+    config: Config,
+    directory: RunDirectory,
+    trained: Trained,
+    objects: Mapping[str, Stateful],
+) -> Checkpoints:
+    """Make the checkpoints of the run, as an own loop does. Collective."""
+    return world.checkpoints(
+        directory.path,
+        model=trained.model,
+        optimizer=trained.optimizer,
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        local=config.checkpoint.local,
+        local_every=config.checkpoint.local_every,
+        **objects,
+    )
+
+
+def _make_metrics(world: World, config: Config, directory: RunDirectory) -> MetricsLog:
+    """Make the metrics of the run, as an own loop does. Collective."""
+    log = config.log
+    return world.metrics(
+        directory.path,
+        tensorboard=log.tensorboard,
+        wandb=log.wandb,
+        mlflow=log.mlflow,
+        prometheus=log.prometheus,
+        per_rank=log.per_rank,
+        report=log.report,
     )
 
 
 def _objects(trained: Trained, data: JobData, best: BestMetric) -> dict[str, Stateful]:
     """Return what checkpoints hold beside the model and the optimizer, by name."""
     objects: dict[str, Stateful] = {}
-    if trained.keeps_schedule:
+    if trained.keeps_scheduler:
         objects["schedule"] = trained.scheduler
     if data.stream:
         objects["data"] = data
@@ -250,7 +271,7 @@ def _make_trained(
     """Make the model, and choose what trains it and how nodes exchange. Collective."""
     precision, weights = PRECISIONS[config.train.precision], None
     with world.agreement():
-        sync = choose_sync(world, config, weighted=isinstance(data.plans, Shares))
+        sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
         torch.manual_seed(config.run.seed)
         model = tasks.make_model(task).to(world.device, precision.parameters)
         freeze(model, config.init.freeze)

@@ -63,15 +63,15 @@ class JobData:
         self.samples = 0 if self.stream else len(self.datasets["training"])  # of an epoch
         origin = _find_origin(resumed, self.samples)
         samples = None if self.stream else self.samples
-        self.plans = choose_plans(config, world.size, samples, origin.step)
+        self.division = choose_division(config, world.size, samples, origin.step)
         self._order: sampling.SampleOrder | sampling.CadenceSampling
-        if isinstance(self.plans, Cadence):
+        if isinstance(self.division, Cadence):
             self._order = sampling.CadenceSampling(
-                self.plans, self.samples, seed, drop_last=drop_last, origin=origin
+                self.division, self.samples, seed, drop_last=drop_last, origin=origin
             )
         elif not self.stream:
             self._order = sampling.SampleOrder(
-                self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.plans
+                self.samples, size, seed, drop_last=drop_last, origin=origin, shares=self.division
             )
 
     def _shard(self, loader: Any, seed: int, **options: Any) -> ShardedLoader:
@@ -92,15 +92,15 @@ class JobData:
         else:  # whose samples are noted where they are loaded
             train, steps = self.datasets["training"], range(done, last_step)
             loader = sampling.step_loader(train, self._order, self._options, steps)
-            division = partial(self.plans.divide, done=done) if self.plans else False
-            shard = self._shard(loader, self._order.seed, train=True, balance=division)
+            divider = partial(self.division.divide, done=done) if self.division else False
+            shard = self._shard(loader, self._order.seed, train=True, balance=divider)
             batches = iter(shard)
         for step in range(done + 1, last_step + 1):
             reading = noted(self._options.rank, f"reading the training stream in step {step}")
             with reading if self.stream else nullcontext():
                 batch = next(batches)
             self.sizes = shard.sizes
-            if isinstance(self.plans, Cadence):
+            if isinstance(self.division, Cadence):
                 self._world.batch_counts = self.batch_counts(step)
             yield batch if self.sizes[0] else []
 
@@ -256,7 +256,7 @@ def _sized(dataset: Any, name: str, task: str) -> Any:
     return dataset
 
 
-def choose_plans(
+def choose_division(
     config: Config, size: int, samples: int | None, first: int = 0
 ) -> Shares | Cadence | None:
     """Return how work is divided by the speeds of ranks; None if equally, as on one rank.

@@ -28,7 +28,7 @@ _COMM = str(Path(engine.__file__).parent)
 START = "a call that all ranks make at the start of a world"
 EXIT = "the exit"  # in place of a stream: ranks wait there for each other
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""Lets a rank print its stack, also while the interpreter is held in C code."""
+"""Signal that lets a rank print its stack, also while the interpreter is held in C code."""
 
 
 class RankStatus(NamedTuple):

@@ -88,9 +88,9 @@ class Watchdog:
         self._channel = RelayedChannel(channel, rank, routes)
         self._addresses, self._fail, self._limits = addresses, fail, limits
         self.at_end: list[Callable[[str, str], None]] = []
-        """Called on rank 0, or on rank 1 once rank 0 is lost, before the job ends, with the status
-        and the reason of its end; by any thread. Who appends one removes it when the run is
-        over."""
+        """Functions that rank 0 calls, or rank 1 once rank 0 is lost, before the job ends, with the
+        status and the reason of its end; by any thread. Code that appends one removes it when the
+        run is over."""
         self._thread_of_training = threading.main_thread().ident or 0
         self._monitor: Monitor | None = None
         if rank in MONITORS:

@@ -35,7 +35,7 @@ def parse():
     return parser.parse_args()
 
 
-class Loader:
+class FaultyBatches:
     """Batches, which the faulty rank gets in another way."""
 
     def __init__(self, kind, faulty):
@@ -156,7 +156,7 @@ def train(world, options):
     optimizer = world.optimizer(
         model, torch.optim.AdamW, stage=options.stage, sync=SYNC.get(options.sync)
     )
-    loader = Loader(kind, faulty)
+    loader = FaultyBatches(kind, faulty)
     for step in range(6):
         now = faulty and step == STEP
         try:

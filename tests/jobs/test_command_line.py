@@ -62,6 +62,32 @@ def test_package_gives_each_name_it_lists_once_asked_for():
     [
         (["train", *BAD], MESSAGE),
         (
+            ["report", "runs/a", "--svgs=x"],
+            "mntrain: --svgs: no such option; python -m mntrain report --help lists all\n",
+        ),
+        (
+            ["report"],
+            "mntrain: the following arguments are required: RUN_DIR; see python -m mntrain report "
+            "--help\n",
+        ),
+        (
+            ["launch", "mpirun", "-n", "4", "python"],
+            "mntrain: mpirun: no option takes it; see python -m mntrain launch --help\n",
+        ),
+        (
+            ["launch", "--spares", "--", "mpirun"],
+            "mntrain: argument --spares: expected one argument; see python -m mntrain launch "
+            "--help\n",
+        ),
+        (
+            ["autopsy", "runs/a", "-v"],
+            "mntrain: -v: no such option; python -m mntrain autopsy --help lists all\n",
+        ),
+        (
+            ["ckpt", "show", "runs/a", "--all"],
+            "mntrain: --all: no such option; python -m mntrain ckpt --help lists all\n",
+        ),
+        (
             ["trian", "--train.steps", "5"],
             "mntrain: trian: no such command; give train (default), verify, bench, doctor, "
             "ckpt, autopsy, launch, plan or report\n",

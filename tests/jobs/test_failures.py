@@ -68,9 +68,9 @@ class Points(Task):
         raise KeyError("a bug")
 
     def optimizer(self, model):
-        return functools.partial(Broken, model.parameters(), lr=0.1)
+        return functools.partial(FailingSGD, model.parameters(), lr=0.1)
 
-class Broken(torch.optim.SGD):
+class FailingSGD(torch.optim.SGD):
     def step(self, closure=None):
         if Points.phase == "update" and Points.trained and RANK == 1:
             raise KeyError("a bug")

@@ -31,7 +31,7 @@ def closed():
     assert others == ["mntrain watchdog"], others  # which waits for the other ranks at the end
     assert gc.get_freeze_count() == 0, gc.get_freeze_count()
 
-class Broken(Digits):
+class LossOfNaN(Digits):
     def loss(self, model, batch):
         loss = super().loss(model, batch)
         return type(loss)(loss.mean * float("nan"), loss.count)
@@ -48,7 +48,7 @@ config = Config(train=config.train, run=RunConfig(dir="runs/c"))
 again = mntrain.train.run("examples.digits:Digits", config)
 assert again["final_loss"] == first["final_loss"]
 try:
-    mntrain.train.run(Broken, {"train": {"steps": 3}, "run": {"dir": "runs/d"}})
+    mntrain.train.run(LossOfNaN, {"train": {"steps": 3}, "run": {"dir": "runs/d"}})
 except TrainingStoppedError as error:
     assert "in step 1, the loss is nan on rank 0" in str(error), error
 else:

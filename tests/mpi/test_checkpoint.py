@@ -414,7 +414,7 @@ def test_an_expanded_buffer_is_saved_and_loaded(worlds, folder):
     assert models[1].rows.stride() == (0, 1)
 
 
-class Apart(nn.Linear):
+class OtherOnEachRank(nn.Linear):
     """Has an extra state and a buffer that a forward changes on each rank apart."""
 
     def __init__(self):
@@ -436,7 +436,7 @@ class Apart(nn.Linear):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_differs_between_ranks_is_saved_as_the_master_has_it(worlds, folder, stage):
-    world, model = worlds(), Apart()
+    world, model = worlds(), OtherOnEachRank()
     optimizer = world.optimizer(model, ADAMW, stage=stage)
     loss_of(model, samples(6, 1)).backward()
     optimizer.step()
@@ -446,7 +446,7 @@ def test_what_differs_between_ranks_is_saved_as_the_master_has_it(worlds, folder
     checkpoints.save(1, now=True)
     checkpoints.close()
     kept = world.gather(model.kept)[0]
-    other = Apart()
+    other = OtherOnEachRank()
     resumed = world.optimizer(other, ADAMW, stage=stage)
     checkpoint.load(checkpoint.newest(world, folder), other, resumed, world)
     assert other.seen == [3, 3]
@@ -599,7 +599,7 @@ def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, 
     assert saver.save(progress(3)).path == list_checkpoints(folder)[0]
 
 
-class Broken:
+class FailingReads:
     """Reading of files in which some reads fail, or give other bytes."""
 
     def __init__(self, monkeypatch, error):
@@ -622,7 +622,7 @@ def test_what_cannot_be_read_is_tried_again_and_then_refused_and_is_not_damaged(
     world, model, optimizer = sharded
     paths = [save(world, model, optimizer, folder, step=step).path for step in (1, 2)]
     monkeypatch.setattr(reader, "RETRY_AFTER_S", (0.01, 0.02))
-    broken = Broken(monkeypatch, OSError(code, os.strerror(code)))
+    broken = FailingReads(monkeypatch, OSError(code, os.strerror(code)))
     for left, refused in ((1, False), (2, False), (3, True)):
         broken.left = left if RANK == RANKS - 1 else 0
         if not refused:

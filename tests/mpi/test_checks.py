@@ -10,7 +10,7 @@ from mpi4py import MPI
 import mntrain
 from mntrain.__main__ import main
 from mntrain.comm import mpi
-from mntrain.comm.links import measure, rounds
+from mntrain.comm.links import matchings, measure
 from mntrain.errors import AgreedError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -48,7 +48,7 @@ def test_another_version_on_one_rank_is_one_error_on_all(monkeypatch):
 def test_every_pair_is_measured_once_and_alike_on_all_ranks(comm):
     found = measure(comm, range(SIZE), 0.5, most_bytes=1 << 22)
     assert [(link.one, link.other) for link in found] == sorted(
-        tuple(sorted(pair)) for pairs in rounds(range(SIZE)) for pair in pairs
+        tuple(sorted(pair)) for pairs in matchings(range(SIZE)) for pair in pairs
     )
     assert all(link.latency_us > 0 and link.mb_per_s > 1 for link in found)
     assert COMM.allgather(found) == [found] * SIZE

@@ -199,7 +199,7 @@ class WholeStream(IterableDataset):
         return iter(torch.arange(2.0 * RANKS + 1))
 
 
-class Apart(IterableDataset):
+class NumbersOfWorker(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(5.0) + 10 * get_worker_info().id)
 
@@ -209,7 +209,7 @@ def test_a_stream_has_an_order_if_all_ranks_read_it(world):
         outputs = list(world.shard(DataLoader(WholeStream(), batch_size=RANKS + 1)))
     assert torch.equal(world.gather_in_order(outputs), torch.arange(2.0 * RANKS + 1))
     loader = DataLoader(TensorDataset(torch.arange(3.0)))
-    for shard in (world.shard(loader, divided=True), world.shard(DataLoader(Apart()))):
+    for shard in (world.shard(loader, divided=True), world.shard(DataLoader(NumbersOfWorker()))):
         outputs = list(shard)
         assert "call world.gather" in refusal(world.gather_in_order, outputs)
 

@@ -88,7 +88,7 @@ def test_a_norm_that_overflows_only_in_the_sum_is_told(make, mode):
 # 16 bits.
 
 
-class Known(nn.Module):
+class ExactGradients(nn.Module):
     """Its gradient is known to the bit: multiples of a power of two, as stated, in any dtype."""
 
     def __init__(self, dtype):
@@ -149,7 +149,7 @@ def mean(step, dtype, unit=UNIT):
 )
 @modes
 def test_16_bit_parameters_are_updated_through_masters(world, make, mode, optimizer_class, dtype):
-    model = Known(dtype)
+    model = ExactGradients(dtype)
     oracle = Masters(model, optimizer_class)
     optimizer = make(model, optimizer_class, **mode)
     for step in range(12):  # of which single updates are below what bf16 resolves
@@ -164,7 +164,7 @@ def test_16_bit_parameters_are_updated_through_masters(world, make, mode, optimi
 @modes
 def test_16_bit_micro_batches_accumulate(world, make, mode):
     dtype = torch.bfloat16
-    model = Known(dtype)
+    model = ExactGradients(dtype)
     oracle = Masters(model, SGD)
     optimizer = make(model, SGD, **mode)
     for step in range(3):
@@ -185,7 +185,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_and_halves_the_scale(
     world, make, mode, where
 ):
     dtype = torch.float16
-    model = Known(dtype)
+    model = ExactGradients(dtype)
     oracle = Masters(model, ADAMW)
     optimizer = make(model, ADAMW, **mode, loss_scale="dynamic")
     one = torch.ones(())

@@ -41,7 +41,7 @@ def test_optimizers_that_work_by_parameter_equal_torch(pair, name, stage):
     both.check(TOLERANCES.get(name, 1e-9))
 
 
-class Derived(torch.optim.AdamW):
+class ScaledByNorm(torch.optim.AdamW):
     """Scales the gradient of each parameter by its norm, in later steps."""
 
     @torch.no_grad()
@@ -69,7 +69,12 @@ def hooked(params):
     return optimizer
 
 
-LATE = {"Late": partial(Late, start=7), "Projected": Projected, "Derived": Derived, "hook": hooked}
+LATE = {
+    "Late": partial(Late, start=7),
+    "Projected": Projected,
+    "ScaledByNorm": ScaledByNorm,
+    "hook": hooked,
+}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

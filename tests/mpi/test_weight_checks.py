@@ -76,7 +76,7 @@ def test_one_bit_on_one_rank_is_found_in_the_step_that_compares(make, stage, dty
     assert optimizer.weight_checks[0] == 4  # after 0, 1, 2 and 4 steps
 
 
-class Derived(nn.Parameter):
+class UntrainedKind(nn.Parameter):
     pass
 
 
@@ -85,7 +85,7 @@ def with_untrained():
     model, values = net(), torch.arange(6) + RANK
     model.register_parameter("codes", nn.Parameter(values, requires_grad=False))
     model.register_parameter("flags", nn.Parameter(values > 3, requires_grad=False))
-    model.register_parameter("derived", Derived(values.double(), requires_grad=False))
+    model.register_parameter("derived", UntrainedKind(values.double(), requires_grad=False))
     pair = TwoTensor(values.float(), -values.float())
     model.register_parameter("pair", nn.Parameter(pair, requires_grad=False))
     model.register_parameter("left", nn.Parameter(values.float()))  # requires a gradient

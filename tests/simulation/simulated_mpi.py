@@ -35,7 +35,7 @@ class MisuseError(AssertionError):
     """A use of MPI that has no defined result."""
 
 
-class Job:
+class SimulatedJob:
     """The ranks of a simulation as MPI sees them. `nodes` maps ranks to nodes."""
 
     def __init__(self, time: VirtualTime, network: Network, nodes: Sequence[int]) -> None:
@@ -199,7 +199,7 @@ class Meeting:
 class Context:
     """A communicator as all of its ranks share it. `members` are ranks of the world."""
 
-    def __init__(self, job: Job, members: Sequence[int]) -> None:
+    def __init__(self, job: SimulatedJob, members: Sequence[int]) -> None:
         self.job, self.members = job, tuple(members)
         self.name = f"communicator {len(job.contexts)}"
         job.contexts.append(self)
@@ -531,7 +531,7 @@ NULL: Any = _NoComm()
 class _Mpi(SimpleNamespace):
     """The module `mpi4py.MPI`, whose `COMM_WORLD` is that of the running rank."""
 
-    job: Job
+    job: SimulatedJob
 
     @property
     def COMM_WORLD(self) -> Comm:
@@ -542,7 +542,7 @@ class _Mpi(SimpleNamespace):
         return Comm(Context(self.job, [current().rank]), 0)
 
 
-def module(job: Job) -> ModuleType:
+def module(job: SimulatedJob) -> ModuleType:
     """Return what takes the place of mpi4py in a job."""
     made = ModuleType("mpi4py")
     made.MPI = _Mpi(  # type: ignore[attr-defined]

@@ -110,7 +110,7 @@ class SimulatedRanks:
         Processes(self.time, self.size, {})  # a backward that waits has state of its process
         places = [self.topology.node(rank) for rank in range(self.size)]
         self.network = Network(network or NetworkModel(), places, self.time.random)
-        self.job = simulated_mpi.Job(self.time, self.network, places)
+        self.job = simulated_mpi.SimulatedJob(self.time, self.network, places)
         self.time.describe = self.job.describe
 
     def run(self, program: Callable[[Any], Any], *, errors: bool = False) -> list[Any]:

@@ -37,7 +37,7 @@ CHECK, START_ENGINE = Ranks._check, Ranks._start_engine
 
 
 @dataclass
-class Channel:
+class SimulatedChannel:
     """The connections of one rank, with the interface of `SideChannel`."""
 
     worlds: WatchedWorlds
@@ -160,7 +160,7 @@ class WatchedWorlds(SimulatedWorlds):
     def __init__(self, *given: Any, facts_of_hosts: bool = False, **more: Any) -> None:
         super().__init__(*given, **more)
         self.facts_of_hosts = facts_of_hosts
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, SimulatedChannel] = {}
         self.printed: list[tuple[int, str]] = []
         self.ends = [End() for _ in range(self.size)]
         self.gone: set[int] = set()  # processes that have ended
@@ -316,8 +316,10 @@ class WatchedWorlds(SimulatedWorlds):
         patch.setattr(mpi, "finalize", lambda: None)
         patch.setattr(mpi, "job_size", lambda: self.size)
 
-    def _channel(self, rank: int, secret: bytes, listener: object, *, lost_after: float) -> Channel:
-        made = self.channels[rank] = Channel(self, rank, listener is not None, lost_after)
+    def _channel(
+        self, rank: int, secret: bytes, listener: object, *, lost_after: float
+    ) -> SimulatedChannel:
+        made = self.channels[rank] = SimulatedChannel(self, rank, listener is not None, lost_after)
         return made
 
     def _facts(self, rank: int) -> Any:

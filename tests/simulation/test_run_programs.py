@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunProgram:
     """Starts of a run that saves every few steps, in its directory and in its nodes' memory."""
 
     seed: int
@@ -57,7 +57,7 @@ class Run:
 
 
 @dataclass
-class Known:
+class SafeSteps:
     """What a start knows to be safe: the newest step in the directory, and in the nodes' memory."""
 
     saved: int = 0
@@ -163,7 +163,7 @@ def runs():
         lost=st.just(()),
     )
     return st.builds(
-        Run,
+        RunProgram,
         seed=st.integers(0, 1 << 32),
         starts=st.tuples(st.lists(start, min_size=1, max_size=2), last).map(
             lambda s: (*s[0], s[1])
@@ -181,7 +181,7 @@ def runs():
 @given(runs())
 def test_every_start_goes_on_from_what_is_left_and_ends_as_an_undisturbed_run(run):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder, known = Path(name), Known()
+        folder, known = Path(name), SafeSteps()
         for number, start in enumerate(run.starts):
             safe, most = max(known.saved, known.local if known.left else 0), known.begun
             worlds = SimulatedRuns(

@@ -5,7 +5,7 @@ import pytest
 from mntrain.options.balance import BalanceConfig
 from mntrain.options.config import Config, TrainConfig, ZeroConfig
 from mntrain.sync import SyncConfig
-from mntrain.train.job_data import choose_plans
+from mntrain.train.job_data import choose_division
 
 THROUGHPUT = BalanceConfig(mode="throughput")
 CADENCE = BalanceConfig(mode="cadence", speed=("2:4",))
@@ -41,22 +41,22 @@ def test_wrong_options_and_those_without_a_use_are_refused(mode, option, value, 
 
 
 def counts(shares):
-    return shares.counts(shares.plans[-1])
+    return shares.counts(shares.revisions[-1])
 
 
 def test_shares_are_made_for_several_ranks():
     config = Config(balance=THROUGHPUT)
-    shares = choose_plans(config, 4, 99)
+    shares = choose_division(config, 4, 99)
     assert counts(shares) == [8] * 4
-    assert shares.entry(shares.plans[0]) is None
+    assert shares.entry(shares.revisions[0]) is None
     hinted = Config(balance=BalanceConfig(mode="throughput", speed=("0:2",)))
-    assert counts(choose_plans(hinted, 3, 99)) == [16, 8, 8]
-    assert choose_plans(config, 1, 99) is None
-    assert choose_plans(Config(), 4, None) is None
+    assert counts(choose_division(hinted, 3, 99)) == [16, 8, 8]
+    assert choose_division(config, 1, 99) is None
+    assert choose_division(Config(), 4, None) is None
     clips = BalanceConfig(mode="throughput", max_rank_grad_norm=0.5)
-    assert choose_plans(Config(balance=clips, zero=ZeroConfig(stage=1)), 4, 99) is not None
+    assert choose_division(Config(balance=clips, zero=ZeroConfig(stage=1)), 4, 99) is not None
     rarely = Config(balance=THROUGHPUT, sync=SyncConfig(mode="diloco", every=5))
-    assert choose_plans(rarely, 4, 99) is not None
+    assert choose_division(rarely, 4, 99) is not None
 
 
 @pytest.mark.parametrize(("stage", "batch_size", "fast"), [(1, 32, 29), (2, 32, 8), (2, 36, 16)])
@@ -64,15 +64,17 @@ def test_at_stage_2_the_share_of_a_rank_is_limited(stage, batch_size, fast):
     """To as many micro-batches of 8 samples as there are with equal shares."""
     balance = BalanceConfig(mode="throughput", speed=("0:99",))
     zero, train = ZeroConfig(stage=stage), TrainConfig(batch_size=batch_size)
-    assert counts(choose_plans(Config(balance=balance, zero=zero, train=train), 4, 99))[0] == fast
+    assert (
+        counts(choose_division(Config(balance=balance, zero=zero, train=train), 4, 99))[0] == fast
+    )
 
 
 def test_a_cadence_is_made_from_the_options():
     config = Config(balance=CADENCE, train=TrainConfig(micro_batch_size=4))
-    cadence = choose_plans(config, 3, 10**4, 7)
+    cadence = choose_division(config, 3, 10**4, 7)
     assert cadence.latest == ((0, 7), 10, (10, 10, 40), None)
     assert cadence.micro_batch == 4
-    assert choose_plans(config, 40, 10**4) is not None  # of 32 samples in a batch
+    assert choose_division(config, 40, 10**4) is not None  # of 32 samples in a batch
 
 
 @pytest.mark.parametrize(
@@ -112,4 +114,4 @@ def test_a_cadence_is_made_from_the_options():
 )
 def test_what_cannot_be_balanced_is_refused(config, stream, message):
     with pytest.raises(ValueError, match=message):
-        choose_plans(config, 4, None if stream else 99)
+        choose_division(config, 4, None if stream else 99)

@@ -121,7 +121,15 @@ def test_options_of_the_command_line(line, expected):
         ("--trian.steps 5", "--trian.steps: no such option; did you mean --train.steps?"),
         ("--lr 0.1", "--lr: no such option; did you mean --optim.lr?"),
         ("--every 5", "--every: no such option; did you mean --sync.every or --checkpoint.every?"),
+        (
+            "--checkpoint.evry 5",
+            "--checkpoint.evry: no such option; did you mean --checkpoint.every?",
+        ),
         ("--quux", "--quux: no such option; python -m mntrain --help lists all"),
+        (
+            "--checkpoint.mtbf-hours 5",
+            "--checkpoint.mtbf-hours: no such option; python -m mntrain --help lists all",
+        ),
         (
             "--data.valid-path a b",
             "--data.valid-path: must be one path, or several as NAME=PATH, such as news=news.txt "

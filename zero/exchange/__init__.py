@@ -1,1 +1,1 @@
-"""Exchanges of parameters between replicas: schedules, and means over nodes."""
+"""Exchanges of parameters between replicas, and means over nodes."""

@@ -176,7 +176,7 @@ class Exchange(EveryStep):
         self._outer, self._code = outer, code
         self._keys = (*outer.keys, *([UNSENT] if code else [])) if outer else ()
         self.weight = 0.0
-        """Of the steps since the last exchange: the same on all ranks of a replica."""
+        """Weight of the steps since the last exchange, the same on all ranks of a replica."""
         self._refused = False  # a step since the last exchange was not finite, which is an error
         self._state: dict[Tensor, dict[str, Tensor]] = {}
         self._flying: list[SentExchange] = []  # in the order in which they were sent
@@ -223,7 +223,7 @@ class Exchange(EveryStep):
             return
         for tensor in new:
             self._state[tensor] = {EXCHANGED: tensor.detach().clone()} | self._zeros(tensor)
-        if not equal:  # they were loaded, from a run of another schedule
+        if not equal:  # they were loaded, from a run of another sync schedule
             # All ranks with these tensors, and not others: nothing else may be agreed on.
             for exchanged, mean in self._means.of([self._state[t][EXCHANGED] for t in new], _same):
                 exchanged.copy_(mean)
@@ -294,7 +294,7 @@ class Exchange(EveryStep):
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
         """Restore the outer state; without any, the next step copies the parameters.
 
-        Of another schedule's, what this one keeps beside begins with zeros. Refused steps are
+        Of another sync schedule, what this one keeps beside begins with zeros. Refused steps are
         forgotten.
         """
         self._flying.clear()

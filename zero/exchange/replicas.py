@@ -27,13 +27,13 @@ class Replicas:
 
     def __init__(
         self,
-        schedule: Exchange,
+        sync_schedule: Exchange,
         shard: OptimizerShard,
         collectives: Collectives,
         comparison: StepComparison,
         scale: LossScale,
     ) -> None:
-        self.schedule, self._shard, self._collectives = schedule, shard, collectives
+        self.sync_schedule, self._shard, self._collectives = sync_schedule, shard, collectives
         self._comparison, self._scale = comparison, scale
         self.equal = True  # outside of `averaged`, all replicas have the same parameters
         self._local: dict[Tensor, Tensor] = {}  # within: this replica's own, by updated tensor
@@ -53,9 +53,9 @@ class Replicas:
             )
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return what the schedule keeps for an updated tensor, and this replica's own values."""
+        """Return the sync schedule's state of an updated tensor, and this replica's own values."""
         own = {LOCAL: self._local[tensor]} if self._averaging else {}
-        return self.schedule.state(tensor) | own
+        return self.sync_schedule.state(tensor) | own
 
     def numbers(self) -> list[float]:
         """Return the numbers that this replica has of its own. Local.
@@ -64,7 +64,7 @@ class Replicas:
         has changed.
         """
         scale = self._scale.state_dict()
-        return [self.schedule.weight, scale["value"], float(scale["good_steps"])]
+        return [self.sync_schedule.weight, scale["value"], float(scale["good_steps"])]
 
     def state_dict(self) -> dict[str, Any]:
         """Return entries of the optimizer's state dictionary. Local."""
@@ -73,11 +73,11 @@ class Replicas:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; older numbers are the weight alone. Local."""
         numbers = state.get("sync_weights", ())
-        self.schedule.weight = numbers[0] if numbers else 0.0
+        self.sync_schedule.weight = numbers[0] if numbers else 0.0
         if len(numbers) > 1:
             own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
             self._scale.load_state_dict(own)
-        if self.schedule.replicas > 1:
+        if self.sync_schedule.replicas > 1:
             self.equal = state.get("in_sync", True)
 
     def compare(
@@ -102,18 +102,18 @@ class Replicas:
 
     def before_update(self, step: int) -> None:
         """Copy the parameters that the first step of a replica alone finds. Collective."""
-        self.schedule.before_update(step, self._shard.tensors, equal=self.in_sync)
+        self.sync_schedule.before_update(step, self._shard.tensors, equal=self.in_sync)
 
     def end_step(self, step: int, weight: float, *, updated: bool) -> None:
         """Exchange what is due after a step over `weight` samples, and publish. Collective.
 
         The all-gathers of parameters are in flight on return.
         """
-        group = self.schedule.group(step)
+        group = self.sync_schedule.group(step)
         self.equal = self.equal and group.size == self._collectives.size
         own = weight if updated else 0.0
         try:
-            exchanged = self.schedule.after_update(step, self._shard.tensors, own)
+            exchanged = self.sync_schedule.after_update(step, self._shard.tensors, own)
         except NonFiniteGradientError:  # on all ranks, which keep what they have updated
             self._shard.publish()
             raise
@@ -133,11 +133,11 @@ class Replicas:
             return
         self._complete()
         tensors = self._shard.tensors
-        if self.schedule.group(step).size == self._collectives.size:
-            self.schedule.average(tensors)  # the state was loaded: steps are synchronous
+        if self.sync_schedule.group(step).size == self._collectives.size:
+            self.sync_schedule.average(tensors)  # the state was loaded: steps are synchronous
         else:
-            self.schedule.before_update(step, tensors, equal=False)
-            self.schedule.exchange(tensors)
+            self.sync_schedule.before_update(step, tensors, equal=False)
+            self.sync_schedule.exchange(tensors)
         self._overwrite(self._others())
         self.equal = True
         self._shard.publish()
@@ -156,7 +156,7 @@ class Replicas:
             self._complete()
             tensors = self._shard.tensors
             self._local = {tensor: tensor.detach().clone() for tensor in tensors}
-            self.schedule.average(tensors)
+            self.sync_schedule.average(tensors)
             others = self._others()
             own_others = [tensor.clone() for tensor in others]
             self._overwrite(others)
@@ -178,9 +178,9 @@ class Replicas:
     @torch.no_grad()
     def apply_sent(self) -> None:
         """Wait for exchanges in flight, and apply them. Collective, if there are any."""
-        if self.schedule.in_flight:
+        if self.sync_schedule.in_flight:
             self._complete()
-            self.schedule.apply_sent()
+            self.sync_schedule.apply_sent()
             self._shard.publish()
 
     def _others(self) -> list[Tensor]:

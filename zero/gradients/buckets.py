@@ -217,7 +217,7 @@ class BucketMemory:
 
 
 class WholeBuckets(BucketMemory):
-    """Every bucket whole, in memory of its own.
+    """Whole buckets, each in memory of its own.
 
     At the first backward parameters have no gradients, so autograd hands over its own tensor, which
     is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later

@@ -20,13 +20,13 @@ class BatchSource:
 
     drawn: int = 0
     used: int = 0  # number of the latest one that was used, from 1
-    plan: int = 0  # by which the latest one that was drawn is divided between ranks
+    revision: int = 0  # of the ranks' parts, by which the latest one that was drawn is divided
     balanced: bool = False
     samples: float = 0.0  # of this rank in the latest one that was drawn, whatever they weigh
 
     def latest(self, own: float, total: float | None, digest: int | None = None) -> "DrawnBatch":
         """Return this rank's part of the latest batch, which was counted in `drawn` before."""
-        return DrawnBatch(own, total, digest, self, self.drawn, self.plan, self.samples)
+        return DrawnBatch(own, total, digest, self, self.drawn, self.revision, self.samples)
 
 
 class DrawnBatch(NamedTuple):
@@ -37,7 +37,7 @@ class DrawnBatch(NamedTuple):
     digest: int | None = None  # 16 bits, of the samples of the whole batch, alike on all ranks
     source: BatchSource = BatchSource()
     number: int = 0  # of its source's batches, from 1
-    plan: int = 0  # by which it is divided between ranks
+    revision: int = 0  # of the ranks' parts, by which it is divided
     samples: float = 0.0  # of this rank's part, if it weighs nothing
 
 
@@ -372,7 +372,7 @@ def _expect_like(drawn: Sequence[DrawnBatch]) -> None:
             "its weight is not certain: state the weight by optimizer.share(n), draw from one "
             "loader at a time, or leave the option out"
         )
-    if len({(b.own / (b.total or 1.0), b.total is None, b.plan) for b in drawn}) > 1:
+    if len({(b.own / (b.total or 1.0), b.total is None, b.revision) for b in drawn}) > 1:
         raise _ambiguous(drawn)
 
 
@@ -382,7 +382,7 @@ def _ambiguous(drawn: Sequence[DrawnBatch]) -> RuntimeError:
     shown = [f"{text} (in {count})" if count > 1 else text for text, count in counts.items()]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     parts = ", ".join(shown[:_SHOWN]) + more
-    revised = len({batch.plan for batch in drawn}) > 1
+    revised = len({batch.revision for batch in drawn}) > 1
     why = " (balance=True has revised its parts)" if revised else ""
     return RuntimeError(
         f"{len(drawn)} batches were drawn before this backward, of which this rank has {parts} "

@@ -16,7 +16,7 @@ from gpu.ranks.transports import transports
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(RANKS == 1, reason="one rank has no plans"),
+    pytest.mark.skipif(RANKS == 1, reason="one rank divides nothing"),
     *gpu,
 ]
 

@@ -139,14 +139,14 @@ class OneRank:
 
 def test_candidates_take_turns_after_a_warm_up_until_the_time_limit():
     candidates = [SleepingCandidate(0.0, correct) for correct in (True, False)]
-    samples = take_turns(OneRank(), candidates, rounds=7, budget_s=60.0, warm_up=2)
+    samples = take_turns(OneRank(), candidates, turns=7, budget_s=60.0, warm_up=2)
     assert [candidate.runs for candidate in candidates] == [9, 9]
     assert [len(rounds) for rounds in samples] == [7, 7]
     assert {sample.correct for turn in samples[1] for sample in turn} == {False}
-    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.03, True)], rounds=99, budget_s=0.1)
+    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.03, True)], turns=99, budget_s=0.1)
     assert all(sample.cpu_s < sample.seconds for (sample,) in samples)  # it sleeps
     assert 1 <= len(samples) <= 3
-    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.0, True)], rounds=99, budget_s=0.0)
+    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.0, True)], turns=99, budget_s=0.0)
     assert len(samples) == 1
 
 

@@ -90,7 +90,7 @@ class Hooked(Copied):
         self.calls = state.pop(prefix + "calls")
 
 
-class Derived(nn.Linear):
+class ComputedFromWeight(nn.Linear):
     """Computes something from its weight when that was loaded."""
 
     def __init__(self):
@@ -151,7 +151,9 @@ def nested(kind):
     return nn.Sequential(nn.BatchNorm1d(3), nn.ModuleDict({"in": kind()}))
 
 
-@pytest.mark.parametrize("kind", [Extra, Cached, Copied, Hooked, Derived, Renamed, Expanded])
+@pytest.mark.parametrize(
+    "kind", [Extra, Cached, Copied, Hooked, ComputedFromWeight, Renamed, Expanded]
+)
 def test_what_a_module_puts_into_its_state_is_restored(tmp_path, kind):
     model, other = nested(kind), nested(kind)
     for part in model.parameters():
@@ -195,7 +197,7 @@ class Merges(nn.Linear):
         destination[prefix + "weight"] = self.weight.detach() + 1
 
 
-class Words(Extra):
+class TextAsState(Extra):
     def get_extra_state(self):
         return "words"
 
@@ -205,7 +207,7 @@ REFUSED = {
     OnlyPuts: "has 1.in.calls, which is no parameter or buffer, and its load_state_dict does not",
     Breaks: "load_state_dict refuses its own state: not again",
     Merges: "has no entry over the memory of 1.in.weight, which the optimizer trains",
-    Words: "has 1.in._extra_state, a str: a checkpoint holds tensors",
+    TextAsState: "has 1.in._extra_state, a str: a checkpoint holds tensors",
 }
 
 
@@ -312,7 +314,7 @@ def assert_same_state(model, state):
         assert torch.equal(own[name].nan_to_num(7), tensor.nan_to_num(7)), name
 
 
-class Plain(nn.Linear):
+class ChangedBuffers(nn.Linear):
     """Has buffers of which some change, without a word to load_state_dict."""
 
     def __init__(self):
@@ -322,7 +324,7 @@ class Plain(nn.Linear):
         self.inner = nn.BatchNorm1d(2, affine=False)
 
 
-class Careless(Plain):
+class Careless(ChangedBuffers):
     """Gives its queue the shape of what is loaded, and not the values."""
 
     def _load_from_state_dict(self, state, prefix, *rest):
@@ -362,7 +364,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", [Plain, Careless])
+@pytest.mark.parametrize("kind", [ChangedBuffers, Careless])
 def test_what_a_model_as_it_was_made_would_not_take_is_refused(tmp_path, change, kind):
     """At the save; a file of it is refused by such a model, which is unchanged then."""
     model, other = nested(kind), nested(kind)
@@ -370,7 +372,7 @@ def test_what_a_model_as_it_was_made_would_not_take_is_refused(tmp_path, change,
     made.check(model)
     act[0](model[1]["in"])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    said = act[1] if kind is Plain else "the model is not as it was made"
+    said = act[1] if kind is ChangedBuffers else "the model is not as it was made"
     with pytest.raises(ValueError, match=said):
         made.check(model)
     assert_same_state(model, before)
@@ -386,7 +388,7 @@ def test_what_a_model_as_it_was_made_would_not_take_is_refused(tmp_path, change,
 
 
 def test_a_state_as_the_model_was_made_is_saved_again():
-    model = nested(Plain)
+    model = nested(ChangedBuffers)
     made, queue = MadeModel(model), model[1]["in"].queue
     model[1]["in"].queue = torch.ones(4, 3)
     with pytest.raises(ValueError, match="not as it was made"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.checkpoint.format import FILES, ChecksummedRange, Manifest
-from mntrain.checkpoint.node_folders import Held, PlacedRange, _sound, keep_parts, plan
+from mntrain.checkpoint.node_folders import Held, PlacedRange, _sound, assign_senders, keep_parts
 from mntrain.checkpoint.partner_copies import partner_nodes
 
 
@@ -45,7 +45,7 @@ def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inven
         for turn, rank in enumerate(node):
             own = frozenset(part for part in on_node if part % len(node) == turn)
             held[rank] = Held(own, {})
-    lacking, messages = plan(parts, held, nodes)
+    lacking, messages = assign_senders(parts, held, nodes)
     gone = [
         part
         for part, writer in enumerate(writers)

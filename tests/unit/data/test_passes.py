@@ -215,7 +215,7 @@ class Scaled(DataLoader):
         return [column * 20 for column in batch]
 
 
-class Chosen(DataLoader):
+class ChangedBatches(DataLoader):
     """Changes what its batches are made of."""
 
     def __init__(self, data, **options):
@@ -245,7 +245,7 @@ PAIRS = TensorDataset(torch.arange(7.0), torch.arange(7.0) * 2)
         lambda: Scaled(PAIRS, batch_size=3, shuffle=True),
         lambda: patched(PAIRS, batch_size=3),
         lambda: Scaled(PAIRS, batch_size=3, num_workers=1, multiprocessing_context="fork"),
-        lambda: Chosen(PAIRS, batch_size=3),
+        lambda: ChangedBatches(PAIRS, batch_size=3),
         lambda: Scaled(StreamOfPairs(), batch_size=3),
     ],
     ids=["shuffled", "patched", "workers", "indices", "stream"],
@@ -263,10 +263,10 @@ class StreamOfPairs(IterableDataset):
 
 
 def test_a_derived_loader_whose_batches_cannot_be_cut_is_refused_with_the_way_out():
-    class Loader(DataLoader):
+    class OwnConstructor(DataLoader):
         """Has a constructor of its own."""
 
-    loader = Loader(Numbers(4), collate_fn=lambda samples: SimpleNamespace(samples=samples))
+    loader = OwnConstructor(Numbers(4), collate_fn=lambda samples: SimpleNamespace(samples=samples))
     with pytest.raises(TypeError, match="cannot be cut") as error:
         list(sharded(loader, 0, 2))
     assert "give a plain torch DataLoader" in "".join(error.value.__notes__)

@@ -76,17 +76,17 @@ def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
     speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=size, max_size=size))
     shares = Shares(size, batch_size, tuple(speeds))
     equal = SampleOrder(101, batch_size, seed=3)
-    plan = SampleOrder(101, batch_size, seed=3, shares=shares)
+    order = SampleOrder(101, batch_size, seed=3, shares=shares)
     for step in range(2 * equal.steps_per_epoch):
         parts = [
-            [sample for micro in plan.micro_batches(step, r, size, 4) for sample in micro]
+            [sample for micro in order.micro_batches(step, r, size, 4) for sample in micro]
             for r in range(size)
         ]
         assert [*chain(*parts)] == equal.share(step, 0, 1).tolist()
         assert [len(part) for part in parts] == [
-            len(plan.share(step, r, size)) for r in range(size)
+            len(order.share(step, r, size)) for r in range(size)
         ]
-        assert plan.position(step) == equal.position(step)
+        assert order.position(step) == equal.position(step)
 
 
 def test_shares_change_behind_the_last_batch_that_any_rank_has_drawn():
@@ -98,12 +98,12 @@ def test_shares_change_behind_the_last_batch_that_any_rank_has_drawn():
     assert shares.bounds(12, BatchNumber(0, 17)) == (0, 8, 12)
     assert shares.bounds(12, BatchNumber(0, 18)) == (0, 4, 12)
     assert shares.bounds(12, BatchNumber(1, 0)) == (0, 4, 12)  # the next pass
-    assert [shares.entry(plan) for plan in shares.plans] == [
+    assert [shares.entry(one) for one in shares.revisions] == [
         {"step": 1, "samples": [8, 4]},
         {"step": 19, "samples": [4, 8]},
     ]
     assert shares.describe() == "ranks have 4, 8 of 12 samples"
-    assert Shares(2, 12).entry(Shares(2, 12).plans[0]) is None
+    assert Shares(2, 12).entry(Shares(2, 12).revisions[0]) is None
 
 
 def test_shares_are_revised_now_and_again_but_not_for_noise():
@@ -116,13 +116,13 @@ def test_shares_are_revised_now_and_again_but_not_for_noise():
     # 10, then every 50 steps, if that pays: at 110 the mean still has some of the old speed.
     assert revised == [10, 110, 160]
     measured = 2.0 + 4.0 * (1 - 0.7**10)
-    assert shares.counts(shares.plans[-1])[0] == pytest.approx(
+    assert shares.counts(shares.revisions[-1])[0] == pytest.approx(
         120 * measured / (measured + 1), abs=1
     )
     for step in range(INTERVAL, 10 * REVISION, INTERVAL):
         speeds = [1 + 0.04 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(4)]
         assert noisy.revise(paces(speeds)) is None
-    assert noisy.counts(noisy.plans[-1]) == [16] * 4
+    assert noisy.counts(noisy.revisions[-1]) == [16] * 4
 
 
 def test_speeds_are_exponential_means():

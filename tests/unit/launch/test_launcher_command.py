@@ -1,5 +1,6 @@
 """What the command lines of launchers say, and the same for other hosts."""
 
+import re
 import shlex
 
 import pytest
@@ -48,6 +49,30 @@ def test_hosts_ranks_and_how_many_hosts_are_needed(line, environment, hosts, ran
     assert [host.name for host in found.hosts] == hosts.split()
     assert (found.ranks if found.kind else None) == ranks
     assert found.needed() == needed
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("mpirun -hosts a,,b python t.py", "-hosts a,,b: an empty entry"),
+        ("mpirun --host=a,b, -n 2 python t.py", "--host=a,b,: an empty entry"),
+        ("mpirun -H a:2,b:two python t.py", "-H a:2,b:two: 'b:two'"),
+        ("mpirun -H :4 python t.py", "-H :4: ':4'"),
+        ("mpirun -H a:0 python t.py", "-H a:0: 'a:0'"),
+        ("mpirun -n 2 -hosts", "-hosts: an empty entry"),
+        ("mpirun -f FILE python t.py", "-f FILE: ':4'"),
+    ],
+)
+def test_what_is_no_host_is_one_error_before_any_start(tmp_path, line, wrong):
+    (tmp_path / "file").write_text("a:4\n:4 # no name\n")
+    line, wrong = (text.replace("FILE", str(tmp_path / "file")) for text in (line, wrong))
+    with pytest.raises(ValueError, match=re.escape(f"launch: {wrong} is no host: give names, ")):
+        command(line)
+
+
+def test_as_many_ranks_as_cores_are_no_number_of_ranks():
+    found = command("mpirun -H a:*,b:auto,c python t.py").hosts
+    assert found == [Host("a", None, "a:*"), Host("b", None, "b:auto"), Host("c", None, "c")]
 
 
 def test_mpirun_gets_a_hostfile_in_the_place_of_the_given_hosts(tmp_path):

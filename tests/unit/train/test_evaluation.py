@@ -91,12 +91,12 @@ class Points(Task):
 
 class Unreadable(Points):
     def dataset(self, split):
-        class Broken(TensorDataset):
+        class WithoutLabels(TensorDataset):
             def __getitem__(self, index):
                 raise KeyError("label")
 
         whole = super().dataset("train")
-        return whole if split == "train" else {"news": Broken(*whole.tensors)}
+        return whole if split == "train" else {"news": WithoutLabels(*whole.tensors)}
 
 
 class Uncollated(Points):

@@ -34,7 +34,7 @@ class WithGain(nn.Module):
         self.gain = nn.Parameter(torch.tensor(1.0))
 
 
-class Plain(Task):
+class BringingTask(Task):
     """A task that brings no optimizer, or what `brought` is."""
 
     def __init__(self, brought=None, scheduled=None):
@@ -147,7 +147,7 @@ def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
 def test_muon_gets_the_matrices_of_the_layers_and_its_options():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)]), "head": nn.Linear(2, 3)})
     config = OptimConfig(name="Muon", lr=0.5, weight_decay=0.3, options={"momentum": 0.8})
-    name, choice = choose_optimizer(Plain(), model, config, CPU)
+    name, choice = choose_optimizer(BringingTask(), model, config, CPU)
     assert (choice.func, name) == (Muon, "Muon")
     assert choice.keywords == {"lr": 0.5, "weight_decay": 0.3, "momentum": 0.8}
     weight, *_ = model["layers"].parameters()
@@ -230,11 +230,11 @@ def test_a_task_brings_an_optimizer_with_its_groups_or_one_of_all_parameters():
     model = WithGain()
     groups = [{"params": [model.gain], "lr": 3.0}, {"params": model.linear.parameters()}]
     brought = partial(torch.optim.SGD, groups, lr=0.5, momentum=0.9)
-    name, choice = choose_optimizer(Plain(brought), model, OptimConfig(lr=7.0), CPU)
+    name, choice = choose_optimizer(BringingTask(brought), model, OptimConfig(lr=7.0), CPU)
     assert name == "SGD of the task"
     assert [group.get("lr") for group in choice.args[0]] == [3.0, None]
     assert choice.keywords == {"lr": 0.5, "momentum": 0.9}
-    alone = Plain(partial(torch.optim.SGD, lr=0.5))
+    alone = BringingTask(partial(torch.optim.SGD, lr=0.5))
     _, choice = choose_optimizer(alone, model, OptimConfig(), CPU)
     assert [id(p) for p in choice.args[0]] == [id(p) for p in model.parameters()]
 
@@ -242,10 +242,10 @@ def test_a_task_brings_an_optimizer_with_its_groups_or_one_of_all_parameters():
 @pytest.mark.parametrize("wrong", [torch.optim.SGD, partial(torch.optim.SGD, [], 0.1), 3])
 def test_a_task_that_brings_no_partial_or_no_scheduler_is_told_what_to_return(wrong):
     with pytest.raises(ValueError, match=r"optimizer\(\) of the task returned .*functools.partial"):
-        choose_optimizer(Plain(wrong), WithGain(), OptimConfig(), CPU)
+        choose_optimizer(BringingTask(wrong), WithGain(), OptimConfig(), CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     with pytest.raises(ValueError, match=r"schedule\(\) of the task returned a float"):
-        scheduler_of(Plain(scheduled=0.5), optimizer)
+        scheduler_of(BringingTask(scheduled=0.5), optimizer)
 
 
 def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
@@ -267,7 +267,7 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
 def test_a_scheduler_of_plateaus_sees_evaluations_only():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    assert scheduler_of(Plain(scheduled=plateau), optimizer) is plateau
+    assert scheduler_of(BringingTask(scheduled=plateau), optimizer) is plateau
     found = []
     for loss in (3.0, 4.0, 5.0):
         advance(plateau)
@@ -293,7 +293,7 @@ def test_a_scheduler_of_plateaus_sees_evaluations_only():
 )
 def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, options, refused):
     model = WithGain()
-    task = Plain()
+    task = BringingTask()
     task.regions = lambda model: [model]
     _, choice = choose_optimizer(task, model, OptimConfig(name=name, options=options), CPU)
     with pytest.raises(ValueError, match=refused) as raised:  # as world.optimizer does
@@ -302,7 +302,7 @@ def test_options_that_the_optimizer_refuses_are_named_in_one_sentence(name, opti
 
 
 def test_an_error_of_the_task_is_a_sentence_with_its_line():
-    task, line = Plain(), r".* \(test_optimization.py, line \d+\)$"
+    task, line = BringingTask(), r".* \(test_optimization.py, line \d+\)$"
     optimizer = torch.optim.SGD(WithGain().parameters())
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, gamma=0.5)
     with pytest.raises(ValueError, match=r"^--task lm: schedule\(\) fails: TypeError: Step" + line):

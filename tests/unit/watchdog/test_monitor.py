@@ -13,7 +13,7 @@ from mntrain.watchdog.monitor import ANSWER_S, EXIT_S, TAKE_OVER_S, UNREACHED_S,
 from mntrain.watchdog.rank_status import RankStatus
 
 
-class Channel:
+class KeptMessages:
     """Keeps what is sent."""
 
     lost_after = 5.0
@@ -47,7 +47,7 @@ class MonitoredWorld:
 
     def __init__(self, clock, rank, limit=100.0, hosts="aab", keys=(0, 0, 1)):
         self.clock = clock
-        self.channel = Channel({0, 1, 2} - {rank})
+        self.channel = KeptMessages({0, 1, 2} - {rank})
         self.warnings, self.ends, self.pardoned = [], [], []
         self.idle, self.unread = {}, {}  # by rank: seconds; "stdout"
         self.waits = {}  # by rank: seconds

@@ -61,7 +61,7 @@ def test_a_message_reaches_each_rank_while_one_other_passes_nothing_on(hosts, lo
                 assert target in reached
 
 
-class Job:
+class ChannelsOfRanks:
     """The channels of ranks on hosts, which all poll in a thread of their own."""
 
     def __init__(self, hosts):
@@ -133,7 +133,7 @@ class Job:
 
 @pytest.fixture
 def job():
-    made = Job([0, 0, 2, 2, 2, 5])
+    made = ChannelsOfRanks([0, 0, 2, 2, 2, 5])
     until(made.connected)
     yield made
     made.close()

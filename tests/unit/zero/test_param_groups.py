@@ -102,7 +102,7 @@ def test_only_given_parameters_are_watched_and_also_those_of_later_groups():
         step(model, optimizer)
 
 
-class Words(nn.Module):
+class WordModel(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ class Words(nn.Module):
 
 @STAGES
 def test_sparse_gradients_count_as_dense_ones(stage):
-    model = Words()
+    model = WordModel()
     reference = copy.deepcopy(model)
     reference.bag.sparse = False
     optimizer = zero(model, torch.optim.Adam, stage=stage, max_grad_norm=0.1)

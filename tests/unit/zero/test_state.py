@@ -425,7 +425,7 @@ class Thing:
     pass
 
 
-class Pair(NamedTuple):
+class NumberAndWords(NamedTuple):
     first: int
     words: str
 
@@ -434,7 +434,7 @@ VALUES = {
     "words": lambda p: "text",
     "nothing": lambda p: None,
     "complex": lambda p: 1 + 2j,
-    "named tuple": lambda p: Pair(1, "a"),
+    "named tuple": lambda p: NumberAndWords(1, "a"),
     "set": lambda p: {1, "b"},
     "array": lambda p: np.arange(3),
     "last": lambda p: deque([torch.full_like(p, 2.0), "c"], maxlen=2),

@@ -179,7 +179,7 @@ def test_a_refusal_names_what_differs(make, given, words):
         check_partition(make, given, "element")
 
 
-class Chosen(optim.SGD):
+class NormalizedGroups(optim.SGD):
     """Normalizes the gradients of those groups that say so."""
 
     @torch.no_grad()
@@ -193,10 +193,10 @@ class Chosen(optim.SGD):
 @pytest.mark.parametrize("options", [{"normalize": True}, {"normalize": 2.5}])
 def test_the_options_of_every_group_count(options):
     plain = groups((3,), normalize=False)
-    check_partition(Chosen, plain, "element")
-    check_partition(Chosen, [*plain, *groups((3,), normalize=False, lr=0.2)], "element")
-    with pytest.raises(ValueError, match="Chosen"):
-        check_partition(Chosen, [*plain, *groups((3,), **options)], "element")
+    check_partition(NormalizedGroups, plain, "element")
+    check_partition(NormalizedGroups, [*plain, *groups((3,), normalize=False, lr=0.2)], "element")
+    with pytest.raises(ValueError, match="NormalizedGroups"):
+        check_partition(NormalizedGroups, [*plain, *groups((3,), **options)], "element")
 
 
 class Noisy(optim.SGD):
@@ -314,7 +314,7 @@ def test_a_group_that_comes_later_is_tried_with_the_others():
     optimizer = zero([("bias", model.bias)], optim.Adafactor, stage=1)
     optimizer.add_param_group({"params": [("weight", model.weight)]})
     other = nn.Linear(3, 3)
-    optimizer = zero([("bias", other.bias)], Chosen, stage=1, partition="element")
-    with pytest.raises(ValueError, match="Chosen"):
+    optimizer = zero([("bias", other.bias)], NormalizedGroups, stage=1, partition="element")
+    with pytest.raises(ValueError, match="NormalizedGroups"):
         optimizer.add_param_group({"params": [("weight", other.weight)], "normalize": True})
     assert len(optimizer.param_groups) == 1

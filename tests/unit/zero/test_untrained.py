@@ -165,16 +165,16 @@ class Closed(torch.Tensor):
         raise AssertionError("nothing else than its memory is of interest")
 
 
-class Pair(Closed):
+class TwoTensors(Closed):
     def __tensor_flatten__(self):
         return ["first", "second"], None
 
     @staticmethod
     def __tensor_unflatten__(parts, *_):
-        return Pair(parts["first"], parts["second"])
+        return TwoTensors(parts["first"], parts["second"])
 
 
-class Derived(nn.Parameter):
+class RefusingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise AssertionError("nothing else than its memory is of interest")
@@ -183,8 +183,8 @@ class Derived(nn.Parameter):
 KINDS = {
     "integers": (lambda: nn.Parameter(torch.arange(3), requires_grad=False), ["p"]),
     "complex": (lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), ["p"]),
-    "derived": (lambda: Derived(torch.ones(3)), ["p"]),
-    "two": (lambda: Pair(torch.ones(3), torch.zeros(3)), ["p.first", "p.second"]),
+    "derived": (lambda: RefusingParameter(torch.ones(3)), ["p"]),
+    "two": (lambda: TwoTensors(torch.ones(3), torch.zeros(3)), ["p.first", "p.second"]),
     "unknown two": (lambda: Closed(torch.ones(3), torch.zeros(3)), []),
     "without memory": (lambda: torch.ones(3, device="meta"), []),
     "sparse": (lambda: torch.ones(3).to_sparse(), []),
@@ -198,7 +198,7 @@ def test_the_memory_of_a_parameter_is_found_whatever_its_class(kind):
     found = dict(dense_parts("p", tensor))
     assert list(found) == names
     assert {type(part) for part in found.values()} <= {torch.Tensor}
-    if type(tensor) is Pair:
+    if type(tensor) is TwoTensors:
         assert found["p.second"].data_ptr() == tensor.second.data_ptr()
     elif names:
         found["p"].detach().zero_()

@@ -86,7 +86,7 @@ def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, targ
         assert wasted <= max(before, 1.05) * (1 + 1e-9)
 
 
-# ---- the plans of a job ----
+# ---- the revisions of a job ----
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_tuned_anchor_stays(anchor, speeds, micro_batch, communication_s, targ
 def test_plans_before_and_after_an_interval(options, speeds, communication_s, before, after):
     cadence = make(**options)
     assert cadence.latest.counts == before
-    plan = cadence.revise(paces(speeds, communication_s))
-    assert plan is not None
-    assert plan.counts == after
+    revision = cadence.revise(paces(speeds, communication_s))
+    assert revision is not None
+    assert revision.counts == after
 
 
 def test_revisions_are_rare_and_neither_noise_nor_one_long_wait_moves_anything():
@@ -119,8 +119,8 @@ def test_revisions_are_rare_and_neither_noise_nor_one_long_wait_moves_anything()
     for step in range(INTERVAL, 12 * REVISION, INTERVAL):
         noise = [1 + 0.03 * ((step // INTERVAL + rank) % 3 - 1) for rank in range(3)]
         speeds = [fast * by for fast, by in zip((4.0, 1.0, 2.5), noise, strict=True)]
-        if plan := cadence.revise(paces(speeds, 3.0 * noise[0], drawn=step)):
-            revised.append((step, plan.anchor))
+        if revision := cadence.revise(paces(speeds, 3.0 * noise[0], drawn=step)):
+            revised.append((step, revision.anchor))
     assert revised == [(10, 10)]
     interval = [pace._replace(waits=(500.0, *pace.waits[1:])) for pace in paces((1.0, 1.0), 3.2)]
     assert make().revise(interval) is None
@@ -131,7 +131,7 @@ def test_a_rank_that_recovers_gets_its_micro_batches_back():
     cadence.revise(paces((4.0, 1.0), 3.2))
     for step in range(20, 70, INTERVAL):
         cadence.revise(paces((4.0, 4.0), 0.8, drawn=step))
-    assert [plan.first.batch for plan in cadence.plans] == [0, 1, 61]
+    assert [revision.first.batch for revision in cadence.revisions] == [0, 1, 61]
     fast, recovered = cadence.latest.counts
     assert recovered <= fast < 1.2 * recovered
 
@@ -142,7 +142,7 @@ def test_an_anchor_at_its_automatic_limit_does_not_follow_noise():
     for step in range(INTERVAL, 12 * REVISION, INTERVAL):
         noise = 1 + 0.04 * (step // INTERVAL % 3 - 1)
         cadence.revise(paces((4.0 * noise, 1.0), 500.0, drawn=step))
-    anchors = [plan.anchor for plan in cadence.plans]
+    anchors = [revision.anchor for revision in cadence.revisions]
     assert len(anchors) == 2
     assert anchors[-1] == pytest.approx(80, abs=4)
 
@@ -186,8 +186,8 @@ def order(samples, seed, epochs):
 def drawn(sampling, steps, size, micro_batch):
     """The samples of each step: of all ranks, in their order; parts have whole micro-batches."""
     for step in steps:
-        plan = sampling.at(step)
-        by_rank = [plan.micro_batches(step, rank, size, micro_batch) for rank in range(size)]
+        order = sampling.at(step)
+        by_rank = [order.micro_batches(step, rank, size, micro_batch) for rank in range(size)]
         yield by_rank
 
 
@@ -204,7 +204,7 @@ def test_the_order_of_samples_is_that_of_any_run(data):
         seen += batch
         lengths.append(len(sampling.at(step).batch(step)))
         assert lengths[-1] == len(batch)
-        counts = cadence.plans[cadence.index(BatchNumber(0, step))].counts
+        counts = cadence.revisions[cadence.index(BatchNumber(0, step))].counts
         if len(batch) == sum(counts) * micro_batch:
             assert tuple(map(len, by_rank)) == counts
             assert all(len(one) == micro_batch for rank in by_rank for one in rank)
@@ -217,8 +217,8 @@ def test_the_order_of_samples_is_that_of_any_run(data):
     assert seen == order(samples, 3, len(seen) // samples + 1)[: len(seen)]
     assert [
         len(sampling.at(step).batch(step)) for step in range(40)
-    ] == lengths  # earlier plans stay
-    assert len(cadence.plans) == 1 + revised
+    ] == lengths  # earlier revisions stay
+    assert len(cadence.revisions) == 1 + revised
     for before, after in pairwise(range(40)):
         begin, end = sampling.at(before).position(before), sampling.at(after).position(after)
         ends = (end.epoch - begin.epoch) * samples + end.offset - begin.offset
@@ -229,9 +229,9 @@ def test_the_last_batch_is_divided_in_proportion_or_left_out():
     for drop_last in (False, True):
         cadence = make(2, 2, 101, max_anchor=4, hints=(1.0, 0.25))  # 16 and 4 micro-batches
         sampling = CadenceSampling(cadence, 101, seed=0, drop_last=drop_last, origin=BEGIN)
-        plan = sampling.at(0)
-        lengths = [[len(plan.share(step, rank, 2)) for rank in (0, 1)] for step in range(3)]
+        order = sampling.at(0)
+        lengths = [[len(order.share(step, rank, 2)) for rank in (0, 1)] for step in range(3)]
         assert lengths[:2] == [[32, 8]] * 2
         assert lengths[2] == ([32, 8] if drop_last else [17, 4])
-        assert plan.position(2) == ((2, 1, 0) if drop_last else (2, 0, 80))
-        assert plan.steps_per_epoch == (2 if drop_last else 3)
+        assert order.position(2) == ((2, 1, 0) if drop_last else (2, 0, 80))
+        assert order.steps_per_epoch == (2 if drop_last else 3)
