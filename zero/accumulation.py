@@ -32,14 +32,13 @@ from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import SingleProcessCollectives, Work
+from zero.collectives import Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients.buckets import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
-from zero.kernels import order, rescale
+from zero.kernels import nan_unless_finite, order, power_sum, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.losses import RUNNING, ChangedLoss
-from zero.norms import global_norm, nan_unless_finite
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
 from zero.shard import OptimizerShard
@@ -677,7 +676,7 @@ class Accumulation:
             return
         # Of what is summed, for the mean.
         factor = weight.unit / divisor / self._scale.value
-        norm = global_norm(SingleProcessCollectives(), own, 2.0) * factor
+        norm = math.pow(float(power_sum(own, 2)), 0.5) * factor
         if math.isfinite(norm):
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 

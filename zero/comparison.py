@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.checksum import checksum
 from zero.collectives import Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
-from zero.kernels import without_repeats
+from zero.kernels import checksum, without_repeats
 from zero.layout import Bucket
 from zero.param_groups import Place, numbers_in
 from zero.parameter_watch import dense_parts, is_trained

@@ -26,7 +26,6 @@ from zero.exchange.replicas import Replicas
 from zero.layout import ParameterSpec, lay_out
 from zero.losses import note_weight
 from zero.memory import Memory
-from zero.norms import NonFiniteGradientError, find_non_finite, global_norm
 from zero.options import Options
 from zero.param_groups import (
     GroupNames,
@@ -42,7 +41,7 @@ from zero.param_groups import (
 from zero.parameter_watch import check_free, dense_parts, finish_gathers, take_over
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
-from zero.shard import OptimizerShard, update_alone
+from zero.shard import NonFiniteGradientError, OptimizerShard, update_alone
 from zero.state import (
     PartOfState,
     StateSlice,
@@ -778,8 +777,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._scale.shrink() or self.options.skips:
             return
-        shards, flag = self._shard.shards(), self.accumulation.means.finite_flag
-        where = find_non_finite(self.group, shards, self._named, flag, self._collectives.rank)
+        flag = self.accumulation.means.finite_flag
+        where = self._shard.find_non_finite(self.group, self._collectives.rank, flag)
         found = f"the gradient's norm is {norm}: {where}"
         if (exchange := self.coming_exchange) is not None:
             exchange.refuse(found)
@@ -820,13 +819,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Not computed in gradient hooks: one that reads a gradient evicts backward's caches, and
         would miss later changes of it.
         """
-        shards = [shard for _, shard in self._shard.shards()]
         sharding = self._shard.sharding  # each of the group's has the whole mean
         step, groups = self.accumulation.steps, self.param_groups
         figures = None
         if without is not None and sharding.size > 1:
             figures = self._comparison.figures(without, step)
-        norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
+        norm = self._shard.norm(norm_type, figures) / self._scale.value
         differ = figures is not None and not self._comparison.alike(figures)
         if self.replicas is not None and self.group.size > sharding.size:
             if without is not None:
