@@ -114,6 +114,7 @@ class OptimizerShard:
         self._apart: list[OwnedSlice] = []
         self._exact: list[int] = []  # buckets whose gradients are not widened
         self._shards: list[tuple[int, ParameterSlice]] = []  # of this rank, with their buckets
+        self.named: dict[str, Parameter] = {}  # all trained ones, in the order of forward
         self._names: dict[Parameter, str] = {}
         self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
         self.updates_parameters = self.stage == 0  # the torch optimizer does, themselves
@@ -152,6 +153,7 @@ class OptimizerShard:
             self._own(bucket, parameters, flat)
         self.parameters.count_uses()
         self.watch.add(parameters, flat=self.sharded)
+        self.named |= parameters
         self._names |= {parameter: name for name, parameter in parameters.items()}
 
     def groups(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
@@ -217,7 +219,7 @@ class OptimizerShard:
         ranks = ", ".join(str(other) for other, _, finite in reports if not finite)
         if not found:
             return "finite everywhere, but its powers overflow"
-        shown = [name for name in self._names.values() if name in found]
+        shown = [name for name in self.named if name in found]
         shown[5:] = [f"and {len(shown) - 5} more"] if len(shown) > 5 else []
         where = f"on rank {ranks}" if ranks else "where the sum over ranks overflows"
         return f"not finite in {', '.join(shown)}, {where}"
