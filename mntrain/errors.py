@@ -21,7 +21,7 @@ from mntrain.checks import launcher
 from mntrain.checks.host import StartError
 from mntrain.comm import mpi
 from zero.comparison import DifferentWeightsError
-from zero.norms import NonFiniteGradientError
+from zero.shard import NonFiniteGradientError
 
 if TYPE_CHECKING:
     from mpi4py import MPI

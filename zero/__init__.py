@@ -7,9 +7,9 @@
 
 from zero.collectives import Collectives, SingleProcessCollectives, Work
 from zero.memory import Memory
-from zero.norms import NonFiniteGradientError
 from zero.optimizer import StepResult, ZeroOptimizer
 from zero.options import Options
+from zero.shard import NonFiniteGradientError
 from zero.state import StateSlice
 from zero.torch_collectives import TorchCollectives
 

@@ -32,14 +32,13 @@ from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import SingleProcessCollectives, Work
+from zero.collectives import Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients.buckets import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
-from zero.kernels import order, rescale
+from zero.kernels import nan_unless_finite, order, power_sum, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.losses import RUNNING, ChangedLoss
-from zero.norms import global_norm, nan_unless_finite
 from zero.parameter_watch import accumulation_node, first_after_accumulation
 from zero.precision import LossScale
 from zero.shard import OptimizerShard
@@ -157,7 +156,6 @@ class Accumulation:
             whole=self._whole,
         )
         self._message = self._begin_message()
-        self._parameters: dict[str, Parameter] = {}
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd keeps them, and so their hooks, only while in use
         self._weighing: list[RemovableHandle] = []  # hooks that run before a gradient is added
@@ -219,7 +217,6 @@ class Accumulation:
                     else:
                         self._hooks.append(node.register_hook(hook))
         self._gradients.add(buckets, parameters)
-        self._parameters |= parameters
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
         self._names += [frozenset(e.spec.name for e in b.entries if e.numel) for b in buckets]
         self._begin_launches()
@@ -362,7 +359,7 @@ class Accumulation:
     @property
     def _hook_context(self) -> list[Any]:
         """The hook, the rank and size, buckets, nodes, and parameters in another memory order."""
-        orders = [(name, order(parameter)) for name, parameter in self._parameters.items()]
+        orders = [(name, order(parameter)) for name, parameter in self._shard.named.items()]
         turned = [[name, *dims] for name, dims in orders if list(dims) != sorted(dims)]
         buckets = [[bucket.numel, *bucket.bounds] for bucket in self._shard.buckets]
         nodes = [[*map(list, self._hook.levels.nodes)]] if self._hook.levels else []
@@ -397,7 +394,7 @@ class Accumulation:
 
     def _forget_held(self) -> None:
         """Forget what was reduced, if means are held, and all of them were dropped."""
-        if self._gradients.held and not any(map(self._slots.keeps, self._parameters)):
+        if self._gradients.held and not any(map(self._slots.keeps, self._shard.named)):
             self._hook.end_step(taken=False)
             self.weight.held, self.means = None, Means()
 
@@ -602,14 +599,14 @@ class Accumulation:
         unused = self._unused() if totals["missing"] else frozenset()
         if self._hook.several_nodes:
             # The hook also sends what it has not sent before.
-            self._unsent |= self._parameters.keys() - unused
+            self._unsent |= self._shard.named.keys() - unused
             unused -= self._unsent
         if not divisor > 0:
             if self._whole and not held:
                 self.clear(set_to_none=True)
                 text = f"the ranks' weights sum to {weight:g}: at least one needs a sample"
                 raise ValueError(text)
-            unused = frozenset(self._parameters)  # this group has no sample
+            unused = frozenset(self._shard.named)  # this group has no sample
         total = held + divisor
         factor = self.weight.unit / total if divisor > 0 else 0.0
         # What came late is added to a mean in which those that were held have their part.
@@ -677,7 +674,7 @@ class Accumulation:
             return
         # Of what is summed, for the mean.
         factor = weight.unit / divisor / self._scale.value
-        norm = global_norm(SingleProcessCollectives(), own, 2.0) * factor
+        norm = math.pow(float(power_sum(own, 2)), 0.5) * factor
         if math.isfinite(norm):
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 
@@ -725,7 +722,7 @@ class Accumulation:
             self._shard.sharded and group.size == self._shard.sharding.size,
             self.weight.unit / self._scale.value,
             last=index == len(buckets) - 1,
-            parameters=self._parameters,
+            parameters=self._shard.named,
         )
         return self._hook(bucket)
 
@@ -776,9 +773,9 @@ class Accumulation:
 
     def _unused(self) -> frozenset[str]:
         flags = torch.tensor(
-            [n in self._arrived.used for n in self._parameters], dtype=torch.float64, device="cpu"
+            [n in self._arrived.used for n in self._shard.named], dtype=torch.float64, device="cpu"
         )
         if self.group.size > 1:
             self.group.all_reduce(flags).wait()
-        by_name = zip(self._parameters, flags.tolist(), strict=True)
+        by_name = zip(self._shard.named, flags.tolist(), strict=True)
         return frozenset(name for name, ranks in by_name if not ranks)

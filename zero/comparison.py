@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.checksum import checksum
 from zero.collectives import Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
-from zero.kernels import without_repeats
+from zero.kernels import checksum, without_repeats
 from zero.layout import Bucket
 from zero.param_groups import Place, numbers_in
 from zero.parameter_watch import dense_parts, is_trained
@@ -125,8 +124,6 @@ class StepComparison:
         self._unlike = False  # whether ranks round differently, so that bits say nothing
         self.checks, self.checks_s = 0, 0.0  # such comparisons, and the seconds that they took
         self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
-        self._whole: list[tuple[str, Parameter]] = []  # parameters that are not flat
-        self._named: dict[str, Parameter] = {}
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
         self._numbers: dict[Place, Any] = {}  # of the groups, when the step began
@@ -137,12 +134,6 @@ class StepComparison:
         self._changed = False  # whether one of them was since
         self._warned = False  # of such
         self.constant = False  # whether ranks had equal buffers beside those of the state dict
-
-    def add(self, parameters: Mapping[str, Parameter]) -> None:
-        """Compare more parameters, by name. Local."""
-        self._named |= parameters
-        if not self._owned.sharded:
-            self._whole += [(name, p) for name, p in parameters.items() if p.numel()]
 
     def figures(self, without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
@@ -234,7 +225,7 @@ class StepComparison:
         weights = self._bits_of_left()
         if self._summed is not None and self._summed[0] == step:
             weights |= {name: int(checksum([tensor])) for name, tensor in self._weights()}
-        devices = {parameter.device for parameter in self._named.values()}
+        devices = {parameter.device for parameter in self._owned.named.values()}
         rounds = " ".join(processor(device) for device in devices)
         own = Report(self._rank, self._replica, facts, weights, rounds)
         reports = gather_objects(ranks, own)
@@ -251,7 +242,7 @@ class StepComparison:
                 difference = f"{difference}; {TRAIN_OR_FREEZE}"
             kinds = {report.processor for report in reports}
             # Shards are those of their owners, whatever processors the ranks have.
-            if len(kinds) == 1 or (self._owned.sharded and found.keys() & self._named.keys()):
+            if len(kinds) == 1 or (self._owned.sharded and found.keys() & self._owned.named.keys()):
                 error = DifferentWeightsError if all_ranks else RuntimeError
                 raise error(f"after step {step}, {difference}")
             self._unlike = True
@@ -272,9 +263,11 @@ class StepComparison:
             return 0
         if self._summed is None or self._summed[0] != step:
             start, owned = time.perf_counter(), self._owned
-            buckets = range(len(owned.buckets)) if owned.sharded else ()
-            whole = [part for _, part in [*self._whole, *self._untrained(), *self._masters()]]
-            total = int(checksum([*map(owned.parameters.flat, buckets), *whole]))
+            trained: Iterable[Tensor] = owned.named.values()
+            if owned.sharded:
+                trained = map(owned.parameters.flat, range(len(owned.buckets)))
+            others = [part for _, part in [*self._untrained(), *self._masters()]]
+            total = int(checksum([*trained, *others]))
             self._summed = step, zlib.crc32(total.to_bytes(8, "little", signed=True))
             self.checks += 1
             self.checks_s += time.perf_counter() - start
@@ -282,9 +275,7 @@ class StepComparison:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that are compared, by name, in the order of the model."""
-        if self._owned.sharded:
-            yield from self._named.items()
-        yield from self._whole
+        yield from self._owned.named.items()
         yield from self._untrained()
         yield from self._masters()
 
@@ -312,7 +303,7 @@ class StepComparison:
         for place, value in numbers_in(groups):
             key = f"{place[1]} in group {place[0]}"
             facts[key] = Fact(value, place=place, own=place in self._own)
-        sharded, names = self._owned.sharded, self._named
+        sharded, names = self._owned.sharded, self._owned.named
         for name, parameter in names.items():
             facts[f"requires_grad of {name}"] = Fact(parameter.requires_grad, PARAMETERS_ALIKE)
         for name in names:
@@ -349,7 +340,7 @@ class StepComparison:
             yield counts, flat.index_select(0, self._places[key])
 
     def _frozen(self) -> frozenset[str]:
-        return frozenset(name for name, p in self._named.items() if not p.requires_grad)
+        return frozenset(name for name, p in self._owned.named.items() if not p.requires_grad)
 
     def begin_anew(self) -> None:
         """Note that a state was loaded, or parameters were added, which all ranks do. Local."""

@@ -1,6 +1,7 @@
-"""Flat tensors: views in a parameter's memory format, and sums, casts and squares."""
+"""Arithmetic on flat tensors, and views of them in a parameter's memory format."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
@@ -8,6 +9,12 @@ from torch import Tensor
 
 RUN = 1 << 16  # elements that the CPU handles at a time, so that they stay in its cache
 VECTOR = 32  # bytes that a CUDA thread of torch's norm reads at a time, at most
+# Rows of squares take a sixth of the time of conversions to fp64, and differ by less than fp32 can
+# tell.
+ROW, LEAST_ROWS = 256, 64
+EXACT = 1e-20, 1e30  # sums of squares between which fp32 holds all squares that count
+COLUMNS = 8192  # int64 numbers of a row of a checksum, each with a factor of its own
+ROW_BYTES = 8 * COLUMNS
 
 
 Add = Callable[[Sequence[Tensor], Tensor], None]  # `add`, or what gives the same bits
@@ -62,6 +69,106 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
         like = torch._foreach_norm([placed[i] for i in at], 2, dtype=torch.float64)
         norms.update(zip(at, like, strict=True))
     return torch.stack([norms[i] for i in range(len(tensors))]).square()
+
+
+def power_sum(tensors: Iterable[Tensor], p: float) -> Tensor:
+    """Return the sum of p-th powers of all elements, or their maximum if p is infinite.
+
+    In fp64 and 0-dim: of fp32 tensors on the CPU, squares of ROW elements are summed in fp32, and
+    their sums in fp64. Without elements it is 0.
+    """
+    flat = [tensor.reshape(-1) for tensor in tensors if tensor.numel()]
+    flat = [tensor.abs() if tensor.is_complex() else tensor for tensor in flat]
+    if not flat:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    if p == 2 and any(tensor.device.type != "cpu" for tensor in flat):
+        return square_sums(flat).sum()
+    if p == 2:
+        parts = [_square_sum(tensor) for tensor in flat]
+    else:
+        parts = [_power_sum(run, p) for tensor in flat for run in runs(tensor)]
+    return torch.stack(parts).max() if math.isinf(p) else torch.stack(parts).sum()
+
+
+def _square_sum(flat: Tensor) -> Tensor:
+    """Return the sum of squares of a flat tensor on the CPU: fp64, 0-dim."""
+    rows = len(flat) // ROW
+    if flat.dtype == torch.float32 and rows >= LEAST_ROWS:
+        rest = flat[rows * ROW :]
+        norms = torch.linalg.vector_norm(flat[: rows * ROW].unflatten(0, (rows, ROW)), dim=1)
+        total: Tensor = norms.double().square().sum() + _power_sum(rest, 2)
+        if EXACT[0] < total < EXACT[1]:
+            return total
+    return torch.stack([_power_sum(run, 2) for run in runs(flat)]).sum()
+
+
+def _power_sum(run: Tensor, p: float) -> Tensor:
+    """Return the sum of p-th powers of a run's elements, or their maximum: fp64, 0-dim."""
+    norm: Tensor = torch.linalg.vector_norm(run.double(), p)
+    return norm if math.isinf(p) else norm.pow(p)
+
+
+def nan_unless_finite(tensor: Tensor) -> float | Tensor:
+    """Return 0 for a tensor that is finite, else NaN; of a device a tensor, not waited for."""
+    if tensor.device.type != "cpu":
+        return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)) * 0
+    # A finite sum needs finite addends.
+    finite = bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    return 0.0 if finite else math.nan
+
+
+@torch.no_grad()
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a number of the bits of dense tensors: int64, 0-dim, on the device of the first.
+
+        tensor 0      row | row | rest      the sums of all rows, column by column, and of each row,
+        tensor 1      row | rest            x odd numbers by column, row and tensor: 64 bits
+        the rests     row | row
+
+    Sums and products are modulo 2**64, so any order of additions gives the same. A difference in
+    one number changes its column's sum. Numbers that changed places within a column change the sums
+    of their rows. Several differences cancel with a chance of about 1 in 8192 at most.
+
+    Reads each tensor once, and copies of it at most 64 KiB, unless it is not contiguous. Does not
+    wait for the device.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sums, rests = list[Tensor](), list[Tensor]()
+    for tensor in tensors:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole = len(data) // ROW_BYTES * ROW_BYTES
+        if whole:
+            sums.append(_bit_sums(data[:whole]).to(device))
+        rests.append(data[whole:].to(device))
+    size = sum(map(len, rests))
+    if size:
+        joined = torch.zeros(-(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=device)
+        torch.cat(rests, out=joined[:size])
+        sums.append(_bit_sums(joined))
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    odd = _odd_numbers(COLUMNS + 1 + len(sums), device)
+    return (torch.stack(sums) * odd[: COLUMNS + 1] * odd[COLUMNS + 1 :, None]).sum()
+
+
+def _bit_sums(data: Tensor) -> Tensor:
+    """Return the sum of each column, and that of all rows, each times an odd number of its own."""
+    if data.data_ptr() % 8 or data.storage_offset() % 8:
+        data = data.clone()
+    rows = data.view(torch.int64).view(-1, COLUMNS)
+    factors = torch.arange(1, 2 * len(rows), 2, device=data.device)
+    by_row = rows.sum(1)
+    by_row ^= by_row >> 32  # so that the row of a sign counts, too
+    return torch.cat([rows.sum(0), (by_row * factors).sum().view(1)])
+
+
+@cache
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """Return random odd numbers, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = -(2**63), 2**63 - 1
+    drawn = torch.randint(low, high, (count,), generator=generator, dtype=torch.int64, device="cpu")
+    return (drawn | 1).to(device)
 
 
 @cache

@@ -26,23 +26,23 @@ from zero.exchange.replicas import Replicas
 from zero.layout import ParameterSpec, lay_out
 from zero.losses import note_weight
 from zero.memory import Memory
-from zero.norms import NonFiniteGradientError, find_non_finite, global_norm
 from zero.options import Options
 from zero.param_groups import (
-    GroupNames,
     Named,
     as_groups,
     by_name,
     check_trainable,
     check_undistributed,
+    groups_of_names,
     hyperparameters,
+    named_groups,
     placement,
     unnamed,
 )
 from zero.parameter_watch import check_free, dense_parts, finish_gathers, take_over
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
-from zero.shard import OptimizerShard, update_alone
+from zero.shard import NonFiniteGradientError, OptimizerShard, update_alone
 from zero.state import (
     PartOfState,
     StateSlice,
@@ -170,7 +170,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stage = options.stage
         self.partition = choose_partition(optimizer_class, options.partition)
         self.known = works_by_element(optimizer_class)  # so is its state
-        self._names = GroupNames()
+        self._given: list[list[str]] = []  # names of all parameters, also frozen ones, by group
         groups = self._check(pairs)
         named = by_name(groups)
         if model is not None:
@@ -550,7 +550,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = [piece._asdict() for piece in self.slices()]
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
-            "param_groups": self._names.of(self.param_groups),
+            "param_groups": groups_of_names(self.param_groups, self._named),
             "unnamed_state": unnamed_state(self._inner.state),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.accumulation.hook_state(),
@@ -571,10 +571,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for a state that does not fit.
         """
         self._check_open()
-        own_groups = self._names.of(self.param_groups)
+        own_groups = groups_of_names(self.param_groups, self._named)
         if "state" in state_dict and "slices" not in state_dict:
-            given = self._names.given(self.param_groups)
             trained = [group["params"] for group in own_groups]
+            given = self._given_names()
             slices, groups, unnamed = from_torch(state_dict, given, trained, self._shapes())
             usual = {"loss_scale": self._scale.state_dict()} | state_dict
             parts = {"slices": [s._asdict() for s in slices], "param_groups": groups}
@@ -611,10 +611,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharding, slices = self._shard.sharding, self.slices()
         states = whole_states(sharding, self._named, slices, sharded=self.sharded)
         unnamed = whole_unnamed_state(sharding, self._inner.state, sharded=self.sharded)
-        given = self._names.given(self.param_groups)
         groups = [
             {**group, "params": names}
-            for group, names in zip(self.param_groups, given, strict=True)
+            for group, names in zip(self.param_groups, self._given_names(), strict=True)
         ]
         whole = to_torch(states, unnamed, groups)
         return {**whole, "loss_scale": self._scale.state_dict(), "steps": self.accumulation.steps}
@@ -677,7 +676,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return predict(
             self._shard.buckets,
-            self._names.named(self.param_groups),
+            named_groups(self.param_groups, self._named),
             self._make_inner,
             stage=self.stage if stage is None else stage,
             shards=self._shard.sharding.size,
@@ -726,7 +725,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the names of parameters without a gradient.
         """
         self._check_open()
-        self._names.check_unchanged(self.param_groups)
+        self._shard.watch.check_groups(self.param_groups)
         self._shard.watch.check()
         self.accumulation.synchronize()
         if self.accumulation.means.scaled_by_others:
@@ -778,8 +777,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._scale.shrink() or self.options.skips:
             return
-        shards, flag = self._shard.shards(), self.accumulation.means.finite_flag
-        where = find_non_finite(self.group, shards, self._named, flag, self._collectives.rank)
+        flag = self.accumulation.means.finite_flag
+        where = self._shard.find_non_finite(self.group, self._collectives.rank, flag)
         found = f"the gradient's norm is {norm}: {where}"
         if (exchange := self.coming_exchange) is not None:
             exchange.refuse(found)
@@ -820,13 +819,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Not computed in gradient hooks: one that reads a gradient evicts backward's caches, and
         would miss later changes of it.
         """
-        shards = [shard for _, shard in self._shard.shards()]
         sharding = self._shard.sharding  # each of the group's has the whole mean
         step, groups = self.accumulation.steps, self.param_groups
         figures = None
         if without is not None and sharding.size > 1:
             figures = self._comparison.figures(without, step)
-        norm = global_norm(sharding, shards, norm_type, figures) / self._scale.value
+        norm = self._shard.norm(norm_type, figures) / self._scale.value
         differ = figures is not None and not self._comparison.alike(figures)
         if self.replicas is not None and self.group.size > sharding.size:
             if without is not None:
@@ -856,7 +854,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{len(groups)} that it is given, or puts parameters elsewhere: give it the "
                 "groups as it makes them (groups=), or a class that leaves them"
             )
-        self._names.place(groups)
+        self._shard.watch.note_groups(groups)
         for group, inner in zip(groups, made, strict=True):
             for key in () if self._constructed else [key for key in group if key not in inner]:
                 del group[key]
@@ -874,9 +872,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = check_trainable(given, sharded=self.stage > 0, known=self._named)
         check_free(by_name(groups))
         if self.stage > 0:
-            known = self._names.named(self.param_groups) if self._constructed else []
+            known = named_groups(self.param_groups, self._named) if self._constructed else []
             check_partition(self._make_inner, [*known, *groups], self.partition)
-        self._names.give(given)
+        self._given += [[name for name, _ in group["params"]] for group in given]
+        self._shard.watch.note_frozen(given)
         return groups
 
     def _expect_alike(self) -> None:
@@ -915,20 +914,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in buckets) for slot in range(size)]
         added = lay_out(specs, self.options.bucket_bytes, size, loads if whole else None)
         self._shard.add(added, named)
-        self._named.update(named)
-        self._comparison.add(named)
         self.accumulation.add(added, named)
 
     @property
     def _named(self) -> dict[str, Parameter]:
-        return self._names.trained
+        return self._shard.named
+
+    def _given_names(self) -> list[list[str]]:
+        """Return the names of the parameters that were given, by group, with frozen ones.
+
+        Of those that joined another group when they were unfrozen, only in that.
+        """
+        groups = groups_of_names(self.param_groups, self._named)
+        return [
+            [name for name in names if name in own or name not in self._named]
+            for names, own in zip(self._given, (set(g["params"]) for g in groups), strict=True)
+        ]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._named.items()}
 
     def _warn_of_unfrozen(self) -> None:
         """Warn, once and on rank 0, of given parameters that require a gradient only now."""
-        names = self._names.unfrozen()
+        names = self._shard.watch.unfrozen()
         if names and self._shard.sharding.rank == 0:
             warnings.warn(
                 f"not trained: {', '.join(names)}, which required no gradient when the optimizer "

@@ -155,60 +155,20 @@ def check_undistributed(model: nn.Module, size: int) -> None:
             raise ValueError(f"{which} is {problem}")
 
 
-class GroupNames:
-    """Names of an optimizer's parameters: of those that it trains, and of all that it was given."""
+def named_groups(
+    groups: Iterable[dict[str, Any]], named: Mapping[str, Parameter]
+) -> list[dict[str, Any]]:
+    """Return groups of `named` parameters with pairs (name, parameter)."""
+    names = {parameter: name for name, parameter in named.items()}
+    return [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
 
-    def __init__(self) -> None:
-        self.trained: dict[str, Parameter] = {}
-        self._given: list[list[str]] = []  # by group
-        self._frozen: dict[str, Parameter] = {}  # that were given, but required no gradient
-        self._placed: list[list[Parameter]] = []  # by group, as they are trained
 
-    def give(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Note named groups that the optimizer is given."""
-        for group in groups:
-            self._given.append([name for name, _ in group["params"]])
-            self._frozen |= {name: p for name, p in group["params"] if not p.requires_grad}
-
-    def named(self, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return groups of parameters with pairs (name, parameter)."""
-        names = {parameter: name for name, parameter in self.trained.items()}
-        return [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
-
-    def of(self, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return groups of parameters with names in place of parameters."""
-        named = self.named(groups)
-        return [{**group, "params": [name for name, _ in group["params"]]} for group in named]
-
-    def given(self, groups: Iterable[dict[str, Any]]) -> list[list[str]]:
-        """Return the names of the parameters that were given, by group, with frozen ones.
-
-        Of those that joined another group when they were unfrozen, only in that.
-        """
-        trained = [set(group["params"]) for group in self.of(groups)]
-        return [
-            [name for name in names if name in own or name not in self.trained]
-            for names, own in zip(self._given, trained, strict=True)
-        ]
-
-    def unfrozen(self) -> list[str]:
-        """Return the parameters that require a gradient only now, once, unless they are trained."""
-        found = [name for name, p in self._frozen.items() if p.requires_grad]
-        for name in found:
-            del self._frozen[name]
-        return [name for name in found if name not in self.trained]
-
-    def place(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Note which parameters groups have."""
-        self._placed = [list(group["params"]) for group in groups]
-
-    def check_unchanged(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise RuntimeError if code of the user's has changed which parameters groups have."""
-        if placement(groups) != [[*map(id, group)] for group in self._placed]:
-            raise RuntimeError(
-                "the parameters of optimizer.param_groups were changed by hand, which nothing "
-                "follows: call optimizer.add_param_group for new ones, or make another optimizer"
-            )
+def groups_of_names(
+    groups: Iterable[dict[str, Any]], named: Mapping[str, Parameter]
+) -> list[dict[str, Any]]:
+    """Return groups of `named` parameters with names in place of parameters."""
+    pairs = named_groups(groups, named)
+    return [{**group, "params": [name for name, _ in group["params"]]} for group in pairs]
 
 
 def placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:

@@ -10,7 +10,7 @@ far. That does not depend on who still holds the old one, or on garbage collecti
 it at one point.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,17 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.kernels import order
+from zero.param_groups import placement
 
 _KEY = "zero: optimizer"
 BUFFERS = "buffers of the model"  # in errors about collectives that differ
 
 
 class ParameterWatch:
-    """The trained parameters, their memory, and their places in a model, if it is given. Local."""
+    """The trained parameters, their memory, and their places in groups and in a model. Local.
+
+    A model need not be given.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
@@ -39,6 +43,8 @@ class ParameterWatch:
         self._trained: list[tuple[Parameter, str, tuple[Any, ...], Any, Any, int | None]] = []
         self._places: list[tuple[dict[str, Any], str, object]] = []  # holder, key, what it holds
         self._count = 0  # of the places in the model
+        self._frozen: dict[str, Parameter] = {}  # that were given, but required no gradient
+        self._groups: list[list[Parameter]] = []  # the parameters of each group
 
     def add(self, parameters: Mapping[str, Parameter], *, flat: bool) -> None:
         """Note parameters by name, which are views of flat memory if `flat`."""
@@ -47,6 +53,31 @@ class ParameterWatch:
             for name, p in parameters.items()
         ]
         self._note_places()
+
+    def note_frozen(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Note the parameters of named groups that require no gradient, and are not trained."""
+        for group in groups:
+            self._frozen |= {name: p for name, p in group["params"] if not p.requires_grad}
+
+    def unfrozen(self) -> list[str]:
+        """Return the parameters that require a gradient only now, once, unless they are trained."""
+        found = [name for name, p in self._frozen.items() if p.requires_grad]
+        for name in found:
+            del self._frozen[name]
+        trained = {name for _, name, *_ in self._trained} if found else set()
+        return [name for name in found if name not in trained]
+
+    def note_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Note which parameters groups have."""
+        self._groups = [list(group["params"]) for group in groups]
+
+    def check_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise RuntimeError if code of the user's has changed which parameters groups have."""
+        if placement(groups) != [[*map(id, group)] for group in self._groups]:
+            raise RuntimeError(
+                "the parameters of optimizer.param_groups were changed by hand, which nothing "
+                "follows: call optimizer.add_param_group for new ones, or make another optimizer"
+            )
 
     def note_others(self) -> None:
         """Note the parameters of the model that this optimizer does not train, as `others`.

@@ -12,6 +12,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 SC 2020 (arXiv 1910.02054).
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero.collectives import Collectives
+from zero.collectives import Collectives, gather_objects
 from zero.gradients.buckets import BucketGradients, BucketsInTurns, WholeBuckets
 from zero.gradients.single_rank import LocalGradients
 from zero.gradients.slots import RefusedSlots, VisibleSlots
-from zero.kernels import rescale, view
+from zero.kernels import power_sum, rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
 from zero.nested import tensors_in
@@ -35,6 +36,10 @@ from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
 
 ParamGroup = dict[str, Any]
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class OptimizerShard:
         self._apart: list[OwnedSlice] = []
         self._exact: list[int] = []  # buckets whose gradients are not widened
         self._shards: list[tuple[int, ParameterSlice]] = []  # of this rank, with their buckets
+        self.named: dict[str, Parameter] = {}  # all trained ones, in the order of forward
         self._names: dict[Parameter, str] = {}
         self.owned_whole: dict[Tensor, Tensor] = {}  # by parameter: what is updated of it
         self.updates_parameters = self.stage == 0  # the torch optimizer does, themselves
@@ -147,6 +153,7 @@ class OptimizerShard:
             self._own(bucket, parameters, flat)
         self.parameters.count_uses()
         self.watch.add(parameters, flat=self.sharded)
+        self.named |= parameters
         self._names |= {parameter: name for name, parameter in parameters.items()}
 
     def groups(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
@@ -181,6 +188,41 @@ class OptimizerShard:
         """
         for index, piece in self._shards:
             yield piece.spec.name, self.gradients.reduced(index, piece)
+
+    def norm(self, p: float, beside: Tensor | None = None) -> float:
+        """Return the p-norm of the sum over ranks; p may be infinite. Collective in `sharding`.
+
+        Powers are summed in fp64, so it depends on the number of ranks by rounding only. `beside`,
+        a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for the device.
+        """
+        ranks, largest = self.sharding, math.isinf(p)
+        # Collectives sum, so for a maximum every rank writes into an element of its own.
+        total = torch.zeros(ranks.size if largest else 1, dtype=torch.float64, device="cpu")
+        total[ranks.rank if largest else 0] = power_sum((part for _, part in self.shards()), p)
+        message = total if beside is None else torch.cat([total, beside])
+        ranks.all_reduce(message).wait()
+        if beside is not None:
+            beside.copy_(message[len(total) :])
+        total = message[: len(total)]
+        return float(total.max()) if largest else math.pow(float(total), 1 / p)
+
+    def find_non_finite(self, group: Collectives, rank: int, flag: float | Tensor) -> str:
+        """Describe which parameters are not finite, and on which ranks, alike on all. Collective.
+
+        `flag` is the sum of `nan_unless_finite` of this rank's own gradients, and `rank` the number
+        by which the text calls this rank.
+        """
+        local_names = {name for name, part in self.shards() if not bool(part.isfinite().all())}
+        local_finite = bool(flag == 0) if group.size > 1 else not local_names
+        reports = gather_objects(group, (rank, local_names, local_finite))
+        found = set().union(*(of_rank for _, of_rank, _ in reports))
+        ranks = ", ".join(str(other) for other, _, finite in reports if not finite)
+        if not found:
+            return "finite everywhere, but its powers overflow"
+        shown = [name for name in self.named if name in found]
+        shown[5:] = [f"and {len(shown) - 5} more"] if len(shown) > 5 else []
+        where = f"on rank {ranks}" if ranks else "where the sum over ranks overflows"
+        return f"not finite in {', '.join(shown)}, {where}"
 
     def full_gradient(self, name: str, parameter: Parameter) -> Tensor:
         """Return a new tensor with the mean gradient of a parameter. Collective if sharded."""

@@ -1,4 +1,4 @@
-"""The hierarchical algorithms: a call in chunks, or in one exchange of messages if it is small.
+"""The hierarchical algorithms: a call in chunks; a small one is left to `small_messages`.
 
 The steps of one chunk, by the rank that owns its lane on a node:
 
@@ -27,15 +27,10 @@ MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence
-from functools import partial, reduce
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mntrain.comm import small_messages
 from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
 from mntrain.comm.mpi import Communicator, Requests
@@ -46,14 +41,10 @@ from mntrain.comm.resources import (
     Take,
     TensorAccess,
     as_bytes,
-    host_bytes,
 )
+from mntrain.comm.small_messages import small_collective
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
-from zero.kernels import sum_dtype
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Chunks in flight: enough to fill a link while other ranks compute on the core. More bytes than
 # switches can buffer would be dropped on the way to a node to which all others send.
@@ -487,80 +478,6 @@ def member_steps(
     for operation, spans in ((comm.send, sent), (comm.receive, received)):
         data = [as_bytes(tensor[slice(*span)]) for span in spans]
         yield Requests.of(*(operation(owner, each, tag) for each in data)).test
-
-
-def small_collective(
-    plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Steps[Work | None]:
-    """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
-
-    Small messages are latency-bound, and this replaces the steps of a chunk: enter, reduce in the
-    node, exchange between nodes, add, publish. Sums are made and rounded in the same order, so the
-    result has the same bits.
-    """
-    access.begin()
-    if not access.here():
-        yield access.here
-    call, tensor, comm = ticket.signature, access.host, context.comm
-    tag = comm.tag(ticket.digest)
-    if call.verb == "broadcast":
-        yield from small_messages.broadcast(comm, as_bytes(tensor), call.root, tag)
-        return access.give_back()
-    with context.buffers.lease() as take:
-        rows = take(tensor.numel(), tensor.dtype, comm.size)
-        if rows.arrays:
-            row = rows.arrays[comm.rank]
-            row[:] = host_bytes(tensor).view(row.dtype)
-        else:
-            rows.tensors[comm.rank].copy_(tensor)
-        yield from small_messages.all_gather(comm, rows.bytes, tag, ratio=ticket.ratio)
-        if call.verb == "all_gather":
-            owners = zip(pairwise(access.bounds), context.topology.owners, strict=True)
-            for (low, high), owner in owners:
-                tensor[low:high].copy_(rows.tensors[owner][low:high])
-        else:  # a reduce-scatter leaves the sums of all shards on every rank
-            _add_rows(rows, plan, tensor, call.wire or tensor.dtype, context)
-    return access.give_back()
-
-
-def _add_rows(
-    rows: BufferView, plan: HierarchyPlan, total: Tensor, wire: torch.dtype, context: CommContext
-) -> None:
-    """Leave the sum of the rows in `total`, in the order of the chunks' steps. Overwrites them."""
-    if sum_dtype(total.dtype) == total.dtype == wire:
-        arrays = rows.arrays
-        with np.errstate(over="ignore", invalid="ignore"):  # as torch does
-            for group in _groups(plan):
-                _add_arrays([arrays[rank] for rank in group], arrays[group[0]])
-        summed = arrays[plan.nodes.nodes[0][0]]
-        host_bytes(total).view(summed.dtype)[:] = summed
-        return
-    nodes = len(plan.nodes.nodes)
-    for number, group in enumerate(_groups(plan)):
-        addends, target = [rows.tensors[rank] for rank in group], rows.tensors[group[0]]
-        if number < nodes:
-            context.add(addends, target)
-        else:
-            context.add([addend.to(wire) for addend in addends], target)
-            target.copy_(target.to(wire))
-    total.copy_(rows.tensors[plan.nodes.nodes[0][0]])
-
-
-def _groups(plan: HierarchyPlan) -> Iterator[Sequence[int]]:
-    """Yield the ranks whose rows are added up, in this order: those of each node, then hops."""
-    yield from plan.nodes.nodes
-    first = [node[0] for node in plan.nodes.nodes]
-    for width in plan.widths[1:]:
-        if len(first) > 1:
-            yield from (first[rest::width] for rest in range(width))
-            first = first[:width]
-
-
-def _add_arrays(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
-    """Leave the sum of addends, in their order, in `total`. NumPy calls cost less than torch's."""
-    result = reduce(partial(np.add, out=total), addends)
-    if result is not total:
-        total[:] = result
 
 
 def _length(span: Span) -> int:

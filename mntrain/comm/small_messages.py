@@ -9,18 +9,104 @@ Message-Passing Systems", IEEE TPDS 1997, for the all-gather.
 """
 
 import pickle
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from mntrain.comm.chunk_plan import HierarchyPlan
 from mntrain.comm.engine import Steps
 from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.resources import BufferView, CommContext, TensorAccess, as_bytes, host_bytes
+from mntrain.comm.ticket import Ticket
+from zero.collectives import Work
+from zero.kernels import sum_dtype
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from mntrain.comm.mpi import Bytes
 
 T = TypeVar("T")
 DIRECT_RANKS = 8  # up to so many ranks, each sends to all others
+
+
+def small_collective(
+    plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
+) -> Steps[Work | None]:
+    """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
+
+    Small messages are latency-bound, and this replaces the steps of a chunk: enter, reduce in the
+    node, exchange between nodes, add, publish. Sums are made and rounded in the same order, so the
+    result has the same bits.
+    """
+    access.begin()
+    if not access.here():
+        yield access.here
+    call, tensor, comm = ticket.signature, access.host, context.comm
+    tag = comm.tag(ticket.digest)
+    if call.verb == "broadcast":
+        yield from broadcast(comm, as_bytes(tensor), call.root, tag)
+        return access.give_back()
+    with context.buffers.lease() as take:
+        rows = take(tensor.numel(), tensor.dtype, comm.size)
+        if rows.arrays:
+            row = rows.arrays[comm.rank]
+            row[:] = host_bytes(tensor).view(row.dtype)
+        else:
+            rows.tensors[comm.rank].copy_(tensor)
+        yield from all_gather(comm, rows.bytes, tag, ratio=ticket.ratio)
+        if call.verb == "all_gather":
+            owners = zip(pairwise(access.bounds), context.topology.owners, strict=True)
+            for (low, high), owner in owners:
+                tensor[low:high].copy_(rows.tensors[owner][low:high])
+        else:  # a reduce-scatter leaves the sums of all shards on every rank
+            _add_rows(rows, plan, tensor, call.wire or tensor.dtype, context)
+    return access.give_back()
+
+
+def _add_rows(
+    rows: BufferView, plan: HierarchyPlan, total: Tensor, wire: torch.dtype, context: CommContext
+) -> None:
+    """Leave the sum of the rows in `total`, in the order of the chunks' steps. Overwrites them."""
+    if sum_dtype(total.dtype) == total.dtype == wire:
+        arrays = rows.arrays
+        with np.errstate(over="ignore", invalid="ignore"):  # as torch does
+            for group in _groups(plan):
+                _add_arrays([arrays[rank] for rank in group], arrays[group[0]])
+        summed = arrays[plan.nodes.nodes[0][0]]
+        host_bytes(total).view(summed.dtype)[:] = summed
+        return
+    nodes = len(plan.nodes.nodes)
+    for number, group in enumerate(_groups(plan)):
+        addends, target = [rows.tensors[rank] for rank in group], rows.tensors[group[0]]
+        if number < nodes:
+            context.add(addends, target)
+        else:
+            context.add([addend.to(wire) for addend in addends], target)
+            target.copy_(target.to(wire))
+    total.copy_(rows.tensors[plan.nodes.nodes[0][0]])
+
+
+def _groups(plan: HierarchyPlan) -> Iterator[Sequence[int]]:
+    """Yield the ranks whose rows are added up, in this order: those of each node, then hops."""
+    yield from plan.nodes.nodes
+    first = [node[0] for node in plan.nodes.nodes]
+    for width in plan.widths[1:]:
+        if len(first) > 1:
+            yield from (first[rest::width] for rest in range(width))
+            first = first[:width]
+
+
+def _add_arrays(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
+    """Leave the sum of addends, in their order, in `total`. NumPy calls cost less than torch's."""
+    result = reduce(partial(np.add, out=total), addends)
+    if result is not total:
+        total[:] = result
 
 
 def all_gather(

@@ -26,8 +26,8 @@ from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
 from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import Exchange
-from zero.norms import NonFiniteGradientError
 from zero.optimizer import ZeroOptimizer
+from zero.shard import NonFiniteGradientError
 from zero.step_message import StepMessage
 
 _LOSS, _ITEMS = "loss", "items"

@@ -41,7 +41,7 @@ from worlds import RANKS, refusal
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.comm_hooks.codes import ChunkCode
 from zero.exchange.exchange import EXCHANGED
-from zero.norms import NonFiniteGradientError
+from zero.shard import NonFiniteGradientError
 from zero.state import UNSENT
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]

@@ -11,7 +11,7 @@ from oracle import EXACT, OWN, loss_of, rows, samples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zero.norms import NonFiniteGradientError
+from zero.shard import NonFiniteGradientError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 

@@ -6,7 +6,7 @@ from cases import PLACES, RANK, Way, bits, cases, run, shard
 from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 
 from mntrain.comm import small_messages
-from mntrain.comm.hierarchical import small_collective
+from mntrain.comm.small_messages import small_collective
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated, pytest.mark.both]
 

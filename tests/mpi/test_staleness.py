@@ -28,7 +28,7 @@ from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.exchange.exchange import EXCHANGED, SentExchange
-from zero.norms import NonFiniteGradientError
+from zero.shard import NonFiniteGradientError
 from zero.state import UNSENT
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]

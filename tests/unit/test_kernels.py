@@ -14,9 +14,8 @@ from kernel_cases import FLOATS, SIZES, bits, far_apart, packed, summed
 from torch import nn
 
 from mntrain.device_kernels import MAX_ADDENDS, DeviceKernels, can_add
-from zero import norms
 from zero.collectives import SingleProcessCollectives
-from zero.kernels import add, pack, square_sums
+from zero.kernels import add, pack, power_sum, square_sums
 from zero.optimizer import ZeroOptimizer
 
 pytestmark = pytest.mark.xdist_group("kernels")  # compiled once
@@ -214,12 +213,12 @@ def test_only_norms_off_the_cpu_are_of_the_squares_of_whole_tensors(monkeypatch)
         assert all(tensor.numel() for tensor in tensors)
         return torch.full((len(tensors),), 12.5, dtype=torch.float64)
 
-    monkeypatch.setattr(norms, "square_sums", known)
+    monkeypatch.setattr("zero.kernels.square_sums", known)
     afar = [torch.empty(numel, device="meta") for numel in (3, 0, 5)]
     here = [torch.tensor([3.0, 4.0])]
     cases = [(afar, 2.0, 5.0), (here, 2.0, 5.0), ([2 * part for part in here], 1.0, 14.0)]
     for shards, p, expected in [*cases, ([], 2.0, 0.0)]:  # not 3.5 on the CPU
-        assert norms.global_norm(SingleProcessCollectives(), shards, p) == expected
+        assert float(power_sum(shards, p)) == expected**p
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e18, 3e19, 1e-12, 1e-22])
@@ -227,13 +226,13 @@ def test_norms_of_fp32_are_those_of_fp64_also_where_squares_leave_its_range(scal
     for numel in (255, 20_000, 300_001):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * scale
         expected = float(values.double().square().sum().sqrt())
-        found = norms.global_norm(SingleProcessCollectives(), [values], 2.0)
+        found = math.sqrt(power_sum([values], 2.0))
         assert found == pytest.approx(expected, rel=1e-7, abs=0)
     values[7] = 2e19  # its square is beyond fp32
-    assert norms.global_norm(SingleProcessCollectives(), [values], 2.0) >= 1.9e19
+    assert math.sqrt(power_sum([values], 2.0)) >= 1.9e19
     for odd in (math.inf, math.nan):
         values[-1] = odd
-        assert not math.isfinite(norms.global_norm(SingleProcessCollectives(), [values], 2.0))
+        assert not math.isfinite(math.sqrt(power_sum([values], 2.0)))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -34,7 +34,7 @@ from torch import Tensor
 from zero.collectives import Collectives
 from zero.comm_hooks.codes import Code
 from zero.exchange.node_means import MeansInFlight, NodeMeans
-from zero.norms import NonFiniteGradientError
+from zero.shard import NonFiniteGradientError
 from zero.state import SYNC, UNSENT
 from zero.step_message import StepMessage
 from zero.sync_schedule import EveryStep

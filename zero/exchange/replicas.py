@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.checksum import checksum
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comparison import StepComparison, agree
 from zero.exchange.exchange import Exchange
-from zero.norms import NonFiniteGradientError
+from zero.kernels import checksum
 from zero.parameter_watch import BUFFERS, dense_parts
 from zero.precision import LossScale
-from zero.shard import OptimizerShard, ParamGroup
+from zero.shard import NonFiniteGradientError, OptimizerShard, ParamGroup
 from zero.state import LOCAL
 
 

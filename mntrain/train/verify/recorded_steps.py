@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from mntrain.data.source import is_of_torch, rebuilt
 from mntrain.world import World
-from zero.checksum import checksum
+from zero.kernels import checksum
 from zero.optimizer import ZeroOptimizer
 from zero.sync_batchnorm import SyncBatchNorm
 

@@ -28,7 +28,7 @@ from mntrain.train.verify.recorded_steps import (
     Run,
 )
 from mntrain.world import World, init
-from zero.norms import NonFiniteGradientError
+from zero.shard import NonFiniteGradientError
 
 if TYPE_CHECKING:
     from mpi4py import MPI

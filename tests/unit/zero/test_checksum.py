@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero.checksum import ROW_BYTES, checksum
 from zero.comparison import Report, _differing_weights, _tell_weights
+from zero.kernels import ROW_BYTES, checksum
 
 
 def model():

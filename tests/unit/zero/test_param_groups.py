@@ -12,7 +12,7 @@ from first_of_two import zero as plain_zero
 from torch import nn
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
-from zero.norms import nan_unless_finite
+from zero.kernels import nan_unless_finite
 from zero.param_groups import name_parameters
 from zero.precision import master_dtype, narrower
 
