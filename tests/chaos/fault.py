@@ -29,8 +29,8 @@ def parse():
     parser.add_argument("kind")
     parser.add_argument("rank", type=int)
     parser.add_argument("--stage", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=6.0)
-    parser.add_argument("--warn-after", type=float, default=2.0)
+    parser.add_argument("--timeout", type=float, default=15.0)
+    parser.add_argument("--warn-after", type=float, default=5.0)
     parser.add_argument("--sync", choices=SYNC)
     return parser.parse_args()
 
@@ -98,7 +98,7 @@ FAULTS = {
     "exits": lambda: sys.exit(3),
     "exits with 0": lambda: sys.exit(0),
     "held": lambda: ctypes.PyDLL(None).sleep(1000),  # C code that keeps the interpreter
-    "slow": lambda: time.sleep(6),
+    "slow": lambda: time.sleep(12),
     "paused": lambda: pause(seconds=4),  # by another process, as a debugger or a scheduler does
 }
 

@@ -22,8 +22,8 @@ from mntrain.recorder.recording import FILE_BYTES
 SCRIPTS = Path(__file__).parent
 STAMP = "FAULT_STAMP"  # names the file in which the job notes the time of the fault
 LIMIT_S = 300.0  # for a job
-LOST_S = 60.0  # for one that loses a node: mpirun waits for it for ever
-END_S = 10.0  # in which processes end after a report
+LOST_S = 200.0  # for one that loses a node: mpirun waits for it for ever
+END_S = 60.0  # in which processes end after a report
 CHECKPOINT = 900_000  # bytes: there is room for one, not for two
 
 

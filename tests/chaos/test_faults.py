@@ -14,7 +14,7 @@ ALIKE = {"link cut", "exits", "none", "held", "stopped", "exits with 0", "anothe
 ALIKE |= {"clock shifted", "same core", "other version", "slow", "nan"}
 ALIKE |= {"read-only run directory", "run directory not shared", "wrong mpirun"}
 ALIKE |= {"other option", "other task", "other data", "full disk", "full shared memory"}
-TIMEOUT_S = 6.0
+TIMEOUT_S = 15.0  # also for a rank that a busy machine delays
 
 
 def run(kind, rank, *, ranks=2, stage=0, sync=""):
@@ -61,7 +61,7 @@ def test_a_fault_is_reported_once_with_its_rank(kind, rank, stage):
             learned = f"rank {other} learns of rank {rank}: KeyError: 'a bug of one rank'"
             assert learned in result.stdout, result.report()
     if expected.nodes and not expected.completes:
-        assert outcome.seconds < 30
+        assert outcome.seconds < 10 * TIMEOUT_S  # after which ranks would not wait
 
 
 def expect_stacks(result):

@@ -264,7 +264,7 @@ def interrupted(
         for _ in range(signals):
             time.sleep(pause)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
-        out, err = process.communicate(timeout=40)
+        out, err = process.communicate(timeout=250)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 

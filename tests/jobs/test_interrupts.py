@@ -14,7 +14,7 @@ SLOW_LIBRARY = """
 import os, pathlib, time
 pathlib.Path("importing", str(os.getpid())).touch()
 try:
-    time.sleep(60)
+    time.sleep(1000)
 except BaseException:
     raise RuntimeError("a broken library") from None
 """
@@ -35,7 +35,7 @@ def ctrl_c(command, folder, ready, ranks=0):
     ):
         until(ready, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
-        out, _ = process.communicate(timeout=40)
+        out, _ = process.communicate(timeout=250)
     err = (folder / "stderr").read_text()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

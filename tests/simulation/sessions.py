@@ -1,6 +1,5 @@
 """Tests of tests/mpi on simulated ranks: a pytest session on each, in a thread."""
 
-import gc
 import runpy
 import tempfile
 from collections import Counter
@@ -122,7 +121,6 @@ def run(
             ranks.run_on_mpi(on_rank)
         except Exception as error:
             end = [f"{type(error).__name__}: {error}"]
-    gc.unfreeze()
     failures = [
         f"rank {rank}: {text}" for rank, plugin in enumerate(plugins) for text in plugin.failures
     ]

@@ -15,11 +15,21 @@ from mntrain.comm import algorithms
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.errors import AgreedError
 
-NODES = [[1, 1], [3], [2, 2], [1, 2], [2, 1, 3], [4, 4], [1] * 5, [4, 2, 1, 3], [1] * 12, [2] * 8]
+NODES = [[3], [2, 1, 3], [4, 4], [1] * 5]
+MORE_NODES = [[1, 1], [2, 2], [4, 2, 1, 3], [2] * 8]
+RARE_NODES = [[1, 2], [1] * 12]  # little else than the others
 SIZES = [0, 1, 3, 1003, 4099, 20011]  # none divides among ranks, lanes or chunks
 
 
-@pytest.mark.parametrize("nodes", NODES, ids=lambda nodes: "+".join(map(str, nodes)))
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        *NODES,
+        *(pytest.param(nodes, marks=pytest.mark.thorough) for nodes in MORE_NODES),
+        *(pytest.param(nodes, marks=pytest.mark.exhaustive) for nodes in RARE_NODES),
+    ],
+    ids=lambda nodes: "+".join(map(str, nodes)),
+)
 def test_every_collective_of_every_dtype_gives_its_closed_form(nodes):
     common, size = random.Random(len(nodes)), sum(nodes)
     few = size <= 6

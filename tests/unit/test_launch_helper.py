@@ -49,7 +49,7 @@ def suite(tmp_path):
 
 @pytest.mark.thorough
 def test_hanging_command_ends_at_its_limit_with_the_stack_of_every_thread():
-    result = mpirun(2, [sys.executable, "-c", HANG], timeout=4)
+    result = mpirun(2, [sys.executable, "-c", HANG], timeout=15)
     assert result.timed_out
     assert result.returncode != 0
     assert result.stdout.count("started") == 2

@@ -329,11 +329,11 @@ def test_a_caller_returns_when_another_one_has_progressed_its_collective(engine)
     waiting.start()
     time.sleep(0.05)
     own.set()
-    waiting.join(10)
+    waiting.join(120)
     assert not waiting.is_alive()
     assert driver.is_alive()
     gate.set()
-    driver.join(10)
+    driver.join(120)
 
 
 def test_ranks_do_not_compare_their_calls_in_a_short_wait(engine, monkeypatch):
@@ -536,7 +536,7 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
     gates[1] = True
     assert not called.wait(0.2)
     gates[0] = True
-    assert called.wait(20)
+    assert called.wait(120)
     when_done(works, again.set)  # they have finished
     assert again.is_set()
 

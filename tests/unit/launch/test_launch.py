@@ -50,7 +50,7 @@ def end(process):
 
     Without the line on the first step of a later start, which a short one may miss.
     """
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
     folder = Path(process.args[process.args.index("--") + 1]).parent
     assert not list(folder.glob(".mntrain-launch-*"))
     return process.returncode, out, [line for line in err.splitlines() if " trains; " not in line]
@@ -58,7 +58,7 @@ def end(process):
 
 def test_output_and_exit_code_of_the_command_are_passed_on(tmp_path):
     script = 'printf "out\\0 \\351"; printf err >&2; exit 3'
-    out, err = (done := launch(tmp_path, script, text=False)).communicate(timeout=100)
+    out, err = (done := launch(tmp_path, script, text=False)).communicate(timeout=250)
     assert (done.returncode, out) == (3, b"out\0 \351")
     assert err == b"err\nmntrain: launch: not started again: exit code 3, and every host answers\n"
 
@@ -117,7 +117,7 @@ def test_how_long_nothing_was_trained_is_told_at_the_first_step(tmp_path):
     script = f"""[ -e lost ] || {{ {step}; touch lost; echo '{LOST}'; exit 1; }}
         sleep 0.4; {step}; sleep 1; exit 0"""
     process = launch(tmp_path, script)
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=250)
     said = re.fullmatch(
         r"mntrain: launch: start 2: .*\nmntrain: launch: start 2 trains; nothing was trained for "
         r"([\d.]+) s\n",

@@ -18,7 +18,7 @@ def failing():
     others = threading.Event()
 
     def finish():
-        assert others.wait(20)
+        assert others.wait(120)
 
     accumulation = SimpleNamespace(steps=0, message=StepMessage(), finish_interrupted=finish)
     optimizer = SimpleNamespace(
