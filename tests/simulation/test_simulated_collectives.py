@@ -8,7 +8,7 @@ import pytest
 import torch
 from drawn_calls import DTYPES, VERBS, Call, run_calls
 from network import NetworkModel
-from simulated_ranks import SimulatedRanks
+from simulated_ranks import SimulatedRanks, SimulationError
 from virtual_time import DeadlockError
 
 from mntrain.comm import algorithms
@@ -132,6 +132,47 @@ def test_all_reduces_of_large_tensors_take_little_more_than_their_bytes_do():
     took_s = max(SimulatedRanks([1] * 4, network=slow).run(program))
     bound_s = 2 * 3 / 4 * 4 * numel / slow.between.rate
     assert bound_s < took_s < 1.3 * bound_s
+
+
+def test_ranks_whose_waits_are_stepped_have_the_same_results_in_about_the_same_time():
+    """All verbs, and errors of a wait, from one thread of the host and from one for each rank."""
+    numel, network = 50_003, NetworkModel(message_s=1e-6)
+
+    def program(rank, stepped):
+        rank.engine.stepped = stepped
+        found = []
+        for verb in VERBS:
+            tensor = torch.arange(numel, dtype=torch.float32) * (rank.rank + 1)
+            rank.comm.as_mpi4py.Barrier()
+            begun_s = rank.ranks.time.local_now()
+            getattr(rank.collectives, verb)(tensor).wait()
+            own = rank.collectives.slot(rank.rank)
+            shard = slice(own * numel // rank.size, (own + 1) * numel // rank.size)
+            mine = tensor[shard if verb == "reduce_scatter" else slice(None)]
+            found.append((mine.tolist(), rank.ranks.time.local_now() - begun_s))
+        with pytest.raises(ZeroDivisionError):
+            rank.engine.call(lambda: 1 / 0).wait()
+        return found
+
+    runs = []
+    for stepped in (False, True):
+        ranks = SimulatedRanks([2, 1, 3], network=network, watched=False, threads=False, switches=0)
+        runs.append(ranks.run(partial(program, stepped=stepped)))
+        assert not ranks.job.unreceived()
+    for one, other in zip(*runs, strict=True):
+        for (values, took_s), (stepped_values, stepped_s) in zip(one, other, strict=True):
+            assert values == stepped_values
+            assert stepped_s == pytest.approx(took_s, rel=0.15, abs=3e-6)
+
+
+def test_a_step_that_blocks_is_an_error_and_no_endless_loop():
+    def program(rank):
+        rank.engine.stepped = True
+        rank.collectives.call_together(rank.comm.as_mpi4py.Barrier, "a barrier").wait()
+
+    ranks = SimulatedRanks([1, 1], watched=False, threads=False, switches=0)
+    with pytest.raises(SimulationError, match="a step blocks: it waits for Barrier"):
+        ranks.run(program)
 
 
 @pytest.mark.thorough
