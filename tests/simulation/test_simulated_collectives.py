@@ -193,3 +193,26 @@ def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
         2 * model.between.latency_s + 2 * 4 * length * (nodes - 1) / nodes / model.between.rate
     )
     assert max(ended) - max(begun) < 1.08 * bound_s
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
+def test_shards_of_a_large_tensor_by_several_lanes_take_little_more_than_their_bytes(verb):
+    """Ranks that do not call at the same moment do not hold up each other's links."""
+    nodes, length, model = 16, 25 << 17, NetworkModel(message_s=1e-6)
+    ranks = SimulatedRanks([2] * nodes, network=model, watched=False, threads=False, switches=0)
+    late = random.Random(0)
+    delays_s = [late.uniform(0, 20e-6) for _ in range(2 * nodes)]
+
+    def program(rank):
+        rank.engine.stepped = True
+        tensor = torch.ones(length)
+        rank.comm.as_mpi4py.Barrier()
+        rank.compute(delays_s[rank.rank])
+        begun_s = rank.ranks.time.local_now()
+        getattr(rank.collectives, verb)(tensor).wait()
+        return begun_s, rank.ranks.time.local_now()
+
+    begun, ended = zip(*ranks.run(program), strict=True)
+    bound_s = 4 * model.between.latency_s + 4 * length * (nodes - 1) / nodes / model.between.rate
+    assert max(ended) - max(begun) < 1.18 * bound_s
