@@ -56,7 +56,7 @@ ALL_REDUCES = {
     },
     (MIDDLE, 4): {
         1: (2, 16, 64, 256),
-        64: (2, 16, 64, 256),
+        64: (2, 16, 64, 256, 1024),
         1024: (2, 16, 64),
         BUCKET_KIB: (2, 4, 16),
     },
@@ -67,6 +67,9 @@ OTHERS = {
     MIDDLE: {64: (16, 64), 1024: (16, 64), BUCKET_KIB: (16,)},
     FAST: {BUCKET_KIB: (16,)},
 }
+# All-reduces of which one lane of four is simulated, over a quarter of the link.
+LANES = {64: (16, 64), 1024: (16, 64, 256, 1024), BUCKET_KIB: (4, 16, 1024)}
+SAME = ("verb", "nodes", "per_node", "kib", "link")  # of a lane's run and that of all lanes
 JOBS = (4, 16)  # nodes of four ranks of the simulated jobs
 EMULATED, LINK, EMULATED_KIB = ("1,1", "2,2", "1,1,1,1", "1,1,1,1,1,1,1,1"), "0.1gbit", (1024, 4096)
 SMALL_KIB = 4  # whose time on two nodes is the latency of the emulated network, with MPI and Python
@@ -80,9 +83,14 @@ KiB it is sent at once, and a longer one when the receiver has answered. MPI mak
 being called, and a rank that waits sees a message when it arrives: it does not sleep meanwhile. So
 these are times that the order and sizes of messages allow, not those of a machine.
 Where slow links decide, they are those of [emulated nodes](scale-emulated.md).
-
-Larger points are missing since a message takes a millisecond to simulate: on 1,024 nodes of four
-ranks, 64 KiB would take three minutes, and 25 MiB an hour.
+"""
+ONE_LANE = """
+On nodes of four ranks, each rank exchanges its lane of a tensor with one rank of every other node,
+and the lanes share the links. Here the ranks of one lane alone are simulated, with a quarter of the
+tensor, over links of a quarter of the rate. That leaves out the node's own steps, and what lanes do
+to each other: that each waits while a message of another one passes, or has the whole link while
+the others have nothing to send. The last column but one is the time of all four lanes, where they
+are simulated above.
 """
 RANK_0 = """
 A job with its watchdogs, an optimizer of stage 1 with 64,064 parameters, and a checkpoint. Bytes
@@ -130,6 +138,11 @@ def main() -> None:
         for kib, counts in sizes.items()
         for nodes in counts
         if verb != "broadcast" or link == MIDDLE
+    ]
+    runs += [
+        collective("all_reduce", nodes, 4, kib, MIDDLE, lane=True)
+        for kib, counts in LANES.items()
+        for nodes in counts
     ]
     page |= {"runs": runs, "jobs": [job(nodes) for nodes in JOBS], "versions": versions()}
     publish(page | {"took_s": round(time.process_time())}, "scale", DOCS)
@@ -190,20 +203,28 @@ def publish_emulated(page: dict[str, Any], name: str, output: Any) -> None:
     write(output, name, page, [*lines, *table(head, rows, texts=3)])
 
 
-def collective(verb: str, nodes: int, per_node: int, kib: int, link: Link) -> dict[str, Any]:
-    """Call a collective on fp32 over all ranks; return the virtual seconds, and what ranks send."""
+def collective(
+    verb: str, nodes: int, per_node: int, kib: int, link: Link, *, lane: bool = False
+) -> dict[str, Any]:
+    """Call a collective on fp32 over all ranks; return the virtual seconds, and what ranks send.
+
+    With `lane`, over the ranks of one lane, with their part of the tensor and of each link.
+    """
     import torch  # noqa: PLC0415 - not needed to write the page
     from network import Link as SimulatedLink  # noqa: PLC0415 - as above
     from network import NetworkModel  # noqa: PLC0415 - as above
     from simulated_ranks import Rank, SimulatedRanks  # noqa: PLC0415 - as above
 
+    from mntrain.comm import hierarchical  # noqa: PLC0415 - as above
+
     torch.set_num_threads(1)
-    length, size = kib << 8, nodes * per_node
+    lanes, ranks_of_node = (per_node, 1) if lane else (1, per_node)
+    length, size = (kib << 8) // lanes, nodes * ranks_of_node
     total = torch.full((length,), sum(rank % 3 for rank in range(size)), dtype=torch.float32)
 
     def program(rank: Rank) -> tuple[float, ...]:
-        own, ends = rank.collectives.slot(rank.rank), [s * length // size for s in range(size + 1)]
-        shard = slice(ends[own], ends[own + 1])
+        own = rank.collectives.slot(rank.rank)
+        shard = slice(own * length // size, (own + 1) * length // size)
         if verb in ("all_reduce", "reduce_scatter"):
             tensor = torch.full_like(total, rank.rank % 3)
         elif verb == "all_gather" or rank.rank == 0:
@@ -212,8 +233,8 @@ def collective(verb: str, nodes: int, per_node: int, kib: int, link: Link) -> di
             tensor = torch.zeros_like(total)
         if verb == "all_gather":
             tensor[: shard.start] = tensor[shard.stop :] = 0.0
-        job, at = rank.ranks.job, rank.rank
-        rank.collectives.call_together(lambda: None, "the start").wait()
+        job, at, rank.engine.stepped = rank.ranks.job, rank.rank, True
+        rank.comm.as_mpi4py.Barrier()
         messages, sent, begun_s = job.messages[at], job.bytes[at], rank.ranks.time.local_now()
         job.peers[at].clear()
         getattr(rank.collectives, verb)(tensor).wait()
@@ -223,16 +244,20 @@ def collective(verb: str, nodes: int, per_node: int, kib: int, link: Link) -> di
         peers, buffers = len(job.peers[at]), rank.comm.traffic.buffer_bytes
         return begun_s, ended_s, job.messages[at] - messages, job.bytes[at] - sent, peers, buffers
 
-    between = SimulatedLink(link.latency_s, link.rate)
+    between = SimulatedLink(link.latency_s, link.rate / lanes)
     network = NetworkModel(between=between, message_s=MESSAGE_S)
     ranks = SimulatedRanks(
-        [per_node] * nodes, network=network, watched=False, threads=False, switches=0
+        [ranks_of_node] * nodes, network=network, watched=False, threads=False, switches=0
     )
     gc.collect()
     gc.disable()  # it would look at millions of objects again and again
+    in_flight = hierarchical.CHUNKS_IN_FLIGHT
+    if lane and nodes > 2:  # as of each lane of several
+        hierarchical.CHUNKS_IN_FLIGHT = hierarchical.CROWDED_CHUNKS_IN_FLIGHT
     try:
         begins, ends, messages, sent, peers, buffers = zip(*ranks.run(program), strict=True)
     finally:
+        hierarchical.CHUNKS_IN_FLIGHT = in_flight
         gc.enable()
     print(f"{verb}, {nodes} nodes of {per_node}, {kib} KiB, {link.name}", file=sys.stderr)
     return {
@@ -241,6 +266,7 @@ def collective(verb: str, nodes: int, per_node: int, kib: int, link: Link) -> di
         "per_node": per_node,
         "kib": kib,
         "link": link.name,
+        "lane": lane,
         "seconds": max(ends) - max(begins),
         "messages": max(messages),
         "bytes": max(sent),
@@ -319,6 +345,8 @@ def publish(page: dict[str, Any], name: str, output: Any) -> None:
         ranks = "one rank" if per_node == 1 else f"{per_node} ranks"
         lines += [f"## All-reduce on nodes of {ranks}, {link.name}", ""]
         lines += [*times(page, link, per_node, ["all_reduce"]), ""]
+    lines += [f"## One lane of an all-reduce on nodes of 4 ranks, {MIDDLE.name}", ""]
+    lines += [*one_lane(page), ""]
     for link in OTHERS:
         lines += [f"## Other collectives on nodes of 4 ranks, {link.name}", ""]
         lines += [*times(page, link, 4, [*VERBS][1:]), ""]
@@ -335,6 +363,8 @@ def times(page: dict[str, Any], link: Link, per_node: int, verbs: list[str]) -> 
     rows = []
     for run in page["runs"]:
         if (run["link"], run["per_node"]) != (link.name, per_node) or run["verb"] not in verbs:
+            continue
+        if run["lane"]:  # in a table of its own
             continue
         call, verb = call_of(run, link), run["verb"]
         formulas = (call.ring_s(verb), call.halving_s(verb), call.mpich_s(verb))
@@ -354,6 +384,25 @@ def times(page: dict[str, Any], link: Link, per_node: int, verbs: list[str]) -> 
             ]
         )
     return table(head, rows, texts=2 + len(named))
+
+
+def one_lane(page: dict[str, Any]) -> list[str]:
+    """Return the table of all-reduces of which one lane is simulated, and its words."""
+    head = ["nodes", "tensor", "one lane", "bound", "one lane / bound", "all lanes", "messages"]
+    rows = []
+    for run in page["runs"]:
+        if not run["lane"]:
+            continue
+        bound_s = call_of(run, MIDDLE).bound_s("all_reduce")
+        whole = [
+            us(other["seconds"])
+            for other in page["runs"]
+            if not other["lane"] and all(other[key] == run[key] for key in SAME)
+        ]
+        row = [f"{run['nodes']:,}", size_label(run["kib"] / 1024), us(run["seconds"]), us(bound_s)]
+        row += [f"{run['seconds'] / bound_s:.2f}", *(whole or ["-"]), str(run["messages"])]
+        rows.append(row)
+    return [*table(head, rows, texts=2), *ONE_LANE.rstrip().splitlines()]
 
 
 def call_of(run: dict[str, Any], link: Link, nodes: int | None = None) -> Call:
@@ -399,8 +448,8 @@ def steps(page: dict[str, Any], output: Path) -> list[str]:
         f"A rank computes {TOKENS:,} tokens a step at {FLOPS / 1e12:.0f} TFLOP/s: 6 operations for "
         "each parameter and token, a third of them forward. Gradients and parameters travel in "
         f"fp32, in buckets of {BUCKET_KIB // 1024} MiB one after the other, while backward fills "
-        f"the next. A bucket on {STEP_NODES:,} nodes is not simulated: its time is the simulated "
-        f"one on {nodes} nodes, times the bound on {STEP_NODES:,} over that on {nodes}. One ring "
+        f"the next. The time of a bucket on {STEP_NODES:,} nodes is the simulated one of all lanes "
+        f"on {nodes} nodes, times the bound on {STEP_NODES:,} over that on {nodes}. One ring "
         "reduces by its formula. Updates take no time. The last columns are the milliseconds that "
         "are exposed, and their share of the step."
     )
@@ -442,8 +491,8 @@ def bucket_s(page: dict[str, Any], verb: str, nodes: int, link: Link) -> float:
     run = next(
         run
         for run in page["runs"]
-        if (run["verb"], run["nodes"], run["kib"], run["link"], run["per_node"])
-        == (verb, nodes, BUCKET_KIB, link.name, 4)
+        if (run["verb"], run["nodes"], run["kib"], run["link"], run["per_node"], run["lane"])
+        == (verb, nodes, BUCKET_KIB, link.name, 4, False)
     )
     bounds = [call_of(run, link, count).bound_s(verb) for count in (STEP_NODES, nodes)]
     return float(run["seconds"] * bounds[0] / bounds[1])

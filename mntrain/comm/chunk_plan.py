@@ -139,34 +139,22 @@ class HierarchyPlan:
             )
         return tuple(lanes)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - a world has few plans, which live as long as it does
     def all_reduce(
         self, numel: int, itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
     ) -> tuple[Chunk, ...]:
         """Return the chunks of an all-reduce."""
-        count, line = len(self.nodes.nodes), max(1, LINE_BYTES // itemsize)
-        # Sums have one order for all verbs, so hops are kept.
-        small = len(self.widths) == 2 and numel * itemsize <= WHOLE_BYTES
-        whole = count <= 2 or small
-        chunks = []
-        for lane, (low, high) in enumerate(_aligned((0, numel), self.lanes, line)):
-            length = chunk_bytes // itemsize
-            if count > 1:
-                least = self._least_bytes
-                length = _chunk_length(high - low, itemsize, chunk_bytes, min_chunks, least)
-            for number, span in enumerate(_cut((low, high), length)):
-                parts = (span,) if whole else tuple(_aligned(span, count, line))
-                chunks.append((number, lane, parts, ()))
-        return _in_order(chunks)
+        shape = len(self.nodes.nodes), self.lanes, len(self.widths) - 1
+        return _all_reduce(shape, numel, itemsize, chunk_bytes, min_chunks)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - as above
+    @lru_cache(maxsize=256)  # noqa: B019 - a world has few plans, which live as long as it does
     def by_shard(
         self, bounds: tuple[int, ...], itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
     ) -> tuple[Chunk, ...]:
         """Return the chunks of a reduce-scatter, which are also those of an all-gather."""
         count = len(self.nodes.nodes)
         numel = bounds[-1] // self.lanes
-        whole = _chunk_length(numel, itemsize, chunk_bytes, min_chunks, self._least_bytes)
+        least = MIN_CHUNK_BYTES * (len(self.widths) - 1)
+        whole = _chunk_length(numel, itemsize, chunk_bytes, min_chunks, least)
         length = max(1, whole // count)
         chunks = []
         for lane, rows in enumerate(self._shard_rows):
@@ -187,11 +175,6 @@ class HierarchyPlan:
         """Return the chunks of a broadcast, which take the lanes in turn."""
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, chunk_bytes, min_chunks))
         return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
-
-    @cached_property
-    def _least_bytes(self) -> int:
-        """The least bytes of a chunk that goes through all hops, unless a lane has fewer."""
-        return MIN_CHUNK_BYTES * (len(self.widths) - 1)
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:
         """Return the span of a rank's shard."""
@@ -216,6 +199,28 @@ class HierarchyPlan:
             before, after = place - low, [place + step for step in steps]
         source = (before + first) % count if place else None
         return source, [(node + first) % count for node in after if node < count]
+
+
+@lru_cache(maxsize=256)
+def _all_reduce(
+    shape: tuple[int, int, int], numel: int, itemsize: int, chunk_bytes: int, min_chunks: int
+) -> tuple[Chunk, ...]:
+    """Return the chunks of an all-reduce on so many nodes, by so many lanes and hops."""
+    count, lanes, hops = shape
+    line = max(1, LINE_BYTES // itemsize)
+    # Sums have one order for all verbs, so hops are kept.
+    small = hops == 1 and numel * itemsize <= WHOLE_BYTES
+    whole = count <= 2 or small
+    chunks = []
+    for lane, (low, high) in enumerate(_aligned((0, numel), lanes, line)):
+        length = chunk_bytes // itemsize
+        if count > 1:
+            least = MIN_CHUNK_BYTES * hops
+            length = _chunk_length(high - low, itemsize, chunk_bytes, min_chunks, least)
+        for number, span in enumerate(_cut((low, high), length)):
+            parts = (span,) if whole else tuple(_aligned(span, count, line))
+            chunks.append((number, lane, parts, ()))
+    return _in_order(chunks)
 
 
 def _chunk_length(

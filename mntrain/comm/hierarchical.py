@@ -50,8 +50,8 @@ from zero.collectives import Work
 # switches can buffer would be dropped on the way to a node to which all others send.
 CHUNKS_IN_FLIGHT = 8
 BYTES_IN_FLIGHT = 4 << 20
-# Of an all-reduce alone, where several nodes send to one by several lanes: parts of more chunks
-# queue up on the way to one node, while links to others are free.
+# Of a call alone, but a broadcast, where several nodes send to one by several lanes: parts of more
+# chunks queue up on the way to one node, while links to others are free.
 CROWDED_CHUNKS_IN_FLIGHT = 4
 BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
 
@@ -66,7 +66,7 @@ def run_hierarchical(
         return small_collective(plan, ticket, access, context)
     steps = chunked_collective(plan, ticket, access, context)
     most = max(2, min(CHUNKS_IN_FLIGHT, BYTES_IN_FLIGHT // choice.chunk_bytes))
-    if ticket.signature.verb == "all_reduce" and plan.crowded and not choice.concurrent:
+    if ticket.signature.verb != "broadcast" and plan.crowded and not choice.concurrent:
         most = min(most, CROWDED_CHUNKS_IN_FLIGHT)
     return Pipelined(steps, most, latency_bound=not choice.concurrent)
 

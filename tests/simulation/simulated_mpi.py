@@ -8,10 +8,10 @@ without being called, which real ones do not.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import pickle
 import socket
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -266,7 +266,7 @@ class Context:
             return
         # The sender learns that the receive is posted, and then sends.
         source, target = self.members[message.source], self.members[message.target]
-        job, sent = self.job, hashlib.blake2b(message.view).digest()
+        job, sent = self.job, zlib.adler32(message.view)
 
         def travel() -> None:
             if source in job.time.lost:
@@ -275,7 +275,7 @@ class Context:
             job.carry(ready, source, target, message.nbytes, then=end)
 
         def end() -> None:
-            if hashlib.blake2b(message.view).digest() != sent:
+            if zlib.adler32(message.view) != sent:
                 raise MisuseError(f"rank {source} has changed a message that it is sending")
             self._complete(message)
             message.sending.done = True

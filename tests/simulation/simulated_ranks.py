@@ -29,7 +29,7 @@ from virtual_time import Threading, VirtualTime, current
 
 from mntrain.comm import clock, engine, peer_memory, resources, shared_memory
 from mntrain.comm.disagreement import DisagreementWatch
-from mntrain.comm.engine import ProgressEngine
+from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, call_site
 from mntrain.comm.topology import Topology
@@ -49,9 +49,10 @@ class Rank:
         self.rank, self.size, self.topology = comm.rank, comm.size, ranks.topology
         topology, number = self.topology, self.rank
         self.node = comm.split(topology.node(number), topology.local_rank(number), "node")
-        group = topology.node_group(number)
-        comm.levels = ["node" if other in group else "cross" for other in range(comm.size)]
-        self.engine = ProgressEngine()
+        levels = comm.levels = ["cross"] * comm.size
+        for other in topology.node_group(number):
+            levels[other] = "node"
+        self.engine = ProgressEngine() if ranks.threads else _SteppedEngine(ranks.time)
         if ranks.watched:
             make_error = partial(AgreedError, rank=number)
             self.engine.watch = DisagreementWatch(comm, self.engine.streams, make_error)
@@ -73,6 +74,36 @@ class Rank:
         self.engine.close()
         self.comm.free()
         self.node.free()
+
+
+class _SteppedEngine(ProgressEngine):
+    """An engine without a thread, whose waits any rank's thread may step once `stepped` is set.
+
+    Tests take no virtual time then, and nothing that blocks may run in the engine, such as a
+    function of `call_together`.
+    """
+
+    def __init__(self, time: VirtualTime) -> None:
+        super().__init__()
+        self.time, self.stepped = time, False
+
+    def drive_until(self, future: Future[Any]) -> None:
+        """Progress collectives until a future is done, as the library's engine does."""
+        if not self.stepped or future.done:
+            super().drive_until(future)
+            return
+
+        def step() -> bool:
+            while not future.done and self._test_all():
+                pass
+            if not future.done:
+                self._rest(moved=False)
+            return future.done
+
+        waiter = future, clock.now()
+        self._waiters.append(waiter)
+        self.time.take_steps(step)
+        self._waiters.remove(waiter)
 
 
 class SimulatedRanks:

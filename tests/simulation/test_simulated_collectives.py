@@ -8,7 +8,7 @@ import pytest
 import torch
 from drawn_calls import DTYPES, VERBS, Call, run_calls
 from network import NetworkModel
-from simulated_ranks import SimulatedRanks
+from simulated_ranks import SimulatedRanks, SimulationError
 from virtual_time import DeadlockError
 
 from mntrain.comm import algorithms
@@ -144,6 +144,47 @@ def test_all_reduces_of_large_tensors_take_little_more_than_their_bytes_do():
     assert bound_s < took_s < 1.3 * bound_s
 
 
+def test_ranks_whose_waits_are_stepped_have_the_same_results_in_about_the_same_time():
+    """All verbs, and errors of a wait, from one thread of the host and from one for each rank."""
+    numel, network = 50_003, NetworkModel(message_s=1e-6)
+
+    def program(rank, stepped):
+        rank.engine.stepped = stepped
+        found = []
+        for verb in VERBS:
+            tensor = torch.arange(numel, dtype=torch.float32) * (rank.rank + 1)
+            rank.comm.as_mpi4py.Barrier()
+            begun_s = rank.ranks.time.local_now()
+            getattr(rank.collectives, verb)(tensor).wait()
+            own = rank.collectives.slot(rank.rank)
+            shard = slice(own * numel // rank.size, (own + 1) * numel // rank.size)
+            mine = tensor[shard if verb == "reduce_scatter" else slice(None)]
+            found.append((mine.tolist(), rank.ranks.time.local_now() - begun_s))
+        with pytest.raises(ZeroDivisionError):
+            rank.engine.call(lambda: 1 / 0).wait()
+        return found
+
+    runs = []
+    for stepped in (False, True):
+        ranks = SimulatedRanks([2, 1, 3], network=network, watched=False, threads=False, switches=0)
+        runs.append(ranks.run(partial(program, stepped=stepped)))
+        assert not ranks.job.unreceived()
+    for one, other in zip(*runs, strict=True):
+        for (values, took_s), (stepped_values, stepped_s) in zip(one, other, strict=True):
+            assert values == stepped_values
+            assert stepped_s == pytest.approx(took_s, rel=0.15, abs=3e-6)
+
+
+def test_a_step_that_blocks_is_an_error_and_no_endless_loop():
+    def program(rank):
+        rank.engine.stepped = True
+        rank.collectives.call_together(rank.comm.as_mpi4py.Barrier, "a barrier").wait()
+
+    ranks = SimulatedRanks([1, 1], watched=False, threads=False, switches=0)
+    with pytest.raises(SimulationError, match="a step blocks: it waits for Barrier"):
+        ranks.run(program)
+
+
 @pytest.mark.thorough
 def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
     """Parts of many chunks do not queue up on the way to one node, while other links are free."""
@@ -162,3 +203,26 @@ def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
         2 * model.between.latency_s + 2 * 4 * length * (nodes - 1) / nodes / model.between.rate
     )
     assert max(ended) - max(begun) < 1.08 * bound_s
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
+def test_shards_of_a_large_tensor_by_several_lanes_take_little_more_than_their_bytes(verb):
+    """Ranks that do not call at the same moment do not hold up each other's links."""
+    nodes, length, model = 16, 25 << 17, NetworkModel(message_s=1e-6)
+    ranks = SimulatedRanks([2] * nodes, network=model, watched=False, threads=False, switches=0)
+    late = random.Random(0)
+    delays_s = [late.uniform(0, 20e-6) for _ in range(2 * nodes)]
+
+    def program(rank):
+        rank.engine.stepped = True
+        tensor = torch.ones(length)
+        rank.comm.as_mpi4py.Barrier()
+        rank.compute(delays_s[rank.rank])
+        begun_s = rank.ranks.time.local_now()
+        getattr(rank.collectives, verb)(tensor).wait()
+        return begun_s, rank.ranks.time.local_now()
+
+    begun, ended = zip(*ranks.run(program), strict=True)
+    bound_s = 4 * model.between.latency_s + 4 * length * (nodes - 1) / nodes / model.between.rate
+    assert max(ended) - max(begun) < 1.18 * bound_s

@@ -55,6 +55,9 @@ class Thread:
         self.waits_for: Callable[[], str] = lambda: "its start"
         self.lock: Lock | None = None
         self.wait_number = self.vain_looks = 0
+        # Of `take_steps`: what any thread may call in its place, and whether that has paused.
+        self.step: Callable[[], bool] | None = None
+        self.paused = False
         self._target = partial(target, *args)
         self._thread = threading.Thread(
             target=self._run, name=f"rank {self.rank}: {name}", daemon=True
@@ -233,12 +236,27 @@ class VirtualTime:
     def pause(self, seconds: float) -> None:
         """Wait until something happens to this rank, and look also after ever longer times."""
         thread = current()
-        if seconds == 0 and thread.vain_looks < YIELDS:
+        if seconds == 0 and thread.vain_looks < YIELDS and thread.step is None:
             thread.vain_looks += 1
             self.work(thread.rank, POLL_S)
             self.give_way()
         else:
+            thread.paused = True
             self.wait(lambda: "something to happen", seconds)
+
+    def take_steps(self, step: Callable[[], bool]) -> None:
+        """Call a function until it returns True, in whichever thread has the turn.
+
+        So most pauses change no thread of the host. The function may pause, which waits until
+        something happens, and may block otherwise in nothing.
+        """
+        thread = current()
+        thread.step = step
+        if not self._steps_of(thread):
+            self._hand_over(thread)
+        thread.step = None
+        if self.stopping:
+            raise Stopped
 
     def sleep(self, seconds: float) -> None:
         """Wait for a time, as one who computes does, on another core than communication."""
@@ -329,6 +347,11 @@ class VirtualTime:
 
     def _suspend(self, what: Callable[[], str]) -> None:
         thread = current()
+        if thread.step is not None:
+            if not thread.paused:
+                raise AssertionError(f"a step blocks: it waits for {what()}")
+            thread.waits_for = what
+            return
         if not self.stopping:
             thread.waits_for = what
             self._hand_over(thread)
@@ -354,6 +377,33 @@ class VirtualTime:
             self.change_rank(rank)
 
     def _next(self) -> Thread | None:
+        """Advance time until a thread can run, and return it; None at the end.
+
+        Those that take steps take them here, each until it pauses.
+        """
+        before = getattr(_of_thread, "current", None)
+        while (following := self._runnable()) is not None and following.step is not None:
+            _of_thread.current = following
+            try:
+                if self._steps_of(following):
+                    break
+            except BaseException as error:
+                self.error = error
+            finally:
+                _of_thread.current = before
+        return following
+
+    @staticmethod
+    def _steps_of(thread: Thread) -> bool:
+        """Let a thread take its steps until it pauses; return whether it has taken all."""
+        assert thread.step is not None
+        thread.paused = False
+        while not thread.paused:
+            if thread.step():
+                return True
+        return False
+
+    def _runnable(self) -> Thread | None:
         """Advance time until a thread can run, and return it; None at the end."""
         while not self._ready:
             if self.error or all(main.ended or main.rank in self.lost for main in self._main):
