@@ -495,7 +495,7 @@ def test_children_end_in_every_way_without_ending_mpi_for_their_rank(tmp_path, s
     said = re.search(r"(\d+) last words; the job goes on", result.stdout)
     assert said, result.report()
     assert result.stdout.count("last words\n") == int(said[1])
-    assert result.stderr.count("KeyError: 'in a child'") == 2
+    assert result.stderr.count("'in a child'") == 2  # lines of two ranks may be mixed
     assert result.stderr.count("a reason") == 2
     assert result.stderr.count("a forked child of a rank and cannot be a rank itself") == 2
 

@@ -154,8 +154,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 recorder.begin_phase("forward", 4)
-own, line = Path(sys.argv[1], "rank-00000.bin"), f":{sys._getframe().f_lineno + 1}"
-while not (sign := read(own).sign) or not sign.site.endswith(line): time.sleep(0.01)  # this line
+time.sleep(1.5)  # this line
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -324,7 +323,7 @@ def test_what_a_file_has_not_taken_is_written_with_the_next_sign_of_life(opened,
         assert [event.number for event in events(tmp_path)] == [1]  # slots 1, 2, ...
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 30
     while len(events(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [event.number for event in events(tmp_path)] == [1, 2, 3, 4]
