@@ -103,8 +103,11 @@ def read_hostfile(text: str) -> list[Host]:
 
 
 def read_list(text: str) -> list[Host]:
-    """Return the hosts in a list such as n1:4,n2:4. Raises ValueError for an entry that is none."""
-    return [_read_entry(entry, entry) for entry in text.split(",")]
+    """Return the hosts in a list such as n1:4,n2:4. Raises ValueError for an entry that is none.
+
+    mpirun takes no notice of an empty entry, such as that after a last comma.
+    """
+    return [_read_entry(entry, entry) for entry in filter(None, text.split(","))]
 
 
 def _read_entry(entry: str, word: str) -> Host:
@@ -115,8 +118,8 @@ def _read_entry(entry: str, word: str) -> Host:
     match = re.fullmatch(r"([^\s:]+)(?::([1-9]\d*|\*|auto))?", word)
     if match is None:
         raise ValueError(
-            f"{f'{word!r}' if word else 'an empty entry'} is no host: give names, with a number of "
-            "ranks or without one, such as n1:4,n2:4"
+            f"{word!r} is no host: give names, with a number of ranks or without one, such as "
+            "n1:4,n2:4"
         )
     name, count = match.groups()
     return Host(name, int(count) if count and count.isdigit() else None, entry)
