@@ -2,14 +2,12 @@
 
 import pickle
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from zero.kernels import without_repeats
-from zero.layout import split
 
 T = TypeVar("T")
 Bounds: TypeAlias = Sequence[int] | None
@@ -99,36 +97,6 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Replace the tensor by root's."""
-
-
-def expect_flat(tensor: Tensor) -> None:
-    """Raise ValueError for a tensor that no collective takes. Local."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"a collective takes a flat contiguous tensor, not one of shape "
-            f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
-            "contiguous one"
-        )
-
-
-def shard_bounds(bounds: Bounds, numel: int, size: int) -> tuple[int, ...]:
-    """Return a copy of a caller's bounds, or those of equal shards. Local.
-
-    Raises ValueError for bounds that do not cut `numel` elements into `size` shards.
-    """
-    if bounds is None:
-        return split(numel, size)
-    cut = tuple(bounds)
-    if (
-        len(cut) != size + 1
-        or (cut[0], cut[-1]) != (0, numel)
-        or any(low > high for low, high in pairwise(cut))
-    ):
-        raise ValueError(
-            f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
-            f"indices that never decrease, from 0 to {numel}"
-        )
-    return cut
 
 
 class CompletedWork:

@@ -15,6 +15,7 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -26,13 +27,14 @@ from zero.collectives import Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
 from zero.kernels import checksum, without_repeats
 from zero.layout import Bucket
-from zero.param_groups import Place, numbers_in
+from zero.param_groups import hyperparameters
 from zero.parameter_watch import dense_parts, is_trained
 from zero.shard import OptimizerShard, ParamGroup
 
 SAMPLED = 16  # elements of a gradient, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
 CYCLE = 16  # steps after which the same elements are sampled again
+LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
 
 ABSENT = "nothing"
@@ -57,6 +59,7 @@ class DifferentWeightsError(RuntimeError):
     """Error for weights that differ between ranks, and must not. Raised by every rank alike."""
 
 
+Place = tuple[int, str]  # the number of a group, and a key of it
 Samples = tuple[dict[str, int], Tensor]  # how many are of each gradient, by name; one by one
 
 
@@ -90,6 +93,43 @@ def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> 
     reports = gather_objects(ranks, Report(ranks.rank, 0, facts, {}, ""))
     if difference := _difference(reports, frozenset()):
         raise ValueError(difference)
+
+
+def describe_optimizer(
+    make: "partial[torch.optim.Optimizer]", groups: Iterable[dict[str, Any]]
+) -> list[str]:
+    """Return what ranks must have in common, one a line: what is called, options and names.
+
+    `groups` are named groups, whose options take the place of those of `make`. Options other than
+    numbers, strings, None and lists of them are left out.
+    """
+    named = list(groups)
+    numbers = numbers_in([{**make.keywords, **hyperparameters(group)} for group in named])
+    return [
+        getattr(make.func, "__qualname__", type(make.func).__qualname__),
+        *(f"{key}={value!r} in group {place}" for (place, key), value in numbers),
+        *(f"{name} in group {place}" for place, g in enumerate(named) for name, _ in g["params"]),
+    ]
+
+
+def numbers_in(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
+    """Yield the numbers, strings, None and lists of them in groups, with their places.
+
+    Tensors of a few elements count as the numbers in them.
+    """
+    for place, group in enumerate(groups):
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if value is None or isinstance(value, str | Real):
+                yield (place, key), value
+                continue
+            found = value
+            if isinstance(value, Tensor):
+                found = value.tolist() if value.numel() <= LARGEST else []
+            parts = found if isinstance(found, list | tuple) else [found]
+            if all(part is None or isinstance(part, str | Real) for part in parts):
+                yield (place, key), found
 
 
 def _digest_of_samples(samples: Iterable[Samples]) -> int:

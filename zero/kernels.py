@@ -172,6 +172,16 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
 
 
 @cache
+def expect_flat(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that no collective takes. Local."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a collective takes a flat contiguous tensor, not one of shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
+            "contiguous one"
+        )
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums accumulate: fp32 or wider; int64 for integers."""
     wide = torch.float32 if dtype.is_floating_point else torch.int64

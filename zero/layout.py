@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -37,6 +37,26 @@ ALIGNED_NUMEL = 64  # elements that keep the next parameter aligned for a GPU, w
 def split(numel: int, parts: int) -> tuple[int, ...]:
     """Return the parts + 1 bounds that cut numel elements into parts, equal to within one."""
     return tuple(i * numel // parts for i in range(parts + 1))
+
+
+def shard_bounds(bounds: Sequence[int] | None, numel: int, size: int) -> tuple[int, ...]:
+    """Return a copy of a caller's bounds, or those of equal shards. Local.
+
+    Raises ValueError for bounds that do not cut `numel` elements into `size` shards.
+    """
+    if bounds is None:
+        return split(numel, size)
+    cut = tuple(bounds)
+    if (
+        len(cut) != size + 1
+        or (cut[0], cut[-1]) != (0, numel)
+        or any(low > high for low, high in pairwise(cut))
+    ):
+        raise ValueError(
+            f"bounds {cut} do not cut {numel} elements into {size} shards: give {size + 1} "
+            f"indices that never decrease, from 0 to {numel}"
+        )
+    return cut
 
 
 @dataclass(frozen=True)

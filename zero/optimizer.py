@@ -36,10 +36,9 @@ from zero.param_groups import (
     groups_of_names,
     hyperparameters,
     named_groups,
-    placement,
     unnamed,
 )
-from zero.parameter_watch import check_free, dense_parts, finish_gathers, take_over
+from zero.parameter_watch import check_free, dense_parts, finish_gathers, placement, take_over
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
 from zero.shard import NonFiniteGradientError, OptimizerShard, update_alone
@@ -760,7 +759,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_state()
         self._warn_of_unfrozen()
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
-            group.update(hyperparameters(inner))
+            group.update({**inner, "params": group["params"]})
         if self._collectives.size > 1:
             self._comparison.after_update(groups)
         if self._scale.dynamic:
@@ -840,7 +839,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _give_groups(self) -> None:
         """Give the torch optimizer this optimizer's hyperparameters, which schedulers change."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(hyperparameters(group))
+            inner.update({**group, "params": inner["params"]})
 
     def _take_groups(self) -> None:
         """Take the hyperparameters that the torch optimizer has given its groups.
@@ -858,7 +857,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, inner in zip(groups, made, strict=True):
             for key in () if self._constructed else [key for key in group if key not in inner]:
                 del group[key]
-            group.update(hyperparameters(inner))
+            group.update({**inner, "params": group["params"]})
 
     def _check_open(self) -> None:
         if self.closed:

@@ -1,10 +1,8 @@
 """Parameter groups with names, and the checks on what a user passes."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -14,11 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 Named: TypeAlias = tuple[str, Parameter]
-Place: TypeAlias = tuple[int, str]  # the number of a group, and a key of it
 
 STAGES = (0, 1, 2)
 PARTITIONS = ("auto", "element", "parameter")
-LARGEST = 64  # elements of a tensor in a group that is compared
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
@@ -171,11 +167,6 @@ def groups_of_names(
     return [{**group, "params": [name for name, _ in group["params"]]} for group in pairs]
 
 
-def placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
-    """Return the ids of the parameters, or other tensors, of each group."""
-    return [[*map(id, group["params"])] for group in groups]
-
-
 def unnamed(group: dict[str, Any]) -> dict[str, Any]:
     """Return a named group as torch's optimizers take it."""
     return {**group, "params": [parameter for _, parameter in group["params"]]}
@@ -184,43 +175,6 @@ def unnamed(group: dict[str, Any]) -> dict[str, Any]:
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def describe_optimizer(
-    make: "partial[torch.optim.Optimizer]", groups: Iterable[dict[str, Any]]
-) -> list[str]:
-    """Return what ranks must have in common, one a line: what is called, options and names.
-
-    `groups` are named groups, whose options take the place of those of `make`. Options other than
-    numbers, strings, None and lists of them are left out.
-    """
-    named = list(groups)
-    numbers = numbers_in([{**make.keywords, **hyperparameters(group)} for group in named])
-    return [
-        getattr(make.func, "__qualname__", type(make.func).__qualname__),
-        *(f"{key}={value!r} in group {place}" for (place, key), value in numbers),
-        *(f"{name} in group {place}" for place, g in enumerate(named) for name, _ in g["params"]),
-    ]
-
-
-def numbers_in(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Place, Any]]:
-    """Yield the numbers, strings, None and lists of them in groups, with their places.
-
-    Tensors of a few elements count as the numbers in them.
-    """
-    for place, group in enumerate(groups):
-        for key, value in group.items():
-            if key == "params":
-                continue
-            if value is None or isinstance(value, str | Real):
-                yield (place, key), value
-                continue
-            found = value
-            if isinstance(value, Tensor):
-                found = value.tolist() if value.numel() <= LARGEST else []
-            parts = found if isinstance(found, list | tuple) else [found]
-            if all(part is None or isinstance(part, str | Real) for part in parts):
-                yield (place, key), found
 
 
 def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:

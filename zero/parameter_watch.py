@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.kernels import order
-from zero.param_groups import placement
 
 _KEY = "zero: optimizer"
 BUFFERS = "buffers of the model"  # in errors about collectives that differ
@@ -168,6 +167,11 @@ class ParameterWatch:
         for module in self._modules:
             yield module._parameters
             yield module._modules
+
+
+def placement(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
+    """Return the ids of the parameters, or other tensors, of each group."""
+    return [[*map(id, group["params"])] for group in groups]
 
 
 def _kind(parameter: Parameter) -> tuple[Any, ...]:

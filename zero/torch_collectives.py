@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.collectives import Bounds, CompletedWork, Work, expect_flat, shard_bounds
+from zero.collectives import Bounds, CompletedWork, Work
 from zero.comm_hooks import ChainedWork
-from zero.kernels import add
+from zero.kernels import add, expect_flat
+from zero.layout import shard_bounds
 from zero.precision import is_16_bit, narrower
 
 

@@ -173,7 +173,7 @@ class LaneOwner:
         """Send this node's part to the others, hop by hop or along a ring, and get theirs."""
         own, source = chunk.parts[self._own], self._plan.local_rank
         if _length(own):
-            source = self._plan.nodes.local_rank(chunk.shard_owners[self._own])
+            source = self._plan.members.index(chunk.shard_owners[self._own])
         if source != self._plan.local_rank:
             yield from self._fetch(chunk, own, source)
         lacking = [peer for peer in self._peers if peer != source]
@@ -315,7 +315,7 @@ class LaneOwner:
         """Return the local ranks that need the sum, other than this one."""
         if not chunk.shard_owners:
             return self._peers
-        to = self._plan.nodes.local_rank(chunk.shard_owners[self._own])
+        to = self._plan.members.index(chunk.shard_owners[self._own])
         return [to] if to != self._plan.local_rank else []
 
     def _room(self, take: Take, spans: Sequence[Span]) -> BufferView:

@@ -152,6 +152,11 @@ def no_fence() -> Steps[None]:
     yield from ()
 
 
+def run_here(steps: Steps[None]) -> Steps[None]:
+    """Return the steps themselves: host memory has no queue of work."""
+    return steps
+
+
 @dataclass(frozen=True)
 class CommContext:
     """Resources of a world's collectives for one kind of memory. One thread at a time uses it."""
@@ -163,7 +168,7 @@ class CommContext:
     add: Add
     fence: Callable[[], Steps[None]] = no_fence
     """Wait until everything computed so far is in memory, so that MPI may send it."""
-    run: Callable[[Steps[None]], Steps[None]] = lambda steps: steps
+    run: Callable[[Steps[None]], Steps[None]] = run_here
     """Run a chunk's steps where this memory's work is queued, for example on a side stream."""
 
 

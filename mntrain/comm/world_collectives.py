@@ -20,8 +20,9 @@ from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
 from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb, call_site
 from mntrain.comm.topology import Topology
-from zero.collectives import Bounds, CompletedWork, Work, expect_flat, shard_bounds
-from zero.kernels import add
+from zero.collectives import Bounds, CompletedWork, Work
+from zero.kernels import add, expect_flat
+from zero.layout import shard_bounds
 
 T = TypeVar("T")
 

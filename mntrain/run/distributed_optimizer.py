@@ -17,13 +17,13 @@ from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook, make_hook
+from zero.comparison import describe_optimizer
 from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
 from zero.options import Options
 from zero.param_groups import (
     by_name,
     check_trainable,
-    describe_optimizer,
     name_parameters,
 )
 from zero.parameter_watch import check_free
