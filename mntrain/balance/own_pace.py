@@ -3,9 +3,9 @@
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mntrain.comm.waits import Waits
+from mntrain.comm.waits import Mark, Waits
 
 INTERVAL = 10  # batches between the collections of speeds
 
@@ -33,8 +33,8 @@ class _Batch(NamedTuple):
 
     counts: bool  # the first one takes longer, and counts in no interval
     samples: int
-    start: Any
-    end: Any
+    start: Mark
+    end: Mark
     phases: Mapping[str, float]
     rest: str
     step_s: float | None = None  # until all ranks had its result; None: they did not wait
@@ -50,7 +50,7 @@ class OwnPace:
     def __init__(self, clock: Waits, *, robust: bool = False) -> None:
         self._clock, self._robust = clock, robust
         self.samples, self.seconds = 0, 0.0  # of all batches whose time is known
-        self._start: Any = None
+        self._start: Mark | None = None
         self._began_s = 0.0
         self._first = True
         self._pending: list[_Batch] = []  # whose time may not be known yet
