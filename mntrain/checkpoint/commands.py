@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -89,7 +90,10 @@ def _list(options: Namespace, console: Console) -> int:
     # The best is by the metric of the newest checkpoint.
     metric = next((content.scored_by for content in contents.values()), "eval_loss")
     best = next(iter(scores(contents, metric)), None)
-    table = Table("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files")
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
+    for head in ("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files"):
+        numbers = head in ("step", "ranks", "MB", "eval loss")
+        table.add_column(head, justify="right" if numbers else "left", no_wrap=True)
     for path in paths:
         if path in problems:
             table.add_row(path.name, *[""] * 5, "unsound")

@@ -43,6 +43,8 @@ other commands, each with its own --help:
       say what a job will take, at every stage, before it runs
   {_PROGRAM} doctor
       check that this cluster is fit to train
+  {_PROGRAM} launch -- mpirun -n 4 {_PROGRAM} ...
+      start a job, and start it again on the hosts that are left when one is lost
   {_PROGRAM} ckpt list|show|verify|diff|export
       inspect and compare checkpoints, and export the model of one
   {_PROGRAM} autopsy RUN_DIR

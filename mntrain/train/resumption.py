@@ -114,7 +114,7 @@ def check_same_run(
     before = _options(to_json(Config())) | _options(found.manifest.config)
     now = _options(to_json(config))
     changes = {
-        f"{flag_of(name)} was {before[name]}, and is {value}": _CHANGEABLE.get(name)
+        f"{flag_of(name)} was {_word(before[name])}, and is {_word(value)}": _CHANGEABLE.get(name)
         for name, value in now.items()
         if name.startswith(FIXED)
         and before[name] != value
@@ -148,7 +148,7 @@ def changed_options(found: FoundCheckpoint, config: Config) -> list[str]:
     """
     before, now = _options(found.manifest.config), _options(to_json(config))
     return [
-        f"{flag_of(name)} was {before[name]}, is {value}"
+        f"{flag_of(name)} was {_word(before[name])}, is {_word(value)}"
         for name, value in now.items()
         if (name == "run.seed" or not name.startswith(_UNREPORTED))
         and before.get(name, value) != value
@@ -179,6 +179,11 @@ def with_absolute_paths(config: Config) -> Config:
         init=replace(init, from_=absolute(init.from_)),
         hf=replace(hf, model=absolute(hf.model)),
     )
+
+
+def _word(value: object) -> object:
+    """Return a value as the command line takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else value
 
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:

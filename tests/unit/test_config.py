@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from mntrain import compression
+from mntrain.__main__ import READERS
 from mntrain.options.command_line import parse, to_toml
 from mntrain.options.config import (
     CommConfig,
@@ -181,6 +182,14 @@ def test_options_of_the_command_line(line, expected):
 )
 def test_error_states_the_value_and_what_is_allowed(argv, message):
     assert refused(*argv.split(" ")) == [f"mntrain: {message}"]
+
+
+def test_help_lists_every_other_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--help"])
+    words = capsys.readouterr().out.split()
+    named = {words[at + 1] for at, word in enumerate(words) if word == "mntrain"}
+    assert {"verify", "bench", "doctor", *READERS} <= named
 
 
 def test_help_lists_every_option_with_its_default(capsys):

@@ -108,7 +108,7 @@ def test_changed_options_are_named_but_not_those_of_the_job():
     del config["comm"]["timeout"]  # which the version of the checkpoint did not have
     assert set(changed_options(found(config), Config())) == {
         "--optim.lr was 5.0, is 0.003",
-        "--data.valid-path was {'a': 'x'}, is None",
+        "--data.valid-path was {'a': 'x'}, is none",
     }
     config = to_json(Config())
     config["run"]["seed"] = 5
