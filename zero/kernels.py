@@ -171,7 +171,6 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
     return (drawn | 1).to(device)
 
 
-@cache
 def expect_flat(tensor: Tensor) -> None:
     """Raise ValueError for a tensor that no collective takes. Local."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -182,6 +181,7 @@ def expect_flat(tensor: Tensor) -> None:
         )
 
 
+@cache
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums accumulate: fp32 or wider; int64 for integers."""
     wide = torch.float32 if dtype.is_floating_point else torch.int64
