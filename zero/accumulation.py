@@ -468,7 +468,8 @@ class Accumulation:
         if first := not tasks:
             self._backward.began_s = time.perf_counter()
             self._shard.watch.check_kinds()
-            if self._scale.scales and (changed is None or changed.scale is None):
+            # That of a backward around this one, too.
+            if self._scale.scales and all(each.scale is None for each in list(RUNNING.values())):
                 self._scale.expect_applied()
         at_end = partial(self._on_end_of_backward, task)
         tasks[task] = ref(at_end)  # autograd keeps it until then, or until an exception
@@ -537,6 +538,7 @@ class Accumulation:
         if min(self._backward.tasks) < task:  # nested ones have larger numbers
             raise RuntimeError(INTERRUPTED)
         self._check_hooks()
+        self._scale.applied = False
         began_s = self._backward.began_s
         self._end_backward()
         if self._syncing:

@@ -217,7 +217,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         this step (`check_every`), RuntimeError on all ranks if they differ in hyperparameters, in
         loaded states, or in what was done to `p.grad`, or if something else trains a parameter of
         the model on each rank alone, ValueError if the weights of all ranks sum to 0, and
-        RuntimeError in a block of `averaged` or if the optimizer was closed.
+        RuntimeError in a block of `averaged` or if the optimizer was closed. With a loss scale, the
+        gradients are dropped at its end.
         With a sync schedule, steps between two exchanges are those of each replica alone, which
         skips one that is not finite, with a warning: all ranks raise in the exchange. What must be
         alike on all replicas is compared in exchanges.
@@ -294,7 +295,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises RuntimeError beside gradients of `loss.backward()` in the step.
         """
         self._check_open()
-        self._scale.applied = True
         weight = self.accumulation.weight.counted(weight)
         layers, zeros = ([], []) if weight else layers_below(loss)
         # What other ranks' losses owe to this rank's samples counts, also if its own has none.
@@ -311,6 +311,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 noted = note_weight(nodes, self.accumulation, weight)
                 loss.backward()
             else:  # only what lies below layers in which other ranks wait
+                self._scale.applied = True
                 nodes = [layer.node for layer in layers]
                 noted = note_weight(nodes, self.accumulation, weight)
                 torch.autograd.backward(layers, zeros)
@@ -803,8 +804,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self.accumulation.end_step(taken=updated)
             self._comparison.gradient_factor = 1.0
-        if updated and self._scale.scales:
-            self.zero_grad()  # they are without the scale now, which later gradients have again
+        if self._scale.scales:
+            # They are without the scale now, which later ones have again; or not finite.
+            self.zero_grad()
         if replicas is not None and alone and replicas.in_sync:
             replicas.compare(self.param_groups, frozenset(), step + 1)
         return weight

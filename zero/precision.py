@@ -65,24 +65,24 @@ class LossScale:
             )
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
         self.scales = self.dynamic or self.value != 1.0  # the factor is not constantly 1
-        self.applied = False  # whether any loss was multiplied
+        self.applied = False  # whether a loss was multiplied since the last backward
         self._good_steps = 0
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, whose backward passes tell of it."""
-        self.applied = True
-        if self.value == 1.0:
+        if not self.scales:
             return loss
+        self.applied = True
         scaled = loss * self.value
         note_scale(scaled, self.value)
         return scaled
 
     def expect_applied(self) -> None:
-        """Raise RuntimeError if no loss was multiplied so far."""
+        """Raise RuntimeError if no loss was multiplied since the last backward."""
         if not self.applied:
             raise RuntimeError(
-                "the optimizer has a loss_scale=, by which it divides the gradient, and no loss "
-                "was multiplied by it: call optimizer.scale(loss).backward(), or "
+                "the optimizer has a loss_scale=, by which it divides the gradient, and the loss "
+                "was not multiplied by it: call optimizer.scale(loss).backward(), or "
                 "optimizer.backward(loss, weight=n)"
             )
 

@@ -36,6 +36,7 @@ from zero.parameters import FlatParameters
 from zero.precision import is_16_bit, master_dtype, narrower
 
 ParamGroup = dict[str, Any]
+NEAR_UNITS = 8  # in the last place, by which a script may change a parameter without replacing it
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -113,6 +114,7 @@ class OptimizerShard:
         self._widened: list[OwnedSlice] = []
         self._apart: list[OwnedSlice] = []
         self._exact: list[int] = []  # buckets whose gradients are not widened
+        self._rounded = False  # whether parameters were rounded master weights until now
         self._shards: list[tuple[int, ParameterSlice]] = []  # of this rank, with their buckets
         self.named: dict[str, Parameter] = {}  # all trained ones, in the order of forward
         self._names: dict[Parameter, str] = {}
@@ -146,6 +148,7 @@ class OptimizerShard:
 
         From stage 1 on, the parameters become views of flat memory.
         """
+        self._rounded = False
         flats: Sequence[Tensor | None] = [None] * len(buckets)
         if self.sharded:
             flats = self.parameters.add(buckets, parameters)
@@ -252,22 +255,32 @@ class OptimizerShard:
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
         """Overwrite the master weights with the parameters."""
+        self._rounded = False
         for owned in self.with_master:
             owned.tensor.copy_(owned.home)
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Copy parameters that were changed since `publish`, by a load, say, to master weights.
+        """Let master weights follow parameters that were changed since `publish`. Local.
 
-        Waits for parameters in flight, and if there are master weights, for the device.
+        A value that differs by a few units in its last place, as after a decay or noise of the
+        script's own, changes the master weight by as much: replaced, it would lose what is less
+        than the parameter's dtype tells, and many small updates would never add up. Any other, as
+        of a load, replaces it. Waits for parameters in flight, and if there are master weights, for
+        the device.
         """
         if self.sharded:
             self.parameters.wait()
         changed = [owned.home != owned.rounded() for owned in self.with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
             for owned, mask in zip(self.with_master, changed, strict=True):
-                wide = owned.home.to(owned.tensor.dtype)
-                owned.tensor.copy_(torch.where(mask, wide, owned.tensor))
+                master, wide = owned.tensor, owned.home.to(owned.tensor.dtype)
+                if self._rounded:
+                    rounded = owned.rounded().to(master.dtype)
+                    change, unit = wide - rounded, torch.finfo(owned.published).eps
+                    near = change.abs() <= NEAR_UNITS * unit * rounded.abs()
+                    wide = torch.where(near, master + change, wide)
+                master.copy_(torch.where(mask, wide, master))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -278,6 +291,7 @@ class OptimizerShard:
         for owned in self.with_master:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
+        self._rounded = True
         if self.sharded:
             self.parameters.launch()
 

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from first_of_two import STAGES, FirstOfTwo, assert_same_weights
+from first_of_two import STAGES, WORLDS, FirstOfTwo, assert_same_weights
 from first_of_two import zero as zero_of
 from handmade import Lion
 from torch import nn
@@ -352,6 +352,52 @@ def test_what_is_written_into_a_parameter_replaces_its_master_weights_and_others
     after = masters_of(optimizer)
     assert torch.equal(after["0.bias"], torch.full((8,), 1 / 3))
     assert torch.equal(after["0.weight"], before["0.weight"])
+
+
+@WORLDS
+@STAGES
+def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_another(stage, world):
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    optimizer = zero(model, world=world, stage=stage, lr=0.1, loss_scale=8.0)
+    for _ in range(2):
+        out = model(x)
+        (gradient,) = torch.autograd.grad(optimizer.scale(out.sum()), out)
+        model(x).backward(gradient)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="the loss was not multiplied by it"):
+            model(x).sum().backward()
+        optimizer.zero_grad()
+
+
+@WORLDS
+@STAGES
+def test_a_skipped_step_drops_its_gradients_as_an_updated_one_does(stage, world):
+    model = nn.Linear(2, 1)
+    optimizer = zero(model, world=world, stage=stage, lr=0.1, loss_scale="dynamic")
+    skipped = []
+    for value in (math.inf, 1.0, 1.0):
+        optimizer.scale(model(torch.ones(1, 2)).sum() * value).backward()
+        skipped.append(optimizer.step().skipped)
+    assert skipped == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1 - 1e-7, 1 - 2**-6])
+def test_small_updates_add_up_beside_small_changes_of_the_parameters(dtype, factor):
+    weight = nn.Parameter(torch.ones(64, dtype=dtype))
+    options = {"stage": 1, "gather_dtype": torch.bfloat16, "lr": 1e-4}
+    optimizer = zero([("weight", weight)], torch.optim.SGD, FirstOfTwo, **options)
+    expected = torch.ones(64)
+    for _ in range(60):
+        before = weight.detach().float()
+        with torch.no_grad():
+            weight.mul_(factor)
+        expected += weight.detach().float() - before - 1e-4
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (master,) = masters_of(optimizer).values()
+    assert torch.allclose(master, expected[: len(master)], rtol=1e-5)
 
 
 HOOKS = [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
