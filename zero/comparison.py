@@ -166,6 +166,7 @@ class StepComparison:
         self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
+        self.own_limit: float | None = None  # of the norm of each rank's own gradient
         self._numbers: dict[Place, Any] = {}  # of the groups, when the step began
         self._own: set[Place] = set()  # numbers that the torch optimizer has changed by itself
         # Untrained parameters with a gradient, and counts of their changes before the last step.
@@ -178,7 +179,7 @@ class StepComparison:
     def figures(self, without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
         words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
-        words.append(repr(self.gradient_factor))
+        words += repr(self.gradient_factor), repr(self.own_limit)
         if self._changed and not self._unlike:
             words += map(str, self._bits_of_left().values())
         updated = zlib.crc32(",".join(words).encode())
@@ -339,6 +340,7 @@ class StepComparison:
             "the factor of clip_grad_norm_ and scale_gradients_": Fact(
                 self.gradient_factor, FACTORS_ALIKE
             ),
+            "the max_norm of clip_each_rank": Fact(self.own_limit, FACTORS_ALIKE),
         }
         for place, value in numbers_in(groups):
             key = f"{place[1]} in group {place[0]}"

@@ -343,13 +343,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_each_rank(self, max_norm: float | None) -> None:
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
 
-        Local; between steps, alike on all ranks. None: no longer. Gradients are sent when the last
-        backward of a step ends, when the norm is known. Raises ValueError for a limit that is not
-        above 0, and at stage 2, where each micro-batch is reduced by itself.
+        Local; between steps, alike on all ranks, or `step` raises RuntimeError on all. None: no
+        longer. Gradients are sent when the last backward of a step ends, when the norm is known.
+        Raises ValueError for a limit that is not above 0, and at stage 2, where each micro-batch is
+        reduced by itself.
         """
         self._check_open()
         if max_norm is None:
-            self.accumulation.own_limit = None
+            self.accumulation.own_limit = self._comparison.own_limit = None
             return
         if not is_positive(max_norm):
             raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
@@ -358,7 +359,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        self.accumulation.own_limit = float(max_norm)
+        self.accumulation.own_limit = self._comparison.own_limit = float(max_norm)
 
     @_disable_dynamo
     @torch.no_grad()

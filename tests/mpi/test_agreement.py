@@ -142,6 +142,17 @@ def test_a_factor_of_the_gradient_that_differs_is_named(make, stage, call):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_limit_of_each_rank_that_one_alone_sets_is_named(make, stage):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    if ODD:
+        optimizer.clip_each_rank(0.5)
+    loss(model).backward()
+    words = f"the max_norm of clip_each_rank {OTHER} None, rank {LAST} has 0.5: "
+    assert refusal(optimizer, model).startswith(words)
+
+
 # What one rank alone does to a model or an optimizer, and what is said.
 ALONE = {
     "weights": (
