@@ -233,10 +233,21 @@ class ExceptionWatch:
         self.on_error(error)
         if isinstance(error, AgreedError):
             error.report()
+            self._report_before(error)
             if self.rank == 0 and self._user_hook is not None:
                 self._user_hook(kind, error, trace)
         elif self.rank == 0 or not of_all:
             self._previous[sys](kind, error, trace)
+
+    def _report_before(self, error: AgreedError) -> None:
+        """Print what this rank had raised, if other ranks had not: by then their calls differed."""
+        first = None if self.others is None else self.others.communication_error
+        before = error.__cause__ or error.__context__
+        while error is first and before is not None:
+            if isinstance(before, AgreedError) and before is not error:
+                print(f"mntrain: error: {self._place} had raised: {before}", file=sys.stderr)
+                return
+            before = before.__cause__ or before.__context__
 
     def _handle_in_thread(self, args: threading.ExceptHookArgs) -> None:
         """End the job for threads of this package; let others end with a report, as Python does."""

@@ -163,3 +163,17 @@ def test_what_cpp_made_of_an_error_is_reported_as_that_error(rank, of_all, monke
     with pytest.raises(AbortedError):
         leave_uncaught(RuntimeError("another one"))
     assert "RuntimeError: another one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends_communication", [True, False])
+def test_what_one_rank_had_raised_is_told_where_ranks_disagree_after_it(capsys, ends_communication):
+    watch = installed()
+    before = AgreedError("metrics.log(3): acc is no number", 1)
+    error = AgreedError("ranks disagree", 1)
+    error.__context__ = RuntimeError("in between")
+    error.__context__.__context__ = before
+    others = SimpleNamespace(communication_error=error if ends_communication else None)
+    watch.others = others
+    leave_uncaught(error)
+    told = f"mntrain: error: rank 1 of 4 on host had raised: {before}\n"
+    assert capsys.readouterr().err == told * ends_communication
