@@ -127,7 +127,7 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
 
     Sums and products are modulo 2**64, so any order of additions gives the same. A difference in
     one number changes its column's sum. Numbers that changed places within a column change the sums
-    of their rows. Several differences cancel with a chance of about 1 in 8192 at most.
+    of their rows. Several differences cancel with a chance of about 1 in 8,192 at most.
 
     Reads each tensor once, and copies of it at most 64 KiB, unless it is not contiguous. Does not
     wait for the device.

@@ -185,7 +185,7 @@ class OptimizerShard:
         return self._stand_ins[first][0]
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the sums over ranks of this rank's shards, slice by slice, with parameter names.
+        """Yield the means of this rank's shards, slice by slice, with parameter names.
 
         The same slices at every stage, so that the norm has the same bits.
         """
@@ -193,7 +193,7 @@ class OptimizerShard:
             yield piece.spec.name, self.gradients.reduced(index, piece)
 
     def norm(self, p: float, beside: Tensor | None = None) -> float:
-        """Return the p-norm of the sum over ranks; p may be infinite. Collective in `sharding`.
+        """Return the p-norm of the mean over ranks; p may be infinite. Collective in `sharding`.
 
         Powers are summed in fp64, so it depends on the number of ranks by rounding only. `beside`,
         a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for the device.
@@ -297,10 +297,10 @@ class OptimizerShard:
 
     @contextmanager
     def gradients_set(self, unused: Collection[str]) -> Iterator[None]:
-        """Return a context in which the `grad` of every tensor is its sum, if of fp32 or wider.
+        """Return a context in which the `grad` of every tensor is its mean, if of fp32 or wider.
 
         Slices of parameters in `unused` have None, so that the torch optimizer skips them. Nothing
-        is set where `p.grad` is the sum already. Does not wait for a device, which may still
+        is set where `p.grad` is the mean already. Does not wait for a device, which may still
         compute them.
         """
         changed = self._apart + self._widened
@@ -318,7 +318,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float, unused: Collection[str]) -> None:
-        """Multiply the sums of `gradients_set` by a factor; widen 16-bit ones, and set these."""
+        """Multiply the means of `gradients_set` by a factor; widen 16-bit ones, and set these."""
         if factor != 1:
             rescale([t for index in self._exact for t in self.gradients.kept(index)], factor)
         wide: dict[int, Tensor] = {}

@@ -18,12 +18,11 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so that unequal digests stay so; 2^64 by th
 INTERNAL = tuple(
     str(path)
     for path in (
-        "<frozen ",  # runpy, for `python -m`
         Path(__file__).parents[1],
         Path(str(zero.__file__)).parent,
         Path(torch.__file__).parent,
         Path(contextlib.__file__),
-        "<frozen",  # the interpreter's own modules
+        "<frozen",  # the interpreter's own modules, such as runpy
     )
 )
 

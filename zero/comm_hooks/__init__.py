@@ -93,8 +93,7 @@ class CommHook:
 
     Sums travel between nodes in `wire_dtype`, if it is narrower than theirs: the collectives round
     each node's sum and add the rounded sums in fp32; within a node nothing is rounded. With fp16
-    the optimizer scales gradients so that a sum over ranks is no larger than a rank's gradient
-    times the number of ranks.
+    the optimizer scales gradients before, so that a sum over ranks is no larger than their mean.
     """
 
     wire_dtype: torch.dtype | None = None
