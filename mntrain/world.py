@@ -311,9 +311,10 @@ class World(Ranks):
     def report(self) -> dict[str, Any]:
         """Print the final report on rank 0, and return its figures on all ranks. Collective.
 
-        Of the optimizers of this world that are not closed: their memory by role, predicted and measured, and
-        what it saves against stage 0; samples a second of `shard`; what was sent, compressed and
-        waited for. The figures are those of summary.json (docs/metrics.md); bytes and seconds.
+        Of the optimizers of this world that are not closed: their memory by role, predicted and
+        measured, and what it saves against stage 0; samples a second of `shard`; what was sent,
+        compressed and waited for. The figures are those of summary.json (docs/metrics.md), in bytes
+        and seconds.
         """
         self._engine.check_open()
         return self._own_loop.report()
