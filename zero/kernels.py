@@ -1,6 +1,7 @@
 """Arithmetic on flat tensors, and views of them in a parameter's memory format."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
@@ -169,6 +170,13 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
     low, high = -(2**63), 2**63 - 1
     drawn = torch.randint(low, high, (count,), generator=generator, dtype=torch.int64, device="cpu")
     return (drawn | 1).to(device)
+
+
+def uses(tensor: Tensor) -> int:
+    """Return how many tensors have a tensor's memory; an object over its storage counts, too."""
+    # A script may keep such a storage, which is one object of Python while it lives.
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def expect_flat(tensor: Tensor) -> None:

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork
-from zero.kernels import own_view
+from zero.kernels import own_view, uses
 from zero.layout import Bucket
 from zero.precision import narrower
 
@@ -110,9 +110,7 @@ class FlatParameters:
         self._own_uses += self._uses()[len(self._own_uses) :]
 
     def _uses(self) -> list[int]:
-        storages = [parameter.untyped_storage() for parameter in self._bucket_of]
-        # A script may also keep such a storage, which is one object of Python while it lives.
-        return [torch._C._storage_Use_Count(s._cdata) + sys.getrefcount(s) for s in storages]
+        return [*map(uses, self._bucket_of)]
 
     def launch(self) -> None:
         """Start an all-gather of every bucket, in the order of the next forward. Collective."""

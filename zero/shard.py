@@ -391,7 +391,8 @@ def _gradients_of(
         return LocalGradients()
     if stage == 0:
         whole = WholeBuckets(sharding, None)
-        return BucketGradients(VisibleSlots(whole.places), whole)
+        slots = VisibleSlots(whole.places, silent=sharding.rank > 0)
+        return BucketGradients(slots, whole)
     memory = WholeBuckets if stage == 1 else BucketsInTurns
     return BucketGradients(RefusedSlots(stage), memory(sharding, sharding.slot(sharding.rank)))
 

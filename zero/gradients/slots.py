@@ -8,6 +8,7 @@
 A parameter whose `grad` was set to None in between starts anew, as in torch.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -17,6 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
+
+from zero.kernels import uses
+
+KEPT_VIEW = (
+    "the script keeps a view of an earlier gradient of {name}, such as p.grad.detach() or "
+    "p.grad.view(-1), into whose memory backward now writes another one: keep p.grad.clone(), or "
+    "drop the view before"
+)
 
 
 class UnavailableGradient(Tensor):
@@ -174,14 +183,16 @@ class OwnSlots(Slots):
 class VisibleSlots(Slots):
     """Slots of means that are whole on this rank: `parameter.grad` is a view of the mean.
 
-    `places` are those of the means, by name.
+    `places` are those of the means, by name. The user is warned of views that are kept of a mean
+    after it was dropped, unless this rank is `silent`: they are about to change.
     """
 
     accumulate = True  # autograd adds to what is published
 
-    def __init__(self, places: Mapping[str, Tensor]) -> None:
+    def __init__(self, places: Mapping[str, Tensor], *, silent: bool = False) -> None:
         super().__init__()
-        self._places = places
+        self._places, self._silent = places, silent
+        self._own_uses: dict[str, int] = {}  # of the memory of each place
         self._shown: dict[str, ReferenceType[Tensor]] = {}  # aliases of them in `parameter.grad`
 
     def keeps(self, name: str) -> bool:
@@ -197,6 +208,13 @@ class VisibleSlots(Slots):
         held = shown() if shown is not None else None
         if held is not None:  # by the user, to whom the last gradient is left, as in torch
             held.data = held.clone()
+        if (
+            shown is not None
+            and not self._silent
+            and uses(self._places[name]) > self._own_uses[name]
+        ):
+            self._silent = True
+            warnings.warn(KEPT_VIEW.format(name=name), stacklevel=2)
         return gradient
 
     adopt = pop
@@ -209,7 +227,10 @@ class VisibleSlots(Slots):
         """Make `parameter.grad` a view of the mean."""
         alias = self._alias(name)
         if alias is None:
-            alias = self._places[name].detach()
+            place = self._places[name]
+            if name not in self._own_uses:
+                self._own_uses[name] = uses(place)
+            alias = place.detach()
             self._shown[name] = ref(alias)
         self.parameters[name].grad = alias
 

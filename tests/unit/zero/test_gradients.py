@@ -239,3 +239,40 @@ def test_a_hook_that_sets_a_gradient_without_reading_it_trains_as_in_torch_or_is
     optimizer.step()
     plain.step()
     assert torch.equal(model.weight, alone.weight)
+
+
+KEPT = {
+    "views": (lambda p: p.grad.view(-1), True),
+    "detached": (lambda p: p.grad.detach(), True),
+    "itself": (lambda p: p.grad, False),
+    "copies": (lambda p: p.grad.detach().clone(), False),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_views_of_dropped_gradients_are_warned_of_once(how):
+    keep, warns = KEPT[how]
+    model = Sums(LOSSES["expanded"])
+    optimizer = zero(model, world=FirstOfTwo, lr=0.1)
+    kept = []
+    for step in range(3):
+        told = warns and step == 1
+        with pytest.warns(UserWarning, match="keeps a view") if told else nullcontext():
+            model().backward()
+        kept.append([keep(p) for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_views_of_gradients_that_accumulate_or_that_a_script_drops_are_not_warned_of(set_to_none):
+    model = Sums(LOSSES["expanded"])
+    optimizer = zero(model, world=FirstOfTwo, lr=0.1)
+    for _ in range(3):
+        for _ in range(2):
+            model().backward()
+            kept = [p.grad.view(-1) for p in model.parameters()]
+            if set_to_none:
+                del kept
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
