@@ -1,9 +1,6 @@
 """Jobs that end before their run is complete, and jobs that resume it."""
 
 import json
-import os
-import random
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,6 @@ from job import ckpt, completed, configuration, losses, metrics, summary, train
 from launch import TESTS
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-from mntrain.recorder.recording import FILE_BYTES
 
 ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
 
@@ -22,35 +18,6 @@ def steps_kept(folder: Path) -> list[int]:
     for path in paths:
         verify(path, inspect(path))
     return [inspect(path).step for path in paths]
-
-
-@pytest.fixture
-def whole(tmp_path) -> Path:
-    (tmp_path / "whole").mkdir()
-    return tmp_path / "whole"
-
-
-@pytest.fixture
-def parts(tmp_path) -> Path:
-    (tmp_path / "parts").mkdir()
-    return tmp_path / "parts"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, parts):
-    options = [*ONE_EACH, "--train.steps", "120"]
-    completed(train(2, whole, "--train.steps", "120"))
-    chance, reached = random.Random(5), 0
-    for _ in range(2):
-        train(2, parts, *options, timeout=chance.uniform(4, 8))  # then the whole job is killed
-        newest, done = max(steps_kept(parts), default=0), len(metrics_so_far(parts))
-        assert newest >= max(done - 2, reached)  # the last two may not be complete yet
-        reached = newest
-    if reached < 120:
-        completed(train(2, parts, *options))
-    assert losses(parts) == losses(whole)
-    assert steps_kept(parts) == [120, 119]
 
 
 @pytest.mark.exhaustive
@@ -70,11 +37,6 @@ def test_epochs_end_after_all_samples_also_with_other_batches_and_ranks(tmp_path
     assert metrics(tmp_path)[-1]["lr"] == pytest.approx(3e-4)  # a tenth, in the last step
     given = configuration(tmp_path)["train"]
     assert (given["steps"], given["epochs"]) == ("none", 3)
-
-
-def metrics_so_far(folder: Path) -> list[str]:
-    log = folder / "run" / "metrics.jsonl"
-    return log.read_text().splitlines() if log.exists() else []
 
 
 @pytest.mark.thorough
@@ -140,28 +102,3 @@ def test_a_checkpoint_of_version_0_1_is_sound_and_resumed(tmp_path):
     assert "the version that saved it took samples in another order" in result.stderr
     assert losses(tmp_path) == pytest.approx(expected, rel=2e-2)
     assert max(losses(tmp_path)) < 5
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_leaves_checkpoints_intact(tmp_path):
-    small = tmp_path / "run"
-    small.mkdir()
-    # Room for the recordings, and for one checkpoint of about 0.5 MB, not for two.
-    room = 2 * FILE_BYTES + 900_000
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", small], check=True)
-    try:
-        result = train(2, tmp_path, "--checkpoint.every", "2")
-        assert steps_kept(tmp_path) == [2]
-        # During the run it is a warning; at the end the job fails with it.
-        for step, kind in ((4, "warning"), (6, "error")):
-            assert (
-                result.stderr.count(f"{kind}: {small}/checkpoints/step-{step:08d} was not sa") == 1
-            )
-        assert "No space left on device" in result.stderr
-        assert result.returncode == 1
-        assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("failed", 6)
-        assert summary(tmp_path)["checkpoints"]["failed"] == 1
-        assert len(list((small / "checkpoints").iterdir())) == 1
-    finally:
-        subprocess.run(["umount", small], check=True)

@@ -62,11 +62,9 @@ def one_cycle(optimizer):
 class Loop:
     """A user's own loop of `STEPS` steps. Leaves it after `stop_after`, without a word."""
 
-    def __init__(
-        self, world, run_dir, *, stage=0, dropout=0.0, schedule=cosine, sync=None, **options
-    ):
+    def __init__(self, world, run_dir, *, stage=0, schedule=cosine, sync=None, **options):
         torch.manual_seed(world.rank)
-        self.world, self.dropout = world, dropout
+        self.world = world
         self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
         given = {"lr": 0.05, "stage": stage, "sync": sync}
         self.optimizer = world.optimizer(self.model, torch.optim.AdamW, **given)
@@ -85,7 +83,7 @@ class Loop:
         x, y = samples(step)
         low, high = (len(x) * (self.world.rank + i) // self.world.size for i in (0, 1))
         count = high - low
-        out = nn.functional.dropout(self.model(x[low:high]), self.dropout)
+        out = self.model(x[low:high])
         loss = (out - y[low:high]).square().mean() if count else out.sum()
         self.optimizer.backward(loss, weight=count) if count else self.optimizer.share(0)
         self.optimizer.step()
@@ -163,16 +161,6 @@ def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
     monkeypatch.setattr(saver, "remove_old", slowly)
     train(folder / "run", stop_after=5, keep=1)
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000004"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [0, 2])
-def test_on_the_same_ranks_losses_are_bitwise_the_same_with_dropout(folder, stage):
-    options = {"stage": stage, "dropout": 0.3}
-    train(folder / "whole", **options)
-    train(folder / "parts", **options, stop_after=7)
-    train(folder / "parts", **options)
-    assert column(folder / "parts", "loss") == column(folder / "whole", "loss")
 
 
 @pytest.mark.both
@@ -448,31 +436,6 @@ def test_a_loop_leaves_a_page_about_its_run(folder):
     page = Page((folder / "report.html").read_text())
     assert page.problems == []
     assert (page.after("status"), page.after("lr")) == ("completed", "0.5")
-
-
-def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):
-    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def loop(last, sign):
-        with world_of() as world:
-            given = bare(world)
-            model, optimizer = given.values()
-            saves = world.checkpoints(folder, **given, every=4)
-            with world.metrics(folder, tensorboard=True) as log:
-                for step in range(saves.restore() + 1, last + 1):
-                    model(torch.ones(1, 2)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    log.log(step, loss=sign * step, **({"top5": 0.5} if step == 5 else {}))
-                    saves.save(step)
-
-    loop(6, 1.0)
-    time.sleep(1.1)  # TensorBoard orders files by the second in their name
-    loop(7, -1.0)
-    losses = [1.0, 2.0, 3.0, 4.0, -5.0, -6.0, -7.0]
-    assert [line["loss"] for line in lines_of(folder)] == losses
-    shown = board.EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in shown] == list(enumerate(losses, 1))
 
 
 def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypatch):
