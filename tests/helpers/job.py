@@ -71,10 +71,9 @@ def train(
     timeout: float = 250,
     env=None,
     cluster=None,
-    outlived=False,
 ) -> Result:
     """Run a small job on ranks: see `job_words`."""
-    settings = {"timeout": timeout, "env": env, "cluster": cluster, "outlived": outlived}
+    settings = {"timeout": timeout, "env": env, "cluster": cluster}
     return mpirun(ranks, job_words(folder, *options), cwd=folder, **settings)
 
 

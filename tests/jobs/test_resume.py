@@ -9,8 +9,6 @@ from launch import TESTS
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
-ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
-
 
 def steps_kept(folder: Path) -> list[int]:
     """The steps of the run's checkpoints, the newest first, after verifying them."""

@@ -13,8 +13,6 @@ from states import train as train_only
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
-STEPS = 3
-
 
 def train(world, model, optimizer, steps):
     """Take steps, close the optimizer, and give its state and the weights, as from a file."""
