@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from launch import Result, mpirun
 
 from mntrain.__main__ import main
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 SMALL = [
     *("--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
@@ -113,18 +113,29 @@ def autopsy(*paths: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def lines_of(run: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl of a run."""
+    return [*map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+
+
+def summary_of(run: Path) -> dict:
+    """Return the content of summary.json of a run."""
+    return json.loads((run / "summary.json").read_text())
+
+
+def steps_kept(run: Path) -> list[int]:
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = list_checkpoints(run)
+    for path in paths:
+        verify(path, inspect(path))
+    return [inspect(path).step for path in paths]
+
+
 def metrics(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    """Return the lines of metrics.jsonl of the run in a folder."""
+    return lines_of(folder / "run")
 
 
 def summary(folder: Path) -> dict:
-    """Return the content of summary.json."""
-    return json.loads((folder / "run" / "summary.json").read_text())
-
-
-def configuration(folder: Path) -> dict:
-    """Return the content of config.toml."""
-    return tomllib.loads((folder / "run" / "config.toml").read_text())
+    """Return the content of summary.json of the run in a folder."""
+    return summary_of(folder / "run")

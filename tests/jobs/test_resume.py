@@ -1,40 +1,10 @@
 """Jobs that end before their run is complete, and jobs that resume it."""
 
 import json
-from pathlib import Path
 
 import pytest
-from job import ckpt, completed, configuration, losses, metrics, summary, train
+from job import ckpt, completed, losses, metrics, steps_kept, summary, train
 from launch import TESTS
-
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-
-
-def steps_kept(folder: Path) -> list[int]:
-    """The steps of the run's checkpoints, the newest first, after verifying them."""
-    paths = list_checkpoints(folder / "run")
-    for path in paths:
-        verify(path, inspect(path))
-    return [inspect(path).step for path in paths]
-
-
-@pytest.mark.exhaustive
-def test_epochs_end_after_all_samples_also_with_other_batches_and_ranks(tmp_path):
-    options = ["--train.steps", "none", "--train.epochs", "3", "--data.valid-fraction", "0"]
-    options += ["--train.eval-every", "1"]  # of nothing
-    completed(train(1, tmp_path, *options, "--run.stop-after", "9"))  # of 60 windows, 8 a step
-    changed = ["--train.batch-size", "16", "--run.allow-change", "batch-size"]
-    last = completed(train(2, tmp_path, *options, *changed))
-    assert "changed since then: --train.batch-size was 8, is 16" in last.stdout
-    whole = summary(tmp_path)
-    assert whole["steps"] == 9 + 4 + 4  # 52 of the second epoch, and the third
-    assert (whole["status"], whole["eval_loss"]) == ("completed", None)
-    assert not any("eval_loss" in line for line in metrics(tmp_path))
-    samples = [line["samples"] for line in metrics(tmp_path)]
-    assert samples[7:] == [4, 8, 16, 16, 16, 4, 16, 16, 16, 12]
-    assert metrics(tmp_path)[-1]["lr"] == pytest.approx(3e-4)  # a tenth, in the last step
-    given = configuration(tmp_path)["train"]
-    assert (given["steps"], given["epochs"]) == ("none", 3)
 
 
 @pytest.mark.thorough
@@ -75,7 +45,7 @@ def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(
     assert "samples of the training data" in other.stderr
     assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 6)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert steps_kept(tmp_path) == [6, 4, 2]
+    assert steps_kept(tmp_path / "run") == [6, 4, 2]
     assert (tmp_path / "run" / "checkpoints" / "step-00000003.aside").is_dir()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import golden
 import pytest
 import torch
-from job import SMALL, losses, metrics, summary, write_corpus
+from job import SMALL, losses, metrics, steps_kept, summary, write_corpus
 from mpi4py import MPI
-from small_jobs import Silent, steps_kept
+from small_jobs import Silent
 from torch import nn
 from worlds import RANKS, first_ranks, meet, refusal, shared_folder
 

@@ -1,7 +1,6 @@
 """Checkpoints, metrics and requests to stop of a user's own loop."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from job import lines_of, steps_kept, summary_of
 from mpi4py import MPI
 from pages import Page
-from small_jobs import lines_of, steps_kept
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -118,10 +117,6 @@ def column(run_dir, name):
     return [line[name] for line in lines_of(run_dir)]
 
 
-def summary(run_dir):
-    return json.loads((run_dir / "summary.json").read_text())
-
-
 @pytest.mark.parametrize("schedule", [cosine, pytest.param(one_cycle, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "stages",
@@ -144,7 +139,7 @@ def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
         expected = column(folder / "whole", name)
         assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)
     assert column(folder / "parts", "step") == list(range(1, STEPS + 1))
-    found = summary(folder / "parts")
+    found = summary_of(folder / "parts")
     assert (found["status"], found["steps"]) == ("completed", STEPS)
     assert found["resumed_from"].endswith("checkpoints/step-00000004")
     assert found["checkpoint"].endswith("checkpoints/step-00000012")
@@ -189,13 +184,13 @@ def test_a_signal_on_one_rank_stops_all_ranks_after_the_same_step(folder, number
         assert len(set(world.gather(step))) == 1
         assert step <= 5
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
-    found = summary(folder / "run")
+    found = summary_of(folder / "run")
     assert found["status"] == ("interrupted" if number == signal.SIGINT else "preempted")
     assert found["reason"] == f"{number.name} on rank {RANKS - 1}"
     assert steps_kept(folder / "run") == [step]
     train(folder / "run")
     assert column(folder / "run", "step") == list(range(1, STEPS + 1))
-    assert summary(folder / "run")["status"] == "completed"
+    assert summary_of(folder / "run")["status"] == "completed"
 
 
 def test_the_reason_of_one_rank_stops_all_of_them(folder):
@@ -208,7 +203,7 @@ def test_the_reason_of_one_rank_stops_all_of_them(folder):
                 if stop := world.stop_requested(reason=own):
                     break
     assert (step, *stop) == (4, "stopped", "its loss is low")
-    found = summary(folder / "run")
+    found = summary_of(folder / "run")
     assert (found["status"], found["reason"]) == stop
 
 
@@ -248,7 +243,7 @@ def test_a_time_limit_stops_all_ranks_before_it_is_over(folder):
         assert len(set(world.gather(step))) == 1
         with world.metrics(folder / "run") as metrics:
             metrics.log(step)
-    assert summary(folder / "run")["reason"] == "its 0.0166667 minutes are over"
+    assert summary_of(folder / "run")["reason"] == "its 0.0166667 minutes are over"
 
 
 def test_nothing_is_written_to_a_folder_in_the_place_of_the_run_directory(folder, monkeypatch):
@@ -349,7 +344,7 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
         ]
         assert column(folder / "run", "loss") == pytest.approx(expected, rel=1e-12)
         assert column(folder / "run", "step") == [*range(1, step + 1)]
-        assert summary(folder / "run")["status"] == "preempted"
+        assert summary_of(folder / "run")["status"] == "preempted"
 
 
 @pytest.mark.mpi(min_size=2)
@@ -404,7 +399,7 @@ def test_metrics_are_exact_means_by_weight(folder):
     assert last["loss"] is None  # not in JSON
     assert first.keys() - {"step", "loss", "lr"} == {"step_s", "communication", "exposed"}
     assert (folder / "config.toml").read_text() == 'lr = 0.1\n\n[a]\nb = "none"\n'
-    found = summary(folder)
+    found = summary_of(folder)
     assert (found["status"], found["steps"]) == ("completed", 6)
     assert found["eval_loss"] == pytest.approx(
         sum(w * rank for rank, w in enumerate(expected)) / sum(expected)
@@ -512,7 +507,7 @@ def test_an_agreed_error_makes_the_run_a_failed_one_and_that_of_one_rank_leaves_
             with pytest.raises(KeyError), log:
                 raise KeyError
         assert not (folder / "one" / "summary.json").exists()
-    found = summary(folder / "run")
+    found = summary_of(folder / "run")
     assert (found["status"], found["error"]) == ("failed", "no more")
     assert steps_kept(folder / "run")[0] == 3
 
@@ -753,7 +748,7 @@ def test_a_full_disk_ends_no_loop_and_its_end_says_what_is_lost(folder, monkeypa
             raise AgreedError("an error of all", RANK)
         assert (f"{folder}/failed {lacks}" in capfd.readouterr().err) == (RANK == 0)
     assert column(folder / "whole", "step") == [1, 2, 3]
-    assert summary(folder / "whole")["status"] == "completed"
+    assert summary_of(folder / "whole")["status"] == "completed"
 
 
 def test_a_save_that_fails_warns_and_the_last_one_raises(folder, capfd):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from job import lines_of, metrics, summary
 from model_digest import model_digest
 from mpi4py import MPI
-from small_jobs import Signalling, Silent, lines_of, small, steps_taken, summary_of
+from small_jobs import Signalling, Silent, small
 from torch.utils.data import IterableDataset
 from worlds import RANKS, make_world
 
@@ -100,7 +101,7 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stag
     if RANK == 0:
         lines = lines_of(config.run.dir)
         assert [line["step"] for line in lines] == [*range(1, 13)]
-        assert 2 <= summary_of(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
+        assert 2 <= summary(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -148,10 +149,10 @@ def test_a_signal_ends_nodes_after_the_same_step_behind_which_they_go_on(
     assert fit(config)[0] == 75
     if RANK == 0:
         # It arrives in step 2, is sent after step 3, and counts as many rounds later.
-        assert steps_taken(folder) == last
+        assert len(metrics(folder)) == last
         (saved,) = list_checkpoints(folder / "run")
         assert inspect(saved).step == last
-        assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
+        assert summary(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
     monkeypatch.setattr(Signalling, "signals", [])
     assert fit(replace(config, train=replace(config.train, steps=12))) == (0, 1)
     if RANK == 0:
@@ -184,7 +185,7 @@ def test_a_loss_of_one_node_that_is_not_finite_ends_the_job_for_all(folder, boun
             Trainer(world, config).fit()
         world.barrier()
     if RANK == 0:
-        assert summary_of(folder)["status"] == "failed"
+        assert summary(folder)["status"] == "failed"
 
 
 @pytest.mark.parametrize(("settles", "step"), [("bound", 7), ("evaluation", 4), ("save", 4)])
@@ -198,7 +199,7 @@ def test_an_exchange_that_is_not_finite_stops_the_run_with_all_steps_before(
         checkpoint=CheckpointConfig(every="4" if settles == "save" else "0"),
     )
     stops(config, step)
-    assert summary_of(folder)["status"] == "failed"
+    assert summary(folder)["status"] == "failed"
     lines = lines_of(config.run.dir)
     whole = [line["step"] for line in lines if "loss" in line]
     assert whole == [*range(1, step + (settles == "save"))]
