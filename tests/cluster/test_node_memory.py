@@ -6,24 +6,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from job import completed, losses, metrics, summary, train
+from job import LATE, completed, losses, metrics, summary, train
 
 pytestmark = [pytest.mark.cluster, pytest.mark.thorough]
 
-TASK = '''
-import os, signal
-from mntrain.tasks.lm import LanguageModel
-
-class Dies(LanguageModel):
-    """Kills rank 1 in its tenth forward, unless that is mended."""
-    calls = 0
-    def loss(self, model, batch):
-        self.calls += 1
-        rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-        if rank == "1" and self.calls == 10 and not os.environ.get("MENDED"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch)
-'''
+TASK = f"""{LATE}
+class Dies(Late):
+    at = 10
+    def broken(self, model, batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.mark.timeout(600)
@@ -39,7 +31,7 @@ def test_a_job_goes_on_from_copies_after_a_node_was_started_anew(make_cluster, t
             return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
         first, second = cluster.hosts
-        mended = {"env": {"MENDED": "1"}, "cluster": cluster}
+        mended = {"env": {"FIXED": "1"}, "cluster": cluster}
         assert train(4, tmp_path, *options, *saves, cluster=cluster).returncode != 0
         reached = len(metrics(tmp_path))
         on(first, "rm", "-r", local)

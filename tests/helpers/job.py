@@ -20,21 +20,23 @@ SMALL = [
     *("--train.steps", "6", "--optim.warmup-steps", "2", "--device", "cpu"),
 ]
 
-# The beginning of a module of tasks.
-LATE = '''
+# The beginning of a module of tasks, and of one whose rank 1 breaks.
+RANKED = """
 import os, signal, sys, time
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+"""
+LATE = f'''{RANKED}
 FIXED = os.environ.get("FIXED")
 
 class Late(LanguageModel):
-    """Breaks in the third forward of rank 1, in the way that a subclass says."""
-    calls = 0
+    """Breaks in one forward of rank 1, the third, in the way that a subclass says."""
+    at, calls = 3, 0
     def loss(self, model, batch):
         self.calls += 1
-        if RANK == 1 and self.calls == 3 and not FIXED:
+        if RANK == 1 and self.calls == self.at and not FIXED:
             return self.broken(model, batch)
         return super().loss(model, batch)
 
