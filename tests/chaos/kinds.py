@@ -35,9 +35,9 @@ KINDS = {
     "killed": Sign(LOST, dies=True),
     "raises": Sign(FAILED + "a bug of one rank"),
     "dead worker": Sign(FAILED + ENDED),
-    "node lost": Sign(NODE_LOST, nodes=True),
-    "continues": Sign(r"error: ranks (disagree|wait for each other)(.*\n)*  rank {rank}: "),
     "link cut for 3 s": Sign("", completes=True, nodes=True),
+    "continues": Sign(r"error: ranks (disagree|wait for each other)(.*\n)*  rank {rank}: "),
+    "node lost": Sign(NODE_LOST, nodes=True),
 }
 if available():  # the reason why there are no emulated nodes
     KINDS = {name: kind for name, kind in KINDS.items() if not kind.nodes}
