@@ -193,20 +193,6 @@ def test_a_signal_on_one_rank_stops_all_ranks_after_the_same_step(folder, number
     assert summary_of(folder / "run")["status"] == "completed"
 
 
-def test_the_reason_of_one_rank_stops_all_of_them(folder):
-    with world_of() as world:
-        loop = Loop(world, folder / "run", every=0)
-        with loop.metrics:
-            for step in range(1, 9):
-                loop.step(step)
-                own = "its loss is low" if step == 3 and world.rank == world.size - 1 else None
-                if stop := world.stop_requested(reason=own):
-                    break
-    assert (step, *stop) == (4, "stopped", "its loss is low")
-    found = summary_of(folder / "run")
-    assert (found["status"], found["reason"]) == stop
-
-
 @pytest.mark.processes
 def test_signals_while_a_loop_saves_do_not_end_it(folder, monkeypatch):
     save = saver.Saver.save
@@ -231,19 +217,6 @@ def test_signals_while_a_loop_saves_do_not_end_it(folder, monkeypatch):
         loop.metrics.close()
     assert stop == ("interrupted", "SIGINT on rank 0")
     assert steps_kept(folder / "run") == [1]
-
-
-@pytest.mark.thorough
-def test_a_time_limit_stops_all_ranks_before_it_is_over(folder):
-    with world_of() as world:
-        step = 0
-        while not world.stop_requested(max_minutes=1 / 60):
-            step += 1
-            time.sleep(0.03)
-        assert len(set(world.gather(step))) == 1
-        with world.metrics(folder / "run") as metrics:
-            metrics.log(step)
-    assert summary_of(folder / "run")["reason"] == "its 0.0166667 minutes are over"
 
 
 def test_nothing_is_written_to_a_folder_in_the_place_of_the_run_directory(folder, monkeypatch):
