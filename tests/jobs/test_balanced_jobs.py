@@ -69,6 +69,34 @@ def test_a_slow_rank_is_named_with_its_phase_if_shares_are_equal(tmp_path):
 
 
 # Of which the mean of updates is the update by the mean.
+PLAIN = ["--optim.name", "SGD", "--optim.max-grad-norm", "none", "--optim.weight-decay", "0"]
+NODES = ["--comm.ranks-per-node", "1"]
+
+
+@pytest.mark.exhaustive
+def test_a_slow_node_gets_fewer_samples_and_counts_less_in_an_exchange(tmp_path):
+    options = ["--balance.mode", "throughput", "--sync.mode", "local-sgd", "--sync.every", "1"]
+    train_slow(2, tmp_path, *STEPS, *PLAIN, *NODES, *options)
+    (plan, *_) = summary(tmp_path)["shares"]
+    assert plan["samples"][1] < plan["samples"][0]
+    found = [line["round_loss"] for line in metrics(tmp_path)]
+    expected = losses_alone(*STEPS, *PLAIN)
+    assert [*found, losses(tmp_path)[-1]] == pytest.approx(expected, rel=2e-4)
+
+
+@pytest.mark.exhaustive
+def test_nodes_that_do_not_wait_keep_the_shares_of_the_warm_up(tmp_path):
+    sync = ["--sync.mode", "local-sgd", "--sync.every", "2", "--sync.warmup", "15"]
+    sync += ["--sync.max-staleness", "2", "--balance.mode", "throughput"]
+    result = train_slow(2, tmp_path, *STEPS, *NODES, *sync)
+    assert "max_staleness=2, weighted=True" in result.stdout
+    (plan,) = summary(tmp_path)["shares"]
+    assert plan["samples"][1] < plan["samples"][0]
+    assert plan["step"] <= 16
+    # Of the last step of all: within a few percent of synchronous training.
+    assert losses(tmp_path)[-1] == pytest.approx(losses_alone(*STEPS)[-1], rel=0.05)
+
+
 # SMALL has a batch size, which a cadence does not use: 32 is the default.
 CADENCE = ["--train.steps", "24", "--train.eval-every", "0", "--balance.mode", "cadence"]
 CADENCE += ["--train.batch-size", "32"]
