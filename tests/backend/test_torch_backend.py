@@ -196,7 +196,6 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        pytest.param("sizes", "rank 1: all_reduce of 5 float32, called at ", marks=RARE),
         pytest.param("averages", "average: all_reduce of 4 float32, called at ", marks=RARE),
         pytest.param("averages_of_parts", "average: reduce_scatter of 4 float32", marks=RARE),
         pytest.param("roots", "reduce to rank 1: all_reduce of 4 float32, called", marks=RARE),
@@ -204,22 +203,18 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         pytest.param("sender_gone", ": has left the world, or ended its script", marks=RARE),
         pytest.param("late", "in all_reduce of 4 float32 (collective 0 of torch's", marks=RARE),
         pytest.param("late_message", "in recv of 16 bytes from rank 1, tag 0 (mess", marks=RARE),
-        pytest.param("killed", "is lost: its process has ended", marks=RARE),
-        pytest.param("raises", "KeyError: 'a bug of rank one'", marks=RARE),
         ("ddp_raises", "KeyError: 'a bug of rank one'"),
         ("ddp_differs", "rank 1: all_reduce of 1 float32, called at "),
-        pytest.param("ddp_differs_by_group", "ranks wait for each other, each in a", marks=RARE),
         pytest.param("ddp_late", "all_reduce of 20 float32 (collective ", marks=MORE),
         pytest.param("ddp_first_step_late", " in ddp_first_step_late", marks=RARE),
         pytest.param("ddp_uneven", ": has left the world, or ended its script", marks=MORE),
         pytest.param("chain_differs", "rank 1: all_reduce of 5 float32, called at ", marks=RARE),
-        pytest.param("last_roots", "rank 1: broadcast of 3 float32 [root 1], called", marks=RARE),
         ("last_roots_of_a_group", "rank 1: broadcast of 3 float32 [root 1], called at "),
         pytest.param("last_calls", "rank 1: the end of the script", marks=RARE),
     ],
 )
 def test_an_error_names_what_went_wrong(name, said):
-    alone = ("never_sent", "gone", "late", "killed", "raises", "uneven")  # one rank is to blame
+    alone = ("never_sent", "gone", "late", "raises", "uneven")  # one rank is to blame
     alike = not name.endswith((*alone, "late_message"))  # all ranks say the same
     result = run(2, "faults.py", name, outlived=not alike)
     assert result.returncode not in (0, None), result.report()
@@ -246,7 +241,7 @@ def test_processes_of_torchrun_are_refused_in_one_sentence(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     done = subprocess.run(
-        [*words, SCRIPTS / "faults.py", "sizes"],
+        [*words, SCRIPTS / "faults.py", "roots"],
         capture_output=True,
         text=True,
         timeout=250,

@@ -1,7 +1,6 @@
 """A job in which one rank does something wrong: mpirun -n 3 python fault.py KIND RANK [options]."""
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -15,11 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import mntrain
 
 STEP = 2  # in which it happens
-SYNC = {  # between nodes of one rank, which then communicate in exchanges only
-    "diloco": mntrain.sync.DiLoCo(every=1),
-    "sparseloco": mntrain.sync.SparseLoCo(every=1),
-}
-NODES = {"node lost", "link cut", "link cut for 3 s"}
+NODES = {"node lost", "link cut for 3 s"}
 HEALED_S = 8.0  # until a job whose network comes back has gone on for long enough
 
 
@@ -30,8 +25,7 @@ def parse():
     parser.add_argument("rank", type=int)
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=15.0)
-    parser.add_argument("--warn-after", type=float, default=5.0)
-    parser.add_argument("--sync", choices=SYNC)
+    parser.add_argument("--rarely", action="store_true", help="nodes of one rank, which exchange")
     return parser.parse_args()
 
 
@@ -40,16 +34,16 @@ class FaultyBatches:
 
     def __init__(self, kind, faulty):
         self.kind, self.faulty = kind, faulty
-        if kind in WORKERS:
-            samples = Samples(WORKERS[kind] if faulty else lambda: None)
+        self.from_workers = kind == "dead worker"
+        if self.from_workers:
+            samples = Samples(FAULTS["killed"] if faulty else lambda: None)
             self.batches = iter(DataLoader(samples, batch_size=4, num_workers=1))
 
     def batch(self, step):
         """One batch; in the faulty step of the faulty rank, what the kind says."""
         if self.faulty and step == STEP:
-            stamp()
             FAULTS.get(self.kind, lambda: None)()
-        return next(self.batches) if self.kind in WORKERS else torch.randn(4, 32)
+        return next(self.batches) if self.from_workers else torch.randn(4, 32)
 
 
 class Samples(Dataset):
@@ -68,10 +62,9 @@ class Samples(Dataset):
 
 
 def stamp(suffix=""):
-    """Note the time of the fault in the file that the environment names."""
-    if name := os.environ.get("FAULT_STAMP"):
-        with open(name + suffix, "w", encoding="ascii") as file:
-            file.write(str(time.time()))
+    """Note the time in the file that the environment names."""
+    with open(os.environ["FAULT_STAMP"] + suffix, "w", encoding="ascii") as file:
+        file.write(str(time.time()))
 
 
 def fail(error):
@@ -79,31 +72,10 @@ def fail(error):
     raise error
 
 
-def pause(seconds):
-    """Stop this process; a child lets it go on."""
-    parent = os.getpid()
-    if os.fork() == 0:
-        time.sleep(seconds)
-        os.kill(parent, signal.SIGCONT)
-        os._exit(0)
-    os.kill(parent, signal.SIGSTOP)
-
-
-BUG = "a bug of one rank"
 FAULTS = {
     "hang": lambda: time.sleep(1000),
-    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "raises": lambda: fail(KeyError(BUG)),
-    "exits": lambda: sys.exit(3),
-    "exits with 0": lambda: sys.exit(0),
-    "held": lambda: ctypes.PyDLL(None).sleep(1000),  # C code that keeps the interpreter
-    "slow": lambda: time.sleep(12),
-    "paused": lambda: pause(seconds=4),  # by another process, as a debugger or a scheduler does
-}
-
-WORKERS = {  # what a process of a DataLoader does
-    "dead worker": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raises": lambda: fail(KeyError("a bug of one rank")),
 }
 
 
@@ -119,18 +91,6 @@ class NotingReports:
     def flush(self):
         """Flush."""
         sys.__stderr__.flush()
-
-
-def prepare(kind, rank):
-    """Do what a faulty rank does before the job starts."""
-    own = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-    if kind in NODES:
-        sys.stderr = NotingReports()
-    elif kind == "clock shifted" and own == rank:
-        right = time.time
-        time.time = lambda: right() + 120
-    elif kind == "same core" and own in {rank, rank - 1 if rank else 1}:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def train_on_nodes(world):
@@ -153,46 +113,34 @@ def train(world, options):
     kind, faulty = options.kind, world.rank == options.rank
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-    optimizer = world.optimizer(
-        model, torch.optim.AdamW, stage=options.stage, sync=SYNC.get(options.sync)
-    )
+    sync = mntrain.sync.DiLoCo(every=1) if options.rarely else None
+    optimizer = world.optimizer(model, torch.optim.AdamW, stage=options.stage, sync=sync)
     loader = FaultyBatches(kind, faulty)
     for step in range(6):
-        now = faulty and step == STEP
         try:
             loss = model(loader.batch(step)).square().mean()
-            if now and kind == "continues":
+            if faulty and step == STEP and kind == "continues":
                 raise ValueError("of this sample")
-            if now and kind == "nan":
-                loss = loss * float("nan")
             loss.backward()
         except ValueError:
             continue
         optimizer.step()
         optimizer.zero_grad()
-        if not options.sync:
-            extra_collectives(world, kind, now=now)
-
-
-def extra_collectives(world, kind, *, now):
-    """Collectives, which the faulty rank calls in another order."""
-    first, second = torch.ones(8), torch.ones(3)
-    if now and kind == "another order":
-        first, second = second, first
-    world.collectives.all_reduce(first).wait()
-    world.collectives.all_reduce(second).wait()
-    world.collectives.broadcast(torch.ones(100_000)).wait()
+        if not options.rarely:
+            world.collectives.all_reduce(torch.ones(8)).wait()
+            world.collectives.broadcast(torch.ones(100_000)).wait()
 
 
 def main():
     """Run the job, and print what this rank has seen."""
     options = parse()
-    prepare(options.kind, options.rank)
+    if options.kind in NODES:
+        sys.stderr = NotingReports()
     with mntrain.init(
         device="cpu",
-        ranks_per_node=1 if options.sync else None,
+        ranks_per_node=1 if options.rarely else None,
         timeout=options.timeout,
-        warn_after=options.warn_after,
+        warn_after=5.0,
     ) as world:
         try:
             if options.kind in NODES:

@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from launch import Result, mpirun
 
 from mntrain.__main__ import main
+from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 
 SMALL = [
     *("--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
@@ -20,21 +20,23 @@ SMALL = [
     *("--train.steps", "6", "--optim.warmup-steps", "2", "--device", "cpu"),
 ]
 
-# The beginning of a module of tasks.
-LATE = '''
+# The beginning of a module of tasks, and of one whose rank 1 breaks.
+RANKED = """
 import os, signal, sys, time
 from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+"""
+LATE = f'''{RANKED}
 FIXED = os.environ.get("FIXED")
 
 class Late(LanguageModel):
-    """Breaks in the third forward of rank 1, in the way that a subclass says."""
-    calls = 0
+    """Breaks in one forward of rank 1, the third, in the way that a subclass says."""
+    at, calls = 3, 0
     def loss(self, model, batch):
         self.calls += 1
-        if RANK == 1 and self.calls == 3 and not FIXED:
+        if RANK == 1 and self.calls == self.at and not FIXED:
             return self.broken(model, batch)
         return super().loss(model, batch)
 
@@ -71,10 +73,9 @@ def train(
     timeout: float = 250,
     env=None,
     cluster=None,
-    outlived=False,
 ) -> Result:
     """Run a small job on ranks: see `job_words`."""
-    settings = {"timeout": timeout, "env": env, "cluster": cluster, "outlived": outlived}
+    settings = {"timeout": timeout, "env": env, "cluster": cluster}
     return mpirun(ranks, job_words(folder, *options), cwd=folder, **settings)
 
 
@@ -114,18 +115,29 @@ def autopsy(*paths: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def lines_of(run: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl of a run."""
+    return [*map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+
+
+def summary_of(run: Path) -> dict:
+    """Return the content of summary.json of a run."""
+    return json.loads((run / "summary.json").read_text())
+
+
+def steps_kept(run: Path) -> list[int]:
+    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
+    paths = list_checkpoints(run)
+    for path in paths:
+        verify(path, inspect(path))
+    return [inspect(path).step for path in paths]
+
+
 def metrics(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    """Return the lines of metrics.jsonl of the run in a folder."""
+    return lines_of(folder / "run")
 
 
 def summary(folder: Path) -> dict:
-    """Return the content of summary.json."""
-    return json.loads((folder / "run" / "summary.json").read_text())
-
-
-def configuration(folder: Path) -> dict:
-    """Return the content of config.toml."""
-    return tomllib.loads((folder / "run" / "config.toml").read_text())
+    """Return the content of summary.json of the run in a folder."""
+    return summary_of(folder / "run")

@@ -106,10 +106,10 @@ def world_of(rank=0, size=1, gather=alone):
     return SimpleNamespace(rank=rank, size=size, gather=gather, shard=shard, topology=nodes)
 
 
-def data_of(world, train, valid=None, *, config=None, collate=None):
+def data_of(world, train, valid=None, *, config=None, collate=None, resumed=None):
     """The data of a job whose task has these datasets."""
     task = SimpleNamespace(dataset={"train": train, "valid": valid}.get, collate=collate)
-    return JobData(world, config or Config(task="own:Task"), task, None)
+    return JobData(world, config or Config(task="own:Task"), task, resumed)
 
 
 def epoch_of(loader, rank, size, epoch=0, **options):

@@ -3,13 +3,11 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from job import LATE, autopsy, completed, train, write_corpus
-from launch import mpirun
+from job import LATE, autopsy, train, write_corpus
 
 from mntrain.recorder.recording import read
 
@@ -94,53 +92,3 @@ def test_a_rank_that_no_longer_goes_on_is_named_before_and_after_all_are_killed(
         assert "py-spy dump --pid" in before
         assert f"at {folder / 'broken.py'}:{line_of('time.sleep(0.1)')}" in after
         assert "it ran on, but did not call" in after
-
-
-EARLY = """
-import ctypes, os, signal, sys, time
-import mntrain
-
-with mntrain.init(device="cpu") as world, world.metrics(sys.argv[1]):
-    if world.rank == 1:
-        time.sleep(0.2)
-        if sys.argv[2] == "crashes":
-            ctypes.string_at(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "end", ["crashes", pytest.param("is killed", marks=pytest.mark.exhaustive)]
-)
-def test_a_rank_that_ends_at_once_while_no_other_waits_is_named(tmp_path, end):
-    (tmp_path / "own.py").write_text(EARLY)
-    run = tmp_path / "run"
-    mpirun(2, [sys.executable, tmp_path / "own.py", run, end], timeout=250)
-    text = autopsy(run).stdout
-    host, surely = os.uname().nodename, "" if end == "crashes" else "probably "
-    assert text.splitlines()[1] == f"rank 1 on {host} {surely}stopped first.", text
-    if end == "crashes":
-        line = EARLY[: EARLY.index("ctypes.string_at")].count("\n") + 1
-        assert f"Segmentation fault, at {tmp_path / 'own.py'}:{line}" in text
-
-
-@pytest.mark.exhaustive
-def test_a_run_with_recordings_on_a_local_disk_ended_well(folder):
-    completed(train(2, folder, "--run.recorder", str(folder / "local")))
-    assert not (folder / "run" / "recorder").exists()
-    assert len(list((folder / "local").rglob("rank-*.bin"))) == 2
-    done = autopsy(folder / "run")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "The job ended well: completed." in done.stdout
-    assert "cause" not in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_a_job_without_a_place_to_record_trains_and_warns_once(folder):
-    (folder / "file").write_text("")
-    result = completed(train(2, folder, "--run.recorder", str(folder / "file")))
-    assert result.stderr.count("warning: no recording for autopsy") == 1, result.stderr
-    assert "Not a directory" in result.stderr
-    assert autopsy(folder / "run").returncode == 2

@@ -4,17 +4,12 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from job import completed, losses, losses_alone, metrics, summary, train, write_corpus
+from job import RANKED, completed, losses, losses_alone, metrics, summary, train, write_corpus
 
 from mntrain.report import report_command
 
 # A language model whose loss takes longer on rank 1.
-SLOW = """
-import os, time
-from mntrain.tasks.lm import LanguageModel
-
-RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-
+SLOW = f"""{RANKED}
 class Slow(LanguageModel):
     def loss(self, model, batch):
         time.sleep(0.01 * (SLOWER if RANK == 1 else 1) * len(batch))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from job import SMALL
-from launch import is_open_mpi, mpirun
+from launch import is_open_mpi
 
 MNTRAIN = [sys.executable, "-m", "mntrain"]
 OWN_LOOP = "import mntrain\nwith mntrain.init():\n    pass\n"
@@ -99,21 +99,6 @@ def test_shared_memory_that_mpi_would_die_of_is_reported_first(option, words, tm
     assert words in ours[0]
     assert "Fatal error in" not in ended.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.thorough
-def test_too_many_threads_are_one_warning(tmp_path):
-    cores = len(os.sched_getaffinity(0))
-    ended = mpirun(
-        2,
-        [sys.executable, "-c", OWN_LOOP],
-        timeout=250,
-        env={"OMP_NUM_THREADS": str(4 * cores)},
-    )
-    assert ended.returncode == 0, ended.report()
-    (line,) = [line for line in ended.stderr.splitlines() if "threads" in line]
-    assert f"rank 0 on {os.uname().nodename} is set to {4 * cores} threads, but its" in line
-    assert f"set OMP_NUM_THREADS={max(1, cores // 2)}," in line
 
 
 @pytest.mark.thorough

@@ -93,17 +93,6 @@ class Slow(LanguageModel):
         time.sleep(0.05)
         return super().loss(model, batch)
 
-class Normed(Task):
-    def model(self):
-        return torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
-
-    def dataset(self, split):
-        points = torch.randn(9, 2, generator=torch.Generator().manual_seed(1))
-        return torch.utils.data.TensorDataset(points) if split == "train" else None
-
-    def loss(self, model, batch):
-        return Loss(model(batch[0]).square().mean(), len(batch[0]))
-
 class NeedsMore(LanguageModel):
     def __init__(self, config):
         if RANK == 1:
@@ -178,23 +167,6 @@ def test_an_exception_is_reported_if_no_other_rank_has_a_sample(folder):
     assert "KeyError: 'a bug of every rank'" in result.stderr
     assert "wait for each other" not in result.stderr
     assert summary(folder)["status"] == "crashed"
-
-
-@pytest.mark.exhaustive
-def test_a_last_batch_that_is_too_small_for_batch_norm_is_explained(folder):
-    # 9 samples: the third step has a single one, which rank 0 gets.
-    options = ["--task", "broken:Normed", "--train.batch-size", "4", "--train.check-every", "1"]
-    result = train(2, folder, *options)
-    assert not result.timed_out, result.report()
-    assert result.returncode not in (0, None)
-    assert "ValueError: Expected more than 1 value per channel when training" in result.stderr
-    assert result.stderr.count("give --data.drop-last to leave that out") == 1, result.report()
-    assert len(metrics(folder)) == 2
-    whole = folder / "whole"
-    whole.mkdir()
-    (whole / "broken.py").write_text(TASKS)
-    completed(train(2, whole, *options, "--data.drop-last"))
-    assert [line["samples"] for line in metrics(whole)] == [4] * 6
 
 
 @pytest.mark.thorough
@@ -305,31 +277,6 @@ def run(folder, text, ranks, *words, **options):
     script = folder / "own.py"
     script.write_text(text)
     return mpirun(ranks, [sys.executable, script, *words], cwd=folder, timeout=250, **options)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("late", ["before", "during"])
-def test_a_rank_that_hangs_before_or_during_a_save_is_named_and_ends_the_job(tmp_path, late):
-    text = (
-        "import os, sys, time, torch, mntrain\n"
-        "world = mntrain.init(device='cpu', timeout=3, warn_after=1)\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "optimizer = world.optimizer(model, torch.optim.AdamW)\n"
-        "checkpoints = world.checkpoints('run', model=model, optimizer=optimizer, every=0)\n"
-        "checkpoints.restore()\n"
-        "if world.rank == 1 and sys.argv[1] == 'before':\n"
-        "    time.sleep(1000)\n"
-        "if world.rank == 1:\n"
-        "    os.fsync = lambda file: time.sleep(1000)\n"
-        "checkpoints.save(1, now=True)\n"
-    )
-    result = run(tmp_path, text, 2, late)
-    assert not result.timed_out
-    assert result.returncode == 1, result.report()
-    assert "for rank 1 on" in result.stderr
-    assert (
-        f"in no collective, at {tmp_path}/own.py:{8 if late == 'before' else 11}" in result.stderr
-    )
 
 
 @pytest.mark.exhaustive
@@ -448,42 +395,6 @@ def test_a_process_that_ends_without_mpi_does_not_keep_the_others(tmp_path):
     assert "is lost: its process has ended without the end of MPI" in result.stderr
 
 
-@pytest.mark.exhaustive
-def test_the_error_of_a_library_user_is_printed_once(tmp_path):
-    text = (
-        "import mntrain\nwith mntrain.init(algorithm='ring') as world:\n    print('not reached')\n"
-    )
-    result = run(tmp_path, text, 2)
-    assert result.returncode == 1
-    sentence = "algorithm: Input should be 'flat', 'lanes', 'leader' or 'naive', not 'ring'"
-    assert result.stderr.count(sentence) == 1
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-
-
-@pytest.mark.exhaustive
-def test_threads_and_caught_errors_end_without_the_job(tmp_path):
-    text = (
-        "import sys, threading\nimport mntrain\n"
-        "def bug():\n    raise KeyError('in a thread')\n"
-        "with mntrain.init() as world:\n"
-        "    for function in (sys.exit, bug) if world.rank == 1 else ():\n"
-        "        thread = threading.Thread(target=function, name='logger')\n"
-        "        thread.start()\n        thread.join()\n"
-        "    try:\n"
-        "        with world.agreement():\n"
-        "            if world.rank == 1:\n"
-        "                raise ValueError('not here')\n"
-        "    except mntrain.AgreedError as error:\n"
-        "        told = world.gather(str(error))\n"
-        "    print(f'{world.sum([1.0])} {told}\\n', end='')\n"
-    )
-    result = completed(run(tmp_path, text, 2))
-    assert result.stdout.count("[2.0] ['rank 1: not here', 'rank 1: not here']") == 2
-    assert result.stderr.count("mntrain: rank 1 of 2 on") == 1
-    assert result.stderr.count("KeyError: 'in a thread'") == 1
-
-
 @pytest.mark.parametrize(
     "started_by",
     ["mntrain", *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ("mpi4py", "script"))],
@@ -498,58 +409,3 @@ def test_children_end_in_every_way_without_ending_mpi_for_their_rank(tmp_path, s
     assert result.stderr.count("'in a child'") == 2  # lines of two ranks may be mixed
     assert result.stderr.count("a reason") == 2
     assert result.stderr.count("a forked child of a rank and cannot be a rank itself") == 2
-
-
-@pytest.mark.exhaustive
-def test_a_hook_of_the_users_gets_the_error_of_every_rank(tmp_path):
-    text = (
-        "import sys\nimport mntrain\n"
-        "sys.excepthook = lambda kind, error, trace: print('reported', error)\n"
-        "with mntrain.init() as world:\n"
-        "    if world.rank == world.size - 1:\n        raise KeyError('a bug')\n"
-        "    world.sum([1.0])\n"
-    )
-    for ranks in (1, 2):
-        result = run(tmp_path, text, ranks)
-        assert result.returncode not in (0, None), result.report()
-        assert result.stdout.strip() == "reported 'a bug'"
-
-
-PAUSES = """
-import sys, time, mntrain
-
-def read_data():
-    time.sleep(4)
-
-with mntrain.init(warn_after=1.0, timeout=3.0) as world:
-    world.sum(1.0)
-    read_data()
-    world.sum(1.0)
-    if world.rank == 0:
-        print(("x" * 99 + "\\n") * 20_000)
-    world.sum(1.0)
-    print("went on", flush=True)
-    world.sum(1.0)
-    if world.rank == 0:
-        time.sleep(1000)
-    world.sum(1.0)
-"""
-
-
-@pytest.mark.exhaustive
-def test_idle_ranks_are_told_and_unread_output_does_not_end_a_job_but_a_hang_does(tmp_path):
-    (tmp_path / "pauses.py").write_text(PAUSES)
-    said = tmp_path / "said"
-    command = [sys.executable, "pauses.py"]
-    with said.open("w") as file, in_own_group(command, tmp_path, ranks=2, stderr=file) as process:
-        until(lambda: "no rank has taken a step" in said.read_text())
-        time.sleep(12)  # 3 s would end a hang
-        assert process.poll() is None
-        output, _ = process.communicate(timeout=250)
-    assert output.count("went on") == 2
-    text = said.read_text()
-    assert "  ranks 0, 1 on " in text
-    assert "pauses.py:5 in read_data" in text
-    assert "nobody has read the stdout of rank 0" in text
-    assert "error: rank 1 on" in text.partition("nobody has read")[2]
-    assert process.returncode != 0

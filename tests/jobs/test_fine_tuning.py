@@ -44,17 +44,3 @@ def test_a_run_takes_weights_and_trains_the_layers_that_are_not_frozen(tmp_path,
     assert losses(tmp_path / "tuned") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     # The first loss is that of trained weights: it is lower than that of new ones.
     assert metrics(tmp_path / "tuned")[0]["loss"] < metrics(first)[0]["loss"] - 0.1
-
-
-@pytest.mark.exhaustive
-def test_a_resumed_run_keeps_its_weights_and_its_frozen_layers(tmp_path, first):
-    frozen = ["--init.freeze", "embedding*"]
-    completed(tune(2, tmp_path, first, *frozen, "--train.steps", "6"))
-    (tmp_path / "parts").mkdir()
-    completed(tune(2, tmp_path / "parts", first, *frozen, "--run.stop-after", "3"))
-    result = tune(2, tmp_path / "parts", first, "--init.freeze", "embedding*", "blocks.1.*")
-    assert result.returncode == 2
-    assert "--init.freeze was ['embedding*'], and is ['embedding*', 'blocks.1.*']" in result.stderr
-    result = completed(tune(2, tmp_path / "parts", first, *frozen))
-    assert "weights: " not in result.stdout
-    assert losses(tmp_path / "parts") == losses(tmp_path)

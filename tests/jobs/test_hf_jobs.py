@@ -76,20 +76,6 @@ def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss
 
 
 @pytest.mark.exhaustive
-def test_a_run_is_resumed_with_its_model_and_refused_with_another(tmp_path, text):
-    options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]
-    completed(train(2, tmp_path, *options, "--run.stop-after", "2"))
-    (tmp_path / "gpt2").rename(tmp_path / "moved")
-    options[-1] = str(tmp_path / "moved")
-    resumed = completed(train(2, tmp_path, *options, "--run.stop-after", "4"))
-    assert "resumed after step 2" in resumed.stdout
-    write_gpt2(tmp_path / "moved", n_head=1)  # of the same shapes
-    result = train(2, tmp_path, *options)
-    assert result.returncode == 2
-    assert "is of another run: the model's config.json was " in result.stderr
-
-
-@pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_folder(tmp_path):
     words = {"neg": ("7 and 8 make", "9 and"), "pos": ("That is all", "That")}

@@ -8,7 +8,6 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from job import job_words, losses, summary
 from launch import in_own_group, mpirun_words
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -101,21 +100,6 @@ TROUBLED = OWN_LOOP.replace(
 ).replace("import time\n", "import contextlib, subprocess, time\n")
 SMALL_MEMORY = """mkdir memory && chmod 700 memory
 mount -t tmpfs -o size=4m,mode=700 none memory && exec "$@" """
-TASK = """
-import os, signal
-from mntrain.tasks.lm import LanguageModel
-
-class Killed(LanguageModel):
-    calls = 0
-    def loss(self, model, batch):
-        self.calls += model.training
-        rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-        if os.environ["LOSE"] == "1" and rank == "1" and self.calls == 10:
-            if not os.path.exists("killed"):
-                open("killed", "x").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch)
-"""
 
 
 def run(folder, command, *, lose, small_memory=False):
@@ -154,19 +138,6 @@ def losses_of(folder):
     assert not list(folder.glob("memory/*"))  # after a clean end
     steps = [step for step, _ in noted]
     return dict(noted), sum(after <= before for before, after in pairwise(steps))
-
-
-def test_a_job_on_virtual_nodes_whose_rank_is_killed_ends_as_an_undisturbed_one(tmp_path):
-    found = []
-    for lose in (True, False):
-        folder = tmp_path / f"lose {lose}"
-        folder.mkdir()
-        (folder / "killed.py").write_text(TASK)
-        options = ["--task", "killed:Killed", "--checkpoint.every", "2", "--train.steps", "8"]
-        run(folder, job_words(folder, *options, "--comm.ranks-per-node", "1"), lose=lose)
-        found.append(losses(folder))
-        assert (summary(folder)["resumed_from"] is not None) == lose
-    assert found[0] == found[1]
 
 
 def test_a_script_for_ddp_that_saves_by_itself_goes_on_as_an_undisturbed_one(tmp_path, undisturbed):

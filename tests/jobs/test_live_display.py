@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pyte
 import pytest
-from job import job_words
+from job import RANKED, job_words
 from launch import environment, mpirun_words
 from reports import emulate, lines_of
 from terminals import pseudo_terminal
 
 # A task whose last rank prints a line of its own in each step.
-TALKATIVE = r"""
-import os, sys
-from mntrain.tasks.lm import LanguageModel
-
-RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-
+TALKATIVE = (
+    RANKED
+    + r"""
 class Talkative(LanguageModel):
     calls = 0
     def loss(self, model, batch):
@@ -33,6 +30,7 @@ class Talkative(LanguageModel):
                 print(line, file=file)
         return super().loss(model, batch)
 """
+)
 NAMES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 
 

@@ -1,7 +1,6 @@
 """Ranks that are started with other options, sources or data: one error before any work."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -94,12 +93,3 @@ def test_ranks_may_differ_in_what_no_result_depends_on(tmp_path):
     completed(start(tmp_path, odd=f'exec "$@" {odd}'))
     assert summary(tmp_path)["status"] == "completed"
     assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.exhaustive
-def test_bench_names_options_that_differ(tmp_path):
-    words = 'exec "$@" --sizes %s'
-    command = ["sh", "-c", ODD.replace('exec "$@"', words % "64k") % (words % "4k"), "sh"]
-    command += [sys.executable, "-m", "mntrain", "bench", "--device", "cpu"]
-    said = refused(mpirun(2, command, timeout=250, cwd=tmp_path), tmp_path)
-    assert said.startswith("mntrain: --sizes differs between ranks: rank 0 has ")

@@ -1,80 +1,10 @@
 """Jobs that end before their run is complete, and jobs that resume it."""
 
 import json
-import os
-import random
-import subprocess
-from pathlib import Path
 
 import pytest
-from job import ckpt, completed, configuration, losses, metrics, summary, train
+from job import ckpt, completed, losses, metrics, steps_kept, summary, train
 from launch import TESTS
-
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
-from mntrain.recorder.recording import FILE_BYTES
-
-ONE_EACH = ["--checkpoint.every", "1", "--checkpoint.keep", "2"]
-
-
-def steps_kept(folder: Path) -> list[int]:
-    """The steps of the run's checkpoints, the newest first, after verifying them."""
-    paths = list_checkpoints(folder / "run")
-    for path in paths:
-        verify(path, inspect(path))
-    return [inspect(path).step for path in paths]
-
-
-@pytest.fixture
-def whole(tmp_path) -> Path:
-    (tmp_path / "whole").mkdir()
-    return tmp_path / "whole"
-
-
-@pytest.fixture
-def parts(tmp_path) -> Path:
-    (tmp_path / "parts").mkdir()
-    return tmp_path / "parts"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_a_job_killed_at_any_instant_resumes_from_its_last_checkpoint(whole, parts):
-    options = [*ONE_EACH, "--train.steps", "120"]
-    completed(train(2, whole, "--train.steps", "120"))
-    chance, reached = random.Random(5), 0
-    for _ in range(2):
-        train(2, parts, *options, timeout=chance.uniform(4, 8))  # then the whole job is killed
-        newest, done = max(steps_kept(parts), default=0), len(metrics_so_far(parts))
-        assert newest >= max(done - 2, reached)  # the last two may not be complete yet
-        reached = newest
-    if reached < 120:
-        completed(train(2, parts, *options))
-    assert losses(parts) == losses(whole)
-    assert steps_kept(parts) == [120, 119]
-
-
-@pytest.mark.exhaustive
-def test_epochs_end_after_all_samples_also_with_other_batches_and_ranks(tmp_path):
-    options = ["--train.steps", "none", "--train.epochs", "3", "--data.valid-fraction", "0"]
-    options += ["--train.eval-every", "1"]  # of nothing
-    completed(train(1, tmp_path, *options, "--run.stop-after", "9"))  # of 60 windows, 8 a step
-    changed = ["--train.batch-size", "16", "--run.allow-change", "batch-size"]
-    last = completed(train(2, tmp_path, *options, *changed))
-    assert "changed since then: --train.batch-size was 8, is 16" in last.stdout
-    whole = summary(tmp_path)
-    assert whole["steps"] == 9 + 4 + 4  # 52 of the second epoch, and the third
-    assert (whole["status"], whole["eval_loss"]) == ("completed", None)
-    assert not any("eval_loss" in line for line in metrics(tmp_path))
-    samples = [line["samples"] for line in metrics(tmp_path)]
-    assert samples[7:] == [4, 8, 16, 16, 16, 4, 16, 16, 16, 12]
-    assert metrics(tmp_path)[-1]["lr"] == pytest.approx(3e-4)  # a tenth, in the last step
-    given = configuration(tmp_path)["train"]
-    assert (given["steps"], given["epochs"]) == ("none", 3)
-
-
-def metrics_so_far(folder: Path) -> list[str]:
-    log = folder / "run" / "metrics.jsonl"
-    return log.read_text().splitlines() if log.exists() else []
 
 
 @pytest.mark.thorough
@@ -115,7 +45,7 @@ def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(
     assert "samples of the training data" in other.stderr
     assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 6)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert steps_kept(tmp_path) == [6, 4, 2]
+    assert steps_kept(tmp_path / "run") == [6, 4, 2]
     assert (tmp_path / "run" / "checkpoints" / "step-00000003.aside").is_dir()
 
 
@@ -140,28 +70,3 @@ def test_a_checkpoint_of_version_0_1_is_sound_and_resumed(tmp_path):
     assert "the version that saved it took samples in another order" in result.stderr
     assert losses(tmp_path) == pytest.approx(expected, rel=2e-2)
     assert max(losses(tmp_path)) < 5
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_leaves_checkpoints_intact(tmp_path):
-    small = tmp_path / "run"
-    small.mkdir()
-    # Room for the recordings, and for one checkpoint of about 0.5 MB, not for two.
-    room = 2 * FILE_BYTES + 900_000
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", small], check=True)
-    try:
-        result = train(2, tmp_path, "--checkpoint.every", "2")
-        assert steps_kept(tmp_path) == [2]
-        # During the run it is a warning; at the end the job fails with it.
-        for step, kind in ((4, "warning"), (6, "error")):
-            assert (
-                result.stderr.count(f"{kind}: {small}/checkpoints/step-{step:08d} was not sa") == 1
-            )
-        assert "No space left on device" in result.stderr
-        assert result.returncode == 1
-        assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("failed", 6)
-        assert summary(tmp_path)["checkpoints"]["failed"] == 1
-        assert len(list((small / "checkpoints").iterdir())) == 1
-    finally:
-        subprocess.run(["umount", small], check=True)

@@ -1,6 +1,5 @@
 """Jobs on text that is tokenized: a saved dataset with a byte-pair encoding."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,8 +7,6 @@ import pytest
 from corpora import stories, write_bpe, write_records
 from job import completed, losses, train
 from launch import mpirun
-
-from mntrain.corpus.tokenizer import load_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "job.md"
 STEPS = ["--train.steps", "30", "--optim.lr", "1e-2", "--checkpoint.every", "10"]
@@ -46,28 +43,3 @@ def test_a_job_on_a_saved_dataset_learns_resumes_and_its_sample_decodes(tmp_path
         lines = lines.replace(of_page, here)
     result = completed(mpirun(1, [sys.executable, "-c", lines], cwd=tmp_path, timeout=250))
     assert result.stdout.startswith("12 and 13")
-
-
-@pytest.mark.exhaustive
-def test_another_tokenizer_is_refused_by_ranks_and_by_resumed_runs(tmp_path, options):
-    completed(train(2, tmp_path, *options, *STEPS, "--run.stop-after", "10"))
-    path = Path(options[-1].removeprefix("bpe:"))
-    content = json.loads(path.read_text())
-    merges = content["model"]["merges"]
-    merges[-1], merges[-2] = merges[-2], merges[-1]  # of the same size, and the vocabulary too
-    path.write_text(json.dumps(content))
-    resumed = train(2, tmp_path, *options, *STEPS)
-    assert resumed.returncode == 2
-    assert "is of another run: the tokenizer was sha256 " in resumed.stderr
-    (tmp_path / "0").mkdir()
-    other = write_bpe(tmp_path / "0")
-    own = ["bash", "-c", f'{sys.executable} -m mntrain "$@" --data.tokenizer bpe:"$FILE"', "x"]
-    words = [*options[:-2], "--train.steps", "2", "--device", "cpu"]
-    ranks = [
-        *("env", f"FILE={other}", *own, *words, ":", "-n", "1", "env", f"FILE={path}", *own, *words)
-    ]
-    result = mpirun(1, ranks, cwd=tmp_path, timeout=250)
-    assert result.returncode == 2, result.report()
-    assert load_tokenizer(f"bpe:{other}").sha256 in result.stderr
-    assert load_tokenizer(f"bpe:{path}").sha256 in result.stderr
-    assert "the tokenizer" in result.stderr

@@ -1,13 +1,11 @@
-"""Jobs of a few short steps, and the files that they leave."""
+"""Jobs of a few short steps."""
 
-import json
 import os
 from pathlib import Path
 
 from mpi4py import MPI
 from worlds import RANKS
 
-from mntrain.checkpoint.reader import inspect, list_checkpoints, verify
 from mntrain.options.config import (
     Config,
     DataConfig,
@@ -54,23 +52,3 @@ def small(folder: Path, task: str = f"{__name__}:Silent", **train) -> Config:
         zero=ZeroConfig(stage=2),
         run=RunConfig(dir=folder / "run"),
     )
-
-
-def steps_taken(folder: Path) -> int:
-    return len((folder / "run" / "metrics.jsonl").read_text().splitlines())
-
-
-def steps_kept(run: Path) -> list[int]:
-    """The steps of the run's checkpoints, the newest first; every byte of them is right."""
-    paths = list_checkpoints(run)
-    for path in paths:
-        verify(path, inspect(path))
-    return [inspect(path).step for path in paths]
-
-
-def lines_of(run: Path) -> list[dict]:
-    return [*map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
-
-
-def summary_of(folder: Path) -> dict:
-    return json.loads((folder / "run" / "summary.json").read_text())

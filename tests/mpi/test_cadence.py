@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from job import lines_of
 from mpi4py import MPI
 from oracle import PlainTraining, assert_parity
-from small_jobs import lines_of
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import RANKS, first_ranks

@@ -1,7 +1,6 @@
 """Parameters that are moved, converted or replaced after their optimizer was made."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
@@ -186,33 +185,3 @@ def test_a_checkpoint_continues_in_another_memory_format(world, make, folder, st
         checkpoints.save(3, now=True)
         optimizer.close()
     assert_close(model, alone)
-
-
-class AssignsBuffers(nn.Module):
-    """A layer that assigns other tensors to its buffers in each forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-        self.register_buffer("total", torch.zeros(3))
-        self.register_buffer("latest", None)
-        self.register_buffer("constant", torch.zeros(1), persistent=False)
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.latest = y.detach().mean(0) + RANK
-        self.total = self.total + self.latest
-        return y
-
-
-@STAGES
-def test_buffers_are_rank_0s_after_a_step_and_a_skipped_one(world, make, stage):
-    model = AssignsBuffers().double()
-    optimizer = make(model, ADAM, stage=stage, non_finite="skip")
-    model.constant.fill_(RANK)
-    for step, factor in enumerate((1.0, math.inf)):
-        (loss_of(model, *mine(world, batch(step))) * factor).backward()
-        expected = world.gather({n: b.tolist() for n, b in model.named_buffers()})[0]
-        assert optimizer.step().skipped == (factor != 1.0)
-        optimizer.zero_grad()
-        assert {n: b.tolist() for n, b in model.named_buffers()} == expected

@@ -19,7 +19,7 @@ from damages import flip
 from handmade import Keeping, Lamb, Listed
 from models import Mixed, Strided, TiedTokenModel, Tiny, WithEmpty, double, net
 from mpi4py import MPI
-from oracle import ADAMW, EXACT, PlainTraining, assert_parity, loss_of, samples, update
+from oracle import ADAMW, PlainTraining, assert_parity, loss_of, samples, update
 from safetensors.torch import load_file
 from states import (
     SIZES,
@@ -129,27 +129,6 @@ def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, make_model
             if world is not None:
                 read = expect_read_back(world, place, other, state, **mode_of(turn))
                 assert read == (2, {})
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_resumed_training_equals_uninterrupted_training(worlds, folder, size):
-    model = double(Strided)()
-    alone = PlainTraining(model, ADAMW)
-    for step in range(6):
-        alone.step(loss_of(alone.model, samples(12, step)))
-    for turn, ranks in enumerate([RANKS, size, RANKS]):
-        world = worlds(ranks)
-        if world is not None:
-            optimizer = world.optimizer(model, ADAMW, **mode_of(turn + size))
-            if turn:
-                checkpoint.load(checkpoint.newest(world, folder), model, optimizer, world)
-            train(world, model, optimizer, range(2 * turn, 2 * turn + 2))
-            save(world, model, optimizer, folder, step=turn)
-            optimizer.close()
-        MPI.COMM_WORLD.Barrier()
-        if turn < 2:
-            model = empty_like(model)
-    assert_parity(worlds(), model, alone, EXACT)
 
 
 def test_state_of_whole_parameters(worlds, folder):

@@ -106,6 +106,14 @@ def test_another_number_of_samples_is_named(world):
     assert said.startswith(f"{name} differs between ranks: {BUT_LAST} 4, rank {RANKS - 1} has 5: ")
 
 
+def test_a_value_of_the_task_that_differs_is_named(world, monkeypatch):
+    given = {"the tokenizer": odd(world, "bytes", "sha256 b")}
+    monkeypatch.setattr(ComparedTask, "compared_values", lambda task: given)
+    said = refusal(compare, world, lambda index: index)
+    differ = f"the tokenizer differs between ranks: {BUT_LAST} bytes, rank {RANKS - 1} has sha256 b"
+    assert said.startswith(f"{differ}: ")
+
+
 def test_files_of_a_task_are_compared_and_one_that_is_missing_is_told(world, tmp_path, monkeypatch):
     (tmp_path / "a").write_text(odd(world, "usual", "another"))
     monkeypatch.setattr(ComparedTask, "files", {"a": tmp_path / "a"})

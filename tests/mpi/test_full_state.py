@@ -5,7 +5,6 @@ import io
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -217,28 +216,3 @@ def test_changes_of_all_state_are_those_of_plain_torch(world, make, stage, parti
             change(ours)
             change(alone)
     assert_close(model, oracle)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_state_by_parameter_is_right_or_one_sentence(world, make, stage):
-    model = TiedAndStrided()
-    optimizer = make(model, OPTIMIZERS["Adam"], stage=stage)
-    update(optimizer, loss_of(model, *mine(world, batch(0, torch.float32))))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    owned = [p for p in optimizer.state if any(p is one for one in trained)]
-    for parameter, use in product(trained, USES):
-        if any(parameter is one for one in owned):
-            assert use(optimizer.state, parameter)
-        elif SIZE > 1:
-            with pytest.raises(RuntimeError, match=f"is sharded at stage {stage}, and not whole"):
-                use(optimizer.state, parameter)
-    assert world.sum(len(owned)) <= len(trained)
-
-
-USES = [
-    lambda state, p: state[p],
-    lambda state, p: state.get(p),
-    lambda state, p: p in state,
-    lambda state, p: state.setdefault(p, {}),
-    lambda state, p: state.update({p: state.pop(p, None)}) is None,
-]

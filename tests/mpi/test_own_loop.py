@@ -1,7 +1,6 @@
 """Checkpoints, metrics and requests to stop of a user's own loop."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from job import lines_of, steps_kept, summary_of
 from mpi4py import MPI
 from pages import Page
-from small_jobs import lines_of, steps_kept
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,11 +61,9 @@ def one_cycle(optimizer):
 class Loop:
     """A user's own loop of `STEPS` steps. Leaves it after `stop_after`, without a word."""
 
-    def __init__(
-        self, world, run_dir, *, stage=0, dropout=0.0, schedule=cosine, sync=None, **options
-    ):
+    def __init__(self, world, run_dir, *, stage=0, schedule=cosine, sync=None, **options):
         torch.manual_seed(world.rank)
-        self.world, self.dropout = world, dropout
+        self.world = world
         self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
         given = {"lr": 0.05, "stage": stage, "sync": sync}
         self.optimizer = world.optimizer(self.model, torch.optim.AdamW, **given)
@@ -85,7 +82,7 @@ class Loop:
         x, y = samples(step)
         low, high = (len(x) * (self.world.rank + i) // self.world.size for i in (0, 1))
         count = high - low
-        out = nn.functional.dropout(self.model(x[low:high]), self.dropout)
+        out = self.model(x[low:high])
         loss = (out - y[low:high]).square().mean() if count else out.sum()
         self.optimizer.backward(loss, weight=count) if count else self.optimizer.share(0)
         self.optimizer.step()
@@ -120,10 +117,6 @@ def column(run_dir, name):
     return [line[name] for line in lines_of(run_dir)]
 
 
-def summary(run_dir):
-    return json.loads((run_dir / "summary.json").read_text())
-
-
 @pytest.mark.parametrize("schedule", [cosine, pytest.param(one_cycle, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "stages",
@@ -146,7 +139,7 @@ def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
         expected = column(folder / "whole", name)
         assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)
     assert column(folder / "parts", "step") == list(range(1, STEPS + 1))
-    found = summary(folder / "parts")
+    found = summary_of(folder / "parts")
     assert (found["status"], found["steps"]) == ("completed", STEPS)
     assert found["resumed_from"].endswith("checkpoints/step-00000004")
     assert found["checkpoint"].endswith("checkpoints/step-00000012")
@@ -163,16 +156,6 @@ def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
     monkeypatch.setattr(saver, "remove_old", slowly)
     train(folder / "run", stop_after=5, keep=1)
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000004"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stage", [0, 2])
-def test_on_the_same_ranks_losses_are_bitwise_the_same_with_dropout(folder, stage):
-    options = {"stage": stage, "dropout": 0.3}
-    train(folder / "whole", **options)
-    train(folder / "parts", **options, stop_after=7)
-    train(folder / "parts", **options)
-    assert column(folder / "parts", "loss") == column(folder / "whole", "loss")
 
 
 @pytest.mark.both
@@ -201,27 +184,13 @@ def test_a_signal_on_one_rank_stops_all_ranks_after_the_same_step(folder, number
         assert len(set(world.gather(step))) == 1
         assert step <= 5
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
-    found = summary(folder / "run")
+    found = summary_of(folder / "run")
     assert found["status"] == ("interrupted" if number == signal.SIGINT else "preempted")
     assert found["reason"] == f"{number.name} on rank {RANKS - 1}"
     assert steps_kept(folder / "run") == [step]
     train(folder / "run")
     assert column(folder / "run", "step") == list(range(1, STEPS + 1))
-    assert summary(folder / "run")["status"] == "completed"
-
-
-def test_the_reason_of_one_rank_stops_all_of_them(folder):
-    with world_of() as world:
-        loop = Loop(world, folder / "run", every=0)
-        with loop.metrics:
-            for step in range(1, 9):
-                loop.step(step)
-                own = "its loss is low" if step == 3 and world.rank == world.size - 1 else None
-                if stop := world.stop_requested(reason=own):
-                    break
-    assert (step, *stop) == (4, "stopped", "its loss is low")
-    found = summary(folder / "run")
-    assert (found["status"], found["reason"]) == stop
+    assert summary_of(folder / "run")["status"] == "completed"
 
 
 @pytest.mark.processes
@@ -248,19 +217,6 @@ def test_signals_while_a_loop_saves_do_not_end_it(folder, monkeypatch):
         loop.metrics.close()
     assert stop == ("interrupted", "SIGINT on rank 0")
     assert steps_kept(folder / "run") == [1]
-
-
-@pytest.mark.thorough
-def test_a_time_limit_stops_all_ranks_before_it_is_over(folder):
-    with world_of() as world:
-        step = 0
-        while not world.stop_requested(max_minutes=1 / 60):
-            step += 1
-            time.sleep(0.03)
-        assert len(set(world.gather(step))) == 1
-        with world.metrics(folder / "run") as metrics:
-            metrics.log(step)
-    assert summary(folder / "run")["reason"] == "its 0.0166667 minutes are over"
 
 
 def test_nothing_is_written_to_a_folder_in_the_place_of_the_run_directory(folder, monkeypatch):
@@ -361,7 +317,7 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
         ]
         assert column(folder / "run", "loss") == pytest.approx(expected, rel=1e-12)
         assert column(folder / "run", "step") == [*range(1, step + 1)]
-        assert summary(folder / "run")["status"] == "preempted"
+        assert summary_of(folder / "run")["status"] == "preempted"
 
 
 @pytest.mark.mpi(min_size=2)
@@ -416,7 +372,7 @@ def test_metrics_are_exact_means_by_weight(folder):
     assert last["loss"] is None  # not in JSON
     assert first.keys() - {"step", "loss", "lr"} == {"step_s", "communication", "exposed"}
     assert (folder / "config.toml").read_text() == 'lr = 0.1\n\n[a]\nb = "none"\n'
-    found = summary(folder)
+    found = summary_of(folder)
     assert (found["status"], found["steps"]) == ("completed", 6)
     assert found["eval_loss"] == pytest.approx(
         sum(w * rank for rank, w in enumerate(expected)) / sum(expected)
@@ -448,31 +404,6 @@ def test_a_loop_leaves_a_page_about_its_run(folder):
     page = Page((folder / "report.html").read_text())
     assert page.problems == []
     assert (page.after("status"), page.after("lr")) == ("completed", "0.5")
-
-
-def test_copies_of_the_metrics_of_a_resumed_loop_have_each_step_once(folder):
-    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def loop(last, sign):
-        with world_of() as world:
-            given = bare(world)
-            model, optimizer = given.values()
-            saves = world.checkpoints(folder, **given, every=4)
-            with world.metrics(folder, tensorboard=True) as log:
-                for step in range(saves.restore() + 1, last + 1):
-                    model(torch.ones(1, 2)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    log.log(step, loss=sign * step, **({"top5": 0.5} if step == 5 else {}))
-                    saves.save(step)
-
-    loop(6, 1.0)
-    time.sleep(1.1)  # TensorBoard orders files by the second in their name
-    loop(7, -1.0)
-    losses = [1.0, 2.0, 3.0, 4.0, -5.0, -6.0, -7.0]
-    assert [line["loss"] for line in lines_of(folder)] == losses
-    shown = board.EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in shown] == list(enumerate(losses, 1))
 
 
 def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypatch):
@@ -549,7 +480,7 @@ def test_an_agreed_error_makes_the_run_a_failed_one_and_that_of_one_rank_leaves_
             with pytest.raises(KeyError), log:
                 raise KeyError
         assert not (folder / "one" / "summary.json").exists()
-    found = summary(folder / "run")
+    found = summary_of(folder / "run")
     assert (found["status"], found["error"]) == ("failed", "no more")
     assert steps_kept(folder / "run")[0] == 3
 
@@ -790,7 +721,7 @@ def test_a_full_disk_ends_no_loop_and_its_end_says_what_is_lost(folder, monkeypa
             raise AgreedError("an error of all", RANK)
         assert (f"{folder}/failed {lacks}" in capfd.readouterr().err) == (RANK == 0)
     assert column(folder / "whole", "step") == [1, 2, 3]
-    assert summary(folder / "whole")["status"] == "completed"
+    assert summary_of(folder / "whole")["status"] == "completed"
 
 
 def test_a_save_that_fails_warns_and_the_last_one_raises(folder, capfd):

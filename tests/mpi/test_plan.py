@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import RANK
-from small_jobs import summary_of
+from job import summary
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import RANKS, meet
@@ -80,7 +80,7 @@ def measured(config, folder):
     meet()
     assert run_command(config) == 0
     meet()
-    found = summary_of(folder)
+    found = summary(folder)
     meet()
     return found
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from job import lines_of, metrics, summary
 from model_digest import model_digest
 from mpi4py import MPI
-from small_jobs import Signalling, Silent, lines_of, small, steps_taken, summary_of
+from small_jobs import Signalling, Silent, small
 from torch.utils.data import IterableDataset
 from worlds import RANKS, make_world
 
@@ -100,7 +101,7 @@ def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stag
     if RANK == 0:
         lines = lines_of(config.run.dir)
         assert [line["step"] for line in lines] == [*range(1, 13)]
-        assert 2 <= summary_of(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
+        assert 2 <= summary(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -139,17 +140,23 @@ def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, mo
 
 
 @pytest.mark.parametrize(("bound", "last"), [(2, 7), (0, 3)])
-def test_a_signal_ends_nodes_after_the_same_step(folder, monkeypatch, bound, last):
+def test_a_signal_ends_nodes_after_the_same_step_behind_which_they_go_on(
+    folder, monkeypatch, bound, last
+):
     monkeypatch.setattr(Signalling, "signals", [signal.SIGTERM])
     sync = replace(STALE, max_staleness=bound)
     config = replace(small(folder, "small_jobs:Signalling", steps=50), sync=sync)
     assert fit(config)[0] == 75
     if RANK == 0:
         # It arrives in step 2, is sent after step 3, and counts as many rounds later.
-        assert steps_taken(folder) == last
+        assert len(metrics(folder)) == last
         (saved,) = list_checkpoints(folder / "run")
         assert inspect(saved).step == last
-        assert summary_of(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
+        assert summary(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
+    monkeypatch.setattr(Signalling, "signals", [])
+    assert fit(replace(config, train=replace(config.train, steps=12))) == (0, 1)
+    if RANK == 0:
+        assert [line["step"] for line in lines_of(config.run.dir)] == [*range(1, 13)]
 
 
 class NotANumberLate(Silent):
@@ -178,7 +185,7 @@ def test_a_loss_of_one_node_that_is_not_finite_ends_the_job_for_all(folder, boun
             Trainer(world, config).fit()
         world.barrier()
     if RANK == 0:
-        assert summary_of(folder)["status"] == "failed"
+        assert summary(folder)["status"] == "failed"
 
 
 @pytest.mark.parametrize(("settles", "step"), [("bound", 7), ("evaluation", 4), ("save", 4)])
@@ -192,7 +199,7 @@ def test_an_exchange_that_is_not_finite_stops_the_run_with_all_steps_before(
         checkpoint=CheckpointConfig(every="4" if settles == "save" else "0"),
     )
     stops(config, step)
-    assert summary_of(folder)["status"] == "failed"
+    assert summary(folder)["status"] == "failed"
     lines = lines_of(config.run.dir)
     whole = [line["step"] for line in lines if "loss" in line]
     assert whole == [*range(1, step + (settles == "save"))]
@@ -222,7 +229,10 @@ def test_a_metric_that_one_node_begins_to_report_is_of_that_node(folder):
 
 
 class StreamingJob(Silent):
-    """Trains on a stream of the built-in task's windows."""
+    """Trains on a stream of the built-in task's windows, of whose files nothing is compared."""
+
+    def compared_files(self):
+        return {}
 
     def dataset(self, split):
         windows = super().dataset(split)
@@ -237,9 +247,16 @@ class Windows(IterableDataset):
         return (self.windows[n] for n in range(len(self.windows)))
 
 
-def test_nodes_that_exchange_rarely_train_on_a_stream(folder):
+def test_nodes_that_exchange_rarely_train_on_a_stream_and_resume_it(folder, capfd):
     sync = SyncConfig(mode="local-sgd", every=2, warmup=1)
-    config = replace(small(folder, f"{__name__}:StreamingJob"), sync=sync)
-    assert fit(config) == (0, 1)
+    for name, stops in (("whole", [None]), ("parts", [3, None])):
+        for stop_after in stops:
+            run = RunConfig(dir=folder / name, stop_after=stop_after)
+            config = replace(small(folder, f"{__name__}:StreamingJob", steps=6), sync=sync, run=run)
+            assert fit(config)[0] == 0
+    said = capfd.readouterr()
     if RANK == 0:
-        assert [line["samples"] for line in lines_of(folder / "run")] == [RANKS] * 4
+        whole, parts = (lines_of(folder / name) for name in ("whole", "parts"))
+        assert [line["samples"] for line in whole] == [RANKS] * 6
+        assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
+        assert (said.out + said.err).count("the training data is a stream, whose content") == 1

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 from models import Fickle, loss_at
-from mpi4py import MPI
 from oracle import ADAMW, SGD, init, loss_of, mine, modes, samples
 from torch import nn
 from worlds import RANKS
@@ -18,7 +17,6 @@ from zero.gradients.slots import UnavailableGradient
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
-RANK = MPI.COMM_WORLD.rank
 DELAY = 0.005  # seconds: much more than it takes to read a parameter
 
 sharded = pytest.mark.parametrize("stage", [1, 2])

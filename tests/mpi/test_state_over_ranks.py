@@ -3,19 +3,15 @@
 test_checkpoint.py loads it on other numbers of ranks.
 """
 
-import copy
 from itertools import pairwise
 
 import pytest
-import torch
-from models import Mixed, net
-from oracle import ADAMW, ALGORITHMS, SMALL, STAGES, PlainTraining, assert_parity, loss_of, samples
+from models import net
+from oracle import ADAMW, ALGORITHMS, STAGES, PlainTraining, assert_parity, loss_of, samples
 from states import empty_like, mode_of, saved
 from states import train as train_only
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
-
-STEPS = 3
 
 
 def train(world, model, optimizer, steps):
@@ -45,25 +41,6 @@ def test_training_goes_on_at_another_stage_partition_and_algorithm(worlds):
         model = empty_like(model)
         model.load_state_dict(weights)
     assert_parity(world, model, alone)
-
-
-@pytest.mark.parametrize("name", ["net", "masters"])
-def test_in_the_same_world_a_resumed_run_has_the_bits_of_one_that_never_stopped(worlds, name):
-    """Gathered at one stage, loaded at another: stages give the same bits."""
-    world = worlds(bucket_mb=SMALL)
-    whole = net(torch.float32) if name == "net" else Mixed()
-    first = copy.deepcopy(whole)
-    optimizer = world.optimizer(whole, ADAMW, stage=0)
-    train(world, whole, optimizer, range(2 * STEPS))
-    optimizer = world.optimizer(first, ADAMW, stage=2)
-    pieces, weights = train(world, first, optimizer, range(STEPS))
-    second = empty_like(first)
-    second.load_state_dict(weights)
-    resumed = world.optimizer(second, ADAMW, stage=1)
-    resumed.load_slices(pieces)
-    train(world, second, resumed, range(STEPS, 2 * STEPS))
-    for (label, ours), theirs in zip(second.named_parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs), label
 
 
 def test_a_group_that_was_added_is_gathered_with_the_others(world):

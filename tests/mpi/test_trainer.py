@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from job import metrics, summary
 from mpi4py import MPI
-from small_jobs import Signalling, Silent, small, steps_taken, summary_of
+from small_jobs import Signalling, Silent, small
 from torch.utils.data import default_collate
 from worlds import RANKS, make_world
 
@@ -155,10 +156,10 @@ def test_a_signal_on_one_rank_ends_all_ranks_after_the_same_step(
         assert fit(world, small(tmp_path, "small_jobs:Signalling", steps=50)) == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == handlers
     if world.master:
-        assert steps_taken(tmp_path) == 2
-        summary = summary_of(tmp_path)
-        assert summary["status"] == status
-        assert summary["reason"] == f"{signals[0].name} on rank {RANKS - 1}"
+        assert len(metrics(tmp_path)) == 2
+        found = summary(tmp_path)
+        assert found["status"] == status
+        assert found["reason"] == f"{signals[0].name} on rank {RANKS - 1}"
         # Who only interrupts gets the checkpoints asked for: none.
         saved = [path.name for path in list_checkpoints(tmp_path / "run")]
         assert saved == (["step-00000002"] if status == "preempted" else [])
@@ -170,11 +171,11 @@ def test_a_job_ends_before_its_deadline(world, tmp_path):
     config = small(tmp_path, steps=10**6)
     assert fit(world, config, run=replace(config.run, max_minutes=2 / 60)) == 75
     if world.master:
-        summary = summary_of(tmp_path)
-        assert summary["status"] == "preempted"
-        assert summary["reason"] == "its 0.0333333 minutes are over"
+        found = summary(tmp_path)
+        assert found["status"] == "preempted"
+        assert found["reason"] == "its 0.0333333 minutes are over"
         newest = list_checkpoints(tmp_path / "run")[0]
-        assert inspect(newest).step == summary["steps"] == steps_taken(tmp_path)
+        assert inspect(newest).step == found["steps"] == len(metrics(tmp_path))
 
 
 def good_enough(task, record):
@@ -188,7 +189,7 @@ def test_a_callback_of_one_rank_ends_the_run_on_all(world, tmp_path, monkeypatch
     config = small(tmp_path, steps=50, eval_every=2)
     assert fit(world, config, checkpoint=CheckpointConfig(every="40")) == 0
     if world.master:
-        summary = summary_of(tmp_path)
-        assert (summary["status"], summary["reason"]) == ("stopped", "good enough")
-        assert steps_taken(tmp_path) == 5  # in which all ranks learn of it
-        assert summary["checkpoint"].endswith("step-00000005")
+        found = summary(tmp_path)
+        assert (found["status"], found["reason"]) == ("stopped", "good enough")
+        assert len(metrics(tmp_path)) == 5  # in which all ranks learn of it
+        assert found["checkpoint"].endswith("step-00000005")

@@ -130,6 +130,28 @@ def test_an_agreed_error_is_reported_by_rank_0_alone(told, rank, capsys):
     assert capsys.readouterr().err == ("mntrain: error: all ranks know\n" if rank == 0 else "")
 
 
+def test_an_exception_of_a_users_thread_is_reported_and_does_not_end_the_job(monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(mpi, "abort", codes.append)
+    installed()
+    for target in (sys.exit, lambda: {}["in a thread"]):
+        thread = threading.Thread(target=target, name="logger")
+        thread.start()
+        thread.join()
+    assert codes == []
+    err = capsys.readouterr().err
+    assert err.count("rank 1 of 4 on host") == err.count("KeyError: 'in a thread'") == 1
+
+
+def test_an_exit_code_of_one_rank_is_that_of_the_job_and_an_end_without_one_is_no_error(capsys):
+    with pytest.raises(AbortedError, match="3"):
+        installed().end_job(SystemExit(3))
+    said = "mntrain: rank 1 of 4 on host left the job with exit code 3\n"
+    assert capsys.readouterr().err == said
+    codes = (None, 0, 3, "a reason")
+    assert [errors.raised_by_all(SystemExit(code)) for code in codes] == [True, True, False, False]
+
+
 def test_an_exception_of_an_own_thread_ends_the_job(monkeypatch, capsys):
     codes = []
     monkeypatch.setattr(mpi, "abort", codes.append)

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -15,10 +13,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import mntrain.torch_backend
-
-
-def sizes(rank):
-    dist.all_reduce(torch.ones(4 + rank))
 
 
 def averages(rank):
@@ -48,18 +42,6 @@ def sender_gone(rank):
     dist.recv(torch.ones(3), 1)
 
 
-def killed(rank):
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(100_000))
-
-
-def raises(rank):
-    if rank:
-        raise KeyError("a bug of rank one")
-    dist.all_reduce(torch.ones(100_000), async_op=True).get_future().wait()
-
-
 def model():
     """DDP with a small model. Its reducer waits in C++, at the end of backward."""
     return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), bucket_cap_mb=1e-6)
@@ -81,15 +63,6 @@ def ddp_differs(rank):
     train(ddp := model())
     if rank:
         dist.all_reduce(torch.ones(1))
-    train(ddp)
-
-
-def ddp_differs_by_group(rank):
-    train(ddp := model())
-    if rank:
-        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
-    else:
-        dist.new_group([0, 1])
     train(ddp)
 
 
@@ -128,12 +101,6 @@ def chain_differs(rank):
     """C++ waits for what follows a call, outside of any backward pass."""
     work = dist.all_reduce(torch.ones(4 + rank), async_op=True)
     work.get_future().then(lambda ended: ended.value()[0] + 1).wait()
-
-
-def last_roots(rank):
-    """Nobody waits: each is a root, and makes no other call."""
-    dist.broadcast(torch.ones(3), src=rank)
-    sys.exit()
 
 
 def last_roots_of_a_group(rank):

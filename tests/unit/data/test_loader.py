@@ -260,56 +260,6 @@ def test_an_evaluation_sees_each_sample_once(kind, workers):
 # ---- positions ----
 
 
-class Shuffles:
-    """A hand-written loader, in the style of torch.randperm(n).split(b)."""
-
-    def __iter__(self):
-        return iter(torch.randperm(20).split(3))
-
-
-def own_generator():
-    return DataLoader(
-        Numbers(20), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5)
-    )
-
-
-def lazily():
-    return DataLoader(Numbers(50), batch_size=3, sampler=Draws(GENERATORS["numpy"]))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: DataLoader(Numbers(20), batch_size=3, shuffle=True), own_generator, lazily, Shuffles],
-    ids=["shuffling", "own generator", "lazy sampler", "cut"],
-)
-@pytest.mark.parametrize("done", [0, 1, 3, 4, 9])
-def test_a_resumed_job_continues_behind_the_last_batch_on_any_number_of_ranks(make, done):
-    def batches(parts, epochs=4):
-        return [batch.tolist() for _ in range(epochs) for batch in parts]
-
-    expected = batches(sharded(make()))
-    before = sharded(make())
-    drawn, state = 0, before.state_dict()
-    while drawn < done:
-        for _ in before:
-            drawn += 1
-            state = before.state_dict()
-            if drawn == done:
-                break
-    for size in (1, 3):
-        ranks = []
-        for rank in range(size):
-            parts = sharded(make(), rank, size)
-            parts.load_state_dict(state)
-            assert parts.state_dict() == state
-            epochs = 4 - parts.epoch
-            ranks.append(batches(parts, epochs))
-        for index, whole in enumerate(expected[done:]):
-            together = [n for part in ranks for n in part[index]] if len(whole) >= size else whole
-            assert together == whole
-        assert len(ranks[0]) == len(expected) - done
-
-
 def test_a_position_is_that_of_training_and_does_not_follow_evaluations():
     data = Numbers(6)
     parts = sharded(DataLoader(data, batch_size=2))

@@ -5,11 +5,12 @@ from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from first_of_two import zero
 from sharding import Clock, Log, Numbers, balancing_of, concatenated, in_turns, sharded
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from mntrain.data.loader import Passes, ShardOptions, ShardRegistry
 from mntrain.data.randomness import SeededDraws, mixed_seed
@@ -335,25 +336,51 @@ def test_a_position_in_a_later_dataset_is_resumed_where_it_is_the_first():
     assert [drawn(resumed), drawn(resumed)] == [drawn(sharded_at(0))[3:], drawn(sharded_at(1))]
 
 
-# ---- positions behind the last batch of an epoch ----
+# ---- positions, also behind the last batch of an epoch ----
 
 
-AT_END = {
+class Drawing(Sampler):
+    """Draws its indices when they are asked for, from one of the default generators."""
+
+    def __iter__(self):
+        return (int(np.random.randint(21)) for _ in range(21))
+
+    def __len__(self):
+        return 21
+
+
+class Shuffles:
+    """A hand-written loader, in the style of torch.randperm(n).split(b)."""
+
+    def __iter__(self):
+        return iter(torch.randperm(21).split(3))
+
+
+LOADERS_OF_7 = {
     "shuffled": partial(shuffled, 21),
     "own generator": lambda: shuffled(21, generator=torch.Generator().manual_seed(5)),
+    "lazy sampler": lambda: DataLoader(Numbers(21), 3, sampler=Drawing()),
     "workers": partial(shuffled, 21, num_workers=2, multiprocessing_context="fork"),
     "listed": lambda: list(DataLoader(Numbers(21), 3)),
     "derived": lambda: type("Derived", (DataLoader,), {})(Numbers(21), 3, shuffle=True),
+    "hand-written": Shuffles,
     "stream": lambda: DataLoader(StreamWithLength(21), 3),
 }
 
 
-@pytest.mark.parametrize("kind", AT_END)
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("done", [7, 14])
-def test_behind_the_last_batch_of_an_epoch_the_next_one_is_resumed(kind, size, done):
+@pytest.mark.parametrize(
+    ("kind", "done"),
+    [
+        (kind, done)
+        for kind in LOADERS_OF_7
+        for done in (0, 1, 3, 7, 9, 14)
+        if kind != "hand-written" or done not in (7, 14)  # it has no length to tell its end
+    ],
+)
+def test_a_pass_is_resumed_behind_any_batch_on_any_number_of_ranks(kind, size, done):
     epochs, steps = 3, 7
-    make = AT_END[kind]
+    make = LOADERS_OF_7[kind]
     whole = sharded(make())
     expected = [[batch.tolist() for batch in whole] for _ in range(epochs)]
     before = sharded(make())
@@ -361,19 +388,20 @@ def test_behind_the_last_batch_of_an_epoch_the_next_one_is_resumed(kind, size, d
     for _ in range(done):
         next(batches)
     state = before.state_dict()
+    first, begun = divmod(done, steps)
     for count in ("steps", "epoch"):
         ranks = []
         for rank in range(size):
             parts = sharded(make(), rank, size)
             parts.load_state_dict(state)
             assert parts.state_dict() == state
-            first = done // steps if count == "steps" else parts.epoch
-            ranks.append([[b.tolist() for b in parts] for _ in range(first, epochs)])
+            start = first if count == "steps" else parts.epoch
+            ranks.append([[b.tolist() for b in parts] for _ in range(start, epochs)])
         together = [
             [list(chain(*parts)) for parts in zip(*epoch, strict=True)]
             for epoch in zip(*ranks, strict=True)
         ]
-        assert together == expected[done // steps :]
+        assert together == [expected[first][begun:], *expected[first + 1 :]]
 
 
 def test_a_balanced_loader_goes_on_with_the_next_epoch():

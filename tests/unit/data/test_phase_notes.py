@@ -3,10 +3,11 @@
 import traceback
 
 import pytest
+import torch
 from sharding import data_of, sharded, world_of
 from torch.utils.data import Dataset, IterableDataset
 
-from mntrain.data.phase_notes import name_samples
+from mntrain.data.phase_notes import name_samples, noted
 from mntrain.data.sampling import LoaderOptions, SampleOrder, step_loader
 from mntrain.options.config import Config, TrainConfig
 
@@ -140,3 +141,11 @@ def test_many_samples_are_not_all_listed():
     assert name_samples([5], "training data") == "sample 5 of the training data"
     assert name_samples([9, 3, 4, 5], "data") == "samples 3 to 5, 9 of the data"
     assert name_samples(range(0, 200, 2), "data").endswith(" 60, 62 and 68 more of the data")
+
+
+def test_a_single_sample_of_a_last_batch_that_batch_norm_cannot_take_is_explained():
+    with pytest.raises(ValueError, match="more than 1 value") as raised, noted(1, "forward"):
+        torch.nn.BatchNorm1d(2)(torch.ones(1, 2))
+    phase, hint = raised.value.__notes__
+    assert phase == "mntrain: rank 1: forward"
+    assert "give --data.drop-last to leave that out" in hint

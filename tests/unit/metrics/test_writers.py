@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,16 @@ def test_tensorboard_has_numbers_that_are_not_finite_and_the_options(tmp_path):
     assert (step, math.isnan(loss)) == (1, True)
     text = next((tmp_path / "tensorboard").iterdir()).read_bytes()
     assert b'    task = "lm"' in text
+
+
+def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path):
+    write(tmp_path, BOARD, *(line(step, loss=1.0) for step in range(1, 7)))
+    rewind(tmp_path, 4)
+    time.sleep(1.1)  # TensorBoard orders files by the second in their name
+    write(tmp_path, BOARD, *(line(step, loss=2.0) for step in range(5, 8)))
+    losses = [1.0] * 4 + [2.0] * 3
+    assert [one["loss"] for one in read_metrics(tmp_path)] == losses
+    assert scalars(tmp_path)["loss"] == list(enumerate(losses, 1))
 
 
 class FakeWandb:

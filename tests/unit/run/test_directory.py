@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from mntrain.checks import storage
 from mntrain.run import directory
 from mntrain.run.directory import RunDirectory, rewind
 
@@ -93,6 +94,30 @@ def test_a_run_is_started_over_only_by_a_job_that_saves_and_without_a_result(tmp
             run.rewind(0)
         run.rewind(2)
         assert not (tmp_path / "summary.json").exists()
+
+
+def test_recordings_go_to_the_given_folder_and_a_run_without_them_is_warned(tmp_path):
+    world = alone()
+    world._warn = world.recorder.warn
+    for problem in (None, "f: Not a directory"):
+        world.recorder.opened, world.recorder.open.return_value = False, problem
+        with RunDirectory(world, tmp_path / "a", tmp_path / "local") as run:
+            run.begin()
+        folder, _ = world.recorder.open.call_args.args
+        assert folder.is_relative_to(tmp_path / "local")
+        told = [f"no recording for autopsy: {problem}"] if problem else []
+        assert [call.args[0] for call in world.recorder.warn.call_args_list] == told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_see_what_rank_0_writes_is_named(tmp_path, monkeypatch, rank):
+    world = SimpleNamespace(**{**vars(alone()), "size": 2, "rank": rank})
+    world.gather = lambda own: [own, False] if isinstance(own, bool) else [own] * 2
+    monkeypatch.setattr(storage, "_SEEN_S", 0.1)
+    said = pytest.raises(ValueError, match=f"^{tmp_path} is not the folder that rank 0 sees, and a")
+    with RunDirectory(world, tmp_path) as run, said if rank else nullcontext():
+        run.expect_shared()
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/a"])

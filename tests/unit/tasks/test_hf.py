@@ -61,6 +61,16 @@ def test_weights_without_the_head_are_named_and_those_of_another_model_refused(t
         classifier(folder, write_reviews(tmp_path / "r", [0, 1] * 5)).model()
 
 
+def test_a_model_is_compared_by_its_config_and_not_by_its_place(tmp_path, text):
+    folder, moved = write_gpt2(tmp_path / "gpt2"), tmp_path / "moved"
+    before = task(folder, text).compared_values()
+    folder.rename(moved)
+    assert task(moved, text).compared_values() == before
+    write_gpt2(moved, n_head=1)  # of the same shapes
+    after = task(moved, text).compared_values()
+    assert {name for name in before if before[name] != after[name]} == {"the model's config.json"}
+
+
 def test_the_flops_of_a_token_are_six_per_parameter_that_computes(tmp_path, text):
     made = task(write_gpt2(tmp_path / "gpt2"), text)
     model = made.model()

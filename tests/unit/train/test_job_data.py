@@ -86,6 +86,9 @@ def test_the_data_are_described_by_their_numbers(train, valid, said):
 def test_epochs_become_steps_where_they_can_be_counted():
     assert data_of(world_of(), points(65)).steps(TrainConfig(epochs=2)) == 6  # of 32, 32 and 1
     assert data_of(world_of(), points(65)).steps(TrainConfig(steps=7)) == 7
+    found = FoundCheckpoint(None, SimpleNamespace(step=5, position=(1, 20)), {})  # 45 are left
+    resumed = data_of(world_of(), points(65), resumed=found)
+    assert resumed.steps(TrainConfig(epochs=3)) == 5 + 2 + 3
     assert data_of(world_of(), Unending()).steps(TrainConfig()) == 200
     said = "^--train.epochs 2: the training data is an IterableDataset, .*; give --train.steps$"
     with pytest.raises(ValueError, match=said):

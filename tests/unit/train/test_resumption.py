@@ -115,6 +115,10 @@ def test_changed_options_are_named_but_not_those_of_the_job():
     with pytest.raises(AgreedError, match=r"--run.seed was 5.* had 8 training samples, and has 7"):
         check_same_run(WORLD, found(config, samples=8), Config(), 7, {})
     check(to_json(Config()), parse(["--run.allow-change", "data"]), samples=8)
+    frozen = to_json(Config())
+    frozen["init"]["freeze"] = ["embedding*"]
+    with pytest.raises(AgreedError, match=r"--init\.freeze was \['embedding\*'\], and is \[\]"):
+        check(frozen)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 import os
 import pty
+import signal
+import subprocess
 import termios
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from mntrain.recorder.late_ranks import late_ranks
-from mntrain.watchdog.rank_status import own_status, unread_output
+from mntrain.watchdog.rank_status import own_status, process_state, unread_output
 
 
 @contextmanager
@@ -65,3 +68,16 @@ def test_a_rank_is_not_late_for_the_call_at_the_start_in_which_it_waits():
     assert status.wait.number == 2
     other = {"the world": 2}  # has not begun it
     assert late_ranks(status.wait, {0: status.begun, 1: other}) == {1}
+
+
+def test_a_process_that_does_not_answer_is_stopped_held_or_has_ended():
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            until(lambda: "held in C code" in process_state(process.pid))
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: process_state(process.pid) == "stopped by a signal")
+            process.send_signal(signal.SIGCONT)  # as after a debugger or a scheduler
+            until(lambda: "held in C code" in process_state(process.pid))
+        finally:
+            process.kill()
+    assert process_state(process.pid) == "ended"
