@@ -111,10 +111,10 @@ class OwnLoop:
             if world.master:
                 expect_installed(log, "world.metrics({}=)")
         compare_config(world, config)
+        with world.agreement():
+            text = None if config is None else toml_text(config).encode()
         directory = self._unused(run_dir, self._logs, "metrics")
-        if config is not None:
-            text = toml_text(config).encode()
-            directory.when_begun(partial(write_whole, directory.path / CONFIG_FILE, text))
+        directory.when_begun(partial(_write_config, directory.path / CONFIG_FILE, text))
         described = partial(self._describe, directory)
         self._logs[directory] = made = MetricsLog(world, directory, log, described)
         if directory not in self._checkpoints:
@@ -218,3 +218,9 @@ class OwnLoop:
 def _trained(optimizer: ZeroOptimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer trains."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _write_config(path: Path, text: bytes | None) -> None:
+    """Write the options of an own loop, if rank 0 has given any."""
+    if text is not None:
+        write_whole(path, text)
