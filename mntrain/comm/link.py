@@ -18,7 +18,7 @@ from mntrain.comm.topology import Topology
 _UNITS = {"us": 1e-6, "ms": 1e-3, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 _TRIPS = 8  # of each length, of which the fastest counts: another program may delay some
 _BYTES = 256 << 10  # of a long message
-_PATIENCE_S = 0.1  # after which no more trips begin: a slow link needs no exact figures
+_PATIENCE_S = 0.01  # after which no more trips begin: a slow link needs no exact figures
 
 
 @dataclass(frozen=True)
