@@ -61,7 +61,7 @@ ALL_REDUCES = {
         1024: (2, 16, 64),
         BUCKET_KIB: (2, 4, 16),
     },
-    (MIDDLE, 8): {1: (2, 16), 64: (2, 16, 64), 1024: (2, 16), BUCKET_KIB: (2, 4)},
+    (MIDDLE, 8): {1: (2, 16), 64: (2, 16, 64), 1024: (2, 16), BUCKET_KIB: (2,)},
     (SLOW, 4): {1: (4, 64), 64: (4, 64), 1024: (4, 64), BUCKET_KIB: (4,)},
     (FAST, 4): {1: (4, 64), 64: (4, 64), 1024: (4, 64), BUCKET_KIB: (4, 16)},
 }
@@ -86,7 +86,7 @@ LANES = {
 }
 # Limits that are tried besides those of the library, on nodes of one rank.
 TRIED_NODES, TRIED_KIB, TRIED_MESSAGE_S = (2, 16), (256, 4096), (1e-6, 20e-6)
-CHUNKS_KIB, GROUPS = (64, 256, 512, 1024, 4096), (2, 4, 8, 16)
+CHUNKS_KIB, GROUPS = (64, 256, 1024, 4096), (2, 4, 8, 16)
 SAME = ("verb", "nodes", "per_node", "kib", "link")  # of a lane's run and that of all lanes
 JOBS = (4, 16)  # nodes of four ranks of the simulated jobs
 EMULATED, LINK, EMULATED_KIB = ("1,1", "2,2", "1,1,1,1", "1,1,1,1,1,1,1,1"), "0.1gbit", (1024, 4096)
@@ -101,6 +101,9 @@ KiB it is sent at once, and a longer one when the receiver has answered. MPI mak
 being called, and a rank that waits sees a message when it arrives: it does not sleep meanwhile. So
 these are times that the order and sizes of messages allow, not those of a machine.
 Where slow links decide, they are those of [emulated nodes](scale-emulated.md).
+
+Not simulated, since one process has not the time or the memory: all lanes of 25 MiB on more than 16
+nodes and of 256 MiB, 256 MiB on more than 16 nodes, and nodes of eight ranks on more than 64.
 """
 ONE_LANE = """
 On nodes of four ranks, each rank exchanges its lane of a tensor with one rank of every other node,
@@ -112,7 +115,7 @@ are simulated above.
 """
 LIMITS = """
 All-reduces on nodes of one rank, with the chunks of the constants that suit 1 Gbit/s, with those
-that the library chooses for the link, and with the best of five lengths. Where a message takes
+that the library chooses for the link, and with the best of four lengths. Where a message takes
 1 us of CPU, as in the tables above, and where it takes 20, which is nearer to Python on a host. The
 library measures the latency with these CPU times in it.
 
