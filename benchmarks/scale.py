@@ -3,7 +3,7 @@
     python benchmarks/scale.py
     sudo python benchmarks/scale.py --emulated    all-reduces beside real ranks on emulated nodes
 
-Ranks of nodes of one and of four run in this process (tests/simulation), without MPI, root or a
+Ranks of nodes of one, four and eight run in this process (tests/simulation), without MPI, root or a
 network, on one core in under ten minutes. Writes docs/results/scale.md and its picture: the virtual
 time of collectives, from the moment at which all ranks call them, and what the busiest rank sends;
 what rank 0 receives in a job with its watchdogs and checkpoints; and from these times the exposed
@@ -19,6 +19,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,15 +61,32 @@ ALL_REDUCES = {
         1024: (2, 16, 64),
         BUCKET_KIB: (2, 4, 16),
     },
+    (MIDDLE, 8): {1: (2, 16), 64: (2, 16, 64), 1024: (2, 16), BUCKET_KIB: (2,)},
     (SLOW, 4): {1: (4, 64), 64: (4, 64), 1024: (4, 64), BUCKET_KIB: (4,)},
     (FAST, 4): {1: (4, 64), 64: (4, 64), 1024: (4, 64), BUCKET_KIB: (4, 16)},
 }
 OTHERS = {
-    MIDDLE: {64: (16, 64), 1024: (16, 64), BUCKET_KIB: (16,)},
-    FAST: {BUCKET_KIB: (16,)},
+    (MIDDLE, 4): {64: (16, 64), 1024: (16, 64), BUCKET_KIB: (16,)},
+    (MIDDLE, 8): {64: (16,), 1024: (16,)},
+    (SLOW, 4): {64: (16,), 1024: (16,)},
+    (FAST, 4): {64: (16,), 1024: (16,), BUCKET_KIB: (16,)},
 }
-# All-reduces of which one lane of four is simulated, over a quarter of the link.
-LANES = {64: (16, 64), 1024: (16, 64, 256, 1024), BUCKET_KIB: (4, 16, 1024)}
+# Calls of which one lane of four is simulated, over a quarter of the link.
+LARGE_KIB = 256 * 1024
+LANES = {
+    "all_reduce": {
+        64: (16, 64),
+        1024: (16, 64, 256, 1024),
+        BUCKET_KIB: (4, 16, 1024),
+        LARGE_KIB: (2, 4, 16),
+    },
+    "reduce_scatter": {1024: (16, 256, 1024), LARGE_KIB: (4,)},
+    "all_gather": {1024: (16, 256, 1024), LARGE_KIB: (4,)},
+    "broadcast": {1024: (16, 256, 1024), LARGE_KIB: (4,)},
+}
+# Limits that are tried besides those of the library, on nodes of one rank.
+TRIED_NODES, TRIED_KIB, TRIED_MESSAGE_S = (2, 16), (256, 4096), (1e-6, 20e-6)
+CHUNKS_KIB, GROUPS = (64, 256, 1024, 4096), (2, 4, 8, 16)
 SAME = ("verb", "nodes", "per_node", "kib", "link")  # of a lane's run and that of all lanes
 JOBS = (4, 16)  # nodes of four ranks of the simulated jobs
 EMULATED, LINK, EMULATED_KIB = ("1,1", "2,2", "1,1,1,1", "1,1,1,1,1,1,1,1"), "0.1gbit", (1024, 4096)
@@ -83,6 +101,9 @@ KiB it is sent at once, and a longer one when the receiver has answered. MPI mak
 being called, and a rank that waits sees a message when it arrives: it does not sleep meanwhile. So
 these are times that the order and sizes of messages allow, not those of a machine.
 Where slow links decide, they are those of [emulated nodes](scale-emulated.md).
+
+Not simulated, since one process has not the time or the memory: all lanes of 25 MiB on more than 16
+nodes and of 256 MiB, 256 MiB on more than 16 nodes, and nodes of eight ranks on more than 64.
 """
 ONE_LANE = """
 On nodes of four ranks, each rank exchanges its lane of a tensor with one rank of every other node,
@@ -91,6 +112,15 @@ tensor, over links of a quarter of the rate. That leaves out the node's own step
 to each other: that each waits while a message of another one passes, or has the whole link while
 the others have nothing to send. The last column but one is the time of all four lanes, where they
 are simulated above.
+"""
+LIMITS = """
+All-reduces on nodes of one rank, with the chunks of the constants that suit 1 Gbit/s, with those
+that the library chooses for the link, and with the best of four lengths. Where a message takes
+1 us of CPU, as in the tables above, and where it takes 20, which is nearer to Python on a host. The
+library measures the latency with these CPU times in it.
+
+The order of sums depends on the groups in which nodes exchange parts, so groups depend on the
+number of nodes alone. What other groups would take on 16 nodes of one rank:
 """
 RANK_0 = """
 A job with its watchdogs, an optimizer of stage 1 with 64,064 parameters, and a checkpoint. Bytes
@@ -132,19 +162,20 @@ def main() -> None:
         for nodes in counts
     ]
     runs += [
-        collective(verb, nodes, 4, kib, link)
-        for link, sizes in OTHERS.items()
+        collective(verb, nodes, per_node, kib, link)
+        for (link, per_node), sizes in OTHERS.items()
         for verb in [*VERBS][1:]
         for kib, counts in sizes.items()
         for nodes in counts
-        if verb != "broadcast" or link == MIDDLE
     ]
     runs += [
-        collective("all_reduce", nodes, 4, kib, MIDDLE, lane=True)
-        for kib, counts in LANES.items()
+        collective(verb, nodes, 4, kib, MIDDLE, lane=True)
+        for verb, sizes in LANES.items()
+        for kib, counts in sizes.items()
         for nodes in counts
     ]
     page |= {"runs": runs, "jobs": [job(nodes) for nodes in JOBS], "versions": versions()}
+    page |= {"chunks": try_chunks(), "groups": try_groups()}
     publish(page | {"took_s": round(time.process_time())}, "scale", DOCS)
 
 
@@ -203,19 +234,68 @@ def publish_emulated(page: dict[str, Any], name: str, output: Any) -> None:
     write(output, name, page, [*lines, *table(head, rows, texts=3)])
 
 
+def try_chunks() -> list[dict[str, Any]]:
+    """Return times of all-reduces with chunks of several lengths, and with those of the library."""
+    rows = []
+    for nodes in TRIED_NODES:
+        for kib in TRIED_KIB:
+            for link in (SLOW, MIDDLE, FAST):
+                for message_s in TRIED_MESSAGE_S:
+                    call = partial(
+                        collective, "all_reduce", nodes, 1, kib, link, message_s=message_s
+                    )
+                    by_length, best_kib = min(
+                        (call(chunk_kib=length)["seconds"], length)
+                        for length in CHUNKS_KIB
+                        if length <= kib
+                    )
+                    plain, suited = call(linked=False)["seconds"], call()["seconds"]
+                    row = {"nodes": nodes, "kib": kib, "link": link.name, "message_s": message_s}
+                    row |= {"constants": plain, "link_s": suited, "best_s": by_length}
+                    rows.append(row | {"best_kib": best_kib})
+    return rows
+
+
+def try_groups() -> list[dict[str, Any]]:
+    """Return times of all-reduces whose nodes exchange parts in groups of several sizes."""
+    from mntrain.comm import chunk_plan  # noqa: PLC0415 - not needed to write the page
+
+    rows, usual = [], chunk_plan.GROUP
+    for kib in (64, 1024):
+        for link in (SLOW, MIDDLE, FAST):
+            seconds = []
+            for chunk_plan.GROUP in GROUPS:
+                seconds.append(collective("all_reduce", 16, 1, kib, link)["seconds"])
+            rows.append({"kib": kib, "link": link.name, "seconds": seconds})
+    chunk_plan.GROUP = usual
+    return rows
+
+
 def collective(
-    verb: str, nodes: int, per_node: int, kib: int, link: Link, *, lane: bool = False
+    verb: str,
+    nodes: int,
+    per_node: int,
+    kib: int,
+    link: Link,
+    *,
+    lane: bool = False,
+    message_s: float = MESSAGE_S,
+    linked: bool = True,
+    chunk_kib: int = 0,
 ) -> dict[str, Any]:
     """Call a collective on fp32 over all ranks; return the virtual seconds, and what ranks send.
 
-    With `lane`, over the ranks of one lane, with their part of the tensor and of each link.
+    With `lane`, over the ranks of one lane, with their part of the tensor and of each link. The
+    library knows the link as it would measure it, if `linked`; or chunks have this length.
     """
     import torch  # noqa: PLC0415 - not needed to write the page
     from network import Link as SimulatedLink  # noqa: PLC0415 - as above
     from network import NetworkModel  # noqa: PLC0415 - as above
     from simulated_ranks import Rank, SimulatedRanks  # noqa: PLC0415 - as above
 
-    from mntrain.comm import hierarchical  # noqa: PLC0415 - as above
+    from mntrain.comm import chunk_plan, hierarchical  # noqa: PLC0415 - as above
+    from mntrain.comm import link as links  # noqa: PLC0415 - as above
+    from mntrain.comm.ticket import AlgorithmChoice  # noqa: PLC0415 - as above
 
     torch.set_num_threads(1)
     lanes, ranks_of_node = (per_node, 1) if lane else (1, per_node)
@@ -241,23 +321,30 @@ def collective(
         ended_s = rank.ranks.time.local_now()
         mine = shard if verb == "reduce_scatter" else slice(None)
         assert torch.equal(tensor[mine], total[mine])
-        peers, buffers = len(job.peers[at]), rank.comm.traffic.buffer_bytes
-        return begun_s, ended_s, job.messages[at] - messages, job.bytes[at] - sent, peers, buffers
+        counts = job.messages[at] - messages, job.bytes[at] - sent, len(job.peers[at])
+        return begun_s, ended_s, *counts, rank.comm.traffic.buffer_bytes
 
     between = SimulatedLink(link.latency_s, link.rate / lanes)
-    network = NetworkModel(between=between, message_s=MESSAGE_S)
+    known = links.Link(link.latency_s + 2 * message_s, between.rate) if linked else None
+    tried = AlgorithmChoice("lanes", chunk_kib << 10, min_chunks=1)
     ranks = SimulatedRanks(
-        [ranks_of_node] * nodes, network=network, watched=False, threads=False, switches=0
+        [ranks_of_node] * nodes,
+        network=NetworkModel(between=between, message_s=message_s),
+        choice=tried if chunk_kib else AlgorithmChoice("lanes", link=known),
+        watched=False,
+        threads=False,
+        switches=0,
     )
     gc.collect()
     gc.disable()  # it would look at millions of objects again and again
-    in_flight = hierarchical.CHUNKS_IN_FLIGHT
-    if lane and nodes > 2:  # as of each lane of several
+    in_flight, least = hierarchical.CHUNKS_IN_FLIGHT, chunk_plan.MIN_CHUNK_BYTES
+    chunk_plan.MIN_CHUNK_BYTES = 1 if chunk_kib else least
+    if lane and nodes > 2 and verb != "broadcast":  # as of each lane of several
         hierarchical.CHUNKS_IN_FLIGHT = hierarchical.CROWDED_CHUNKS_IN_FLIGHT
     try:
         begins, ends, messages, sent, peers, buffers = zip(*ranks.run(program), strict=True)
     finally:
-        hierarchical.CHUNKS_IN_FLIGHT = in_flight
+        hierarchical.CHUNKS_IN_FLIGHT, chunk_plan.MIN_CHUNK_BYTES = in_flight, least
         gc.enable()
     print(f"{verb}, {nodes} nodes of {per_node}, {kib} KiB, {link.name}", file=sys.stderr)
     return {
@@ -345,11 +432,12 @@ def publish(page: dict[str, Any], name: str, output: Any) -> None:
         ranks = "one rank" if per_node == 1 else f"{per_node} ranks"
         lines += [f"## All-reduce on nodes of {ranks}, {link.name}", ""]
         lines += [*times(page, link, per_node, ["all_reduce"]), ""]
-    lines += [f"## One lane of an all-reduce on nodes of 4 ranks, {MIDDLE.name}", ""]
+    lines += [f"## One lane of nodes of 4 ranks, {MIDDLE.name}", ""]
     lines += [*one_lane(page), ""]
-    for link in OTHERS:
-        lines += [f"## Other collectives on nodes of 4 ranks, {link.name}", ""]
-        lines += [*times(page, link, 4, [*VERBS][1:]), ""]
+    for link, per_node in OTHERS:
+        lines += [f"## Other collectives on nodes of {per_node} ranks, {link.name}", ""]
+        lines += [*times(page, link, per_node, [*VERBS][1:]), ""]
+    lines += ["## Lengths of chunks, and groups of nodes", "", *limits(page), ""]
     lines += ["## Rank 0, the start, and files", "", *of_rank_0(page), ""]
     lines += [f"## A training step on {STEP_NODES:,} nodes", "", *steps(page, output), ""]
     write(output, name, page, [*lines, "## What is left out", *LEFT_OUT.rstrip().splitlines()])
@@ -387,22 +475,57 @@ def times(page: dict[str, Any], link: Link, per_node: int, verbs: list[str]) -> 
 
 
 def one_lane(page: dict[str, Any]) -> list[str]:
-    """Return the table of all-reduces of which one lane is simulated, and its words."""
-    head = ["nodes", "tensor", "one lane", "bound", "one lane / bound", "all lanes", "messages"]
+    """Return the table of calls of which one lane is simulated, and its words."""
+    head = ["collective", "nodes", "tensor", "one lane", "bound", "one lane / bound", "all lanes"]
+    head.append("messages")
     rows = []
     for run in page["runs"]:
         if not run["lane"]:
             continue
-        bound_s = call_of(run, MIDDLE).bound_s("all_reduce")
+        bound_s = call_of(run, MIDDLE).bound_s(run["verb"])
         whole = [
             us(other["seconds"])
             for other in page["runs"]
             if not other["lane"] and all(other[key] == run[key] for key in SAME)
         ]
-        row = [f"{run['nodes']:,}", size_label(run["kib"] / 1024), us(run["seconds"]), us(bound_s)]
+        row = [VERBS[run["verb"]], f"{run['nodes']:,}", size_label(run["kib"] / 1024)]
+        row += [us(run["seconds"]), us(bound_s)]
         row += [f"{run['seconds'] / bound_s:.2f}", *(whole or ["-"]), str(run["messages"])]
         rows.append(row)
-    return [*table(head, rows, texts=2), *ONE_LANE.rstrip().splitlines()]
+    return [*table(head, rows, texts=3), *ONE_LANE.rstrip().splitlines()]
+
+
+def limits(page: dict[str, Any]) -> list[str]:
+    """Return the tables of chunks and groups that were tried, and their words."""
+    head = ["nodes", "tensor", "link", "us of CPU of a message", "constants", "from the link"]
+    head += ["best length", "its chunks", "from the link / best"]
+    rows = [
+        [
+            f"{row['nodes']}",
+            size_label(row["kib"] / 1024),
+            row["link"],
+            f"{row['message_s'] * 1e6:.0f}",
+            *(us(row[name]) for name in ("constants", "link_s", "best_s")),
+            f"{row['best_kib']} KiB",
+            f"{row['link_s'] / row['best_s']:.2f}",
+        ]
+        for row in page["chunks"]
+    ]
+    chunks = table(head, rows, texts=3)
+    head = ["tensor", "link", *(f"groups of {group}" for group in GROUPS)]
+    rows = [
+        [size_label(row["kib"] / 1024), row["link"], *map(us, row["seconds"])]
+        for row in page["groups"]
+    ]
+    chunks_words, groups_words = LIMITS.strip().split("\n\n")
+    return [
+        *chunks_words.splitlines(),
+        "",
+        *chunks,
+        *groups_words.splitlines(),
+        "",
+        *table(head, rows, texts=2),
+    ]
 
 
 def call_of(run: dict[str, Any], link: Link, nodes: int | None = None) -> Call:

@@ -33,6 +33,7 @@ from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
+from mntrain.comm.link import Link, measure_link
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
@@ -120,6 +121,7 @@ class Ranks:
         collectives: a `zero.Collectives` over all ranks.
         kernels: sums on the device (`mntrain.device_kernels.DeviceKernels`).
         algorithm: name of the algorithm that reduces full buckets.
+        link: between two nodes, measured or given (`mntrain.comm.link.Link`); None of one node.
         settings: the options (`mntrain.options.config.WorldConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
@@ -290,13 +292,19 @@ class Ranks:
         self.transport: str = selected.name
         self.transport_line = "; ".join(filter(None, [selected.line, warning]))
         self.algorithm = self.settings.algorithm
+        given = self.settings.link
+        self.link = (
+            Link.of(given)
+            if given
+            else engine.call(partial(measure_link, comm, self.topology)).wait()
+        )
 
         def make() -> WorldCollectives:
             return WorldCollectives(
                 Members(comm, node, self.topology),
                 engine,
                 self._devices,
-                choice=AlgorithmChoice(self.algorithm),
+                choice=AlgorithmChoice(self.algorithm, link=self.link),
                 transport=selected.name or "host",
                 node_first=selected.node_first,
             )

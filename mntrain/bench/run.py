@@ -99,7 +99,8 @@ def measure(
     dtype = DTYPES[options.dtype]
     pattern = candidates.Pattern(world.rank, world.size, dtype, world.device)
     by_algorithm = {
-        name: world.collectives.replace(choice=AlgorithmChoice(name)) for name in options.algorithms
+        name: world.collectives.replace(choice=AlgorithmChoice(name, link=world.link))
+        for name in options.algorithms
     }
     for number, nbytes in enumerate(options.sizes):
         limits_s = {verb: limits.seconds(verb, nbytes) for verb in options.verbs}

@@ -17,14 +17,18 @@ into one part per node, which that node sums and sends back:
 A reduce-scatter or an all-gather takes shards where they lie: the first chunk of a lane holds the
 beginning of one shard of every node, and the next chunk continues it. All ranks start chunks in the
 same order, so no circle of waiting ranks arises.
+
+Lengths of chunks suit the link between nodes (`HierarchyPlan.lengths`). No sum depends on them.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
-from mntrain.comm.ticket import MIN_CHUNKS
+from mntrain.comm.link import power_of_two
+from mntrain.comm.ticket import MIN_CHUNKS, AlgorithmChoice
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -37,6 +41,15 @@ LINE_BYTES = 64
 # A lane is not cut into shorter chunks for the sake of their number, for each hop of an exchange
 # between nodes: on each, a chunk costs the latency of a message and CPU time, whatever its length.
 MIN_CHUNK_BYTES = 64 << 10
+LONG_LANE_BYTES = 24 << 20  # from here on, the first and the last chunk matter less than CPU time
+# More bytes than switches can buffer would be dropped on the way to a node to which all others
+# send. A chunk has no more for the sake of a fast link.
+BYTES_IN_FLIGHT = 4 << 20
+# Chunks of a broadcast down a chain, for each node but the first and the last.
+CHAIN_CHUNKS = 4
+# From this size on, a broadcast that is too short for a chain travels in parts. A shorter one goes
+# down a tree, in fewer messages.
+SCATTERED_BYTES = 128 << 10
 # Nodes exchange parts in groups of so many where that divides their number, else of its factors.
 GROUP = 4
 # Up to this size every node sends its whole sum to every other: one message's latency, not two.
@@ -55,6 +68,15 @@ class Chunk:
     lane: int
     parts: tuple[Span, ...]
     shard_owners: tuple[int, ...] = ()
+
+
+class Lengths(NamedTuple):
+    """Bytes of the chunks of a lane, over all nodes, and their number."""
+
+    most: int
+    min_chunks: int = MIN_CHUNKS  # unless they get shorter than the least
+    link_least: int = 0  # for the sake of the link
+    in_flight: int = 2  # at most
 
 
 class HierarchyPlan:
@@ -139,22 +161,59 @@ class HierarchyPlan:
             )
         return tuple(lanes)
 
+    def lengths(self, nbytes: int, choice: AlgorithmChoice) -> Lengths:
+        """Return the lengths of the chunks of a tensor of so many bytes.
+
+        The first and the last chunk delay a call, and every chunk costs each rank its messages. A
+        long lane gets longer chunks, unless other tensors are in flight. So does a fast link, on
+        which messages take longer than bytes: a chunk then has half of the bytes that pass while so
+        many messages do one after the other, and a long lane twice as many.
+        """
+        most, least = choice.chunk_bytes, 0
+        if not choice.concurrent and nbytes // self.lanes >= LONG_LANE_BYTES:
+            most *= 2
+        if choice.link is not None and len(self.nodes.nodes) > 1:
+            nbytes_meanwhile = choice.link.bytes_during(self.messages / 2) / self.lanes
+            least = min(power_of_two(nbytes_meanwhile), BYTES_IN_FLIGHT)
+        return Lengths(
+            max(most, min(2 * least, BYTES_IN_FLIGHT)),
+            choice.min_chunks,
+            least if least > MIN_CHUNK_BYTES else 0,
+            max(2, BYTES_IN_FLIGHT // max(most, least)),
+        )
+
+    @cached_property
+    def messages(self) -> int:
+        """The number of messages that a node sends for a chunk of an all-reduce."""
+        if len(self.nodes.nodes) <= 2:
+            return len(self.nodes.nodes) - 1
+        return 2 * sum(above // width - 1 for above, width in pairwise(self.widths))
+
     def all_reduce(
-        self, numel: int, itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
+        self,
+        numel: int,
+        itemsize: int,
+        chunk_bytes: int,
+        min_chunks: int = MIN_CHUNKS,
+        link_least: int = 0,
     ) -> tuple[Chunk, ...]:
         """Return the chunks of an all-reduce."""
         shape = len(self.nodes.nodes), self.lanes, len(self.widths) - 1
-        return _all_reduce(shape, numel, itemsize, chunk_bytes, min_chunks)
+        return _all_reduce(shape, numel, itemsize, Lengths(chunk_bytes, min_chunks, link_least))
 
     @lru_cache(maxsize=256)  # noqa: B019 - a world has few plans, which live as long as it does
     def by_shard(
-        self, bounds: tuple[int, ...], itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
+        self,
+        bounds: tuple[int, ...],
+        itemsize: int,
+        chunk_bytes: int,
+        min_chunks: int = MIN_CHUNKS,
+        link_least: int = 0,
     ) -> tuple[Chunk, ...]:
         """Return the chunks of a reduce-scatter, which are also those of an all-gather."""
         count = len(self.nodes.nodes)
-        numel = bounds[-1] // self.lanes
-        least = MIN_CHUNK_BYTES * (len(self.widths) - 1)
-        whole = _chunk_length(numel, itemsize, chunk_bytes, min_chunks, least)
+        numel, hops = bounds[-1] // self.lanes, len(self.widths) - 1
+        whole = _chunk_length(numel, itemsize, Lengths(chunk_bytes, min_chunks, link_least), hops)
         length = max(1, whole // count)
         chunks = []
         for lane, rows in enumerate(self._shard_rows):
@@ -170,11 +229,35 @@ class HierarchyPlan:
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
     def broadcast(
-        self, numel: int, itemsize: int, chunk_bytes: int, min_chunks: int = MIN_CHUNKS
+        self,
+        numel: int,
+        itemsize: int,
+        chunk_bytes: int,
+        min_chunks: int = MIN_CHUNKS,
+        link_least: int = 0,
     ) -> tuple[Chunk, ...]:
-        """Return the chunks of a broadcast, which take the lanes in turn."""
-        cuts = _cut((0, numel), _chunk_length(numel, itemsize, chunk_bytes, min_chunks))
-        return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
+        """Return the chunks of a broadcast, which take the lanes in turn.
+
+        Those of one part travel whole, by `route`. A tensor that is too short for a chain of so
+        many nodes, and too long for a tree, travels in parts: the root scatters them, and nodes
+        exchange them as in the second half of an all-reduce. So its link carries them twice.
+        """
+        count, hops = len(self.nodes.nodes), len(self.widths) - 1
+        # In a chain, a chunk is under way for as long as so many others of its lane, and as many
+        # latencies; between them it costs a node one message.
+        wanted = max(min_chunks, CHAIN_CHUNKS * (count - 2) * self.lanes)
+        least = min(link_least, 6 * link_least // max(1, self.messages))
+        lengths = Lengths(chunk_bytes, wanted, least)
+        cuts = _cut((0, numel), _chunk_length(numel, itemsize, lengths))
+        in_parts = count > 4 and 2 * len(cuts) < 3 * (count - 2) * self.lanes
+        if not in_parts or numel * itemsize < SCATTERED_BYTES:
+            return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
+        lengths = Lengths(chunk_bytes, min_chunks, link_least)
+        cuts = _cut((0, numel), _chunk_length(numel, itemsize, lengths, 2 * hops))
+        line = max(1, LINE_BYTES // itemsize)
+        return _in_order(
+            [(n, n % self.lanes, tuple(_aligned(c, count, line)), ()) for n, c in enumerate(cuts)]
+        )
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:
         """Return the span of a rank's shard."""
@@ -203,7 +286,7 @@ class HierarchyPlan:
 
 @lru_cache(maxsize=256)
 def _all_reduce(
-    shape: tuple[int, int, int], numel: int, itemsize: int, chunk_bytes: int, min_chunks: int
+    shape: tuple[int, int, int], numel: int, itemsize: int, lengths: Lengths
 ) -> tuple[Chunk, ...]:
     """Return the chunks of an all-reduce on so many nodes, by so many lanes and hops."""
     count, lanes, hops = shape
@@ -213,22 +296,20 @@ def _all_reduce(
     whole = count <= 2 or small
     chunks = []
     for lane, (low, high) in enumerate(_aligned((0, numel), lanes, line)):
-        length = chunk_bytes // itemsize
+        length = lengths.most // itemsize
         if count > 1:
-            least = MIN_CHUNK_BYTES * hops
-            length = _chunk_length(high - low, itemsize, chunk_bytes, min_chunks, least)
+            length = _chunk_length(high - low, itemsize, lengths, hops)
         for number, span in enumerate(_cut((low, high), length)):
             parts = (span,) if whole else tuple(_aligned(span, count, line))
             chunks.append((number, lane, parts, ()))
     return _in_order(chunks)
 
 
-def _chunk_length(
-    numel: int, itemsize: int, chunk_bytes: int, min_chunks: int, least: int = MIN_CHUNK_BYTES
-) -> int:
-    """Return the elements of a chunk where `numel` elements make at least `min_chunks` chunks."""
-    nbytes = max(numel * itemsize // min_chunks, least)
-    return max(1, min(chunk_bytes, nbytes) // itemsize)
+def _chunk_length(numel: int, itemsize: int, lengths: Lengths, hops: int = 1) -> int:
+    """Return the elements of a chunk of `numel` elements that travel so many hops."""
+    least = max(MIN_CHUNK_BYTES * hops, lengths.link_least)
+    nbytes = max(numel * itemsize // lengths.min_chunks, least)
+    return max(1, min(lengths.most, nbytes) // itemsize)
 
 
 def _aligned(span: Span, parts: int, line: int) -> list[Span]:

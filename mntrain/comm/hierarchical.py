@@ -15,7 +15,8 @@ chunk, which the others send to it, and sends them the result: the least possibl
 in both directions at once. Up to four nodes do so directly, in the latency of two messages (over a
 ring of M nodes: 2 (M - 1)), and more nodes hop by hop, in groups (`HierarchyPlan.widths`). An
 all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
-shards (`HierarchyPlan.gathers_on_ring`).
+shards (`HierarchyPlan.gathers_on_ring`). A broadcast of middle size scatters parts over the nodes
+and then goes that half of the way, too (van de Geijn, 1994).
 
 Sums are made here, in the order of a node's ranks or of a hop's nodes, and in fp32 or wider: MPI
 has no dependable sum of bf16 and fp16. Whichever rank owns an element, its sum has the same order,
@@ -27,11 +28,12 @@ MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span
+from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Lengths, Span
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
 from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.peer_memory import PeerTensor
@@ -46,10 +48,8 @@ from mntrain.comm.small_messages import small_collective
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
 
-# Chunks in flight: enough to fill a link while other ranks compute on the core. More bytes than
-# switches can buffer would be dropped on the way to a node to which all others send.
+# Chunks in flight: enough to fill a link while other ranks compute on the core.
 CHUNKS_IN_FLIGHT = 8
-BYTES_IN_FLIGHT = 4 << 20
 # Of a call alone, but a broadcast, where several nodes send to one by several lanes: parts of more
 # chunks queue up on the way to one node, while links to others are free.
 CROWDED_CHUNKS_IN_FLIGHT = 4
@@ -60,21 +60,28 @@ def run_hierarchical(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
 ) -> Pipelined | Steps[Work | None]:
     """Return the steps of one call on this rank, which the engine runs. Local."""
-    choice = ticket.signature.choice
+    call = ticket.signature
+    choice, dtype = call.choice, call.dtype
     assert choice is not None
-    if ticket.signature.small and access.reachable:
+    assert dtype is not None
+    if call.small and access.reachable:
         return small_collective(plan, ticket, access, context)
-    steps = chunked_collective(plan, ticket, access, context)
-    most = max(2, min(CHUNKS_IN_FLIGHT, BYTES_IN_FLIGHT // choice.chunk_bytes))
-    if ticket.signature.verb != "broadcast" and plan.crowded and not choice.concurrent:
+    lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice)
+    steps = chunked_collective(plan, ticket, access, context, lengths)
+    most = min(CHUNKS_IN_FLIGHT, lengths.in_flight)
+    if call.verb != "broadcast" and plan.crowded and not choice.concurrent:
         most = min(most, CROWDED_CHUNKS_IN_FLIGHT)
     return Pipelined(steps, most, latency_bound=not choice.concurrent)
 
 
 def chunked_collective(
-    plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
+    plan: HierarchyPlan,
+    ticket: Ticket,
+    access: TensorAccess,
+    context: CommContext,
+    lengths: Lengths,
 ) -> Generator[Test | Iterator[NumberedChunk], None, Work | None]:
-    """Run a call on a flat tensor, cut into the chunks of a plan, as `engine.Pipelined`."""
+    """Run a call on a flat tensor, cut into chunks of these lengths, as `engine.Pipelined`."""
     flags = context.flags if len(plan.members) > 1 else None
     access.begin()
     yield access.here
@@ -82,7 +89,7 @@ def chunked_collective(
     number = flags.enter(tensor, ticket.digest, reachable=access.reachable) if flags else 0
     yield lambda: flags is None or flags.all_entered(number)
     tensors = flags.tensors(number, tensor) if flags else [tensor]
-    yield _chunks(plan, ticket, access, context, tensors)
+    yield _chunks(plan, ticket, access, context, tensors=tensors, lengths=lengths)
     if flags:
         flags.leave()
     yield lambda: flags is None or flags.all_left(number)
@@ -94,12 +101,13 @@ def _chunks(
     ticket: Ticket,
     access: TensorAccess,
     context: CommContext,
+    *,
     tensors: Sequence[Tensor | PeerTensor] | None,
+    lengths: Lengths,
 ) -> Iterator[NumberedChunk]:
     """Yield the chunks in which this rank takes part. `tensors`: see `LaneOwner`."""
     call, tensor = ticket.signature, access.host
-    assert call.choice is not None
-    sizes = tensor.element_size(), call.choice.chunk_bytes, call.choice.min_chunks
+    sizes = tensor.element_size(), *lengths[:3]
     if call.verb == "all_reduce":
         chunks = plan.all_reduce(len(tensor), *sizes)
     elif call.verb == "broadcast":
@@ -184,17 +192,23 @@ class LaneOwner:
                 yield from self._gather(chunk, take, lacking, {})
 
     def broadcast(self, chunk: Chunk, root: int, chunks: int) -> Steps[None]:
-        """Pass on one of `chunks` chunks from the node before to the nodes after."""
-        (span,) = chunk.parts
-        before, after = self._plan.route(root, chunks)
-        peers = self._peers
-        if before is not None:
-            yield self._receive(chunk, before, self._buffer(span)).test
-        elif root != self._comm.rank:
-            source = self._plan.nodes.local_rank(root)
+        """Copy one of `chunks` chunks from the root's node to the others: whole, or in parts."""
+        plan, span, peers = self._plan, (chunk.parts[0][0], chunk.parts[-1][1]), self._peers
+        first = plan.nodes.node(root)
+        if self._own == first and root != self._comm.rank:
+            source = plan.nodes.local_rank(root)
             yield from self._fetch(chunk, span, source)
             peers = [peer for peer in peers if peer != source]
+        if len(chunk.parts) > 1:
+            sends = yield from self._scatter(chunk, first)
+            with self._context.buffers.lease() as take:
+                yield from self._gather(chunk, take, peers, {}, first)
+            yield sends.test
+            return
+        before, after = plan.route(root, chunks)
         buffer = self._buffer(span)
+        if before is not None:
+            yield self._receive(chunk, before, buffer).test
         sends = Requests.of(*(self._send(chunk, node, buffer) for node in after))
         yield from self._publish(chunk, span, peers)
         yield sends.test
@@ -237,27 +251,49 @@ class LaneOwner:
                 yield from self._publish(chunk, span, self._receivers(chunk))
             yield Requests.of(*(requests for _, requests in sent.values())).test
 
+    def _scatter(self, chunk: Chunk, first: int) -> Steps[Requests]:
+        """Get what this node is to hold from the first node, and start to send partners theirs.
+
+        A node that holds spans before a hop differs from the first one in later hops alone.
+        """
+        plan, node, widths = self._plan, self._own, self._plan.widths
+        sends = list[Requests]()
+        for hop, (above, width) in enumerate(pairwise(widths)):
+            if (node - first) % above == 0:
+                sends += [
+                    self._send(chunk, partner, self._buffer(span))
+                    for partner in plan.partners(hop)
+                    for span in plan.held(chunk, partner, hop + 1)
+                ]
+            elif (node - first) % width == 0:
+                source = node // above * above + first % above
+                for span in plan.held(chunk, node, hop + 1):
+                    yield self._receive(chunk, source, self._buffer(span)).test
+        return Requests.of(*sends)
+
     def _gather(
         self,
         chunk: Chunk,
         take: Take,
         lacking: Collection[int],
         sent: dict[int, tuple[BufferView, Requests]],
+        first: int | None = None,
     ) -> Steps[None]:
         """Send partners what this node holds, from the last hop to the first, and get theirs.
 
         `lacking` are the local ranks that lack this node's own part. What was `sent` to a node
-        before, as a sum, comes back in the same buffer.
+        before, as a sum, comes back in the same buffer. The node `first`, if any, has everything.
         """
         plan, sends = self._plan, list[Requests]()
-        new = [(span, lacking) for span in plan.held(chunk, self._own, len(plan.widths) - 1)]
-        for hop in reversed(range(len(plan.widths) - 1)):
+        hops = len(plan.widths) - 1
+        new = [(s, lacking) for s in plan.held(chunk, self._own, 0 if self._own == first else hops)]
+        for hop in reversed(range(hops)):
             partners = plan.partners(hop)
             if own := plan.held(chunk, self._own, hop + 1):
                 packed = yield from self._packed(take, own)
-                sends += [self._send(chunk, node, packed) for node in partners]
+                sends += [self._send(chunk, node, packed) for node in partners if node != first]
             arriving = []
-            for node in reversed(partners):
+            for node in reversed(partners) if self._own != first else ():
                 spans = plan.held(chunk, node, hop + 1)
                 if node in sent:
                     buffer, requests = sent[node]
@@ -466,7 +502,10 @@ def member_steps(
     sent: Sequence[Span]
     received: Sequence[Span]
     if call.verb == "broadcast":
-        sent, received = (parts, ()) if call.root == comm.rank else ((), parts)
+        whole = [(parts[0][0], parts[-1][1])]
+        has_root = node == plan.nodes.node(call.root)
+        sent = whole if call.root == comm.rank else ()
+        received = () if sent else whole if has_root else [own, *gathered]
     elif call.verb == "all_gather":
         if plan.gathers_on_ring:
             gathered = [parts[(node - step) % len(parts)] for step in range(1, len(parts))]

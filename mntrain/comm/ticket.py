@@ -11,6 +11,7 @@ import torch
 
 import zero
 from mntrain.comm import clock
+from mntrain.comm.link import Link
 
 _MASK = (1 << 63) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that unequal digests stay so; 2^64 by the golden ratio
@@ -33,16 +34,16 @@ CHUNK_BYTES = 512 << 10
 # A lane is cut into at least so many chunks, unless they get very short: the wire idles while the
 # first one is summed within the node, and while the last one is distributed there.
 MIN_CHUNKS = 8
-LONG_LANE_BYTES = 24 << 20  # from here on, the first and the last chunk matter less than CPU time
 
 
 class AlgorithmChoice(NamedTuple):
-    """An algorithm and the chunks into which it cuts a tensor."""
+    """An algorithm and the chunks into which it cuts a tensor; see `HierarchyPlan.lengths`."""
 
     algorithm: str
     chunk_bytes: int = CHUNK_BYTES  # at most, of a lane, over all nodes
     min_chunks: int = MIN_CHUNKS  # of a lane
     concurrent: bool = False  # whether other tensors are in flight at the same time
+    link: Link | None = None  # between nodes, if chunks are to suit it
 
     def among_others(self) -> "AlgorithmChoice":
         """Return the same choice for one of several tensors that are in flight together.
@@ -50,12 +51,6 @@ class AlgorithmChoice(NamedTuple):
         The others keep the wire busy, so fewer chunks suffice, which cost less CPU time.
         """
         return self._replace(chunk_bytes=2 * self.chunk_bytes, min_chunks=2, concurrent=True)
-
-    def for_lane(self, nbytes: int) -> "AlgorithmChoice":
-        """Return the same choice for a lane of so many bytes: a long one gets longer chunks."""
-        if self.concurrent or nbytes < LONG_LANE_BYTES:
-            return self
-        return self._replace(chunk_bytes=2 * self.chunk_bytes)
 
 
 class Signature(NamedTuple):

@@ -301,8 +301,7 @@ class WorldCollectives:
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
         wake = long if self.wakes is None else self.wakes or self._devices is not None
         gather = self.gathers and small and self._devices is None
-        choice = self.choice.for_lane(nbytes // self._host.topology.smallest_node)
-        call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, choice, small)
+        call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.ratio), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
         if self._devices is not None and self._devices.copier.owns(tensor):

@@ -8,11 +8,12 @@ ValidationError, a ValueError.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from mntrain import compression
 from mntrain.comm import algorithms
+from mntrain.comm.link import Link
 from mntrain.options.balance import BalanceConfig
 from mntrain.options.huggingface import HuggingFaceConfig
 from mntrain.options.types import (
@@ -48,6 +49,12 @@ MAY_DIFFER = {
 RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostname", "gpu"}
 
 
+def _check_link(value: str) -> str:
+    Link.of(value)
+    return value
+
+
+LinkWords = Annotated[str, AfterValidator(_check_link)]
 Device = Literal["auto", "cpu", "cuda"]
 Change = Literal["batch-size", "drop-last", "seed", "data"]
 _VALID_FRACTION = 0.05
@@ -281,6 +288,12 @@ class CommConfig:
     bucket_mb: float = Field(default=25.0, gt=0, description="size of a gradient bucket in MiB.")
     ranks_per_node: OrNone[int] = Field(
         default=None, ge=1, description="ranks per virtual node. none: use the real nodes."
+    )
+    link: OrNone[LinkWords] = Field(
+        default=None,
+        description="rate and latency between two nodes, such as 100gbit,5us, from which lengths "
+        "of messages follow, and no sum. The latency is that of a message from rank to rank, as "
+        "`doctor` measures it. none: measured at the start, in some milliseconds.",
     )
     timeout: OrNone[float] = Field(
         default=600.0,

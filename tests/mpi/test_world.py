@@ -218,6 +218,31 @@ def test_errors_of_some_ranks_are_raised_on_all_with_their_ranks(world):
     assert world.gather(1) == [1] * RANKS  # the world is still in order
 
 
+# The link between nodes.
+
+
+def test_the_link_is_measured_between_nodes_alike_on_all_ranks(worlds):
+    world = worlds("lanes", 1)
+    nodes = len(world.topology.nodes)
+    assert (world.link is None) == (nodes == 1)
+    assert len(set(world.gather(world.link))) == 1
+    if nodes > 1:
+        assert 0 < world.link.latency_s < 1
+        assert world.link.bytes_per_s > 1e5
+    assert world.collectives.choice.link == world.link
+
+
+def test_the_link_may_be_given_and_anything_else_is_refused():
+    with mntrain.init(link="100gbit,5us", device="cpu", ranks_per_node=1) as world:
+        assert world.link.bytes_per_s == pytest.approx(12.5e9)
+        assert world.link.latency_s == pytest.approx(5e-6)
+    words = refusal(mntrain.init, link="fast", device="cpu")
+    assert "link: must be a rate and a latency, such as 100gbit,5us, not 'fast'" in words
+    if RANKS > 1:
+        words = refusal(mntrain.init, link="1gbit,5us" if RANK else "2gbit,5us", device="cpu")
+        assert "link" in words
+
+
 # Models that differ.
 
 

@@ -8,6 +8,7 @@ import torch
 from simulated_ranks import Rank
 
 from mntrain.comm import algorithms
+from mntrain.comm.link import Link
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.world_collectives import WorldCollectives
 from zero.collectives import Work
@@ -121,7 +122,12 @@ def draw_call(common: random.Random, size: int, sizes: list[int]) -> Call:
     inner = sorted(common.choices(range(numel + 1), k=size - 1))
     # As few as one chunk a lane, or a few dozens.
     chunk_bytes = max(64, numel * dtype.itemsize // common.choice([1, 4, 30]))
-    choice = AlgorithmChoice(common.choice(algorithms.names()), chunk_bytes, common.choice([1, 8]))
+    choice = AlgorithmChoice(
+        common.choice(algorithms.names()),
+        chunk_bytes,
+        common.choice([1, 8]),
+        link=common.choice([None, Link(1e-6, 5e9), Link(1e-3, 1e8)]),
+    )
     late = common.random() < 0.5
     return Call(
         common.choice(VERBS),

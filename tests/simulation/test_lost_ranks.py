@@ -155,7 +155,9 @@ def test_every_other_rank_ends_with_its_results_or_an_error_that_names_the_rank(
 
 
 def test_no_rank_receives_more_than_4_kib_a_rank_of_the_job_at_the_start():
-    worlds = WatchedWorlds([2] * 3, seed=2, options={"device": "cpu"}, facts_of_hosts=True)
+    """But for the measurement of a link, of which every other node receives a fixed number."""
+    options = {"device": "cpu", "link": "100gbit,5us"}
+    worlds = WatchedWorlds([2] * 3, seed=2, options=options, facts_of_hosts=True)
     at_start = {}
 
     def program(world):

@@ -9,17 +9,27 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 from drawn_calls import SPOILS, Call, draw_call, end_calls, run_calls, spoil, start_calls
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from network import Link, NetworkModel
 from search import searched
 from simulated_ranks import SimulatedRanks
 from virtual_time import Thread
 
+from mntrain.comm import chunk_plan
 from mntrain.errors import AgreedError
 
 SIZES = [0, 1, 2, 7, 64, 1000, 4099, 9000]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scattered():
+    """Let broadcasts of few bytes travel in parts, too, where there are more than four nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_plan, "SCATTERED_BYTES", 4 << 10)
+        yield
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,22 @@ def test_every_rank_has_every_result(program):
     assert not ranks.job.unreceived()
 
 
+# Two calls whose digests are near each other: of 2^22 tags, they have the same ones.
+NEAR = Program(
+    seed=7873,
+    hosts=(0, 2),
+    length=2,
+    streams=1,
+    private=False,
+    threads=True,
+    callers=True,
+    network=NetworkModel(between=Link(50e-6, 125e6), eager_bytes=0, late_s=1e-3),
+)
+
+
 @searched(50)
 @given(programs(most_streams=1), st.integers(0, 6), st.sampled_from(SPOILS))
+@example(NEAR, 0, "repeats")
 def test_a_rank_that_calls_otherwise_is_an_error_on_every_rank(program, odd, kind):
     (calls,) = program.draw()
     odd %= len(program.hosts)

@@ -11,12 +11,13 @@ from network import NetworkModel
 from simulated_ranks import SimulatedRanks, SimulationError
 from virtual_time import DeadlockError
 
-from mntrain.comm import algorithms
+from mntrain.comm import algorithms, chunk_plan
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.errors import AgreedError
 
 NODES = [[3], [2, 1, 3], [4, 4], [1] * 5]
 MORE_NODES = [[1, 1], [2, 2], [4, 2, 1, 3], [2] * 8]
+MORE = pytest.mark.thorough
 RARE_NODES = [[1, 2], [1] * 12]  # little else than the others
 SIZES = [0, 1, 3, 1003, 4099, 20011]  # none divides among ranks, lanes or chunks
 
@@ -61,6 +62,55 @@ def test_ranks_of_a_node_need_not_follow_each_other(hosts, private):
     calls = [Call(verb, numel, torch.float32, choice, root=3) for verb in VERBS for numel in SIZES]
     ranks = SimulatedRanks(hosts=hosts, seed=1, private=private)
     ranks.run(partial(run_calls, calls=calls))
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize(
+    "nodes",
+    [[1] * 5, [2, 1, 2, 3, 1, 1, 2], *(pytest.param([1] * n, marks=MORE) for n in (8, 12, 17, 36))],
+    ids=lambda nodes: "+".join(map(str, nodes)),
+)
+def test_a_broadcast_from_any_rank_in_parts_reaches_all(nodes, private, monkeypatch):
+    """Also to ranks whose memory their node's others cannot reach, and where parts are empty."""
+    monkeypatch.setattr(chunk_plan, "SCATTERED_BYTES", 0)
+    size, choice = sum(nodes), AlgorithmChoice("lanes")
+    calls = [
+        Call("broadcast", numel, dtype, choice, root=root)
+        for root in {0, 1, size // 2, size - 1}
+        for numel, dtype in [(3, torch.float32), (40_009, torch.float32), (5003, torch.bfloat16)]
+    ]
+    plan = algorithms.load("lanes").plan(SimulatedRanks(nodes).topology, 0)
+    assert any(len(chunk.parts) == len(nodes) for chunk in plan.broadcast(40_009, 4, 512 << 10))
+    late = NetworkModel(late_s=20e-6, eager_bytes=1 << 10)
+    ranks = SimulatedRanks(nodes, seed=1, network=late, private=private)
+    ranks.run(partial(run_calls, calls=calls))
+    assert not ranks.job.unreceived()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "kib", "most"),
+    [(16, 4, 256, 1.7), (16, 4, 1024, 1.9), pytest.param(64, 4, 1024, 2.2, marks=MORE)],
+)
+def test_broadcasts_of_middle_sizes_take_about_twice_their_bytes_and_latencies(
+    nodes, per_node, kib, most
+):
+    model = NetworkModel(message_s=1e-6)
+    ranks = SimulatedRanks(
+        [per_node] * nodes, network=model, watched=False, threads=False, switches=0
+    )
+
+    def program(rank):
+        rank.engine.stepped = True
+        tensor = torch.full((kib << 8,), float(rank.rank))
+        rank.comm.as_mpi4py.Barrier()
+        begun_s = rank.ranks.time.local_now()
+        rank.collectives.broadcast(tensor, root=5).wait()
+        assert tensor.unique().tolist() == [5.0]
+        return begun_s, rank.ranks.time.local_now()
+
+    begun, ended = zip(*ranks.run(program), strict=True)
+    tree_s = (nodes - 1).bit_length() * model.between.latency_s
+    assert max(ended) - max(begun) < most * (tree_s + (kib << 10) / model.between.rate)
 
 
 def test_a_seed_gives_the_same_run_again_and_another_one_another_order():
