@@ -44,7 +44,7 @@ class Link:
 
 
 def power_of_two(number: float) -> int:
-    """Return the largest power of two that is no larger, but for 0 at least 1."""
+    """Return the largest power of two that is no larger; of a number below 1 one, and of 0 none."""
     return 1 << max(0, math.floor(math.log2(number))) if number else 0
 
 
