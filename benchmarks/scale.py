@@ -57,7 +57,7 @@ ALL_REDUCES = {
     },
     (MIDDLE, 4): {
         1: (2, 16, 64, 256),
-        64: (2, 16, 64, 256, 1024),
+        64: (2, 16, 64, 256),
         1024: (2, 16, 64),
         BUCKET_KIB: (2, 4, 16),
     },
@@ -75,7 +75,7 @@ OTHERS = {
 LARGE_KIB = 256 * 1024
 LANES = {
     "all_reduce": {
-        64: (16, 64),
+        64: (16, 64, 256, 1024),
         1024: (16, 64, 256, 1024),
         BUCKET_KIB: (4, 16, 1024),
         LARGE_KIB: (2, 4, 16),
@@ -102,8 +102,9 @@ being called, and a rank that waits sees a message when it arrives: it does not 
 these are times that the order and sizes of messages allow, not those of a machine.
 Where slow links decide, they are those of [emulated nodes](scale-emulated.md).
 
-Not simulated, since one process has not the time or the memory: all lanes of 25 MiB on more than 16
-nodes and of 256 MiB, 256 MiB on more than 16 nodes, and nodes of eight ranks on more than 64.
+Not simulated, since one process has not the time or the memory: all lanes of 64 KiB on more than
+256 nodes, of 25 MiB on more than 16 and of 256 MiB; 256 MiB on more than 16 nodes; nodes of eight
+ranks on more than 64; and 256 MiB and nodes of eight over links of 1 and 400 Gbit/s.
 """
 ONE_LANE = """
 On nodes of four ranks, each rank exchanges its lane of a tensor with one rank of every other node,

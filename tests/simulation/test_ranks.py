@@ -11,7 +11,7 @@ QUICK = ("collectives", "disagreement", "levels", "wire", "world")
 # With --all alone: other tests show most of what they do.
 RARE = ("cadence", "default_device")
 RARE += ("parameter_kinds", "plan", "rank_clipping", "rare_jobs", "stage_cost", "stage_model")
-RARE += ("stage_precision", "trainer", "weight_checks", "weighted_exchanges")
+RARE += ("staleness", "stage_precision", "trainer", "weight_checks", "weighted_exchanges")
 # What depends on which rank is on which node, of which tests make their own.
 ON_NODES = ("exchanges", "levels", "staleness", "state_over_ranks")
 # Also where the first two ranks are on another node than the last, for each test.
