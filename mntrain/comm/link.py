@@ -32,7 +32,7 @@ class Link:
     def of(cls, text: str) -> "Link":
         """Return the link of words such as "100gbit,5us". Raises ValueError for others."""
         number = r"(\d+(?:\.\d+)?)"
-        found = re.fullmatch(rf"{number}([mg]bit),{number}([um]s)", text)
+        found = re.fullmatch(rf"{number}([mg]bit),{number}([um]s)", text.lower())
         values = [float(found[1]), float(found[3])] if found else []
         if found is None or 0 in values:
             raise ValueError("must be a rate and a latency, such as 100gbit,5us")

@@ -12,6 +12,7 @@ from simulated_ranks import SimulatedRanks, SimulationError
 from virtual_time import DeadlockError
 
 from mntrain.comm import algorithms, chunk_plan
+from mntrain.comm.link import Link
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.errors import AgreedError
 
@@ -111,6 +112,33 @@ def test_broadcasts_of_middle_sizes_take_about_twice_their_bytes_and_latencies(
     begun, ended = zip(*ranks.run(program), strict=True)
     tree_s = (nodes - 1).bit_length() * model.between.latency_s
     assert max(ended) - max(begun) < most * (tree_s + (kib << 10) / model.between.rate)
+
+
+@pytest.mark.parametrize("nodes", [[2, 2], [2, 1, 2], [1] * 8], ids=str)
+def test_no_link_changes_the_bits_of_a_sum(nodes):
+    def program(rank, link, found):
+        choice = AlgorithmChoice("lanes", 8 << 10, min_chunks=3, link=link)
+        collectives = rank.collectives.replace(choice=choice, small_message_bytes=0)
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(rank.rank)
+            tensor = torch.randn(150_001, generator=generator).to(dtype)
+            collectives.all_reduce(tensor).wait()
+            if rank.rank == 0:
+                found.append(tensor)
+
+    def cuts(link):
+        plan = algorithms.load("lanes").plan(SimulatedRanks(nodes).topology, 0)
+        lengths = plan.lengths(600_004, AlgorithmChoice("lanes", 8 << 10, min_chunks=3, link=link))
+        return plan.all_reduce(150_001, 4, *lengths[:3])
+
+    links = None, Link.of("100gbit,20us"), Link.of("400gbit,200us")
+    sums = []
+    for link in links:
+        sums.append([])
+        SimulatedRanks(nodes, 1).run(partial(program, link=link, found=sums[-1]))
+    assert cuts(links[0]) != cuts(links[-1])
+    for others in sums[1:]:
+        assert all(map(torch.equal, others, sums[0]))
 
 
 def test_a_seed_gives_the_same_run_again_and_another_one_another_order():

@@ -26,7 +26,7 @@ def test_words_are_a_rate_and_a_latency():
     for text, latency_s, bytes_per_s in [
         ("100gbit,5us", 5e-6, 12.5e9),
         ("250mbit,0.5ms", 0.5e-3, 31.25e6),
-        ("0.1gbit,2ms", 2e-3, 12.5e6),
+        ("0.1Gbit,2ms", 2e-3, 12.5e6),
     ]:
         found = Link.of(text)
         assert found.latency_s == pytest.approx(latency_s)
