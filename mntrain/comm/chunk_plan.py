@@ -189,31 +189,19 @@ class HierarchyPlan:
             return len(self.nodes.nodes) - 1
         return 2 * sum(above // width - 1 for above, width in pairwise(self.widths))
 
-    def all_reduce(
-        self,
-        numel: int,
-        itemsize: int,
-        chunk_bytes: int,
-        min_chunks: int = MIN_CHUNKS,
-        link_least: int = 0,
-    ) -> tuple[Chunk, ...]:
+    def all_reduce(self, numel: int, itemsize: int, lengths: Lengths) -> tuple[Chunk, ...]:
         """Return the chunks of an all-reduce."""
         shape = len(self.nodes.nodes), self.lanes, len(self.widths) - 1
-        return _all_reduce(shape, numel, itemsize, Lengths(chunk_bytes, min_chunks, link_least))
+        return _all_reduce(shape, numel, itemsize, lengths)
 
     @lru_cache(maxsize=256)  # noqa: B019 - a world has few plans, which live as long as it does
     def by_shard(
-        self,
-        bounds: tuple[int, ...],
-        itemsize: int,
-        chunk_bytes: int,
-        min_chunks: int = MIN_CHUNKS,
-        link_least: int = 0,
+        self, bounds: tuple[int, ...], itemsize: int, lengths: Lengths
     ) -> tuple[Chunk, ...]:
         """Return the chunks of a reduce-scatter, which are also those of an all-gather."""
         count = len(self.nodes.nodes)
         numel, hops = bounds[-1] // self.lanes, len(self.widths) - 1
-        whole = _chunk_length(numel, itemsize, Lengths(chunk_bytes, min_chunks, link_least), hops)
+        whole = _chunk_length(numel, itemsize, lengths, hops)
         length = max(1, whole // count)
         chunks = []
         for lane, rows in enumerate(self._shard_rows):
@@ -228,14 +216,7 @@ class HierarchyPlan:
         return _in_order(chunks)
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
-    def broadcast(
-        self,
-        numel: int,
-        itemsize: int,
-        chunk_bytes: int,
-        min_chunks: int = MIN_CHUNKS,
-        link_least: int = 0,
-    ) -> tuple[Chunk, ...]:
+    def broadcast(self, numel: int, itemsize: int, lengths: Lengths) -> tuple[Chunk, ...]:
         """Return the chunks of a broadcast, which take the lanes in turn.
 
         Those of one part travel whole, by `route`. A tensor that is too short for a chain of so
@@ -245,14 +226,13 @@ class HierarchyPlan:
         count, hops = len(self.nodes.nodes), len(self.widths) - 1
         # In a chain, a chunk is under way for as long as so many others of its lane, and as many
         # latencies; between them it costs a node one message.
-        wanted = max(min_chunks, CHAIN_CHUNKS * (count - 2) * self.lanes)
-        least = min(link_least, 6 * link_least // max(1, self.messages))
-        lengths = Lengths(chunk_bytes, wanted, least)
-        cuts = _cut((0, numel), _chunk_length(numel, itemsize, lengths))
+        wanted = max(lengths.min_chunks, CHAIN_CHUNKS * (count - 2) * self.lanes)
+        least = min(lengths.link_least, 6 * lengths.link_least // max(1, self.messages))
+        of_chain = lengths._replace(min_chunks=wanted, link_least=least)
+        cuts = _cut((0, numel), _chunk_length(numel, itemsize, of_chain))
         in_parts = count > 4 and 2 * len(cuts) < 3 * (count - 2) * self.lanes
         if not in_parts or numel * itemsize < SCATTERED_BYTES:
             return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
-        lengths = Lengths(chunk_bytes, min_chunks, link_least)
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, lengths, 2 * hops))
         line = max(1, LINE_BYTES // itemsize)
         return _in_order(

@@ -107,7 +107,7 @@ def _chunks(
 ) -> Iterator[NumberedChunk]:
     """Yield the chunks in which this rank takes part. `tensors`: see `LaneOwner`."""
     call, tensor = ticket.signature, access.host
-    sizes = tensor.element_size(), *lengths[:3]
+    sizes = tensor.element_size(), lengths
     if call.verb == "all_reduce":
         chunks = plan.all_reduce(len(tensor), *sizes)
     elif call.verb == "broadcast":

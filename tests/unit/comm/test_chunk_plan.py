@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.comm.algorithms import load
-from mntrain.comm.chunk_plan import NO_RANK, Chunk
+from mntrain.comm.chunk_plan import NO_RANK, Chunk, Lengths
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -73,7 +73,9 @@ def lanes_take_turns(pieces, lanes):
 @given(topologies(), algorithms, numels, itemsizes, piece_lengths)
 def test_sums_cover_every_element_once(topology, algorithm, numel, itemsize, length):
     several = schemes(algorithm, topology)
-    pieces = same_on_all_ranks(several, lambda scheme: scheme.all_reduce(numel, itemsize, length))
+    pieces = same_on_all_ranks(
+        several, lambda scheme: scheme.all_reduce(numel, itemsize, Lengths(length))
+    )
     assert covered(part for piece in pieces for part in piece.parts) == all_of(0, numel)
     nodes = len(several[0].nodes.nodes)
     for piece in pieces:
@@ -104,7 +106,9 @@ def test_shards_are_complete_and_every_piece_has_one_of_every_node(
 ):
     topology, bounds = cut_tensor
     several = schemes(algorithm, topology)
-    pieces = same_on_all_ranks(several, lambda scheme: scheme.by_shard(bounds, itemsize, length))
+    pieces = same_on_all_ranks(
+        several, lambda scheme: scheme.by_shard(bounds, itemsize, Lengths(length))
+    )
     nodes, lanes = several[0].nodes, several[0].lanes
     found = {rank: [] for rank in range(topology.size)}
     for piece in pieces:
@@ -140,7 +144,9 @@ def test_copies_cover_every_element_once_and_are_dealt_to_the_lanes(
     topology, algorithm, numel, itemsize, length
 ):
     several = schemes(algorithm, topology)
-    pieces = same_on_all_ranks(several, lambda scheme: scheme.broadcast(numel, itemsize, length))
+    pieces = same_on_all_ranks(
+        several, lambda scheme: scheme.broadcast(numel, itemsize, Lengths(length))
+    )
     parts = [part for piece in pieces for part in piece.parts]
     assert len(parts) == len(pieces)
     assert covered(parts) == all_of(0, numel)
@@ -268,7 +274,7 @@ def test_a_chunk_has_64_kib_at_least_for_each_hop_between_nodes(verb, nodes, chu
     topology, numel = Topology(tuple((rank,) for rank in range(nodes))), 120 << 10
     plan = load("lanes").plan(topology, 0)
     if verb == "all_reduce":
-        found = plan.all_reduce(numel, 4, 512 << 10)
+        found = plan.all_reduce(numel, 4, Lengths(512 << 10))
     else:
-        found = plan.by_shard(tuple(split(numel, nodes)), 4, 512 << 10)
+        found = plan.by_shard(tuple(split(numel, nodes)), 4, Lengths(512 << 10))
     assert len(found) == chunks
