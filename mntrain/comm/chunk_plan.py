@@ -45,6 +45,10 @@ LONG_LANE_BYTES = 24 << 20  # from here on, the first and the last chunk matter 
 # More bytes than switches can buffer would be dropped on the way to a node to which all others
 # send. A chunk has no more for the sake of a fast link.
 BYTES_IN_FLIGHT = 4 << 20
+# Up to this length, MPI libraries commonly send a message at once (Open MPI's btl_tcp_eager_limit).
+# A longer one is announced, and waits for an answer. The announcement waits, too, for what other
+# chunks send, so a link is idle now and then however many chunks are in flight.
+AT_ONCE_BYTES = 64 << 10
 # Chunks of a broadcast down a chain, for each node but the first and the last.
 CHAIN_CHUNKS = 4
 # From this size on, a broadcast that is too short for a chain travels in parts. A shorter one goes
@@ -77,6 +81,7 @@ class Lengths(NamedTuple):
     min_chunks: int = MIN_CHUNKS  # unless they get shorter than the least
     link_least: int = 0  # for the sake of the link
     in_flight: int = 2  # at most
+    at_once: bool = False  # whether they are short enough for messages that MPI sends at once
 
 
 class HierarchyPlan:
@@ -161,25 +166,33 @@ class HierarchyPlan:
             )
         return tuple(lanes)
 
-    def lengths(self, nbytes: int, choice: AlgorithmChoice) -> Lengths:
-        """Return the lengths of the chunks of a tensor of so many bytes.
+    def lengths(self, nbytes: int, choice: AlgorithmChoice, narrowed: int = 1) -> Lengths:
+        """Return the lengths of the chunks of a tensor of so many bytes, `narrowed` on the wire.
 
         The first and the last chunk delay a call, and every chunk costs each rank its messages. A
         long lane gets longer chunks, unless other tensors are in flight. So does a fast link, on
         which messages take longer than bytes: a chunk then has half of the bytes that pass while so
-        many messages do one after the other, and a long lane twice as many.
+        many messages do one after the other, and a long lane twice as many. Where that leaves a
+        choice, messages between several nodes are short enough to be sent at once; with other
+        tensors in flight, which cost CPU time, only if an announcement takes longer than that.
         """
-        most, least = choice.chunk_bytes, 0
+        most, least, count = choice.chunk_bytes, 0, len(self.nodes.nodes)
+        link = choice.link if count > 1 else None
         if not choice.concurrent and nbytes // self.lanes >= LONG_LANE_BYTES:
             most *= 2
-        if choice.link is not None and len(self.nodes.nodes) > 1:
-            nbytes_meanwhile = choice.link.bytes_during(self.messages / 2) / self.lanes
+        if link is not None:
+            nbytes_meanwhile = link.bytes_during(self.messages / 2) / self.lanes
             least = min(power_of_two(nbytes_meanwhile), BYTES_IN_FLIGHT)
+        slow = link is None or link.bytes_during(1) < AT_ONCE_BYTES
+        longest = self.widths[0] // self.widths[1] * narrowed * AT_ONCE_BYTES  # of the first hop
+        at_once = count > 2 and least <= longest and not (choice.concurrent and slow)
+        for_link = max(most, min(2 * least, BYTES_IN_FLIGHT))
         return Lengths(
-            max(most, min(2 * least, BYTES_IN_FLIGHT)),
+            min(for_link, longest) if at_once else for_link,
             choice.min_chunks,
             least if least > MIN_CHUNK_BYTES else 0,
             max(2, BYTES_IN_FLIGHT // max(most, least)),
+            at_once,
         )
 
     @cached_property
@@ -228,7 +241,8 @@ class HierarchyPlan:
         # latencies; between them it costs a node one message.
         wanted = max(lengths.min_chunks, CHAIN_CHUNKS * (count - 2) * self.lanes)
         least = min(lengths.link_least, 6 * lengths.link_least // max(1, self.messages))
-        of_chain = lengths._replace(min_chunks=wanted, link_least=least)
+        most = min(lengths.most, max(AT_ONCE_BYTES, least)) if lengths.at_once else lengths.most
+        of_chain = lengths._replace(most=most, min_chunks=wanted, link_least=least)
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, of_chain))
         in_parts = count > 4 and 2 * len(cuts) < 3 * (count - 2) * self.lanes
         if not in_parts or numel * itemsize < SCATTERED_BYTES:

@@ -66,7 +66,8 @@ def run_hierarchical(
     assert dtype is not None
     if call.small and access.reachable:
         return small_collective(plan, ticket, access, context)
-    lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice)
+    narrowed = dtype.itemsize // (call.wire or dtype).itemsize
+    lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice, narrowed)
     steps = chunked_collective(plan, ticket, access, context, lengths)
     most = min(CHUNKS_IN_FLIGHT, lengths.in_flight)
     if call.verb != "broadcast" and plan.crowded and not choice.concurrent:

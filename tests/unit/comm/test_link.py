@@ -6,6 +6,7 @@ from network import NetworkModel
 from simulated_ranks import SimulatedRanks
 
 from mntrain.comm.algorithms import load
+from mntrain.comm.chunk_plan import AT_ONCE_BYTES
 from mntrain.comm.link import Link, measure_link, power_of_two
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.topology import Topology
@@ -14,12 +15,12 @@ KIB, MIB = 1 << 10, 1 << 20
 SLOW, MIDDLE, FAST = map(Link.of, ("1gbit,50us", "100gbit,5us", "400gbit,2us"))
 
 
-def lengths_of(nodes, link, nbytes=25 * MIB, per_node=1, **choice):
+def lengths_of(nodes, link, nbytes=25 * MIB, per_node=1, narrowed=1, **choice):
     """Return the lengths of the chunks of one of these nodes."""
     ranks = iter(range(nodes * per_node))
     topology = Topology(tuple(tuple(next(ranks) for _ in range(per_node)) for _ in range(nodes)))
     plan = load("lanes").plan(topology, 0)
-    return plan.lengths(nbytes, AlgorithmChoice("lanes", link=link, **choice))
+    return plan.lengths(nbytes, AlgorithmChoice("lanes", link=link, **choice), narrowed)
 
 
 def test_words_are_a_rate_and_a_latency():
@@ -42,9 +43,9 @@ def test_other_words_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("number", "power"), [(0, 0), (0.3, 1), (1, 1), (1023.9, 512), (1024, 1024)]
+    ("number", "power"), [(0, 0), (0.3, 1), (1, 1), (1.4, 1), (1.5, 2), (724, 512), (725, 1024)]
 )
-def test_a_power_of_two_is_no_larger_than_the_number(number, power):
+def test_a_power_of_two_is_the_nearest_by_its_ratio(number, power):
     assert power_of_two(number) == power
 
 
@@ -52,14 +53,16 @@ def test_a_power_of_two_is_no_larger_than_the_number(number, power):
     ("nodes", "link", "most", "least"),
     [
         (2, SLOW, MIB, 0),
-        (64, SLOW, MIB, 0),
+        (3, SLOW, 192 * KIB, 0),
+        (64, SLOW, 256 * KIB, 0),
         (2, MIDDLE, MIB, 0),
-        (4, MIDDLE, MIB, 128 * KIB),
-        (16, MIDDLE, MIB, 256 * KIB),
+        (4, MIDDLE, 256 * KIB, 256 * KIB),
+        (16, MIDDLE, MIB, 512 * KIB),
+        (31, MIDDLE, 4 * MIB, 2 * MIB),  # of 31 parts
         (2, FAST, MIB, 0),
-        (4, FAST, MIB, 256 * KIB),
+        (4, FAST, 256 * KIB, 256 * KIB),
         (16, FAST, MIB, 512 * KIB),
-        (1024, FAST, 2 * MIB, MIB),
+        (1024, FAST, 4 * MIB, 2 * MIB),
         # Where a message takes 20 us of two CPUs, as in Python.
         (2, Link(45e-6, 12.5e9), MIB, 256 * KIB),
         (4, Link(42e-6, 50e9), 4 * MIB, 4 * MIB),
@@ -77,15 +80,30 @@ def test_lanes_share_a_link():
 
 
 def test_without_a_link_a_long_lane_alone_has_longer_chunks():
-    assert lengths_of(4, None).most == MIB
-    assert lengths_of(4, None, nbytes=20 * MIB).most == 512 * KIB
-    assert lengths_of(4, None, per_node=2).most == 512 * KIB
-    assert lengths_of(4, None, concurrent=True).most == 512 * KIB
+    assert lengths_of(2, None).most == MIB
+    assert lengths_of(2, None, nbytes=20 * MIB).most == 512 * KIB
+    assert lengths_of(2, None, per_node=2).most == 512 * KIB
+    assert lengths_of(2, None, concurrent=True).most == 512 * KIB
     assert lengths_of(1, FAST).link_least == 0
 
 
+def test_messages_between_several_nodes_are_short_enough_to_be_sent_at_once():
+    for nodes, parts in ((3, 3), (4, 4), (16, 4), (7, 7)):
+        for link in (None, SLOW):
+            assert lengths_of(nodes, link).at_once
+            assert lengths_of(nodes, link).most == parts * AT_ONCE_BYTES
+            assert lengths_of(nodes, link, narrowed=2).most == min(2 * parts * AT_ONCE_BYTES, MIB)
+    assert not lengths_of(2, SLOW).at_once
+
+
+def test_with_other_tensors_in_flight_messages_are_sent_at_once_on_a_fast_link_alone():
+    assert not lengths_of(4, None, concurrent=True).at_once
+    assert not lengths_of(4, SLOW, concurrent=True).at_once
+    assert lengths_of(4, FAST, per_node=4, concurrent=True).most == 4 * AT_ONCE_BYTES
+
+
 def test_a_little_noise_rarely_changes_lengths():
-    noisy = [Link(MIDDLE.latency_s * by, MIDDLE.bytes_per_s) for by in (0.8, 0.95, 1.05, 1.3)]
+    noisy = [Link(MIDDLE.latency_s * by, MIDDLE.bytes_per_s) for by in (0.99, 1.2, 1.5, 1.9)]
     assert {lengths_of(4, link) for link in noisy} == {lengths_of(4, MIDDLE)}
 
 
