@@ -64,13 +64,13 @@ class MetricsLog:
         world: Ranks,
         directory: RunDirectory,
         log: LogConfig,
-        describe: Callable[[float], Mapping[str, Any]],
+        describe: Callable[..., Mapping[str, Any]],
     ) -> None:
         """Make metrics.jsonl, when the run begins. Collective.
 
         `log` selects copies of it, and the page at its end. `describe` returns more of the summary,
-        collectively, given the seconds since now. From the run's beginning until the end, a job
-        that ends without its ranks leaves a summary.json.
+        collectively, given the arguments of `summarize`. From the run's beginning until the end, a
+        job that ends without its ranks leaves a summary.json.
         """
         self._world, self._directory, self._describe, self._log = world, directory, describe, log
         directory.when_begun(partial(append_whole, directory.path / METRICS_FILE, b""))
@@ -81,7 +81,7 @@ class MetricsLog:
         self._sums = world._delayed_sums("metrics")
         self._lines = deque[_Line]()  # whose sums are under way
         self._values = NamedSums()
-        self._last: dict[str, float] = {}
+        self._last: dict[str, Any] = {}  # the last value of each name in the lines
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
         self._open = True
@@ -137,13 +137,27 @@ class MetricsLog:
             means = {
                 name: self._mean(float(values[name].value), v) for name, v in line.values.items()
             }
-            self._last |= means
             self.write({"step": line.step, **means, **line.times, **by_rank})
 
     def write(self, line: Line) -> None:
         """Append a line that is complete, on rank 0. Local; never raises."""
+        self._last |= line
         if self._world.master:
             self._opened().write(line)
+
+    def summarize(self, wall_s: float, **figures: float) -> dict[str, Any]:
+        """Return the entries of summary.json of jobs and own loops alike. Collective.
+
+        `wall_s` are the seconds so far, and `figures` those of this rank for `resources`, if they
+        are more or others than the samples that `world.shard` has handed out.
+        """
+        return {
+            "steps": self._directory.last_step,
+            **{m.summary: self._last.get(n) for n, m in METRICS.items() if m.summary},
+            "wall_s": wall_s,
+            "run_dir": str(self._directory.path),
+            **self._describe(wall_s, **figures),
+        }
 
     def finish(self, summary: Mapping[str, Any]) -> list[str]:
         """Write summary.json and the page. Collective. Returns what is missing, a text for each."""
@@ -205,14 +219,7 @@ class MetricsLog:
         try:
             if error is None:
                 self.flush()
-            wall_s = time.perf_counter() - self._start
-            summary = {
-                "steps": self._directory.last_step,
-                **{m.summary: self._last.get(n) for n, m in METRICS.items() if m.summary},
-                "wall_s": wall_s,
-                "run_dir": str(self._directory.path),
-                **self._describe(wall_s),
-            }
+            summary = self.summarize(time.perf_counter() - self._start)
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
             if missing := self.finish(summary):

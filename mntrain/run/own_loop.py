@@ -200,19 +200,20 @@ class OwnLoop:
         self._world.print("\n".join(final_lines(figures)))
         return figures
 
-    def _describe(self, directory: RunDirectory, wall_s: float) -> dict[str, Any]:
+    def _describe(self, directory: RunDirectory, wall_s: float, **figures: float) -> dict[str, Any]:
         """Return the entries of summary.json that are no metrics. Collective."""
         self.flush()
         checkpoints = self._checkpoints.get(directory)
         stop = (self._requests.stop if self._requests else None) or Stop("completed", None)
         return {
             **stop._asdict(),
-            **self._resources(wall_s),
+            **self._resources(wall_s, **figures),
             **(checkpoints.summary() if checkpoints else {}),
         }
 
-    def _resources(self, wall_s: float) -> dict[str, Any]:
-        return resources(self._world, self._optimizers, {"samples": self._shards.samples}, wall_s)
+    def _resources(self, wall_s: float, **figures: float) -> dict[str, Any]:
+        own = {"samples": self._shards.samples, **figures}
+        return resources(self._world, self._optimizers, own, wall_s)
 
 
 def _trained(optimizer: ZeroOptimizer) -> set[int]:

@@ -148,12 +148,12 @@ class Checkpoints:
         found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
         self._data = {"samples": self._digests()}
         passed = passed_over(found, self._directory.local)
-        for path, reason in passed.items():
-            self._world._warn(f"{path.name} was passed over: {reason}")
+        for text in passed:
+            self._world._warn(text)
         if found:
             self._warn_of_differences(found)
-        if self._local and (found or passed or self._directory.last_step):
-            self._world.print(restored_from(found, self._directory.last_step))
+        if self._local and (told := restored_from(found, self._directory.last_step, passed)):
+            self._world.print(told)
         return self.resume(found, self._saver.objects)
 
     def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:

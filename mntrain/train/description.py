@@ -108,8 +108,8 @@ def _describe_resumption(world: World, job: Job) -> None:
     resumed, note, warn = job.resumed, world._note, world._warn
     if job.restored:
         note(job.restored)
-    for path, reason in passed_over(resumed, job.directory.local).items():
-        warn(f"{path.name} was passed over: {reason}")
+    for text in passed_over(resumed, job.directory.local):
+        warn(text)
     if resumed is None:
         return
     manifest = resumed.manifest

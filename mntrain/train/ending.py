@@ -11,9 +11,8 @@ from typing import Any
 from mntrain.checkpoint import Manifest
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import json_text
-from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
+from mntrain.metrics.registry import RecentSteps, StepRecord
 from mntrain.run.final_report import final_lines
-from mntrain.run.job_resources import resources
 from mntrain.train.forward import uncompiled
 from mntrain.train.job import Job
 from mntrain.train.shared_step import errors_stop
@@ -44,7 +43,6 @@ class JobResult:
     skipped_steps: int  # earlier jobs of the run included
     status: str = "running"  # until the end
     last: StepRecord | None = None  # the last completed step of this job, if any
-    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
     error: AgreedError | None = None
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
@@ -161,30 +159,19 @@ def summarize(world: World, job: Job, result: JobResult) -> dict[str, Any]:
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
-    last = result.last
     return {
+        **job.metrics.summarize(result.seconds, **job.balancing.figures()),
         "status": result.status,
-        "steps": last.step if last else job.done,
+        "reason": result.reason,
+        "steps": result.last.step if result.last else job.done,
         "skipped_steps": result.skipped_steps,
-        **{
-            metric.summary: getattr(
-                result.evaluated if metric.row == "evaluation" else last, name, None
-            )
-            for name, metric in METRICS.items()
-            if metric.summary
-        },
-        "wall_s": result.seconds,
         "items": job.task.items,
         "tokens_per_s": result.items / result.seconds,
         "step_tokens_per_s": result.items_per_s,
         "model_flops_per_s": flops_per_s,
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
-        "run_dir": str(job.directory.path),
         "precision": config.train.precision,
-        **resources(world, [job.trained.optimizer], job.balancing.figures(), result.seconds),
-        "reason": result.reason,
-        **job.checkpoints.summary(),
         **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }

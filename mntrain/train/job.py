@@ -132,8 +132,8 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     directory.open_local(config.checkpoint.local)
     resumed = resumption.find_checkpoint(world, config, directory)
     looked = directory.local is not None and config.run.resume == "auto"
-    lost = resumed or directory.last_step or passed_over(resumed, directory.local)
-    restored = restored_from(resumed, directory.last_step) if looked and lost else ""
+    passed = passed_over(resumed, directory.local)
+    restored = restored_from(resumed, directory.last_step, passed) if looked else ""
     with world.agreement():
         task = tasks.load(given, config)
     with world.agreement():

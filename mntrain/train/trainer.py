@@ -217,7 +217,6 @@ class Trainer:
                 self._world, job.task, self._model, job.data, means=losses, forward=self._forward
             )
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
-        self._result.evaluated = record
         advance(job.trained.scheduler, loss)
         try:
             score = job.best.score(record)

@@ -213,4 +213,7 @@ def test_a_restart_tells_what_it_used_and_how_many_steps_are_taken_again():
     shared = restored_from(replace(found, from_nodes=""), 7)
     assert shared.startswith("restored the run's checkpoint of step 6: no newer step is whole")
     assert shared.endswith("; 1 step of metrics.jsonl after it is taken again")
-    assert restored_from(None, 3).startswith("restored nothing: no step is whole")
+    for last_step, passed in ((3, []), (0, ["step-00000002 was passed over"])):
+        told = restored_from(None, last_step, passed)
+        assert told.startswith("restored nothing: no step is whole")
+    assert not restored_from(None, 0, [])  # a run that begins
