@@ -118,7 +118,7 @@ class LocalCheckpoints:
             saver.check()
         self._expect_room()
         if saver.partner is None:
-            world._warn(
+            world.output.warn(
                 "checkpoints in the memory of a single node are lost with it: there is no other "
                 "node for a copy"
             )
@@ -216,7 +216,7 @@ class LocalCheckpoints:
         self._failed += 1
         if not self._warned:
             self._warned = True
-            self._world._warn(
+            self._world.output.warn(
                 f"in the nodes' memory, {reason}; training goes on, and only the first such "
                 "failure is told"
             )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from mntrain.alike.naming import difference
-from mntrain.comm.delayed_sums import Sums
+from mntrain.comm.delayed_sums import DelayedSums, Sums
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import METRICS_FILE, Line, append_whole, loss_text
 from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
@@ -64,13 +64,15 @@ class MetricsLog:
         world: Ranks,
         directory: RunDirectory,
         log: LogConfig,
+        sums: DelayedSums,
         describe: Callable[..., Mapping[str, Any]],
     ) -> None:
         """Make metrics.jsonl, when the run begins. Collective.
 
-        `log` selects copies of it, and the page at its end. `describe` returns more of the summary,
-        collectively, given the arguments of `summarize`. From the run's beginning until the end, a
-        job that ends without its ranks leaves a summary.json.
+        `log` selects copies of it, and the page at its end. Lines are reduced by `sums`, its own.
+        `describe` returns more of the summary, collectively, given the arguments of `summarize`.
+        From the run's beginning until the end, a job that ends without its ranks leaves a
+        summary.json.
         """
         self._world, self._directory, self._describe, self._log = world, directory, describe, log
         directory.when_begun(partial(append_whole, directory.path / METRICS_FILE, b""))
@@ -78,7 +80,7 @@ class MetricsLog:
         self._rewinds = 0  # of the directory, when they were opened
         self._early_end = directory.write_early_end
         world.watchdog.at_end.append(self._early_end)
-        self._sums = world._delayed_sums("metrics")
+        self._sums = sums
         self._lines = deque[_Line]()  # whose sums are under way
         self._values = NamedSums()
         self._last: dict[str, Any] = {}  # the last value of each name in the lines
@@ -176,7 +178,7 @@ class MetricsLog:
                 self._files.close()
             self._rewinds = directory.rewinds
             own = directory.expect_own
-            self._files = MetricsFiles(directory.path, self._log, self._world._warn, own)
+            self._files = MetricsFiles(directory.path, self._log, self._world.output.warn, own)
         return self._files
 
     def open(self) -> None:
@@ -199,7 +201,7 @@ class MetricsLog:
         if files is not None:
             files.close()
             if files.missing:
-                self._world._warn(loss_text(self._directory.path, files.missing))
+                self._world.output.warn(loss_text(self._directory.path, files.missing))
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +228,7 @@ class MetricsLog:
                 text = loss_text(self._directory.path, missing)
                 if error is None:
                     raise AgreedError(text, self._world.rank)
-                self._world._warn(text)
+                self._world.output.warn(text)
         finally:
             self.abandon()
 

@@ -174,7 +174,8 @@ def test_a_loss_at_any_step_costs_an_interval_and_a_save_at_most(monkeypatch, se
     monkeypatch.setattr(local_saving, "LocalSaver", lambda *given: saver)
     monkeypatch.setattr(local_saving, "_own_bytes", lambda *given: 0)
     monkeypatch.setattr(LocalCheckpoints, "_expect_room", lambda own: None)
-    world = SimpleNamespace(size=1, master=True, agreement=nullcontext, _warn=pytest.fail)
+    world = SimpleNamespace(size=1, master=True, agreement=nullcontext)
+    world.output = SimpleNamespace(warn=pytest.fail)
     checkpoints = LocalCheckpoints(world, None, None, str(every))
     lost, late = [], 0
     for step in range(1, 300):
