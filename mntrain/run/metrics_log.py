@@ -15,7 +15,7 @@ from mntrain.alike.naming import difference
 from mntrain.comm.delayed_sums import DelayedSums, Sums
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import METRICS_FILE, Line, append_whole, loss_text
-from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
+from mntrain.metrics.registry import PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
@@ -65,16 +65,16 @@ class MetricsLog:
         directory: RunDirectory,
         log: LogConfig,
         sums: DelayedSums,
-        describe: Callable[..., Mapping[str, Any]],
+        summarize: Callable[..., dict[str, Any]],
     ) -> None:
         """Make metrics.jsonl, when the run begins. Collective.
 
         `log` selects copies of it, and the page at its end. Lines are reduced by `sums`, its own.
-        `describe` returns more of the summary, collectively, given the arguments of `summarize`.
-        From the run's beginning until the end, a job that ends without its ranks leaves a
+        `summarize` makes the summary, collectively, of the last values and the arguments of the
+        method. From the run's beginning until the end, a job that ends without its ranks leaves a
         summary.json.
         """
-        self._world, self._directory, self._describe, self._log = world, directory, describe, log
+        self._world, self._directory, self._log, self._summarize = world, directory, log, summarize
         directory.when_begun(partial(append_whole, directory.path / METRICS_FILE, b""))
         self._files: MetricsFiles | None = None  # opened for the first line, on rank 0
         self._rewinds = 0  # of the directory, when they were opened
@@ -153,13 +153,7 @@ class MetricsLog:
         `wall_s` are the seconds so far, and `figures` those of this rank for `resources`, if they
         are more or others than the samples that `world.shard` has handed out.
         """
-        return {
-            "steps": self._directory.last_step,
-            **{m.summary: self._last.get(n) for n, m in METRICS.items() if m.summary},
-            "wall_s": wall_s,
-            "run_dir": str(self._directory.path),
-            **self._describe(wall_s, **figures),
-        }
+        return self._summarize(self._last, wall_s, **figures)
 
     def finish(self, summary: Mapping[str, Any]) -> list[str]:
         """Write summary.json and the page. Collective. Returns what is missing, a text for each."""

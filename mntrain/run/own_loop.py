@@ -18,6 +18,7 @@ from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE, write_whole
+from mntrain.metrics.registry import METRICS
 from mntrain.options.command_line import toml_text
 from mntrain.options.config import CheckpointConfig, LogConfig
 from mntrain.options.types import construct
@@ -125,9 +126,9 @@ class OwnLoop:
             text = None if config is None else toml_text(config).encode()
         directory = self._unused(run_dir, self._logs, "metrics")
         directory.when_begun(partial(_write_config, directory.path / CONFIG_FILE, text))
-        described = partial(self._describe, directory)
+        summarize = partial(self._summarize, directory)
         self._logs[directory] = made = MetricsLog(
-            world, directory, log, self._sums("metrics"), described
+            world, directory, log, self._sums("metrics"), summarize
         )
         if directory not in self._checkpoints:
             directory.begin()
@@ -235,13 +236,19 @@ class OwnLoop:
         self._world.print("\n".join(final_lines(figures)))
         return figures
 
-    def _describe(self, directory: RunDirectory, wall_s: float, **figures: float) -> dict[str, Any]:
-        """Return the entries of summary.json that are no metrics. Collective."""
+    def _summarize(
+        self, directory: RunDirectory, values: Mapping[str, Any], wall_s: float, **figures: float
+    ) -> dict[str, Any]:
+        """Return the entries of summary.json, of the last values of metrics. Collective."""
         self.flush()
         checkpoints = self._checkpoints.get(directory)
         stop = (self._requests.stop if self._requests else None) or Stop("completed", None)
         return {
             **stop._asdict(),
+            "steps": directory.last_step,
+            **{m.summary: values.get(name) for name, m in METRICS.items() if m.summary},
+            "wall_s": wall_s,
+            "run_dir": str(directory.path),
             **self._resources(wall_s, **figures),
             **(checkpoints.summary() if checkpoints else {}),
         }
