@@ -6,14 +6,12 @@ MPI -> topology -> devices -> checks and threads -> engine -> transport -> colle
 import os
 import secrets
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, fields
 from functools import partial
 from io import BytesIO
-from itertools import count
 from numbers import Complex
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -29,7 +27,6 @@ from mntrain.alike.rank_facts import RankFacts, collect
 from mntrain.alike.values import compare
 from mntrain.checks.finding import Finding
 from mntrain.comm import mpi, transport
-from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
@@ -44,6 +41,7 @@ from mntrain.device_kernels import DeviceKernels
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
 from mntrain.options.config import WorldConfig
 from mntrain.options.types import construct, port_numbers
+from mntrain.output import Output
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.recorder.launch_notes import LaunchNotes
@@ -60,7 +58,6 @@ from mntrain.watchdog.side_channel import (
 from mntrain.watchdog.start_timer import TIMEOUT_S, limited_start
 from mntrain.watchdog.thread import Watchdog
 from zero.comm_hooks import NodeLevels
-from zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,11 +73,6 @@ def _select_gpu(device: torch.device) -> None:
     """Make a GPU the current one of the calling thread; nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def print_warning(text: str) -> None:
-    """Print a warning on stderr. Local."""
-    print(f"mntrain: warning: {text}", file=sys.stderr, flush=True)
 
 
 def wide_dtype(values: Any) -> torch.dtype:
@@ -125,6 +117,7 @@ class Ranks:
         settings: the options (`mntrain.options.config.WorldConfig`).
         waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
+        output: notes and warnings for the user (`mntrain.output.Output`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
         facts, findings: of the checks at the start (`mntrain.alike.rank_facts`), by rank and name.
         library: name, thread level and build of the MPI library.
@@ -134,21 +127,13 @@ class Ranks:
     def __init__(self, comm: "MPI.Intracomm | None", options: Mapping[str, Any]) -> None:
         if unknown := options.keys() - {field.name for field in fields(WorldConfig)}:
             raise TypeError(f"mntrain.init() got an unexpected argument {min(unknown)!r}")
-        self._optimizers: list[ZeroOptimizer] = []
-        self._sums_made = count(1)
-        # What saves and requests to stop share: the most seconds from the copy to the disk, and the
-        # context of a save, in which no signal ends the process.
-        self._longest_save_s = 0.0
-        self._uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext
         with ExitStack() as meeting:
             limits = options.get("timeout", TIMEOUT_S), options.get("lost_after", LOST_S)
             meeting.enter_context(limited_start(*limits))
             self._comm, self.library = start_mpi(comm)
             self.rank, self.size = self._comm.rank, self._comm.size
             self.master = self.rank == 0
-            # How services tell the user of an event, and of a problem; a job has a display.
-            self._note: Callable[[str], None] = lambda text: None
-            self._warn: Callable[[str], None] = print_warning if self.master else self._note
+            self.output = Output(self.master)
             self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
             self._watch.install()
             self.recorder = Recorder(self.rank, self.size, INTERNAL)
@@ -466,21 +451,6 @@ class Ranks:
         """Return the context of `errors.agreement` over all ranks. Its end is collective."""
         self._engine.check_open()
         return errors.agreement(self.gather, self.rank)
-
-    def _delayed_sums(self, name: str) -> DelayedSums:
-        """Return sums over all ranks that travel with the gradients of a loop's steps.
-
-        Local, in the same order on all ranks: for services of this library that act on all ranks
-        after the same step. Ranks compare how many values they start, but not the names of these.
-        """
-        return DelayedSums(
-            self.collectives, f"{name} {next(self._sums_made)}", self._latest_optimizer
-        )
-
-    def _latest_optimizer(self) -> ZeroOptimizer | None:
-        """Return the optimizer with most steps. Local."""
-        optimizers = [one for one in self._optimizers if not one.closed]
-        return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""

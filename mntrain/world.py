@@ -25,7 +25,6 @@ from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
-from mntrain.run.directory import RunDirectory
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
@@ -56,9 +55,11 @@ class World(Ranks):
 
     A context manager. `mntrain.ranks.Ranks` lists the attributes, besides:
         batch_counts: micro-batches of a step by rank, with --balance.mode cadence; else None.
+        own_loop: its runs, behind the methods (`mntrain.run.own_loop.OwnLoop`); a job uses it, too.
     """
 
     def __init__(self, comm: "MPI.Intracomm | None" = None, **options: Any) -> None:
+        self._optimizers: list[ZeroOptimizer] = []
         self._optimizer_numbers = count(1)
         self._open = True
         super().__init__(comm, options)
@@ -71,7 +72,7 @@ class World(Ranks):
             self._guards.enter_context(warn_of_local_metrics())
         world = proxy(self)
         self._shards = ShardRegistry(world, self._optimizers, self.recorder.span)
-        self._own_loop = OwnLoop(world, self._optimizers, self._shards)
+        self.own_loop = OwnLoop(world, self._optimizers, self._shards)
         self._batch_norms = count(1)  # numbers of the calls of `sync_batchnorm`
 
     @cached_property
@@ -264,7 +265,7 @@ class World(Ranks):
         """
         options = {"every": str(every), "keep": keep, "local_every": str(local_every)}
         options["local"] = local and str(local)
-        return self._own_loop.checkpoints(run_dir, Saved(model, optimizer, objects), options)
+        return self.own_loop.checkpoints(run_dir, Saved(model, optimizer, objects), options)
 
     def metrics(
         self,
@@ -298,15 +299,7 @@ class World(Ranks):
             "per_rank": per_rank,
             "report": report,
         }
-        return self._own_loop.metrics(run_dir, config, copies)
-
-    def _run_directory(self, path: Path | None, recorder: Path | None) -> RunDirectory:
-        """Return the folder of a run, by default a new one, which is locked. Collective.
-
-        For the job, which looks for a checkpoint before it has a model. `recorder` is the folder
-        for the events of the ranks, if it is another one.
-        """
-        return self._own_loop.directory(path, recorder)
+        return self.own_loop.metrics(run_dir, config, copies)
 
     def report(self) -> dict[str, Any]:
         """Print the final report on rank 0, and return its figures on all ranks. Collective.
@@ -317,7 +310,7 @@ class World(Ranks):
         and seconds.
         """
         self._engine.check_open()
-        return self._own_loop.report()
+        return self.own_loop.report()
 
     def timeline(self, path: str | Path) -> Timeline:
         """Return a context manager that records what all ranks do in its block. Local.
@@ -356,7 +349,7 @@ class World(Ranks):
         count as they are in the first call since the world was made. Raises AgreedError if they
         are no numbers.
         """
-        return self._own_loop.stop_requested(max_minutes, grace, reason)
+        return self.own_loop.stop_requested(max_minutes, grace, reason)
 
     @overload
     def mean(self, value: float, weight: float = 1.0) -> float: ...
@@ -411,14 +404,14 @@ class World(Ranks):
             return
         if self.settings.report:
             self.report()
-        self._own_loop.flush()
-        self._own_loop.end_local()
+        self.own_loop.flush()
+        self.own_loop.end_local()
 
     def _close(self) -> None:
         self.recorder.begin_phase("close")
         try:
             if not self._engine.abandoned:
-                self._own_loop.flush()
+                self.own_loop.flush()
                 for optimizer in self._optimizers:
                     optimizer.close()
                 self._engine.finish(Ticket(Signature("world.close"), call_site())).wait()
@@ -432,7 +425,7 @@ class World(Ranks):
             alone = lone_accelerator(self.size)
             if alone and self.master and not self._optimizers:
                 warnings.warn(alone, stacklevel=3)
-            self._own_loop.close()
+            self.own_loop.close()
             self._resources.close()
 
     def abandon(self) -> None:
@@ -452,7 +445,7 @@ class World(Ranks):
         self._resources.pop_all()  # frees collectively
         self._comm.abandon()  # ends a blocking wait in the communication thread
         self._engine.abandon()
-        self._own_loop.close()
+        self.own_loop.close()
         self.watchdog.close()
         for optimizer in self._optimizers:
             with suppress(RuntimeError, AgreedError):  # of parameters that were still in flight

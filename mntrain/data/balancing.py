@@ -68,7 +68,7 @@ class Balancing:
             self._tell(f"balance: from step {revision.first.batch + 1}, {division.describe()}")
 
     def _tell(self, text: str) -> None:
-        self._ranks._note(text)
+        self._ranks.output.note(text)
 
     def _report(self, straggler: Straggler) -> None:
         name = f"rank {straggler.rank} on {self._ranks.places[straggler.rank].host}"
@@ -76,7 +76,7 @@ class Balancing:
             self._tell(f"{name} is no longer slow after {self._batch} {straggler.until}")
             return
         phase = f", mostly in {straggler.phase}" if straggler.phase else ""
-        self._ranks._warn(
+        self._ranks.output.warn(
             f"since {self._batch} {straggler.since}, {name} takes {straggler.ratio:.1f} times as "
             f"long for a sample as the other ranks (median){phase}{self._advice}"
         )
@@ -168,7 +168,7 @@ class LoaderBalancing(Balancing):
         self._largest_own: int | None = None  # samples of this rank's part of a batch
 
     def _tell(self, text: str) -> None:
-        self._ranks._warn(text)
+        self._ranks.output.warn(text)
 
     def begin_pass(self) -> int:
         """Begin a training pass, and return its number, which is the same on all ranks. Local."""

@@ -197,7 +197,7 @@ class RunDirectory:
         folder = recordings(self.path, self._recorder)
         problems = world.gather(world.recorder.open(folder, job) or None)
         if any(problems):
-            world._warn(f"no recording for autopsy: {combined_refusals(problems)}")
+            world.output.warn(f"no recording for autopsy: {combined_refusals(problems)}")
 
     def expect_own(self) -> None:
         """Raise OSError if another folder is in the place of this one. Local, on the master."""

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
@@ -118,7 +118,7 @@ class LocalCheckpoints:
             saver.check()
         self._expect_room()
         if saver.partner is None:
-            world._warn(
+            world.output.warn(
                 "checkpoints in the memory of a single node are lost with it: there is no other "
                 "node for a copy"
             )
@@ -216,7 +216,7 @@ class LocalCheckpoints:
         self._failed += 1
         if not self._warned:
             self._warned = True
-            self._world._warn(
+            self._world.output.warn(
                 f"in the nodes' memory, {reason}; training goes on, and only the first such "
                 "failure is told"
             )
@@ -250,19 +250,23 @@ class LocalCheckpoints:
         return bool(self._world.hosts[rank] == self._world.hosts[self._world.rank])
 
 
-def passed_over(found: FoundCheckpoint | None, local: NodeFolders | None) -> Mapping[Path, str]:
-    """Return the steps that a restart has not taken, with reasons. Local.
+def passed_over(found: FoundCheckpoint | None, local: NodeFolders | None) -> list[str]:
+    """Return warnings of the steps that a restart has not taken, with reasons. Local.
 
     Those that were not written are told if nothing was found.
     """
-    return found.skipped if found else local.passed_over if local else {}
+    skipped = found.skipped if found else local.passed_over if local else {}
+    return [f"{path.name} was passed over: {reason}" for path, reason in skipped.items()]
 
 
-def restored_from(found: FoundCheckpoint | None, last_step: int) -> str:
+def restored_from(found: FoundCheckpoint | None, last_step: int, passed: Sequence[str] = ()) -> str:
     """Return what is told of a restart: what was used, and how many steps are lost. Pure.
 
-    `last_step` is that in metrics.jsonl.
+    `last_step` is that in metrics.jsonl, and `passed` is from `passed_over`. Empty where a run
+    begins: without a checkpoint, a step, and any that was passed over.
     """
+    if not (found or last_step or passed):
+        return ""
     step = found.manifest.step if found else 0
     source = "nothing: no step is whole in the nodes' memory, and the run has no checkpoint"
     if found:

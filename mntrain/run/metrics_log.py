@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from mntrain.alike.naming import difference
-from mntrain.comm.delayed_sums import Sums
+from mntrain.comm.delayed_sums import DelayedSums, Sums
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import METRICS_FILE, Line, append_whole, loss_text
-from mntrain.metrics.registry import METRICS, PHASES, StepTimer, of_this_rank
+from mntrain.metrics.registry import PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
@@ -64,24 +64,26 @@ class MetricsLog:
         world: Ranks,
         directory: RunDirectory,
         log: LogConfig,
-        describe: Callable[[float], Mapping[str, Any]],
+        sums: DelayedSums,
+        summarize: Callable[..., dict[str, Any]],
     ) -> None:
         """Make metrics.jsonl, when the run begins. Collective.
 
-        `log` selects copies of it, and the page at its end. `describe` returns more of the summary,
-        collectively, given the seconds since now. From the run's beginning until the end, a job
-        that ends without its ranks leaves a summary.json.
+        `log` selects copies of it, and the page at its end. Lines are reduced by `sums`, its own.
+        `summarize` makes the summary, collectively, of the last values and the arguments of the
+        method. From the run's beginning until the end, a job that ends without its ranks leaves a
+        summary.json.
         """
-        self._world, self._directory, self._describe, self._log = world, directory, describe, log
+        self._world, self._directory, self._log, self._summarize = world, directory, log, summarize
         directory.when_begun(partial(append_whole, directory.path / METRICS_FILE, b""))
         self._files: MetricsFiles | None = None  # opened for the first line, on rank 0
         self._rewinds = 0  # of the directory, when they were opened
         self._early_end = directory.write_early_end
         world.watchdog.at_end.append(self._early_end)
-        self._sums = world._delayed_sums("metrics")
+        self._sums = sums
         self._lines = deque[_Line]()  # whose sums are under way
         self._values = NamedSums()
-        self._last: dict[str, float] = {}
+        self._last: dict[str, Any] = {}  # the last value of each name in the lines
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
         self._open = True
@@ -137,13 +139,21 @@ class MetricsLog:
             means = {
                 name: self._mean(float(values[name].value), v) for name, v in line.values.items()
             }
-            self._last |= means
             self.write({"step": line.step, **means, **line.times, **by_rank})
 
     def write(self, line: Line) -> None:
         """Append a line that is complete, on rank 0. Local; never raises."""
+        self._last |= line
         if self._world.master:
             self._opened().write(line)
+
+    def summarize(self, wall_s: float, **figures: float) -> dict[str, Any]:
+        """Return the entries of summary.json of jobs and own loops alike. Collective.
+
+        `wall_s` are the seconds so far, and `figures` those of this rank for `resources`, if they
+        are more or others than the samples that `world.shard` has handed out.
+        """
+        return self._summarize(self._last, wall_s, **figures)
 
     def finish(self, summary: Mapping[str, Any]) -> list[str]:
         """Write summary.json and the page. Collective. Returns what is missing, a text for each."""
@@ -162,7 +172,7 @@ class MetricsLog:
                 self._files.close()
             self._rewinds = directory.rewinds
             own = directory.expect_own
-            self._files = MetricsFiles(directory.path, self._log, self._world._warn, own)
+            self._files = MetricsFiles(directory.path, self._log, self._world.output.warn, own)
         return self._files
 
     def open(self) -> None:
@@ -185,7 +195,7 @@ class MetricsLog:
         if files is not None:
             files.close()
             if files.missing:
-                self._world._warn(loss_text(self._directory.path, files.missing))
+                self._world.output.warn(loss_text(self._directory.path, files.missing))
 
     def __enter__(self) -> Self:
         return self
@@ -205,21 +215,14 @@ class MetricsLog:
         try:
             if error is None:
                 self.flush()
-            wall_s = time.perf_counter() - self._start
-            summary = {
-                "steps": self._directory.last_step,
-                **{m.summary: self._last.get(n) for n, m in METRICS.items() if m.summary},
-                "wall_s": wall_s,
-                "run_dir": str(self._directory.path),
-                **self._describe(wall_s),
-            }
+            summary = self.summarize(time.perf_counter() - self._start)
             if error is not None:
                 summary |= {"status": "failed", "error": str(error)}
             if missing := self.finish(summary):
                 text = loss_text(self._directory.path, missing)
                 if error is None:
                     raise AgreedError(text, self._world.rank)
-                self._world._warn(text)
+                self._world.output.warn(text)
         finally:
             self.abandon()
 

@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import count
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
 from mntrain.checkpoint import Saved
+from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import CONFIG_FILE, write_whole
+from mntrain.metrics.registry import METRICS
 from mntrain.options.command_line import toml_text
 from mntrain.options.config import CheckpointConfig, LogConfig
 from mntrain.options.types import construct
@@ -47,6 +50,7 @@ class OwnLoop:
         self._checkpoints: dict[RunDirectory, Checkpoints] = {}
         self._logs: dict[RunDirectory, MetricsLog] = {}
         self._requests: StopRequests | None = None
+        self._sums_made = count(1)
 
     def checkpoints(
         self, run_dir: str | Path, saved: Saved, options: Mapping[str, Any]
@@ -68,8 +72,15 @@ class OwnLoop:
                 log.flush()
 
         directory.open_local(checked.local)
-        made = Checkpoints(world, directory, saved, checked, flush_metrics)
-        self._checkpoints[directory] = made
+        self._checkpoints[directory] = made = Checkpoints(
+            world,
+            directory,
+            saved,
+            checked,
+            self._sums("checkpoints"),
+            before_save=flush_metrics,
+            uninterrupted=self._uninterrupted,
+        )
         return made
 
     def _check_saved(self, saved: Saved) -> None:
@@ -115,8 +126,10 @@ class OwnLoop:
             text = None if config is None else toml_text(config).encode()
         directory = self._unused(run_dir, self._logs, "metrics")
         directory.when_begun(partial(_write_config, directory.path / CONFIG_FILE, text))
-        described = partial(self._describe, directory)
-        self._logs[directory] = made = MetricsLog(world, directory, log, described)
+        summarize = partial(self._summarize, directory)
+        self._logs[directory] = made = MetricsLog(
+            world, directory, log, self._sums("metrics"), summarize
+        )
         if directory not in self._checkpoints:
             directory.begin()
         return made
@@ -135,10 +148,33 @@ class OwnLoop:
                 if not (isinstance(grace, Real) and grace > 0):
                     raise ValueError(f"grace is {grace!r}: give seconds above 0")
                 deadline = Deadline(max_minutes, environment, self._start)
-            self._requests = StopRequests(self._world, deadline, grace)
+            self._requests = StopRequests(
+                self._world, deadline, grace, self._sums("requests"), self._longest_save_s
+            )
             self._requests.__enter__()
-            self._world._uninterrupted = self._requests.saving
         return self._requests.poll(reason)
+
+    def _sums(self, name: str) -> DelayedSums:
+        """Return sums over all ranks that travel with the gradients of the loop's steps.
+
+        Local, in the same order on all ranks: for services that act on all ranks after the same
+        step. Ranks compare how many values they start, but not the names of these.
+        """
+        collectives = self._world.collectives
+        return DelayedSums(collectives, f"{name} {next(self._sums_made)}", self._latest_optimizer)
+
+    def _latest_optimizer(self) -> ZeroOptimizer | None:
+        """Return the optimizer with most steps. Local."""
+        optimizers = [one for one in self._optimizers if not one.closed]
+        return max(optimizers, key=lambda one: one.accumulation.steps, default=None)
+
+    def _longest_save_s(self) -> float:
+        """Return the most seconds that a checkpoint has taken from the copy to the disk. Local."""
+        return max((one.longest_s for one in self._checkpoints.values()), default=0.0)
+
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        """Return the context of a save, in which no signal ends the process. Local."""
+        return self._requests.saving() if self._requests else nullcontext()
 
     def flush(self) -> None:
         """Write the last lines of metrics, and wait for checkpoints. Collective."""
@@ -200,19 +236,26 @@ class OwnLoop:
         self._world.print("\n".join(final_lines(figures)))
         return figures
 
-    def _describe(self, directory: RunDirectory, wall_s: float) -> dict[str, Any]:
-        """Return the entries of summary.json that are no metrics. Collective."""
+    def _summarize(
+        self, directory: RunDirectory, values: Mapping[str, Any], wall_s: float, **figures: float
+    ) -> dict[str, Any]:
+        """Return the entries of summary.json, of the last values of metrics. Collective."""
         self.flush()
         checkpoints = self._checkpoints.get(directory)
         stop = (self._requests.stop if self._requests else None) or Stop("completed", None)
         return {
             **stop._asdict(),
-            **self._resources(wall_s),
+            "steps": directory.last_step,
+            **{m.summary: values.get(name) for name, m in METRICS.items() if m.summary},
+            "wall_s": wall_s,
+            "run_dir": str(directory.path),
+            **self._resources(wall_s, **figures),
             **(checkpoints.summary() if checkpoints else {}),
         }
 
-    def _resources(self, wall_s: float) -> dict[str, Any]:
-        return resources(self._world, self._optimizers, {"samples": self._shards.samples}, wall_s)
+    def _resources(self, wall_s: float, **figures: float) -> dict[str, Any]:
+        own = {"samples": self._shards.samples, **figures}
+        return resources(self._world, self._optimizers, own, wall_s)
 
 
 def _trained(optimizer: ZeroOptimizer) -> set[int]:

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +15,7 @@ from mntrain.alike.values import compare
 from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saved, Saver
 from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.objects import Stateful
+from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.options.config import CheckpointConfig
@@ -92,9 +94,7 @@ class Checkpoints:
     training continues. At the end of a with block, or in `close`, it waits for the checkpoint that
     is being written. The methods are collective, unless they say otherwise.
 
-    `on_checkpoint` is called on rank 0 with the folder of each that is complete. `describe` returns
-    what a checkpoint records of the run, given its step and the loss of an evaluation, and
-    `scored_by` names the metric of which it has the score: the lowest is the best.
+    `on_checkpoint` is called on rank 0 with the folder of each that is complete.
     """
 
     def __init__(
@@ -103,17 +103,23 @@ class Checkpoints:
         directory: RunDirectory,
         saved: Saved,
         options: CheckpointConfig,
+        sums: DelayedSums,
+        *,
         before_save: Callable[[], None],
+        uninterrupted: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Make the checkpoints of a run. `before_save` is collective."""
+        """Make the checkpoints of a run. Collective.
+
+        Ranks agree on saves by `sums`, their own. `before_save` is collective, and `uninterrupted`
+        returns the context of a save that no signal ends.
+        """
         self._world, self._directory, self._before_save = world, directory, before_save
         path, own = directory.path, directory.expect_own
         self._saver = Saver(world, saved, path, options.keep, expect_own=own)
         self._interval = SaveInterval(options.every)
-        self._may_save, self.scored_by = True, "eval_loss"
+        self._may_save = True
         self.on_checkpoint: Callable[[Path], object] = lambda path: None
-        self.describe: Callable[[int, float | None], Manifest] = self._describe
-        self._sums = world._delayed_sums("checkpoints")
+        self._sums, self._uninterrupted = sums, uninterrupted
         self._best_score = math.inf
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
@@ -148,12 +154,12 @@ class Checkpoints:
         found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
         self._data = {"samples": self._digests()}
         passed = passed_over(found, self._directory.local)
-        for path, reason in passed.items():
-            self._world._warn(f"{path.name} was passed over: {reason}")
+        for text in passed:
+            self._world.output.warn(text)
         if found:
             self._warn_of_differences(found)
-        if self._local and (found or passed or self._directory.last_step):
-            self._world.print(restored_from(found, self._directory.last_step))
+        if self._local and (told := restored_from(found, self._directory.last_step, passed)):
+            self._world.print(told)
         return self.resume(found, self._saver.objects)
 
     def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:
@@ -165,21 +171,25 @@ class Checkpoints:
         saved and kept. If a save in the background fails, a warning is printed and training goes
         on; with `now`, AgreedError is raised, as for a wrong argument.
         """
+        if eval_loss is not None:
+            if step == self._step:
+                raise AgreedError(
+                    f"checkpoints.save({step}) was called before: give eval_loss in the first call",
+                    self._world.rank,
+                )
+            compare(self._world, {"eval_loss": repr(eval_loss)})
+        self.save_progress(self._describe(step, eval_loss), now=now)
+
+    def save_progress(self, progress: Manifest, *, now: bool = False) -> None:
+        """Save as `save` does, for a loop that knows more of its run. `progress` has the step."""
+        step = progress.step
         with self._world.recorder.phase("checkpoint", step):
             self._check(step)
             if self._may_save:
                 self._saver.check_state()
             again, self._step = step == self._step, step
-            if again and eval_loss is not None:
-                raise AgreedError(
-                    f"checkpoints.save({step}) was called before: give eval_loss in the first call",
-                    self._world.rank,
-                )
-            if eval_loss is not None:
-                compare(self._world, {"eval_loss": repr(eval_loss)})
-            progress = self.describe(step, eval_loss)
             if now:
-                with self._world._uninterrupted():
+                with self._uninterrupted():
                     self._save_now(progress)
             elif not again:
                 self._save_if_due(progress)
@@ -217,7 +227,7 @@ class Checkpoints:
         if in_order and not removes:
             local.finish()
             if self._step is not None and not (removes := local.empty):
-                self._world._warn(
+                self._world.output.warn(
                     f"step {self._step} is not saved in the run directory, so checkpoints stay in "
                     "the nodes' memory, and the next start goes on from them: save the last step "
                     "with now=True, after which they are removed"
@@ -235,12 +245,13 @@ class Checkpoints:
         *,
         kept_options: Sequence[str] = (),
         saves: bool = True,
+        scored_by: str = "eval_loss",
     ) -> int:
         """Load a checkpoint, if there is one, and begin behind it in the run's directory.
 
         As `checkpoint.load` and `RunDirectory.rewind`. Unless it `saves` nothing, all that is to be
-        saved is checked before. Returns the steps that the run has taken, 0 if the checkpoint is of
-        another run. Collective.
+        saved is checked before. The best evaluation so far is that by the metric `scored_by`.
+        Returns the steps that the run has taken, 0 if the checkpoint is of another run. Collective.
         """
         step, path = 0, self._directory.path.resolve()
         self._may_save = saves
@@ -250,7 +261,7 @@ class Checkpoints:
                 self._saver.check()
         if found is not None:
             saver, manifest = self._saver, found.manifest
-            best_score = saver.best_score(manifest.step, self.scored_by)
+            best_score = saver.best_score(manifest.step, scored_by)
             self._best_score = math.inf if best_score is None else best_score
             self._resumed = found
             self._note_longest(manifest.wrote_s)
@@ -319,7 +330,6 @@ class Checkpoints:
 
     def _note_longest(self, seconds: float) -> None:
         self.longest_s = max(self.longest_s, seconds)
-        self._world._longest_save_s = max(self._world._longest_save_s, seconds)
 
     def has(self, step: int) -> bool:
         """Return True if the newest complete checkpoint of this job is that of a step. Local."""
@@ -339,7 +349,7 @@ class Checkpoints:
     def _improves(self, progress: Manifest) -> bool:
         """Note an evaluation's score, and return True if it is the lowest of the run. Local."""
         lowest = self._best_score
-        if (score := progress.score_by(self.scored_by)) is not None:
+        if (score := progress.score_by(progress.scored_by)) is not None:
             self._best_score = min(score, lowest)
         return self._best_score < lowest
 
@@ -355,14 +365,14 @@ class Checkpoints:
             now = time.monotonic()
             if now >= self._warned_at + RETRY_S:
                 self._warned_at = now
-                self._world._warn(str(error))
+                self._world.output.warn(str(error))
             return
         if saved is None:
             return
         self._last = saved.path
         self._saved += 1
         self._note_longest(saved.seconds)
-        self._world._note(
+        self._world.output.note(
             f"step {self._step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
         )
@@ -412,7 +422,7 @@ class Checkpoints:
 
     def _warn_of_differences(self, found: FoundCheckpoint) -> None:
         """Warn of what a checkpoint has and this loop has not, or otherwise. Local."""
-        objects, warn = self._saver.objects, self._world._warn
+        objects, warn = self._saver.objects, self._world.output.warn
         has_scheduler = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
         if has_scheduler and not any(hasattr(value, "last_epoch") for value in objects.values()):
             warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")

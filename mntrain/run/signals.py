@@ -7,13 +7,14 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
+from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
 
@@ -77,10 +78,18 @@ class StopRequests:
     master's deadline counts, since clocks of nodes may differ.
 
     `stop` is None until ranks agree on a request: of a rank's own code ("stopped"), of a scheduler
-    or the end of the time ("preempted"), or of a user ("interrupted").
+    or the end of the time ("preempted"), or of a user ("interrupted"). They agree by `sums`, its
+    own. `longest_save_s` returns the most seconds that a checkpoint has taken.
     """
 
-    def __init__(self, world: Ranks, deadline: Deadline, grace_s: float) -> None:
+    def __init__(
+        self,
+        world: Ranks,
+        deadline: Deadline,
+        grace_s: float,
+        sums: DelayedSums,
+        longest_save_s: Callable[[], float],
+    ) -> None:
         self.stop: Stop | None = None
         self._world, self._deadline, self._grace_s = world, deadline, grace_s
         self._watchdog, self._on_signal = world.watchdog, world.recorder.signal_arrived
@@ -89,7 +98,7 @@ class StopRequests:
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._deferred = False
         self._process = os.getpid()
-        self._sums = world._delayed_sums("requests")
+        self._sums, self._longest_save_s = sums, longest_save_s
         self._longest_step_s = 0.0
         self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code
@@ -155,7 +164,7 @@ class StopRequests:
         if request == "interrupted":
             return self._first == INTERRUPT
         step_s = self._longest_step_s * self._sums.delay
-        return self._first in PREEMPT or self._deadline.near(step_s, self._world._longest_save_s)
+        return self._first in PREEMPT or self._deadline.near(step_s, self._longest_save_s())
 
     def _find_reason(self, status: str) -> str:
         """Return which request ends the job early, and whose. Collective."""

@@ -110,7 +110,7 @@ class Timeline:
                 write_whole(self._path, _gzipped(parts) if self._path.suffix == ".gz" else parts)
         lacking = sum(other["lacks_events"] for _, other in by_rank)
         if lacking:
-            world._warn(f"{self._path} lacks the last {lacking:,} events: record fewer steps")
+            world.output.warn(f"{self._path} lacks the last {lacking:,} events: record fewer steps")
 
     def _to_rank_0(self, own: bytes, lengths: list[int]) -> list[bytes]:
         """Return the bytes of every rank, of these lengths, on rank 0. Collective. Not counted."""
@@ -171,14 +171,14 @@ class StepTimeline:
         with self._warning():
             self._timeline.__exit__(kind, error, trace)
             if raised_by_all(error):
-                self._world._note(f"timeline of the steps to {self._step}: {self._path}")
+                self._world.output.note(f"timeline of the steps to {self._step}: {self._path}")
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
         try:
             yield
         except AgreedError as error:
-            self._world._warn(str(error))
+            self._world.output.warn(str(error))
 
 
 def _try_file(path: Path) -> None:

@@ -17,7 +17,7 @@ _MAX_PLACES = 16  # lines about where ranks run
 
 def describe_job(world: World, job: Job) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
-    config, trained, note, warn = job.config, job.trained, world._note, world._warn
+    config, trained, note, warn = job.config, job.trained, world.output.note, world.output.warn
     _describe_model_and_data(world, job)
     library, stage = world.library, config.zero.stage
     note(f"{world.topology}, {world.algorithm}, {library.name} (thread level {library.threads})")
@@ -73,24 +73,24 @@ def _describe_model_and_data(world: World, job: Job) -> None:
     job.display.note(f"{job.config.task}: {size} parameters{frozen}", "bold")
     if job.trained.weights:
         text, problems = job.trained.weights
-        world._note(f"weights: {text}")
+        world.output.note(f"weights: {text}")
         for problem in problems:
-            world._warn(problem)
+            world.output.warn(problem)
     data = job.task.describe_data() or job.data.describe(job.steps)
     for line in data.splitlines():
-        world._note(line)
+        world.output.note(line)
 
 
 def _describe_balance(world: World, job: Job) -> None:
     division, sync, config = job.data.division, job.trained.sync, job.config
     if isinstance(division, Cadence):
         counts = ", ".join(map(str, division.latest.counts))
-        world._note(
+        world.output.note(
             f"balance cadence: at first, ranks have {counts} micro-batches of "
             f"{division.micro_batch} samples in a step, {division.samples(-1)} in all"
         )
         if config.zero.stage == 2:
-            world._warn(
+            world.output.warn(
                 "--balance.mode cadence: at stage 2, ranks reduce the gradients of every "
                 "micro-batch together, so faster ranks wait for slower ones; give --zero.stage 1 "
                 "for less communication"
@@ -98,18 +98,18 @@ def _describe_balance(world: World, job: Job) -> None:
         return
     unmeasured = sync and sync.max_staleness and sync.warmup - job.done < CALIBRATION
     if division and unmeasured and not config.balance.speed:
-        world._warn(
+        world.output.warn(
             "--balance.mode throughput: nodes that do not wait for each other compare no speeds, "
             "so parts stay equal; give --balance.speed, or 10 or more steps of --sync.warmup"
         )
 
 
 def _describe_resumption(world: World, job: Job) -> None:
-    resumed, note, warn = job.resumed, world._note, world._warn
+    resumed, note, warn = job.resumed, world.output.note, world.output.warn
     if job.restored:
         note(job.restored)
-    for path, reason in passed_over(resumed, job.directory.local).items():
-        warn(f"{path.name} was passed over: {reason}")
+    for text in passed_over(resumed, job.directory.local):
+        warn(text)
     if resumed is None:
         return
     manifest = resumed.manifest

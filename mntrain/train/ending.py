@@ -3,7 +3,7 @@
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 from mntrain.checkpoint import Manifest
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.metrics.files import json_text
-from mntrain.metrics.registry import METRICS, RecentSteps, StepRecord
+from mntrain.metrics.registry import RecentSteps, StepRecord
 from mntrain.run.final_report import final_lines
-from mntrain.run.job_resources import resources
 from mntrain.train.forward import uncompiled
 from mntrain.train.job import Job
 from mntrain.train.shared_step import errors_stop
@@ -44,7 +43,6 @@ class JobResult:
     skipped_steps: int  # earlier jobs of the run included
     status: str = "running"  # until the end
     last: StepRecord | None = None  # the last completed step of this job, if any
-    evaluated: StepRecord | None = None  # the last one after which there was an evaluation
     error: AgreedError | None = None
     reason: str | None = None  # of an early end
     items: int = 0  # tokens or samples that this job has trained on
@@ -63,21 +61,19 @@ class JobResult:
         return median(self._rates.values) if self._rates.values else 0.0
 
 
-def describe_progress(
-    job: Job, result: JobResult, config: Mapping[str, Any], step: int
-) -> Manifest:
-    """Return what a checkpoint after the last step, of this number, records of the run. Local."""
+def progress_of(job: Job, result: JobResult) -> Manifest:
+    """Return what a checkpoint after the last step records of the run. Local."""
     record = result.last
     assert record is not None, "a step was taken"
     return Manifest(
-        step=step,
-        config=config,
+        step=record.step,
+        config=job.saved_config,
         samples=job.data.samples,
         skipped_steps=result.skipped_steps,
         eval_loss=record.eval_loss,
         data=job.data_facts,
         scored_by=job.best.text,
-        position=job.data.position(step),
+        position=job.data.position(record.step),
         score=job.best.score(record),
     )
 
@@ -93,7 +89,7 @@ def save_last(world: World, job: Job, result: JobResult) -> AgreedError | None:
         return None
     try:
         with errors_stop(world, last.step):
-            job.checkpoints.save(last.step, now=True)
+            job.checkpoints.save_progress(progress_of(job, result), now=True)
     except AgreedError as error:
         return error
     return None
@@ -106,7 +102,7 @@ def save_at_end(world: World, job: Job, result: JobResult) -> None:
     if error and result.status != "interrupted":
         result.status, result.error = "failed", TrainingStoppedError(str(error), world.rank)
     elif error:
-        world._warn(str(error))
+        world.output.warn(str(error))
 
 
 def show_sample(world: World, job: Job) -> None:
@@ -118,11 +114,11 @@ def show_sample(world: World, job: Job) -> None:
         with uncompiled():
             sample = job.task.sample(job.trained.model)
     except Exception as error:
-        world._warn(f"no sample: {type(error).__name__}: {error}")
+        world.output.warn(f"no sample: {type(error).__name__}: {error}")
         return
     if sample:
         job.display.note("sample", "bold")
-        world._note(textwrap.indent(sample, "  "))
+        world.output.note(textwrap.indent(sample, "  "))
 
 
 def finish_report(world: World, job: Job, result: JobResult) -> dict[str, Any]:
@@ -142,9 +138,9 @@ def finish_report(world: World, job: Job, result: JobResult) -> dict[str, Any]:
     if early and result.last and job.checkpoints.has(result.last.step):
         later = " and --run.stop-after none" if by_option else ""
         path = job.directory.path
-        world._note(f"to continue: the same command with --run.dir {path}{later}")
+        world.output.note(f"to continue: the same command with --run.dir {path}{later}")
     elif result.status == "interrupted" and not job.saves:
-        world._note(
+        world.output.note(
             "the steps of this job were not saved: with --checkpoint.every auto, for example, an "
             "interrupted job saves at its end"
         )
@@ -161,30 +157,19 @@ def summarize(world: World, job: Job, result: JobResult) -> dict[str, Any]:
     flops_per_s = per_item * result.items_per_s if per_item else None
     dtype = config.train.precision.removesuffix("-pure")  # in which matrices are multiplied
     peak = peak_flops([(place.gpu, place.model) for place in world.places], dtype)
-    last = result.last
     return {
+        **job.metrics.summarize(result.seconds, **job.balancing.figures()),
         "status": result.status,
-        "steps": last.step if last else job.done,
+        "reason": result.reason,
+        "steps": result.last.step if result.last else job.done,
         "skipped_steps": result.skipped_steps,
-        **{
-            metric.summary: getattr(
-                result.evaluated if metric.row == "evaluation" else last, name, None
-            )
-            for name, metric in METRICS.items()
-            if metric.summary
-        },
-        "wall_s": result.seconds,
         "items": job.task.items,
         "tokens_per_s": result.items / result.seconds,
         "step_tokens_per_s": result.items_per_s,
         "model_flops_per_s": flops_per_s,
         "computes_in": dtype,
         "utilisation": flops_per_s / peak if flops_per_s is not None and peak else None,
-        "run_dir": str(job.directory.path),
         "precision": config.train.precision,
-        **resources(world, [job.trained.optimizer], job.balancing.figures(), result.seconds),
-        "reason": result.reason,
-        **job.checkpoints.summary(),
         **job.balancing.summary(),
         **({"error": str(result.error)} if result.error else {}),
     }

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mntrain.metrics.display import Display
 from mntrain.metrics.files import CONFIG_FILE, write_whole
 from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
-from mntrain.ranks import print_warning
+from mntrain.output import print_warning
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import passed_over, restored_from
@@ -83,6 +83,11 @@ class Job:
     checkpoints: Checkpoints
     metrics: MetricsLog
 
+    @cached_property
+    def saved_config(self) -> dict[str, Any]:
+        """The options, as checkpoints have them."""
+        return resumption.to_json(self.config)
+
     @property
     def done(self) -> int:
         """The steps before this job."""
@@ -110,7 +115,7 @@ def set_up(world: World, config: Config, given: tasks.Given | None = None) -> Jo
         if world.master:
             expect_installed(config.log)
             warn_of_launch(config)
-    directory = world._run_directory(config.run.dir, config.run.recorder)
+    directory = world.own_loop.directory(config.run.dir, config.run.recorder)
     try:
         return _set_up(world, config, directory, config.task if given is None else given)
     except AgreedError:
@@ -132,8 +137,8 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     directory.open_local(config.checkpoint.local)
     resumed = resumption.find_checkpoint(world, config, directory)
     looked = directory.local is not None and config.run.resume == "auto"
-    lost = resumed or directory.last_step or passed_over(resumed, directory.local)
-    restored = restored_from(resumed, directory.last_step) if looked and lost else ""
+    passed = passed_over(resumed, directory.local)
+    restored = restored_from(resumed, directory.last_step, passed) if looked else ""
     with world.agreement():
         task = tasks.load(given, config)
     with world.agreement():
@@ -159,14 +164,14 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
         compile_regions(task.regions(model))
     objects = _objects(trained, data, best)
     checkpoints = _make_checkpoints(world, config, directory, trained, objects)
-    checkpoints.scored_by = best.text
+    checkpoints.on_checkpoint = task.on_checkpoint
     metrics = _make_metrics(world, config, directory)
     with world.agreement():
         options = to_toml(resumption.with_absolute_paths(config)).encode()
         files = {CONFIG_FILE: options, **task.run_files()}
     directory.when_begun(partial(_write_files, directory.path, files))
     display = Display(world.master, steps, task.items)
-    world._note, world._warn = display.note, display.warn
+    world.output.show_by(display.note, display.warn)
     world.watchdog.at_end.append(lambda *_: display.end())
     done = resumed.manifest.step if resumed else 0
     torch.manual_seed(mixed_seed(config.run.seed, world.rank, done))  # of dropout
@@ -175,7 +180,9 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     # This job's options count, even if the checkpoint was made with others. Only a learning rate
     # that a scheduler with a state has set is the checkpoint's.
     kept = ["weight_decay"] if trained.keeps_scheduler else ["weight_decay", "lr", "initial_lr"]
-    checkpoints.resume(resumed, objects, kept_options=kept, saves=_saves(config))
+    checkpoints.resume(
+        resumed, objects, kept_options=kept, saves=_saves(config), scored_by=best.text
+    )
     return Job(
         config=config,
         directory=directory,

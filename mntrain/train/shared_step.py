@@ -20,6 +20,7 @@ from typing import Any
 
 from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
+from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
 from mntrain.train.step_means import GlobalMeans, StepMeans
@@ -74,7 +75,7 @@ class SharedStep:
         self.alone = self.meets = False
         """True in a step that the node takes alone, and where it waits for others at its end."""
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
-        self._told = world._delayed_sums("of a round")
+        self._told = DelayedSums(world.collectives, "of a round", lambda: optimizer)
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._ranks: Sequence[int] = ()  # of a node that is alone
         self._message = StepMessage()  # of this step
@@ -176,7 +177,7 @@ class SharedStep:
             print(text, file=sys.stderr)
         set_random_states(self._states, world.device)
         if why := self._save():
-            world._warn(str(why))
+            world.output.warn(str(why))
         if self._error is not None and world.rank == failed[0]:
             raise self._error
         while True:

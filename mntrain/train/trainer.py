@@ -26,7 +26,6 @@ from mntrain.train.description import describe_job
 from mntrain.train.evaluation import evaluate
 from mntrain.train.job import set_up
 from mntrain.train.optimization import advance
-from mntrain.train.resumption import to_json
 from mntrain.train.shared_step import SharedStep, errors_stop
 from mntrain.world import World
 from zero.optimizer import StepResult
@@ -48,11 +47,6 @@ class Trainer:
         self._result = ending.JobResult(job.task.flops_per_item(self._model), skipped)
         self._asked: str | None = None  # why this rank's task wants the run to stop
         self._no_better: str | None = None  # why evaluations end the run: the same on all ranks
-        saved = to_json(config)
-        job.checkpoints.describe = lambda step, _: ending.describe_progress(
-            job, self._result, saved, step
-        )
-        job.checkpoints.on_checkpoint = job.task.on_checkpoint
         skips = config.optim.non_finite == "skip" or job.trained.precision.loss_scale == "dynamic"
         self._shared = SharedStep(
             world,
@@ -109,7 +103,7 @@ class Trainer:
                     result.status, result.reason = stop
                     return
                 with errors_stop(self._world, step):
-                    job.checkpoints.save(step)
+                    job.checkpoints.save_progress(ending.progress_of(job, result))
             except TrainingStoppedError as error:
                 result.status, result.error = "failed", error
                 job.metrics.write({"step": step, "error": str(error)})
@@ -180,10 +174,10 @@ class Trainer:
     ) -> StepRecord:
         job, means, items = self.job, self._shared.means, self._shared.items()
         if means.nonfinite:
-            self._world._warn(f"in step {step}, the loss is {means.nonfinite}")
+            self._world.output.warn(f"in step {step}, the loss is {means.nonfinite}")
         if update.skipped:
             norm = update.grad_norm
-            self._world._warn(f"step {step} was skipped: the gradient's norm is {norm}")
+            self._world.output.warn(f"step {step} was skipped: the gradient's norm is {norm}")
         self._result.add(items, times["step_s"], skipped=update.skipped)
         if job.config.log.per_rank:
             self._shared.measured = of_this_rank(times, memory_now(self._world.device))
@@ -217,7 +211,6 @@ class Trainer:
                 self._world, job.task, self._model, job.data, means=losses, forward=self._forward
             )
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
-        self._result.evaluated = record
         advance(job.trained.scheduler, loss)
         try:
             score = job.best.score(record)

@@ -91,7 +91,7 @@ def balancing_of(size, gather, clock, *, room=math.inf, warnings=None):
     places = [SimpleNamespace(host=f"host{number}") for number in range(size)]
     ranks = SimpleNamespace(size=size, gather=gather, waits=clock, places=places)
     ranks.memory_room = lambda: room
-    ranks._warn = [].append if warnings is None else warnings.append
+    ranks.output = SimpleNamespace(warn=[].append if warnings is None else warnings.append)
     return LoaderBalancing(ranks)
 
 

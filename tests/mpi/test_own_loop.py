@@ -23,6 +23,7 @@ from worlds import RANKS, first_ranks, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import saver
+from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.mpi import Communicator
 from mntrain.metrics import files, writers
 from mntrain.run import lock
@@ -575,7 +576,7 @@ def bare(world):
 @pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, monkeypatch, divided):
     said = []
-    monkeypatch.setattr("mntrain.ranks.print_warning", said.append)
+    monkeypatch.setattr("mntrain.output.print_warning", said.append)
 
     def run(rows):
         with world_of() as world:
@@ -772,7 +773,7 @@ def test_a_shard_is_refused_where_an_accelerator_trains_each_rank_alone(world, m
 def test_sums_are_matched_by_name_in_whatever_order_ranks_give_them():
     with world_of() as world:
         optimizer = world.optimizer(nn.Linear(2, 1), torch.optim.SGD, lr=0.1)
-        sums = world._delayed_sums("of a test")
+        sums = DelayedSums(world.collectives, "of a test", lambda: optimizer)
         values = {"ranks": 1.0, "tens": 10.0}
         sums.start(values if world.rank else dict(reversed(values.items())))
         optimizer.step()

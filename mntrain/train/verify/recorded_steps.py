@@ -7,6 +7,7 @@ gradients of this rank alone, which tell whether ranks have trained on the same 
 
 import math
 import random
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset
 
 from mntrain.data.source import is_of_torch, rebuilt
+from mntrain.errors import RemoteRankError
 from mntrain.world import World
 from zero.kernels import checksum
 from zero.optimizer import ZeroOptimizer
@@ -97,14 +99,14 @@ class RecordedRun:
 
     def record(self, run: Run, world: "RecordedWorld", stage: int, order: int = 0) -> None:
         """Run the steps in a world, from the same seeds each time. Collective in it."""
-        world.recorded, before = self, world._shards.samples
+        world.recorded, before = self, world.handed_out
         random.seed(0)
         torch.manual_seed(0)
         np.random.seed(0)
-        world._shards.begin_anew()
+        world.begin_anew()
         with self._hooks():
             self.losses = [float(loss) for loss in run(world, stage, order) or ()]
-        self.samples = world._shards.samples - before
+        self.samples = world.handed_out - before
         if self.first is None or not self.steps:
             return
         for number, (loss, other) in enumerate(zip(self.losses, self.first.losses, strict=False)):
@@ -343,6 +345,31 @@ class RecordedWorld(World):
             batches = _Batches(loader.batch_sampler, self.order)
             changed[key] = loader, rebuilt(loader, batch_sampler=batches)
         return super().shard(changed[key][1], *args, **options)
+
+    @property
+    def handed_out(self) -> int:
+        """Samples that `shard` has handed out on this rank."""
+        return self._shards.samples
+
+    def begin_anew(self) -> None:
+        """Let shards begin as in a new world. Local."""
+        self._shards.begin_anew()
+
+    def leave(self, error: Exception, *, refused: bool) -> str | None:
+        """Leave a loop that has failed on this rank, with all others. Local.
+
+        Returns the error, or None for another rank's. Prints where it is raised if it refuses
+        nothing.
+        """
+        if isinstance(self._engine.error or error, RemoteRankError):
+            self.abandon()
+            return None
+        refused = refused and isinstance(error, ValueError | RuntimeError)
+        if not refused:
+            traceback.print_exception(error)
+        self.watchdog.tell_failure(self._watch.describe(error))
+        self.abandon()
+        return str(error) if refused and str(error) else f"{type(error).__name__}: {error}"
 
 
 class _Batches:

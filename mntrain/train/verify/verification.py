@@ -11,7 +11,6 @@ is right where there was no gradient or no update, where a stage was not made, o
 trained on the same samples.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 
 from mntrain.alike.naming import by_value, first_names, naming, odd_ranks
 from mntrain.comm import mpi
-from mntrain.errors import OF_ALL_RANKS, AgreedError, RemoteRankError, combined_refusals
+from mntrain.errors import OF_ALL_RANKS, AgreedError, combined_refusals
 from mntrain.train.verify.recorded_steps import (
     Distance,
     RankSteps,
@@ -228,7 +227,7 @@ def _compare(
             except OF_ALL_RANKS:
                 raise
             except Exception as error:
-                failure = _leave(world, error, refused=not recorded.steps)
+                failure = world.leave(error, refused=not recorded.steps)
             else:
                 found = None
                 if alone:
@@ -250,22 +249,6 @@ def _compare(
         why, begun = str(error), bool(recorded.steps)
     row = (name, "", "", "")
     return _Outcome(row, wrong=why) if begun else _Outcome(row, refused=why)
-
-
-def _leave(world: World, error: Exception, *, refused: bool) -> str | None:
-    """Leave a world in which the loop has failed on this rank, with all others. Local.
-
-    Returns the error, or None for another rank's. Prints where it is raised if it refuses nothing.
-    """
-    if isinstance(world._engine.error or error, RemoteRankError):
-        world.abandon()
-        return None
-    refused = refused and isinstance(error, ValueError | RuntimeError)
-    if not refused:
-        traceback.print_exception(error)
-    world.watchdog.tell_failure(world._watch.describe(error))
-    world.abandon()
-    return str(error) if refused and str(error) else f"{type(error).__name__}: {error}"
 
 
 def _another_stage(recorded: RecordedRun, stage: int) -> str:

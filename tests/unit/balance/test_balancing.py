@@ -111,8 +111,8 @@ def test_slow_ranks_are_told_of_and_are_in_the_metrics_while_ranks_compare():
         return [(value[0], pace) for pace in interval(1.0, own, phase="data")]
 
     places = [SimpleNamespace(host=name) for name in "ab"]
-    tell = {"_note": told.append, "_warn": told.append}
-    world = SimpleNamespace(size=2, waits=Clock(), gather=gather, places=places, **tell)
+    output = SimpleNamespace(note=told.append, warn=told.append)
+    world = SimpleNamespace(size=2, waits=Clock(), gather=gather, places=places, output=output)
     balancing = StepBalancing(world, None, advice="; advice", every=12)
     for step in range(3, 60, 3):  # an exchange every third step
         own = 2.0 if 18 < step <= 45 else 1.0

@@ -98,7 +98,7 @@ def test_a_run_is_started_over_only_by_a_job_that_saves_and_without_a_result(tmp
 
 def test_recordings_go_to_the_given_folder_and_a_run_without_them_is_warned(tmp_path):
     world = alone()
-    world._warn = world.recorder.warn
+    world.output = world.recorder
     for problem in (None, "f: Not a directory"):
         world.recorder.opened, world.recorder.open.return_value = False, problem
         with RunDirectory(world, tmp_path / "a", tmp_path / "local") as run:

@@ -174,7 +174,8 @@ def test_a_loss_at_any_step_costs_an_interval_and_a_save_at_most(monkeypatch, se
     monkeypatch.setattr(local_saving, "LocalSaver", lambda *given: saver)
     monkeypatch.setattr(local_saving, "_own_bytes", lambda *given: 0)
     monkeypatch.setattr(LocalCheckpoints, "_expect_room", lambda own: None)
-    world = SimpleNamespace(size=1, master=True, agreement=nullcontext, _warn=pytest.fail)
+    world = SimpleNamespace(size=1, master=True, agreement=nullcontext)
+    world.output = SimpleNamespace(warn=pytest.fail)
     checkpoints = LocalCheckpoints(world, None, None, str(every))
     lost, late = [], 0
     for step in range(1, 300):
@@ -213,4 +214,7 @@ def test_a_restart_tells_what_it_used_and_how_many_steps_are_taken_again():
     shared = restored_from(replace(found, from_nodes=""), 7)
     assert shared.startswith("restored the run's checkpoint of step 6: no newer step is whole")
     assert shared.endswith("; 1 step of metrics.jsonl after it is taken again")
-    assert restored_from(None, 3).startswith("restored nothing: no step is whole")
+    for last_step, passed in ((3, []), (0, ["step-00000002 was passed over"])):
+        told = restored_from(None, last_step, passed)
+        assert told.startswith("restored nothing: no step is whole")
+    assert not restored_from(None, 0, [])  # a run that begins

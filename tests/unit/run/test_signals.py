@@ -37,7 +37,7 @@ def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock, monkeypatch):
 
 def test_a_forked_child_ends_by_a_signal_as_without_handlers():
     ready, started = os.pipe()
-    with StopRequests(MagicMock(), Deadline(None, {}), 30.0) as requests:
+    with StopRequests(MagicMock(), Deadline(None, {}), 30.0, MagicMock(), float) as requests:
         if not (child := os.fork()):
             os.write(started, b"1")
             for _ in range(600):  # a signal just before a sleep is handled after it
