@@ -12,7 +12,7 @@ from typing import Any, Self
 from mntrain import checkpoint
 from mntrain.alike.compared_task import changed_data
 from mntrain.alike.values import compare
-from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saved, Saver
+from mntrain.checkpoint import DirectorySaver, FoundCheckpoint, Manifest, Save, Saved
 from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.objects import Stateful
 from mntrain.data.loader import ShardedLoader
@@ -56,7 +56,7 @@ class Checkpoints:
         """Make the checkpoints of a run. `before_save` is collective."""
         self._world, self._directory, self._before_save = world, directory, before_save
         path, own = directory.path, directory.expect_own
-        self._saver = Saver(world, saved, path, options.keep, expect_own=own)
+        self._saver = DirectorySaver(world, saved, path, options.keep, expect_own=own)
         self._interval = SaveInterval(options.every, lambda: cheapest_interval_s(self._copy_s))
         self._may_save, self.scored_by = True, "eval_loss"
         self.on_checkpoint: Callable[[Path], object] = lambda path: None
