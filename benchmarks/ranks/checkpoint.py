@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from variants import gloo, gloo_and_deepspeed
 
 import mntrain
-from mntrain.checkpoint import Manifest, Saved, Saver
+from mntrain.checkpoint import DirectorySaver, Manifest, Saved
 from mntrain.tasks.transformer import Transformer
 from zero.layout import split
 
@@ -144,7 +144,7 @@ def mntrain_methods(
         for name in names:
             (folder / name).mkdir(parents=True, exist_ok=True)
     blocking, background = (
-        Saver(world, Saved(model, optimizer), folder / name, keep=1) for name in names
+        DirectorySaver(world, Saved(model, optimizer), folder / name, keep=1) for name in names
     )
 
     def save(_: Path) -> Pause:

@@ -16,9 +16,9 @@ import mntrain
 
 def skip(checkpoints: Any, seconds: float) -> None:
     """Let time in which other blocks ran not count for the interval of one's own."""
-    interval = checkpoints._local._interval
-    interval._began += seconds
-    interval._left = None
+    local = checkpoints._local
+    local._interval._began += seconds
+    local._cost._left = None
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
                 turns.append({"what": name, "round": round_, "steps_s": times, "cpu_s": cpu_s})
         saves = {name: one.summary()["checkpoints"] for name, one in ways.items() if one}
         seconds = {
-            name: one._local._interval._seconds for name, one in ways.items() if name == "auto"
+            name: one._local._cost._interval_s for name, one in ways.items() if name == "auto"
         }
         parameters = sum(p.numel() for p in model.parameters())
         if world.master:

@@ -368,6 +368,18 @@ def read_manifest(folder: Path) -> Manifest:
     raise ValueError(f"{FILE} {problem}")
 
 
+def write_manifest(path: Path, manifest: Manifest, mode: int) -> None:
+    """Write a manifest into a file, and wait for the disk. Raises OSError and ValueError.
+
+    `mode` is that of the file, less what the umask takes.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, mode), "w", encoding="utf-8") as text:
+        text.write(manifest.to_json())
+        text.flush()
+        os.fsync(text.fileno())
+
+
 def _parse(fields: dict[str, Any]) -> Manifest:
     for name, key in _KEYS.items():
         fields[name] = fields.pop(key)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
-from mntrain.checkpoint.node_folders import NodeFolders, keep_parts, write_manifest
+from mntrain.checkpoint.node_folders import NodeFolders, keep_parts, make_valid
 from mntrain.checkpoint.partner_copies import PartnerCopies
 from mntrain.checkpoint.reader import FoundCheckpoint
 from mntrain.checkpoint.saver import EXIT_S, Save, Saved, Saver, in_thread
@@ -32,8 +32,8 @@ class LocalSaver(Saver):
     """
 
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders) -> None:
-        super().__init__(world, saved, folders.own, 1)
-        self._reads_back, self._folders = False, folders
+        super().__init__(world, saved, reads_back=False)
+        self._folders = folders
         self.copies, self.attempt = PartnerCopies(world, folders), ""
         self._copying: Future[str] = Future()  # why that of this rank failed, or ""
         # The newest step whose copies are complete; before there is any, the newest without.
@@ -75,11 +75,6 @@ class LocalSaver(Saver):
                 if found:
                     count = len(self._world.topology.nodes)
                     keep_parts(found.path, found.manifest, self._nodes, count)
-
-    def ready(self) -> int:
-        """Return the number of ranks known on this rank to be ready for `advance`. Local."""
-        save = self._pending
-        return int(save is not None and (save.published or save.written).done())
 
     def advance(self) -> Save | None:
         """Advance as `Saver` does. The last phase ends when copies do, or fail: `copy_problem`."""
@@ -129,10 +124,8 @@ class LocalSaver(Saver):
 
     def _new(self, progress: Manifest, start: float, token: str) -> Save:
         path = self._folders.own / self.attempt / checkpoint_name(progress.step)
+        # Without a manifest until all have written.
         return Save(path, path, progress, start, mode=0o600, made_here=True, told=False)
-
-    def _temporary(self, path: Path, token: str) -> Path:
-        return path  # without a manifest until all have written
 
     def _make_folder(self, save: Save) -> None:
         self._remove(self._whole)  # the last one, if its copies are not complete
@@ -150,7 +143,7 @@ class LocalSaver(Saver):
     def _publish(self, save: Save) -> None:
         """Write the manifest, and wait for this rank's copy. In a thread."""
         if self._folders.leader:
-            write_manifest(save.path, save.described())
+            make_valid(save.path, save.described())
         self._problem = self._copying.result()
         save.seconds = time.perf_counter() - save.start
 

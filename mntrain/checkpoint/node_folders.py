@@ -30,6 +30,7 @@ from mntrain.checkpoint.format import (
     checkpoint_name,
     read_manifest,
     step_of,
+    write_manifest,
 )
 from mntrain.checks.local_folder import NODE, Attempts, prepare, run_folder
 from mntrain.errors import AgreedError
@@ -295,18 +296,11 @@ def _copied(file: str) -> str:
     return f".{file}"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def make_valid(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a step into a folder, as a whole. Raises OSError and ValueError."""
     new = folder / f".{FILE}"
-    with open(new, "w", encoding="utf-8", opener=_open_own) as text:
-        text.write(manifest.to_json())
-        text.flush()
-        os.fsync(text.fileno())
+    write_manifest(new, manifest, 0o600)
     new.rename(folder / FILE)
-
-
-def _open_own(path: str, flags: int) -> int:
-    return os.open(path, flags | _OPEN, 0o600)
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -411,7 +405,7 @@ class _Sending:
             if self._problem:
                 raise self._problem
             if folders.leader:
-                write_manifest(folder, manifest)
+                make_valid(folder, manifest)
 
     def _start(self, message: Message) -> None:
         """Start a message. Collective."""

@@ -1,15 +1,14 @@
 """Saving a run: all ranks write one checkpoint in parallel, while training continues.
 
-begin      the master makes a folder, all ranks take a snapshot, and exchange what each holds
+begin      the folder is made, all ranks take a snapshot, and exchange what each holds
            training may change the tensors from then on (on a GPU, the copies are enqueued before)
            a thread of each rank writes its part and waits for the disk
 advance    when every part is on the disk, all ranks exchange the checksums of what they wrote
-           at the first save of a job on several nodes, each node reads what another one wrote
-           the master's thread writes the manifest, renames the folder and removes old checkpoints
+           at the first save, if wanted, each node reads what another one wrote
+           threads publish the checkpoint: it becomes valid
 advance    all ranks learn that the checkpoint is complete
 
-RUN/checkpoints/.step-00000050.<token>/     while it is written
-RUN/checkpoints/step-00000050/              after every rank's part is on the disk
+`directory_saver` and `local_saver` say where it is written, and how it becomes valid.
 
 A rank writes the optimizer state of its own shard, its random generators, the state of its
 communication hook, and an equal part of what all ranks hold in full: parameters, and at stage 0 the
@@ -27,6 +26,7 @@ import shutil
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -42,7 +42,6 @@ from torch import Tensor, nn
 
 from mntrain._version import __version__
 from mntrain.checkpoint.format import (
-    FILE,
     FILES,
     MODEL,
     OPTIMIZER,
@@ -53,11 +52,9 @@ from mntrain.checkpoint.format import (
     Manifest,
     ParameterState,
     Shapes,
-    checkpoint_name,
     part_name,
     replica_name,
     row_major,
-    sync_folder,
 )
 from mntrain.checkpoint.model_state import MadeModel, check_restorable, parameters_in
 from mntrain.checkpoint.objects import (
@@ -70,12 +67,7 @@ from mntrain.checkpoint.objects import (
     merge_hooks,
     other_tensor,
 )
-from mntrain.checkpoint.reader import (
-    compare,
-    is_shared,
-    list_checkpoints,
-    scores,
-)
+from mntrain.checkpoint.reader import compare, is_shared
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
 from mntrain.checkpoint.state_values import check_values, encode_unnamed, encode_values
 from mntrain.errors import AgreedError, TrainingStoppedError
@@ -97,7 +89,6 @@ _VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
 class ShardOutline(NamedTuple):
     """Description of what one rank saves, without the tensors. Exchanged between ranks."""
 
-    token: str  # unique; rank 0's is part of the temporary folder's name
     replica: int
     sync_weights: list[float]  # of the replica
     shapes: dict[str, Shapes]  # of the tensors that it alone writes, by file
@@ -112,7 +103,7 @@ class Save:
     """One checkpoint, while it is written and when it is complete."""
 
     path: Path
-    folder: Path  # the temporary one
+    folder: Path  # where it is written
     manifest: Manifest  # completed as the save proceeds
     start: float
     seconds: float = 0.0  # from the snapshot until it was complete
@@ -120,7 +111,7 @@ class Save:
     # What this rank's thread has written, and then what it has read of another node's.
     written: Future[Checksums] = field(default_factory=Future)
     by_rank: list[Checksums] = field(default_factory=list)  # what all have written
-    published: Future[None] | None = None  # by the master; on others: all have written
+    published: Future[None] | None = None  # once all have written
     process: int = field(default_factory=os.getpid)
     mode: int = 0o666  # of new files, less what the umask takes
     made_here: bool = False  # this rank has made the folder
@@ -160,31 +151,20 @@ class Saved(NamedTuple):
     objects: Mapping[str, Stateful] = MappingProxyType({})  # by name
 
 
-class Saver:
-    """Saves a run into its directory, one checkpoint at a time. Created by all ranks.
+class Saver(ABC):
+    """Saves a run, one checkpoint at a time. Created by all ranks.
 
     From the first `begin` on, it keeps host memory for a snapshot of this rank's part. Over all
     ranks this is the size of a checkpoint. Where replicas differ, the model is their mean, and each
     replica's own parameters are part of the optimizer's state.
-    `expect_own` raises OSError on the master if another folder is in the place of the directory.
     """
 
-    def __init__(
-        self,
-        world: Ranks,
-        saved: Saved,
-        run_dir: Path,
-        keep: int,
-        *,
-        expect_own: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._world, self._run_dir, self._keep = world, run_dir, keep
+    def __init__(self, world: Ranks, saved: Saved, *, reads_back: bool) -> None:
+        self._world, self._reads_back = world, reads_back
         self.model, self.optimizer, self.objects = saved
-        self._expect_own = expect_own
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
         self._made, self._stepped = MadeModel(saved.model), False
-        self._reads_back = len(world.topology.nodes) > 1
 
     def check(self) -> None:
         """Raise ValueError for a model, options, state or an object that cannot be restored. Local.
@@ -227,16 +207,6 @@ class Saver:
         except AgreedError as error:
             raise TrainingStoppedError(str(error), self._world.rank) from error
 
-    def best_score(self, last: int, metric: str) -> float | None:
-        """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
-        lowest: float | None = None
-        with self._world.agreement():
-            if self._world.master:
-                found = list_checkpoints(self._run_dir)
-                paths = [path for path in found if path.name <= checkpoint_name(last)]
-                lowest = next(iter(scores(paths, metric).values()), None)
-        return self._world.gather(lowest)[0]
-
     @property
     def saving(self) -> bool:
         """True while a save is in progress. Equal on all ranks."""
@@ -258,17 +228,10 @@ class Saver:
             self._begin(progress, in_background=False)
             return self.finish()
 
-    def ready(self) -> int:
-        """Return the number of ranks known on this rank to be ready for `advance`. Local.
-
-        If the sum over all ranks is at least their number, `advance` does not wait.
-        """
+    def ready(self) -> bool:
+        """Return True if this rank is ready for `advance`, which waits unless all are. Local."""
         save = self._pending
-        if save is None:
-            return 0
-        if save.published is not None:
-            return self._world.size if self._world.master and save.published.done() else 0
-        return int(save.written.done())
+        return save is not None and (save.published or save.written).done()
 
     def advance(self) -> Save | None:
         """Complete the present phase of a save: writing, reading back, publishing. Collective.
@@ -308,17 +271,17 @@ class Saver:
 
     def _begin(self, progress: Manifest, *, in_background: bool) -> None:
         assert self._pending is None, "a save is in progress: call finish first"
-        world, start, token = self._world, time.perf_counter(), secrets.token_hex(4)
-        save = self._new(progress, start, token)
+        world, start = self._world, time.perf_counter()
         ranges: Iterable[TensorRange]
         self._check_model()
-        shapes: Shapes = world.gather(self._shapes() if world.master else {})[0]
+        own = (secrets.token_hex(4), self._shapes()) if world.master else ("", {})
+        token, shapes = world.gather(own)[0]
+        save = self._new(progress, start, token)
         try:
             with world.agreement():
                 save.manifest = self._describe(progress)
                 outline, ranges = _own_shard(
                     world,
-                    token,
                     self.model,
                     self.optimizer,
                     self.objects,
@@ -334,26 +297,21 @@ class Saver:
             save.written.set_exception(AgreedError(str(error), world.rank))
         else:
             outlines = world.gather(outline)
-            save.folder = self._temporary(save.path, outlines[0].token)
             save.written = in_thread(partial(_write, save, world, outlines, shapes, ranges))
         self._pending = save
         atexit.register(save.end, warns=world.master)
 
+    @abstractmethod
     def _new(self, progress: Manifest, start: float, token: str) -> Save:
-        """Return a save that begins. `token` is this rank's."""
-        path = self._run_dir / "checkpoints" / checkpoint_name(progress.step)
-        folder = self._temporary(path, token)
-        return Save(path, folder, progress, start, made_here=self._world.master)
+        """Return a save that begins. `token` is unique, and the same on all ranks."""
 
-    def _temporary(self, path: Path, token: str) -> Path:
-        """Return the folder of a checkpoint while it is written. `token` is rank 0's."""
-        return path.with_name(f".{path.name}.{token}")
-
+    @abstractmethod
     def _make_folder(self, save: Save) -> None:
-        self._expect_own()
-        # Not the run directory: where that was removed, nobody would find another one.
-        save.folder.parent.mkdir(exist_ok=True)
-        save.folder.mkdir()
+        """Make the folder of a save, on the ranks that do. Raises OSError."""
+
+    @abstractmethod
+    def _publish(self, save: Save) -> None:
+        """Make a checkpoint valid whose files all ranks have written. In a thread of each rank."""
 
     def _shapes(self) -> Shapes:
         """Return the shapes of the model's entries, parameters first."""
@@ -364,15 +322,6 @@ class Saver:
     def _end(self, save: Save) -> None:
         self._pending = None
         atexit.unregister(save.end)
-
-    def _publish(self, save: Save) -> None:
-        """Publish a checkpoint that all ranks have written, on the master. In a thread."""
-        wrote_s = save.seconds = time.perf_counter() - save.start
-        if not self._world.master:
-            return
-        _make_valid(save, replace(save.described(), wrote_s=wrote_s))
-        save.seconds = time.perf_counter() - save.start
-        remove_old(self._run_dir, self._keep, save.manifest.scored_by)
 
     def _describe(self, progress: Manifest) -> Manifest:
         """Return the manifest of the present state, to be completed by what all ranks write."""
@@ -391,7 +340,6 @@ class Saver:
 
 def _own_shard(
     world: Ranks,
-    token: str,
     model: nn.Module,
     optimizer: ZeroOptimizer,
     objects: Mapping[str, Stateful],
@@ -440,7 +388,7 @@ def _own_shard(
     replica, replicas = optimizer.sync_schedule.replica, optimizer.replicas
     weights = [] if replicas is None else replicas.numbers()
     encoded, unnamed = encode_objects(objects), encode_unnamed(unnamed_state(optimizer.state))
-    return ShardOutline(token, replica, weights, shapes, states, encoded, hook, unnamed), ranges
+    return ShardOutline(replica, weights, shapes, states, encoded, hook, unnamed), ranges
 
 
 def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:
@@ -607,42 +555,3 @@ def _open(path: Path, *, made_here: bool, mode: int = 0o666) -> int:
             with suppress(OSError):
                 os.listdir(above)  # else NFS says for 30 s that there is no such folder
         time.sleep(_LOOK_S)
-
-
-def _make_valid(save: Save, content: Manifest) -> None:
-    """Write the manifest, then rename the folder, which makes it a checkpoint.
-
-    All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
-    """
-    with (save.folder / FILE).open("x", encoding="utf-8") as text:
-        text.write(content.to_json())
-        text.flush()
-        os.fsync(text.fileno())
-    sync_folder(save.folder)
-    if save.path.exists():  # damaged, or the job would have resumed from it
-        save.path.rename(save.path.with_name(f".{save.path.name}.old"))
-    save.folder.rename(save.path)
-    sync_folder(save.path.parent)
-
-
-def remove_old(run_dir: Path, keep: int, metric: str) -> None:
-    """Remove all but the newest `keep` checkpoints and the first with the lowest score by a metric.
-
-    A folder that cannot be removed is left to the next call, and all where they cannot be listed or
-    a manifest cannot be read: it may be that of the best. Files of others stay.
-    """
-    with suppress(OSError):
-        for leftover in (run_dir / "checkpoints").glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        paths = list_checkpoints(run_dir)
-        best = next(iter(scores(paths, metric)), None)
-    except OSError:
-        return
-    for path in paths[keep:]:
-        if path != best:
-            # Renamed first: a half-removed folder must not look like a checkpoint.
-            removed = path.with_name(f".{path.name}.old")
-            with suppress(OSError):
-                path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)

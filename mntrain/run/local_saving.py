@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
@@ -15,6 +16,7 @@ from mntrain.checkpoint.saver import Saved
 from mntrain.checks.local_folder import free_bytes
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
+from mntrain.run.save_interval import SaveInterval
 
 SHARE = 0.01  # of the time of training, that `auto` may cost
 _FIRST_AFTER = 5  # undisturbed steps, whose time is known then
@@ -26,26 +28,20 @@ _COPY_SHARE, _COPY_S = 0.25, 30.0  # of an interval, and most seconds, until cop
 _MOST_S_PER_BYTE = 20e-9
 
 
-class LocalInterval:
-    """The interval between saves in the nodes' memory: a number of steps, or "auto".
+class SaveCost:
+    """The cost of saves in the nodes' memory, as the times of steps show it.
 
     The time of a step is that from the end of one call of `Checkpoints.save` to the next. This rank
     saves about `nbytes`.
     """
 
-    def __init__(self, every: str, nbytes: int) -> None:
-        self._steps = 0 if every == "auto" else int(every)
+    def __init__(self, nbytes: int) -> None:
         self._most_s = nbytes * _MOST_S_PER_BYTE
         self._quiet: deque[float] = deque(maxlen=_STEPS)  # seconds of undisturbed steps
         self._disturbed: deque[float] = deque(maxlen=_STEPS)  # of those during saves
         self._during = 0  # steps during the present save
         self._left: float | None = None  # when the last step's call ended
-        self._began, self._seconds, self._blocked_s = -float("inf"), 0.0, 0.0
-
-    @property
-    def by_clock(self) -> bool:
-        """True if the clock decides. The same on all ranks."""
-        return not self._steps
+        self._interval_s = self._blocked_s = 0.0
 
     def step_taken(self, *, disturbed: bool) -> None:
         """Note that a step was taken. Local."""
@@ -58,18 +54,9 @@ class LocalInterval:
         self._left = time.monotonic()
         self._blocked_s += blocked_s
 
-    def due_after(self, step: int) -> bool:
-        """Return True if a save is due after this step. The same on all ranks."""
-        return self._steps > 0 and step % self._steps == 0
-
-    def due_now(self) -> bool:
-        """Return True if it is time to save, on the clock of this process."""
-        known = len(self._quiet) >= _FIRST_AFTER
-        return self.by_clock and known and time.monotonic() - self._began >= self._seconds
-
     def begins(self) -> None:
         """Note that a save begins. Local."""
-        self._began, self._blocked_s, self._during = time.monotonic(), 0.0, 0
+        self._blocked_s, self._during = 0.0, 0
 
     def ended(self) -> None:
         """Note that it has ended, which shows what it cost. Local.
@@ -86,15 +73,21 @@ class LocalInterval:
             longer = fmean(disturbed) - fmean(quiet) + 2 * error
             extra_s = min(self._most_s, max(0.0, longer) * self._during)
         seconds = (self._blocked_s + extra_s) / SHARE
-        self._seconds = (self._seconds + seconds) / 2 if self._seconds else seconds
+        self._interval_s = (self._interval_s + seconds) / 2 if self._interval_s else seconds
 
-    @property
-    def copy_s(self) -> float:
-        """Seconds from the begin of a save in which its copies are to be sent."""
+    def interval_s(self) -> float:
+        """Return the interval "auto" in seconds; infinity until undisturbed steps are known."""
+        return self._interval_s if len(self._quiet) >= _FIRST_AFTER else inf
+
+    def copy_s(self, every: int) -> float:
+        """Return the seconds from the begin of a save in which its copies are to be sent.
+
+        `every` is the interval in steps, 0 for "auto".
+        """
         steps = [*self._quiet, *self._disturbed]
-        until_next = max(self._seconds, self._blocked_s / SHARE)
-        if self._steps:
-            until_next = self._steps * median(steps) if steps else 0.0
+        until_next = max(self._interval_s, self._blocked_s / SHARE)
+        if every:
+            until_next = every * median(steps) if steps else 0.0
         return min(_COPY_S, until_next * _COPY_SHARE)
 
 
@@ -110,7 +103,8 @@ class LocalCheckpoints:
         """Check that all can be saved. Collective; raises AgreedError."""
         self._world, self._folders = world, folders
         saver = self._saver = LocalSaver(world, saved, folders)
-        self._interval = LocalInterval(every, _own_bytes(world, saver))
+        self._cost = SaveCost(_own_bytes(world, saver))
+        self._interval = SaveInterval(every, self._cost.interval_s)
         self._failed = self._saved = self._late = 0
         self._waited_s = 0.0
         self._warned = self._overdue = False
@@ -154,7 +148,7 @@ class LocalCheckpoints:
         """
         start, ended = time.perf_counter(), False
         if progress.eval_loss is None:  # or the step has taken longer for that
-            self._interval.step_taken(disturbed=self._saver.saving)
+            self._cost.step_taken(disturbed=self._saver.saving)
         due_now = flags["local due"] > 0 or self._interval.due_after(progress.step)
         due, begins = due_now or self._overdue, False
         if self._saver.saving and flags["local ready"] >= self._world.size:
@@ -164,14 +158,15 @@ class LocalCheckpoints:
         self._late += due_now and self._overdue
         if due and not self._overdue:
             before_save()
+            self._cost.begins()
             self._interval.begins()
             self._saver.begin(progress)
             begins = ended = True
         spent = time.perf_counter() - start
         self._waited_s += spent
-        self._interval.leaves(spent)
+        self._cost.leaves(spent)
         if begins:
-            self._saver.copies.until = time.monotonic() + self._interval.copy_s
+            self._saver.copies.until = time.monotonic() + self._cost.copy_s(self._interval.steps)
         return ended
 
     @property
@@ -202,11 +197,11 @@ class LocalCheckpoints:
             saved = self._saver.advance()
         except AgreedError as error:
             self._fail(str(error))
-            self._interval.ended()
+            self._cost.ended()
             return
         if saved is None:
             return
-        self._interval.ended()
+        self._cost.ended()
         if self._saver.copy_problem:
             self._fail(f"{saved.path.name} has no copy on another node: {self._saver.copy_problem}")
         else:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from mntrain import checkpoint
 from mntrain.alike.compared_task import changed_data
 from mntrain.alike.values import compare
-from mntrain.checkpoint import FoundCheckpoint, Manifest, Save, Saved, Saver
+from mntrain.checkpoint import DirectorySaver, FoundCheckpoint, Manifest, Save, Saved
 from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.objects import Stateful
 from mntrain.comm.delayed_sums import DelayedSums
@@ -23,63 +24,10 @@ from mntrain.ranks import Ranks
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_from
+from mntrain.run.save_interval import RETRY_S, SaveInterval, cheapest_interval_s
 from zero.step_message import Value
 
 _FLAGS = ("save due", "save ready", "local due", "local ready")  # sums over ranks
-MTBF_S = 24 * 3600.0  # mean time between failures of a job
-RETRY_S = 60.0  # from a save that failed, and from the warning of it, to the next
-
-
-class SaveInterval:
-    """The interval between saves: a number of steps, minutes such as "10min", or "auto".
-
-    "0" is none.
-    """
-
-    def __init__(self, every: str) -> None:
-        self._steps = int(every) if every.isdecimal() else 0
-        self._seconds = 60 * float(every.removesuffix("min")) if every.endswith("min") else None
-        self._auto = every == "auto"
-        if self._auto:
-            self._seconds = 0.0  # until the first save has shown its cost
-        self._last_save = time.monotonic()
-        self._retry_at: float | None = None  # after a save that failed
-
-    @property
-    def wanted(self) -> bool:
-        """True if the run is to be saved at intervals at all."""
-        return self._steps > 0 or self._seconds is not None
-
-    @property
-    def by_clock(self) -> bool:
-        """True if the clock decides when the run is to be saved. The same on all ranks."""
-        return self._seconds is not None or self._retry_at is not None
-
-    def due_after(self, step: int) -> bool:
-        """Return True if the run is to be saved after this step. The same on all ranks."""
-        return self._steps > 0 and step % self._steps == 0
-
-    def due_now(self) -> bool:
-        """Return True if it is time to save, on the clock of this process."""
-        now = time.monotonic()
-        if self._retry_at is not None and now >= self._retry_at:
-            return True
-        return self._seconds is not None and now - self._last_save >= self._seconds
-
-    def saved(self, cost_s: float | None) -> None:
-        """Start the next interval. Training waited `cost_s` seconds for this save, if measured.
-
-        The interval "auto" minimizes the time that saves and failures cost: J. W. Young,
-        Communications of the ACM 17 (1974).
-        """
-        self._last_save, self._retry_at = time.monotonic(), None
-        if self._auto and cost_s is not None:
-            self._seconds = math.sqrt(2 * cost_s * MTBF_S)
-
-    def failed(self) -> None:
-        """Let the run be saved in a minute, if not before: a save has failed on all ranks."""
-        if self.wanted:
-            self._retry_at = time.monotonic() + RETRY_S
 
 
 class Checkpoints:
@@ -115,8 +63,8 @@ class Checkpoints:
         """
         self._world, self._directory, self._before_save = world, directory, before_save
         path, own = directory.path, directory.expect_own
-        self._saver = Saver(world, saved, path, options.keep, expect_own=own)
-        self._interval = SaveInterval(options.every)
+        self._saver = DirectorySaver(world, saved, path, options.keep, expect_own=own)
+        self._interval = SaveInterval(options.every, lambda: cheapest_interval_s(self._copy_s))
         self._may_save = True
         self.on_checkpoint: Callable[[Path], object] = lambda path: None
         self._sums, self._uninterrupted = sums, uninterrupted
@@ -124,7 +72,7 @@ class Checkpoints:
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
-        self._waited_s = 0.0  # by training
+        self._waited_s = self._copy_s = 0.0  # by training; for the last copy of a save
         self.longest_s = 0.0
         """The most seconds that a checkpoint has taken from the copy to the disk."""
         self._step: int | None = None  # the last that was restored or offered
@@ -287,32 +235,35 @@ class Checkpoints:
         """Begin a save if one is due, and advance the one that is being written."""
         local, flags = self._local, dict.fromkeys(_FLAGS, 0.0)
         for found in self._sums.take():
-            flags = {**flags, **found.sums}
-        due, ready = flags["save due"] > 0, flags["save ready"]
-        if self._saver.saving and ready >= self._world.size:
+            flags |= found.sums
+        if self._saver.saving and flags["save ready"] >= self._world.size:
             self._sums.drop()  # flags of the phase that ends
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
-        due = due or self._interval.due_after(progress.step)
-        before = self._before_save
+        due = flags["save due"] > 0 or self._interval.due_after(progress.step)
+        before_save = cache(self._before_save)  # once for both
         if due or (improved and self._interval.wanted):
-            before()
-            before = _nothing  # not twice
-            start = time.perf_counter()
-            self.wait()
-            copy_start = time.perf_counter()
-            self._saver.begin(progress)
-            end = time.perf_counter()
-            self._interval.saved(end - copy_start)
-            self._waited_s += end - start
+            before_save()
+            self._begin(progress)
         if local:
             known = replace(progress, wrote_s=self.longest_s)
-            if local.after_step(known, flags, before_save=before):
+            if local.after_step(known, flags, before_save=before_save):
                 self._sums.drop()
         asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
         if asks and not self._sums.waiting:
             own: dict[str, Value] = {"save due": self._save_due, "save ready": self._saver.ready}
             self._sums.start({**own, **(local.flags() if local else {})})
+
+    def _begin(self, progress: Manifest) -> None:
+        """Begin a save in the background, once the one that is being written is complete."""
+        start = time.perf_counter()
+        self.wait()
+        copy_start = time.perf_counter()
+        self._saver.begin(progress)
+        end = time.perf_counter()
+        self._interval.begins()
+        self._copy_s = end - copy_start
+        self._waited_s += end - start
 
     def _save_due(self) -> bool:
         """Return whether the master's clock says that a save is due."""
@@ -326,7 +277,7 @@ class Checkpoints:
         self._before_save()
         self._improves(progress)
         self._report(lambda: self._saver.save(progress), warns=False)
-        self._interval.saved(None)
+        self._interval.begins()
 
     def _note_longest(self, seconds: float) -> None:
         self.longest_s = max(self.longest_s, seconds)
@@ -430,7 +381,3 @@ class Checkpoints:
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):
             warn(changed)
-
-
-def _nothing() -> None:
-    """Do nothing before a save."""

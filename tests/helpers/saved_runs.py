@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mntrain
-from mntrain.checkpoint import Manifest, Saved, Saver
+from mntrain.checkpoint import DirectorySaver, Manifest, Saved
 
 
 class SavedModel(nn.Module):
@@ -75,7 +75,7 @@ def train(model, optimizer):
 def save(world, model, optimizer, folder, step):
     progress = Manifest(step, {"task": "none"}, samples=12, skipped_steps=0, eval_loss=None)
     folder.mkdir(exist_ok=True)
-    Saver(world, Saved(model, optimizer), folder, keep=3).save(progress)
+    DirectorySaver(world, Saved(model, optimizer), folder, keep=3).save(progress)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from worlds import RANKS
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.checkpoint import Manifest, Saved, Saver, reader
+from mntrain.checkpoint import DirectorySaver, Manifest, Saved, reader
 from mntrain.checkpoint.format import FILE, FILES, MODEL, OPTIMIZER, RANDOM
 from mntrain.checkpoint.reader import list_checkpoints
 from mntrain.checks.storage import PAGE_BYTES
@@ -71,7 +71,7 @@ def progress(step):
 def save(world, model, optimizer, folder, *, step=2, keep=3):
     if world.master:
         folder.mkdir(exist_ok=True)
-    return Saver(world, Saved(model, optimizer), folder, keep).save(progress(step))
+    return DirectorySaver(world, Saved(model, optimizer), folder, keep).save(progress(step))
 
 
 def expect_read_back(world, folder, other, state, kind=ADAMW, **options):
@@ -492,7 +492,7 @@ def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkey
     """The checkpoint holds the state at `begin`, not that of later steps."""
     world, model, gate = worlds(), net(), threading.Event()
     optimizer = world.optimizer(model, ADAMW, stage=2)
-    saver = Saver(world, Saved(model, optimizer), folder, keep=3)
+    saver = DirectorySaver(world, Saved(model, optimizer), folder, keep=3)
     write = os.pwrite
     if RANK == RANKS - 1:  # has a slow disk
         monkeypatch.setattr(
@@ -518,7 +518,7 @@ def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkey
 
 def test_advance_does_not_wait_when_all_ranks_are_ready(sharded, folder):
     world, model, optimizer = sharded
-    saver = Saver(world, Saved(model, optimizer), folder, keep=3)
+    saver = DirectorySaver(world, Saved(model, optimizer), folder, keep=3)
     assert saver.ready() == 0
     saver.begin(progress(1))
     stages = []
@@ -550,7 +550,7 @@ FAILURES = {
 @pytest.mark.parametrize("call", FAILURES)
 def test_a_failed_save_leaves_earlier_checkpoints_intact(sharded, folder, call, way):
     world, model, optimizer = sharded
-    saver = Saver(world, Saved(model, optimizer), folder, keep=3)
+    saver = DirectorySaver(world, Saved(model, optimizer), folder, keep=3)
     path = saver.save(progress(1)).path
 
     def refuse(*_, **__):
@@ -636,7 +636,7 @@ def test_a_manifest_that_cannot_be_read_is_no_reason_to_remove_the_best(
     sharded, folder, monkeypatch
 ):
     world, model, optimizer = sharded
-    saver = Saver(world, Saved(model, optimizer), folder, keep=1)
+    saver = DirectorySaver(world, Saved(model, optimizer), folder, keep=1)
     saver.save(replace(progress(1), eval_loss=0.5))
     monkeypatch.setattr(reader, "read_manifest", unreadable)
     saver.save(replace(progress(2), eval_loss=0.7))
@@ -658,7 +658,11 @@ def test_the_first_save_is_read_back_on_another_node(folder, monkeypatch):
         model = net()
         optimizer = world.optimizer(model, ADAMW, stage=1)
         train(world, model, optimizer, range(1))
-        saver, write, reads = Saver(world, Saved(model, optimizer), folder, keep=3), os.pwrite, []
+        saver, write, reads = (
+            DirectorySaver(world, Saved(model, optimizer), folder, keep=3),
+            os.pwrite,
+            [],
+        )
         compare = reader.compare
         monkeypatch.setattr(
             "mntrain.checkpoint.saver.compare", lambda *args: reads.append(1) or compare(*args)
@@ -692,7 +696,7 @@ def test_the_first_save_is_read_back_on_another_node(folder, monkeypatch):
 @pytest.mark.parametrize("way", ["at once", "begun"])
 def test_a_save_without_a_thread_writes_at_once(sharded, folder, monkeypatch, way):
     world, model, optimizer = sharded
-    saver = Saver(world, Saved(model, optimizer), folder, keep=3)
+    saver = DirectorySaver(world, Saved(model, optimizer), folder, keep=3)
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -714,7 +718,7 @@ def test_a_run_directory_that_is_gone_is_not_made_anew_by_a_save(sharded, folder
     run = folder / "run"
     if world.master:
         run.mkdir()
-    saver = Saver(world, Saved(model, optimizer), run, keep=3)
+    saver = DirectorySaver(world, Saved(model, optimizer), run, keep=3)
     saver.save(progress(1))
     MPI.COMM_WORLD.Barrier()
     if world.master:

@@ -22,7 +22,7 @@ from worlds import RANKS, first_ranks, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.checkpoint import saver
+from mntrain.checkpoint import directory_saver, saver
 from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.mpi import Communicator
 from mntrain.metrics import files, writers
@@ -148,13 +148,13 @@ def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
 
 
 def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
-    remove_old = saver.remove_old
+    remove_old = directory_saver.remove_old
 
     def slowly(*arguments):
         time.sleep(0.3)
         remove_old(*arguments)
 
-    monkeypatch.setattr(saver, "remove_old", slowly)
+    monkeypatch.setattr(directory_saver, "remove_old", slowly)
     train(folder / "run", stop_after=5, keep=1)
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 

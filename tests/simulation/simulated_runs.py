@@ -23,6 +23,7 @@ from simulated_worlds import SimulatedWorlds
 from virtual_time import Flag, Thread, current
 
 import mntrain.run.directory
+from mntrain.checkpoint import format as checkpoint_format
 from mntrain.checkpoint import local_saver, partner_copies, saver
 from mntrain.checkpoint.format import FILES, ChecksummedRange
 from mntrain.checkpoint.node_folders import NodeFolders
@@ -120,7 +121,8 @@ class SimulatedRuns(SimulatedWorlds):
         super().take_the_place_of_the_host(patch)
         slow = {name: partial(_slow, getattr(os, name)) for name in ("fsync", "ftruncate")}
         system = SimpleNamespace(**{**vars(os), **slow})
-        patch.setattr(saver, "os", system)
+        for module in (saver, checkpoint_format):
+            patch.setattr(module, "os", system)
         at_exit = SimpleNamespace(
             register=lambda *given, **more: None, unregister=lambda call: None
         )

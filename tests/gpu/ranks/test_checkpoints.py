@@ -16,7 +16,7 @@ import mntrain
 from gpu.place import CUDA, ON, gpu, synchronize
 from gpu.ranks.transports import make_world
 from mntrain import checkpoint
-from mntrain.checkpoint import Manifest, Saved, Saver
+from mntrain.checkpoint import DirectorySaver, Manifest, Saved
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
@@ -65,7 +65,7 @@ def test_training_goes_on_on_the_other_device(folder, stage, first, then):
         model = net().to(world.device)
         optimizer = world.optimizer(model, ADAMW, stage=stage, max_grad_norm=MAX_NORM)
         losses = train(world, model, optimizer, range(SAVED))
-        Saver(world, Saved(model, optimizer), folder, 3).save(MANIFEST)
+        DirectorySaver(world, Saved(model, optimizer), folder, 3).save(MANIFEST)
     with closing(world_on(then)) as world:
         model = net().to(world.device)
         for parameter in model.parameters():
@@ -83,7 +83,7 @@ def test_what_is_saved_while_training_goes_on_is_of_its_step(folder):
     with closing(world_on(ON)) as world:
         model = wide.double().to(world.device)
         optimizer = world.optimizer(model, ADAMW, stage=1)
-        saver = Saver(world, Saved(model, optimizer), folder, 3)
+        saver = DirectorySaver(world, Saved(model, optimizer), folder, 3)
         train(world, model, optimizer, range(SAVED))
         expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
         saver.begin(MANIFEST)

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from mntrain.checkpoint import saver
+from mntrain.checkpoint.directory_saver import remove_old
 from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.reader import list_checkpoints
-from mntrain.checkpoint.saver import remove_old
 
 
 def make(run_dir, *names):

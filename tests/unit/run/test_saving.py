@@ -12,13 +12,13 @@ import pytest
 from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.options.config import CheckpointConfig
 from mntrain.run import local_saving
-from mntrain.run.local_saving import LocalCheckpoints, LocalInterval, restored_from
-from mntrain.run.saving import SaveInterval
+from mntrain.run.local_saving import LocalCheckpoints, SaveCost, restored_from
+from mntrain.run.save_interval import SaveInterval, cheapest_interval_s
 
 
 @pytest.mark.parametrize(("every", "steps"), [("3", [3, 6, 9]), ("0", [])])
 def test_an_interval_in_steps(every, steps):
-    interval = SaveInterval(every)
+    interval = SaveInterval(every, lambda: 0.0)
     assert interval.wanted == bool(steps)
     assert [step for step in range(1, 10) if interval.due_after(step)] == steps
     assert not interval.due_now()
@@ -32,7 +32,8 @@ def test_an_interval_in_steps(every, steps):
     ],
 )
 def test_an_interval_by_the_clock(clock, every, first_s, cost_s, then_s):
-    interval = SaveInterval(every)
+    costs = [0.0]
+    interval = SaveInterval(every, lambda: cheapest_interval_s(costs[-1]))
     assert interval.wanted
     assert not interval.due_after(1)
     for seconds in (first_s, then_s):
@@ -40,7 +41,8 @@ def test_an_interval_by_the_clock(clock, every, first_s, cost_s, then_s):
         assert interval.due_now() == (seconds == 0)
         clock[0] += 2
         assert interval.due_now()
-        interval.saved(cost_s)
+        costs.append(cost_s)
+        interval.begins()
 
 
 @pytest.mark.parametrize(
@@ -56,15 +58,14 @@ def test_invalid_values_of_checkpoint_every(every):
 
 @pytest.mark.parametrize("every", ["500", "30min", "auto"])
 def test_a_save_that_failed_is_tried_again_in_a_minute(clock, every):
-    interval = SaveInterval(every)
-    interval.saved(cost_s=10.0)
+    interval = SaveInterval(every, lambda: cheapest_interval_s(10.0))
     interval.failed()
     clock[0] += 59
     assert not interval.due_now()
     clock[0] += 2
     assert interval.due_now()
     assert interval.by_clock
-    interval.saved(cost_s=10.0)
+    interval.begins()
     assert not interval.due_now()
     assert interval.by_clock == (every != "500")
 
@@ -82,13 +83,14 @@ def test_saves_in_memory_cost_one_percent_of_the_time_or_less(
     clock, longer, unsteady, nbytes, cost_s
 ):
     """A step takes 1 s; a save blocks for 0.05 s, and 3 steps during it take longer."""
-    interval, chance = LocalInterval("auto", nbytes), random.Random(1)
+    cost, chance = SaveCost(nbytes), random.Random(1)
+    interval = SaveInterval("auto", cost.interval_s)
 
     def step(seconds, *, saving=False, blocked_s=0.0):
         clock[0] += seconds + unsteady * chance.random()
-        interval.step_taken(disturbed=saving)
+        cost.step_taken(disturbed=saving)
         clock[0] += blocked_s
-        interval.leaves(blocked_s)
+        cost.leaves(blocked_s)
 
     step(7.0)  # before the first call
     for _ in range(5):
@@ -98,11 +100,12 @@ def test_saves_in_memory_cost_one_percent_of_the_time_or_less(
     found = []
     for _ in range(30):
         began = clock[0]
+        cost.begins()
         interval.begins()
-        interval.leaves(0.05)
+        cost.leaves(0.05)
         for more in longer:
             step(1.0 + more, saving=True)
-        interval.ended()
+        cost.ended()
         while not interval.due_now():
             step(1.0)
         found.append(clock[0] - began)
@@ -111,30 +114,27 @@ def test_saves_in_memory_cost_one_percent_of_the_time_or_less(
 
 
 def test_copies_are_sent_in_a_quarter_of_the_interval(clock):
-    interval = LocalInterval("10", 0)
-    assert [step for step in range(1, 31) if interval.due_after(step)] == [10, 20, 30]
-    assert not interval.by_clock
-    assert not interval.due_now()
+    cost = SaveCost(0)
     for _ in range(5):
-        interval.leaves(0.0)
+        cost.leaves(0.0)
         clock[0] += 2.0
-        interval.step_taken(disturbed=False)
-    assert interval.copy_s == pytest.approx(5.0)
-    interval.begins()
+        cost.step_taken(disturbed=False)
+    assert cost.copy_s(10) == pytest.approx(5.0)
+    cost.begins()
     for _ in range(20):  # steps have become shorter, and saves take all the time
-        interval.leaves(0.0)
+        cost.leaves(0.0)
         clock[0] += 1.0
-        interval.step_taken(disturbed=True)
-    assert interval.copy_s == pytest.approx(2.5)
+        cost.step_taken(disturbed=True)
+    assert cost.copy_s(10) == pytest.approx(2.5)
     for _ in range(99):
-        interval.leaves(0.0)
+        cost.leaves(0.0)
         clock[0] += 20.0
-        interval.step_taken(disturbed=False)
-    assert interval.copy_s == 30.0
-    by_clock = LocalInterval("auto", 0)
+        cost.step_taken(disturbed=False)
+    assert cost.copy_s(10) == 30.0
+    by_clock = SaveCost(0)
     by_clock.begins()
     by_clock.leaves(0.05)
-    assert by_clock.copy_s == pytest.approx(0.05 / 0.01 / 4)
+    assert by_clock.copy_s(0) == pytest.approx(0.05 / 0.01 / 4)
 
 
 class TimedSaver:
