@@ -172,20 +172,20 @@ class HierarchyPlan:
         The first and the last chunk delay a call, and every chunk costs each rank its messages. A
         long lane gets longer chunks, unless other tensors are in flight. So does a fast link, on
         which messages take longer than bytes: a chunk then has half of the bytes that pass while so
-        many messages do one after the other, and a long lane twice as many. Where that leaves a
-        choice, messages between several nodes are short enough to be sent at once; with other
-        tensors in flight, which cost CPU time, only if an announcement takes longer than that.
+        many messages do one after the other, and a long lane twice as many. Where messages that are
+        sent at once carry about as much, those between several nodes are no longer; with other
+        tensors in flight, which cost CPU time, only if an announcement takes longer than they do.
         """
-        most, least, count = choice.chunk_bytes, 0, len(self.nodes.nodes)
+        most, meanwhile, count = choice.chunk_bytes, 0.0, len(self.nodes.nodes)
         link = choice.link if count > 1 else None
         if not choice.concurrent and nbytes // self.lanes >= LONG_LANE_BYTES:
             most *= 2
         if link is not None:
-            nbytes_meanwhile = link.bytes_during(self.messages / 2) / self.lanes
-            least = min(power_of_two(nbytes_meanwhile), BYTES_IN_FLIGHT)
+            meanwhile = link.bytes_during(self.messages / 2) / self.lanes
+        least = min(power_of_two(meanwhile), BYTES_IN_FLIGHT)
         slow = link is None or link.bytes_during(1) < AT_ONCE_BYTES
         longest = self.widths[0] // self.widths[1] * narrowed * AT_ONCE_BYTES  # of the first hop
-        at_once = count > 2 and least <= longest and not (choice.concurrent and slow)
+        at_once = count > 2 and meanwhile < 1.5 * longest and not (choice.concurrent and slow)
         for_link = max(most, min(2 * least, BYTES_IN_FLIGHT))
         return Lengths(
             min(for_link, longest) if at_once else for_link,

@@ -44,8 +44,8 @@ class Link:
 
 
 def power_of_two(number: float) -> int:
-    """Return the power of two with the least ratio to a number; at least 1, but 0 for 0."""
-    return 1 << max(0, round(math.log2(number))) if number else 0
+    """Return the largest power of two that is no larger; of a number below 1 one, and of 0 none."""
+    return 1 << max(0, math.floor(math.log2(number))) if number else 0
 
 
 def measure_link(comm: Communicator, topology: Topology) -> Link | None:

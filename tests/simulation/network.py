@@ -89,6 +89,8 @@ class Network:
         return received + late_s
 
     def _factor(self, now: float, here: int, there: int) -> float:
+        if not self._slow:
+            return 1.0
         pairs = ((here, None), (there, None), (here, there), (there, here))
         found = [self._slow[pair] for pair in pairs if pair in self._slow]
         return max((factor for since, factor in found if now >= since), default=1.0)

@@ -14,7 +14,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 YIELDS = 3  # pauses of no length after which a thread waits for something to happen
 POLL_S = 0.5e-6  # virtual time of a test that finds nothing
@@ -111,22 +111,9 @@ def in_simulation() -> bool:
     return hasattr(_of_thread, "current")
 
 
-class Event(NamedTuple):
-    """What is to happen at a time. Of a look, the thread and the number of its wait."""
-
-    when: float
-    turn: float  # at random, among those of one time
-    number: int
-    action: Callable[[], None]
-    look: tuple[Thread, int] | None
-
-    @property
-    def stale(self) -> bool:
-        """Whether it is a look of a wait that has ended."""
-        if self.look is None:
-            return False
-        thread, number = self.look
-        return not thread.waits or thread.wait_number != number
+# What is to happen: at which time, a random number that orders those of one time, another that
+# makes it unique, and a function; of a look, also the thread and the number of its wait.
+Event = tuple[float, float, int, Callable[[], None], tuple[Thread, int] | None]
 
 
 class VirtualTime:
@@ -204,7 +191,7 @@ class VirtualTime:
         """Call a function at a time, unless it is a look of a wait that has ended."""
         self._numbered += 1
         self._looks += look is not None
-        event = Event(when, self.random.random(), self._numbered, action, look)
+        event = when, self.random.random(), self._numbered, action, look
         heapq.heappush(self._events, event)
 
     def happened(self, rank: int) -> None:
@@ -408,18 +395,18 @@ class VirtualTime:
         while not self._ready:
             if self.error or all(main.ended or main.rank in self.lost for main in self._main):
                 return None
-            while self._events and self._events[0].stale:
-                self._pop()
-            waited_s = self._events[0].when - self._happened_at if self._events else 0.0
+            self._drop_stale_looks()
+            waited_s = self._events[0][0] - self._happened_at if self._events else 0.0
             looks_only = self._looks == len(self._events)
             if not self._events or (looks_only and waited_s > self.patience_s):
                 text = self.report("no rank can go on, and no message is under way")
                 self.error = DeadlockError(text)
                 return None
-            event = self._pop()
-            self.now = max(self.now, event.when)
+            when, _, _, action, look = heapq.heappop(self._events)
+            self._looks -= look is not None
+            self.now = max(self.now, when)
             try:
-                event.action()
+                action()
             except BaseException as error:  # whichever thread is here, it is not its own
                 self.error = error
         if self.error:
@@ -428,10 +415,14 @@ class VirtualTime:
         self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
         return self._ready.pop()
 
-    def _pop(self) -> Event:
-        event = heapq.heappop(self._events)
-        self._looks -= event.look is not None
-        return event
+    def _drop_stale_looks(self) -> None:
+        """Drop the next events as far as they are looks of waits that have ended."""
+        while self._events and (look := self._events[0][4]) is not None:
+            thread, number = look
+            if thread.waits and thread.wait_number == number:
+                return
+            heapq.heappop(self._events)
+            self._looks -= 1
 
     def report(self, title: str) -> str:
         """Return the text of an error: its seed, who waits for what, and the last events."""
