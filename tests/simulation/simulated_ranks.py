@@ -138,7 +138,8 @@ class SimulatedRanks:
         self.private, self.watched, self.threads = private, watched, threads
         patience_s = 20.0 if watched else 0.1
         self.time = VirtualTime(seed, switches=switches, patience_s=patience_s, keep=keep)
-        Processes(self.time, self.size, {})  # a backward that waits has state of its process
+        if threads:
+            Processes(self.time, self.size, {})  # a backward that waits has state of its process
         places = [self.topology.node(rank) for rank in range(self.size)]
         self.network = Network(network or NetworkModel(), places, self.time.random)
         self.job = simulated_mpi.SimulatedJob(self.time, self.network, places)
