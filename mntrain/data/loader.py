@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
@@ -258,12 +258,12 @@ class ShardedLoader:
     stand-ins, on any rank, of which no backward has used a batch.
 
     Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
-    that is not `known`), and for training with `balance`, with `divided`, or on streams of its own
-    for each worker. A source of randomness other than the default generators must be seeded alike
-    on all ranks by the caller. Raises ValueError for a loader with a DistributedSampler, whose
-    batches are sharded already; iterating, ValueError for an empty batch and for a weight that is
-    negative or not finite, TypeError for a batch that cannot be cut, and what `compare` of the
-    registry raises.
+    that is not `known`, and in each one for training over one without indices), and for training
+    with `balance`, with `divided`, or on streams of its own for each worker. A source of randomness
+    other than the default generators must be seeded alike on all ranks by the caller. Raises
+    ValueError for a loader with a DistributedSampler, whose batches are sharded already; iterating,
+    ValueError for an empty batch and for a weight that is negative or not finite, TypeError for a
+    batch that cannot be cut, and what `compare` of the registry raises.
     """
 
     def __init__(
@@ -297,6 +297,8 @@ class ShardedLoader:
             self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
         else:
             self._source = _source(loader, shards, divider)
+        # Of others, each step compares the indices of its samples.
+        self._compares_passes = not divided and not _has_indices(loader)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
@@ -334,8 +336,9 @@ class ShardedLoader:
         if training and self._balance:
             self._shards.check_exchanges()
             number = self._balance.begin_pass()
-        due = self._shards.compare is not None and not (self._known and self._known.compared)
-        compare = self._compare if due else None
+        known = self._known is not None and self._known.compared
+        due = not known or (training and self._compares_passes)
+        compare = self._compare if due and self._shards.compare is not None else None
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
         if not training:
             return self._evaluation(this)
@@ -491,12 +494,20 @@ class ShardedLoader:
 def _source(loader: Any, peers: Peers, divider: Divider | None) -> Source:
     """Return the cheapest source of a loader's batches."""
     shares = partial(_shares, peers, divider)
-    if is_of_torch(loader):
-        if isinstance(loader.dataset, IterableDataset):
-            return StreamSource(loader, peers).parts
-        if loader.batch_sampler is not None:
-            return _indexed_source(loader, shares)
+    if _has_indices(loader):
+        return _indexed_source(loader, shares)
+    if is_of_torch(loader) and isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, peers).parts
     return partial(_cut_parts, loader, shares)
+
+
+def _has_indices(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Return whether a loader draws indices of samples in batches."""
+    return (
+        is_of_torch(loader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
 
 
 _SUBCLASS = (

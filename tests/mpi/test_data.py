@@ -435,6 +435,25 @@ def test_equal_data_are_not_refused_whatever_is_random_in_them(world, name):
         assert len(world.gather(len(list(world.shard(EQUAL[name](), train=train))))) == RANKS
 
 
+@pytest.mark.parametrize("kind", ["stream", "batches"])
+def test_data_without_indices_that_differ_from_a_later_pass_on_are_refused(world, kind):
+    begun = []
+
+    def samples_of_rank():  # the first pass in order, each later one in an order of the rank
+        begun.append(None)
+        return np.roll(range(8), RANK * (len(begun) > 2)).tolist()
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(samples_of_rank())
+
+    batches = Batches(lambda: torch.tensor(samples_of_rank()).split(4))
+    shard = world.shard(DataLoader(Stream(), batch_size=4) if kind == "stream" else batches)
+    for _ in range(2):
+        assert sorted(np.concatenate(world.gather(torch.cat(list(shard)).numpy()))) == [*range(8)]
+    assert "divided=True" in refusal(next, iter(shard), None)
+
+
 def test_each_new_loader_is_compared_once(world, monkeypatch):
     compared = []
     monkeypatch.setattr(world._shards, "compare", lambda first: compared.append(first.sizes))
