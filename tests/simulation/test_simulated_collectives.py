@@ -270,7 +270,9 @@ def test_a_step_that_blocks_is_an_error_and_no_endless_loop():
 def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
     """Parts of many chunks do not queue up on the way to one node, while other links are free."""
     nodes, length, model = 4, 25 << 18, NetworkModel(message_s=1e-6)
-    ranks = SimulatedRanks([2] * nodes, network=model, watched=False, threads=False, switches=0)
+    choice = AlgorithmChoice("lanes", link=Link(7e-6, model.between.rate))
+    options = {"watched": False, "threads": False, "switches": 0}
+    ranks = SimulatedRanks([2] * nodes, network=model, choice=choice, **options)
 
     def program(rank):
         tensor = torch.ones(length)
@@ -291,7 +293,9 @@ def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
 def test_shards_of_a_large_tensor_by_several_lanes_take_little_more_than_their_bytes(verb):
     """Ranks that do not call at the same moment do not hold up each other's links."""
     nodes, length, model = 16, 25 << 17, NetworkModel(message_s=1e-6)
-    ranks = SimulatedRanks([2] * nodes, network=model, watched=False, threads=False, switches=0)
+    choice = AlgorithmChoice("lanes", link=Link(7e-6, model.between.rate))
+    options = {"watched": False, "threads": False, "switches": 0}
+    ranks = SimulatedRanks([2] * nodes, network=model, choice=choice, **options)
     late = random.Random(0)
     delays_s = [late.uniform(0, 20e-6) for _ in range(2 * nodes)]
 

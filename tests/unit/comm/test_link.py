@@ -80,24 +80,22 @@ def test_lanes_share_a_link():
 
 
 def test_without_a_link_a_long_lane_alone_has_longer_chunks():
-    assert lengths_of(2, None).most == MIB
-    assert lengths_of(2, None, nbytes=20 * MIB).most == 512 * KIB
-    assert lengths_of(2, None, per_node=2).most == 512 * KIB
-    assert lengths_of(2, None, concurrent=True).most == 512 * KIB
+    assert lengths_of(4, None).most == MIB
+    assert lengths_of(4, None, nbytes=20 * MIB).most == 512 * KIB
+    assert lengths_of(4, None, per_node=2).most == 512 * KIB
+    assert lengths_of(4, None, concurrent=True).most == 512 * KIB
     assert lengths_of(1, FAST).link_least == 0
 
 
 def test_messages_between_several_nodes_are_short_enough_to_be_sent_at_once():
     for nodes, parts in ((3, 3), (4, 4), (16, 4), (7, 7)):
-        for link in (None, SLOW):
-            assert lengths_of(nodes, link).at_once
-            assert lengths_of(nodes, link).most == parts * AT_ONCE_BYTES
-            assert lengths_of(nodes, link, narrowed=2).most == min(2 * parts * AT_ONCE_BYTES, MIB)
+        assert lengths_of(nodes, SLOW).at_once
+        assert lengths_of(nodes, SLOW).most == parts * AT_ONCE_BYTES
+        assert lengths_of(nodes, SLOW, narrowed=2).most == min(2 * parts * AT_ONCE_BYTES, MIB)
     assert not lengths_of(2, SLOW).at_once
 
 
 def test_with_other_tensors_in_flight_messages_are_sent_at_once_on_a_fast_link_alone():
-    assert not lengths_of(4, None, concurrent=True).at_once
     assert not lengths_of(4, SLOW, concurrent=True).at_once
     assert lengths_of(4, FAST, per_node=4, concurrent=True).most == 4 * AT_ONCE_BYTES
 
