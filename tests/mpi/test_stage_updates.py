@@ -7,6 +7,7 @@ import pytest
 import torch
 from handmade import Late, Projected
 from optimizers import BY_PARAMETER, ELEMENTWISE, each
+from oracle import modes
 from torch import nn
 
 from mntrain.optim import Muon
@@ -83,3 +84,25 @@ def test_optimizers_that_need_whole_tensors_in_later_steps_equal_torch(pair, nam
     both = pair(matrices(), LATE[name], stage=stage)
     both.train(*range(12))
     both.check(1e-9)
+
+
+class ByAttribute(torch.optim.SGD):
+    """Multiplies the learning rate by a number that a parameter may have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
+
+
+@modes
+def test_an_optimizer_reads_attributes_of_the_parameters(pair, mode):
+    both = pair(kind=partial(ByAttribute, lr=0.2), **mode)
+    for factors in ({0: 0.0, 3: 5.0}, {0: 2.0}):
+        for place, factor in factors.items():
+            for model in (both.model, both.alone.model):
+                model[place].weight.lr_mult = factor
+        both.train(0, 1)
+    both.check()

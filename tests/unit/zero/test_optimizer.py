@@ -272,6 +272,48 @@ class Averaged(torch.optim.SGD):
                 group["training"] = training
 
 
+class Multiplied(torch.optim.SGD):
+    """Multiplies the gradient of a parameter by a number that the parameter may have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
+
+
+@pytest.mark.parametrize("gather_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@WORLDS
+@STAGES
+def test_the_torch_optimizer_reads_attributes_of_the_parameters(stage, world, dtype, gather_dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    model.weight.lr_mult, model.weight.where = 0.0, lambda: "nothing that can be saved"
+    options = {"stage": stage, "partition": "element", "gather_dtype": gather_dtype, "lr": 0.5}
+    optimizer = zero(model, Multiplied, world, **options)
+    added = nn.Parameter(torch.ones(8, dtype=dtype))
+    added.lr_mult = 0.0
+    optimizer.add_param_group({"params": [("added", added)]})
+    first = [p.detach().clone() for p in (model.weight, model.bias, added)]
+
+    def moved():
+        loss = model(torch.ones(1, 3, dtype=dtype)).sum() + added.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = [p.detach().clone() for p in (model.weight, model.bias, added)]
+        return [not torch.equal(*both) for both in zip(now, first, strict=True)]
+
+    assert moved() == [False, True, False]
+    added.lr_mult = 1.0  # attributes may change
+    assert moved() == [False, True, True]
+    del model.weight.lr_mult
+    assert moved() == [True, True, True]
+    for piece in optimizer.slices():
+        assert not any(vars(tensor) for tensor in piece.tensors.values())
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_is_an_optimizer_of_torch_that_is_not_copied(copied):
     model = mlp()
