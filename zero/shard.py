@@ -254,13 +254,6 @@ class OptimizerShard:
         self.watch.check()
 
     @torch.no_grad()
-    def copy_from_parameters(self) -> None:
-        """Overwrite the master weights with the parameters."""
-        self._rounded = False
-        for owned in self.with_master:
-            owned.tensor.copy_(owned.home)
-
-    @torch.no_grad()
     def take_changes(self) -> None:
         """Let master weights follow parameters that were changed since `publish`. Local.
 

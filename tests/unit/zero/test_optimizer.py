@@ -272,6 +272,32 @@ class Averaged(torch.optim.SGD):
                 group["training"] = training
 
 
+class Copying(torch.optim.SGD):
+    """Copies the parameters when it is made, as Lookahead and penalties of a distance do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.copies = [p.clone() for group in self.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@STAGES
+def test_rank_0s_values_travel_once_and_before_the_torch_optimizer_is_made(stage, dtype):
+    class OnesOfRank0(FirstOfTwo):
+        def broadcast(self, tensor, root=0):
+            sent.append(tensor.numel())
+            return super().broadcast(tensor.fill_(1))
+
+    sent, model = [], nn.BatchNorm1d(3).to(dtype)
+    nn.init.constant_(model.weight, 2.0)
+    model.bias.requires_grad_(False)
+    optimizer = zero(model, Copying, OnesOfRank0, model=model, stage=stage, partition="element")
+    values = list(model.state_dict().values())
+    assert sum(sent) == sum(tensor.numel() for tensor in values)
+    for tensor in (*values, *optimizer._inner.copies):
+        assert bool((tensor == 1).all())
+
+
 class Multiplied(torch.optim.SGD):
     """Multiplies the gradient of a parameter by a number that the parameter may have."""
 
