@@ -23,7 +23,7 @@ from zero.comm_hooks import CommHook, NodeLevels, make_hook
 from zero.comparison import StepComparison, expect_alike
 from zero.exchange.exchange import Exchange
 from zero.exchange.replicas import Replicas
-from zero.layout import ParameterSpec, lay_out
+from zero.layout import Bucket, ParameterSpec, lay_out
 from zero.losses import note_weight
 from zero.memory import Memory
 from zero.options import Options
@@ -38,7 +38,14 @@ from zero.param_groups import (
     named_groups,
     unnamed,
 )
-from zero.parameter_watch import check_free, dense_parts, finish_gathers, placement, take_over
+from zero.parameter_watch import (
+    check_free,
+    dense_parts,
+    finish_gathers,
+    left_untrained,
+    placement,
+    take_over,
+)
 from zero.precision import LossScale, is_positive
 from zero.prediction import predict
 from zero.shard import NonFiniteGradientError, OptimizerShard, update_alone
@@ -77,11 +84,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     `parameters` are a model, or pairs (name, parameter), as `model.named_parameters()` yields, or
     parameter groups whose "params" are such pairs. `optimizer_class(groups, **kwargs)` makes the
-    update. Given a model, construction compares it over ranks, and ends with `start`; it is
-    `model` then. `options` may be given by name instead, such as stage=2.
+    update. Given a model, construction compares it over ranks; it is `model` then. `options` may be
+    given by name instead, such as stage=2.
 
-    Construction, `start`, `step`, and every `loss.backward()` outside of `no_sync` are collective;
-    `start` is called once. Autograd hooks launch a bucket as soon as backward has filled it. When
+    Construction, `step`, and every `loss.backward()` outside of `no_sync` are collective.
+    Construction overwrites parameters with rank 0's before the optimizer class is called, which
+    may copy them. Autograd hooks launch a bucket as soon as backward has filled it. When
     backward returns, the gradient is the mean over all ranks, and further ones are added to it.
     At stage 0 `p.grad` is this mean, as in DDP, and `step` uses what it holds then. At stages 1 and
     2 `p.grad` refuses any use (`zero.gradients.slots`): see `clip_grad_norm_`,
@@ -103,10 +111,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `sync_schedule`: over which ranks a step is averaged, by default all (`zero.sync_schedule`).
-    - `model`: its parameters are in the order of forward, by default `parameters` are. `start` also
-      broadcasts its buffers, and its parameters that no optimizer trains. Buffers are overwritten
-      with rank 0's after every step: with the first's of the ranks that the step was averaged over,
-      and after an exchange with rank 0's everywhere, as parameters that no optimizer trains are.
+    - `model`: its parameters are in the order of forward, by default `parameters` are. Its buffers,
+      and its parameters that no optimizer trains, are overwritten with rank 0's, too. So are
+      buffers after every step: with the first's of the ranks that the step was averaged over, and
+      after an exchange with rank 0's everywhere, as parameters that no optimizer trains are.
 
     Parameters of 16 bits have fp32 master weights in the owner's shard; what is written into the
     parameters between steps is copied to them.
@@ -133,7 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        pairs, model, starts = _parts_of(parameters, model, collectives.size)
+        pairs, model, compares = _parts_of(parameters, model, collectives.size)
         given = {name: kwargs.pop(name) for name in Options.__dataclass_fields__ if name in kwargs}
         if options is not None and given:
             raise ValueError(
@@ -175,6 +183,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if model is not None:
             order = [name for name, _ in model.named_parameters() if name in named]
             named = {name: named[name] for name in order} | named
+        if compares:
+            self._expect_alike(named)
+        self._take_first_values(named)
         self._add_parameters(named)
         torch_groups = [unnamed(group) for group in groups]
         try:
@@ -189,20 +200,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise
         self._take_groups()
         self._constructed = True
-        if starts:
-            self._expect_alike()
-            self.start()
-
-    def start(self) -> None:
-        """Overwrite parameters and buffers of the model with rank 0's. Collective.
-
-        But for parameters that another optimizer trains, which has done so.
-        """
-        untrained = self._shard.watch.untrained().items()
-        others = [part for name, p in untrained for _, part in dense_parts(name, p)]
-        buffers = [*self._model.buffers()] if self._model is not None else []
-        broadcast_from_rank_0(self._collectives, [*self._named.values(), *others, *buffers])
-        self._shard.copy_from_parameters()
 
     @_disable_dynamo
     @torch.no_grad()
@@ -434,9 +431,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         (group,) = self._check([param_group])
         self.wait_for_parameters()
         if group["params"]:
-            broadcast_from_rank_0(self._collectives, (p for _, p in group["params"]))
+            named = by_name([group])
+            finish_gathers(named)
+            broadcast_from_rank_0(self._collectives, named.values())
             self._comparison.begin_anew()
-            self._add_parameters(by_name([group]))
+            self._add_parameters(named)
         self._give_groups()
         torch_group = unnamed(group)
         super().add_param_group(torch_group)
@@ -880,15 +879,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.watch.note_frozen(given)
         return groups
 
-    def _expect_alike(self) -> None:
-        """Raise ValueError on all ranks if they have made different optimizers. Collective."""
-        model, collectives = self._model, self._collectives
+    def _expect_alike(self, named: Mapping[str, Parameter]) -> None:
+        """Raise ValueError on all ranks if they make different optimizers. Collective."""
+        model, collectives, make = self._model, self._collectives, self._make_inner.func
         if model is None or collectives.size == 1:
             return
         tensors = [*model.named_parameters(), *model.named_buffers()]
         alike = {
             "the stage": self._shard.stage,
-            "the class": type(self._inner).__name__,
+            "the class": getattr(make, "__name__", type(make).__name__),
             "comm_hook": type(self._hook).__name__,
             "the wire dtype": str(self._hook.wire_dtype),
             "gather_dtype": str(self.options.gather_dtype),
@@ -903,18 +902,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 + ("trained" if t.requires_grad else "not trained")
                 for number, (name, t) in enumerate(tensors)
             },
-            "the bounds of shards": [bucket.bounds for bucket in self._shard.buckets],
+            "the bounds of shards": [bucket.bounds for bucket in self._lay_out(named)],
         }
         expect_alike(collectives, alike, "make the optimizer alike on all ranks")
 
-    def _add_parameters(self, named: dict[str, Parameter]) -> None:
-        """Lay out parameters in buckets, own this rank's part, and watch their gradients."""
+    def _take_first_values(self, named: Mapping[str, Parameter]) -> None:
+        """Overwrite parameters and buffers of the model with rank 0's. Collective.
+
+        But for parameters that another optimizer goes on to train, which has done so.
+        """
         finish_gathers(named)
+        tensors: list[Tensor] = [*named.values()]
+        if (model := self._model) is not None:
+            others = left_untrained(model, named).items()
+            tensors += [part for name, p in others for _, part in dense_parts(name, p)]
+            tensors += model.buffers()
+        broadcast_from_rank_0(self._collectives, tensors)
+
+    def _lay_out(self, named: Mapping[str, Parameter]) -> tuple[Bucket, ...]:
+        """Return buckets of parameters, beside those that there are. Local."""
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in named.items()]
         size, buckets = self._shard.sharding.size, self._shard.buckets
         whole = self.partition == "parameter"
         loads = [sum(b.bounds[slot + 1] - b.bounds[slot] for b in buckets) for slot in range(size)]
-        added = lay_out(specs, self.options.bucket_bytes, size, loads if whole else None)
+        return lay_out(specs, self.options.bucket_bytes, size, loads if whole else None)
+
+    def _add_parameters(self, named: dict[str, Parameter]) -> None:
+        """Lay out parameters in buckets, own this rank's part, and watch their gradients."""
+        added = self._lay_out(named)
         self._shard.add(added, named)
         self.accumulation.add(added, named)
 

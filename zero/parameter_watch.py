@@ -212,17 +212,33 @@ def take_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Paramet
         accumulation_node(parameter).metadata[_KEY] = optimizer
 
 
+def left_untrained(model: nn.Module, taken: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters of a model that none trains once one optimizer trains `taken`. Local.
+
+    By name, without those. The optimizers that have trained any of these so far will be closed.
+    """
+    own = {id(parameter) for parameter in taken.values()}
+    closing = [None, *(holder for _, holder in _holders(taken))]
+    others = {name: p for name, p in model.named_parameters() if id(p) not in own}
+    return {n: p for n, p in others.items() if any(_holder(p) is each for each in closing)}
+
+
 def is_trained(parameter: Parameter) -> bool:
     """Return whether an optimizer trains a parameter, which may be frozen meanwhile. Local."""
+    return _holder(parameter) is not None
+
+
+def _holder(parameter: Parameter) -> Any:
+    """Return the optimizer that trains a parameter, which may be frozen meanwhile, or None."""
     with torch._C.DisableTorchFunctionSubclass():  # one in flight is not read
         real = parameter.is_floating_point() or parameter.is_complex()
         if not real or parameter.is_inference() or is_traceable_wrapper_subclass(parameter):
-            return False
+            return None
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # else autograd shows no node
         holder = accumulation_node(parameter).metadata.get(_KEY)
         parameter.requires_grad_(required)
-    return holder is not None and not holder.closed
+    return None if holder is None or holder.closed else holder
 
 
 def dense_parts(name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:

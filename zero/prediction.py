@@ -63,6 +63,8 @@ def predict(
         name: Parameter(_like(parameter, device))
         for name, parameter in by_name(named_groups).items()
     }
+    for name, parameter in by_name(named_groups).items():
+        vars(made[name]).update(vars(parameter))  # which `make` may read
     ranks, alone = OneOfSeveral(shards, slot), shards == 1
     shard = OptimizerShard(stage, ranks, None, gather_dtype, overlap_forward=False, alone=alone)
     shard.add(buckets, made)

@@ -85,7 +85,8 @@ class OptimizerShard:
     itself unless it has master weights; a slice of one is flat. Parameters of 16 bits have fp32
     master weights, without which updates below half a unit in the last place would be lost. So have
     those that travel in a narrower `gather_dtype` from stage 1 on, since they are rounded after an
-    update.
+    update. Slices and master weights share the `__dict__` of their parameter, since optimizers may
+    read attributes that a script sets.
     """
 
     def __init__(
@@ -253,13 +254,6 @@ class OptimizerShard:
         self.watch.check()
 
     @torch.no_grad()
-    def copy_from_parameters(self) -> None:
-        """Overwrite the master weights with the parameters."""
-        self._rounded = False
-        for owned in self.with_master:
-            owned.tensor.copy_(owned.home)
-
-    @torch.no_grad()
     def take_changes(self) -> None:
         """Let master weights follow parameters that were changed since `publish`. Local.
 
@@ -364,6 +358,8 @@ class OptimizerShard:
                 tensor = master[offset : offset + piece.numel]
                 tensor = view(tensor, 0, parameter) if piece.whole else tensor
                 tensor.copy_(home)
+            if tensor is not parameter:  # so a later `p.lr_mult = 0.1` counts, too
+                tensor.__dict__ = parameter.__dict__
             owned = OwnedSlice(piece, index, offset, parameter, home, tensor, published)
             self.pieces.append(owned)
             if master is not None:

@@ -81,7 +81,6 @@ def make_optimizer(
     note = hook.note(len(world.topology.nodes), sharded=optimizer.sharded)
     if note and world.master:
         print(f"mntrain: {note}", file=sys.stderr)
-    optimizer.start()
     return optimizer
 
 

@@ -28,9 +28,7 @@ class TorchWorld:
             return zero.ZeroOptimizer(model, kind, zero.TorchCollectives(self.group), **options)
         named = name_parameters(model, groups)
         collectives = zero.TorchCollectives(self.group)
-        optimizer = zero.ZeroOptimizer(named, kind, collectives, model=model, **options)
-        optimizer.start()
-        return optimizer
+        return zero.ZeroOptimizer(named, kind, collectives, model=model, **options)
 
 
 def run_tests(names, timeout_s=60):

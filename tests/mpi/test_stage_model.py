@@ -27,8 +27,8 @@ def late(monkeypatch):
     """Let parameters arrive long after the step that made them."""
     original = hierarchical.chunked_collective
 
-    def later(plan, ticket, access, context):
-        steps = original(plan, ticket, access, context)
+    def later(plan, ticket, access, context, lengths):
+        steps = original(plan, ticket, access, context, lengths)
         yield next(steps)
         all_entered, due = next(steps), time.perf_counter() + DELAY
         gathers = ticket.signature.verb == "all_gather"

@@ -6,8 +6,11 @@ from functools import partial
 import pytest
 import torch
 from handmade import Late, Projected
+from models import net
 from optimizers import BY_PARAMETER, ELEMENTWISE, each
+from oracle import EXACT, PlainTraining, assert_close, loss_of, mine, modes, samples, update
 from torch import nn
+from worlds import RANKS, refusal
 
 from mntrain.optim import Muon
 
@@ -83,3 +86,84 @@ def test_optimizers_that_need_whole_tensors_in_later_steps_equal_torch(pair, nam
     both = pair(matrices(), LATE[name], stage=stage)
     both.train(*range(12))
     both.check(1e-9)
+
+
+class Lookahead(torch.optim.SGD):
+    """Goes half the way between copies that it made of the parameters and a step from them.
+
+    Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back", arXiv 1907.08610.
+    """
+
+    def __init__(self, params, lr=0.2):
+        super().__init__(params, lr=lr)
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, kept in zip(group["params"], slow, strict=True):
+                p.copy_(kept.lerp_(p, 0.5))
+
+
+def net_of(rank, dtype):
+    """A model whose values differ between ranks."""
+    model = net(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.bfloat16, 0.02)])
+@modes
+def test_copies_of_the_parameters_are_of_rank_0s(world, make, mode, dtype, tolerance):
+    model, alone = net_of(world.rank, dtype), PlainTraining(net(dtype).double(), Lookahead)
+    optimizer = make(model, Lookahead, **mode)
+    for step in range(3):
+        batch = samples(12, step, dtype)
+        update(optimizer, loss_of(model, mine(world, batch)))
+        alone.step(loss_of(alone.model, (batch[0].double(), batch[1])))
+    optimizer.close()
+    assert_close(model.double(), alone.model, tolerance)
+
+
+class RefusedOnOne(torch.optim.SGD):
+    """Cannot be made on the last rank."""
+
+    rank = 0
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        if self.rank == RANKS - 1:
+            raise ValueError("not here")
+
+
+def test_an_optimizer_that_cannot_be_made_on_one_rank_is_refused_on_all(world, pair, monkeypatch):
+    monkeypatch.setattr(RefusedOnOne, "rank", world.rank)
+    assert "not here" in refusal(world.optimizer, net(), RefusedOnOne)
+    both = pair()
+    both.train(0)
+    both.check()
+
+
+class ByAttribute(torch.optim.SGD):
+    """Multiplies the learning rate by a number that a parameter may have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
+
+
+@modes
+def test_an_optimizer_reads_attributes_of_the_parameters(pair, mode):
+    both = pair(kind=partial(ByAttribute, lr=0.2), **mode)
+    for factors in ({0: 0.0, 3: 5.0}, {0: 2.0}):
+        for place, factor in factors.items():
+            for model in (both.model, both.alone.model):
+                model[place].weight.lr_mult = factor
+        both.train(0, 1)
+    both.check()

@@ -11,6 +11,7 @@ from models import net
 from network import NetworkModel
 from oracle import EXACT, PlainTraining, assert_close, loss_of, rows, samples
 from simulated_ranks import SimulatedRanks
+from torch import nn
 
 from zero import ZeroOptimizer
 
@@ -91,3 +92,25 @@ def test_gradients_that_the_model_drops_after_their_mean_leave_nothing_behind(st
     alone.step(loss_of(alone.model, batch(size, 0)))
     for model in SimulatedRanks([2, 1]).run(program):
         assert_close(model, alone.model, EXACT)
+
+
+class Copying(torch.optim.SGD):
+    """Copies the parameters when it is made."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.copies = [p.clone() for group in self.param_groups for p in group["params"]]
+
+
+def test_an_optimizer_of_a_model_is_made_with_rank_0s_values():
+    def program(rank):
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, rank.rank)
+        collectives = rank.collectives.add_stream("the optimizer")
+        optimizer = ZeroOptimizer(model, Copying, collectives, stage=0)
+        optimizer.close()
+        return optimizer._inner.copies
+
+    first, *others = SimulatedRanks([2, 1]).run(program)
+    for copies in others:
+        assert all(map(torch.equal, copies, first))

@@ -211,3 +211,24 @@ def test_the_state_of_every_optimizer_is_predicted(kind):
     model(torch.ones(2, 9)).square().mean().backward()
     optimizer.step()
     assert optimizer.predicted_memory() == optimizer.memory()
+
+
+class LionOfSome(Lion):
+    """Updates parameters that are not said to rest."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None if getattr(p, "rests", False) else p.grad
+        return super().step()
+
+
+@STAGES
+def test_the_state_of_an_optimizer_that_reads_attributes_of_parameters_is_predicted(stage):
+    model = nn.Sequential(nn.Linear(9, 20), nn.Linear(20, 3))
+    model[0].weight.rests = True
+    optimizer = zero(model, LionOfSome, FirstOfTwo, stage=stage, partition="element")
+    model(torch.ones(2, 9)).square().mean().backward()
+    optimizer.step()
+    assert 0 < optimizer.memory().state < 4 * 9 * 20
+    assert optimizer.predicted_memory() == optimizer.memory()

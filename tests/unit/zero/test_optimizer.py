@@ -272,6 +272,74 @@ class Averaged(torch.optim.SGD):
                 group["training"] = training
 
 
+class Copying(torch.optim.SGD):
+    """Copies the parameters when it is made, as Lookahead and penalties of a distance do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.copies = [p.clone() for group in self.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@STAGES
+def test_rank_0s_values_travel_once_and_before_the_torch_optimizer_is_made(stage, dtype):
+    class OnesOfRank0(FirstOfTwo):
+        def broadcast(self, tensor, root=0):
+            sent.append(tensor.numel())
+            return super().broadcast(tensor.fill_(1))
+
+    sent, model = [], nn.BatchNorm1d(3).to(dtype)
+    nn.init.constant_(model.weight, 2.0)
+    model.bias.requires_grad_(False)
+    optimizer = zero(model, Copying, OnesOfRank0, model=model, stage=stage, partition="element")
+    values = list(model.state_dict().values())
+    assert sum(sent) == sum(tensor.numel() for tensor in values)
+    for tensor in (*values, *optimizer._inner.copies):
+        assert bool((tensor == 1).all())
+
+
+class Multiplied(torch.optim.SGD):
+    """Multiplies the gradient of a parameter by a number that the parameter may have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
+
+
+@pytest.mark.parametrize("gather_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@WORLDS
+@STAGES
+def test_the_torch_optimizer_reads_attributes_of_the_parameters(stage, world, dtype, gather_dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    model.weight.lr_mult, model.weight.where = 0.0, lambda: "nothing that can be saved"
+    options = {"stage": stage, "partition": "element", "gather_dtype": gather_dtype, "lr": 0.5}
+    optimizer = zero(model, Multiplied, world, **options)
+    added = nn.Parameter(torch.ones(8, dtype=dtype))
+    added.lr_mult = 0.0
+    optimizer.add_param_group({"params": [("added", added)]})
+    first = [p.detach().clone() for p in (model.weight, model.bias, added)]
+
+    def moved():
+        loss = model(torch.ones(1, 3, dtype=dtype)).sum() + added.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = [p.detach().clone() for p in (model.weight, model.bias, added)]
+        return [not torch.equal(*both) for both in zip(now, first, strict=True)]
+
+    assert moved() == [False, True, False]
+    added.lr_mult = 1.0  # attributes may change
+    assert moved() == [False, True, True]
+    del model.weight.lr_mult
+    assert moved() == [True, True, True]
+    for piece in optimizer.slices():
+        assert not any(vars(tensor) for tensor in piece.tensors.values())
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_is_an_optimizer_of_torch_that_is_not_copied(copied):
     model = mlp()

@@ -29,9 +29,7 @@ class Net(nn.Module):
 def over(model, *parts, stage=0, world=FirstOfTwo):
     """An optimizer of some parts of a model."""
     named = [(name, p) for name, p in model.named_parameters() if name.split(".")[0] in parts]
-    optimizer = zero(named, world=world, model=model, stage=stage, lr=0.1)
-    optimizer.start()
-    return optimizer
+    return zero(named, world=world, model=model, stage=stage, lr=0.1)
 
 
 def step(model, *optimizers, **options):
@@ -142,6 +140,22 @@ FINE = {
 def test_nothing_is_said_of(name, stage):
     model = Net()
     FINE[name](model, over(model, "body", stage=stage))
+
+
+@STAGES
+def test_a_new_optimizer_takes_rank_0s_values_of_what_no_other_goes_on_to_train(stage):
+    class OnesOfRank0(FirstOfTwo):
+        def broadcast(self, tensor, root=0):
+            return super().broadcast(tensor.fill_(1))
+
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("new", "left", "other", "none")})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    kept = over(model, "other", stage=stage), over(model, "new", "left", stage=stage)
+    over(model, "new", stage=stage, world=OnesOfRank0)
+    for name, p in model.named_parameters():
+        same = name.startswith("other")
+        assert torch.equal(p, before[name] if same else torch.ones_like(p)), name
+    assert [bool(optimizer.closed) for optimizer in kept] == [False, True]
 
 
 def test_nothing_is_said_in_a_single_process():
