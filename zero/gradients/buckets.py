@@ -161,7 +161,7 @@ class BucketGradients:
     def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
 
-        It may overwrite the mean.
+        The mean itself is multiplied, too, and may become the fp32 one.
         """
         return self.memory.widened(index, factor)
 
@@ -286,7 +286,7 @@ class WholeBuckets(BucketMemory):
     def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
 
-        It overwrites `kept` if it fits into the bucket.
+        It overwrites `kept` if it fits into the bucket; otherwise `kept` is multiplied, too.
         """
         memory, kept = self._memory[index], self.kept(index)
         size = kept.numel() * torch.float32.itemsize
@@ -299,6 +299,8 @@ class WholeBuckets(BucketMemory):
             self._wide_bytes[index] = size
             self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
         pack(kept, factor, wide)
+        if index not in self._wide:
+            rescale([kept], factor)
         return wide
 
     @property

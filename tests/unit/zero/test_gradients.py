@@ -92,7 +92,10 @@ def test_a_gradient_with_a_graph_of_its_own_trains(stage):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2**0.5), (torch.bfloat16, None)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float32, 2**0.5), (torch.bfloat16, None), (torch.bfloat16, 2**0.5)],
+)
 @STAGES
 def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):
     model = nn.Linear(4, 4, bias=False).to(dtype)
@@ -105,6 +108,22 @@ def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):
             optimizer.step()
         gradient = optimizer.full_gradient(model.weight)[own]
         torch.testing.assert_close(gradient, torch.full_like(gradient, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@STAGES
+def test_a_clipped_gradient_of_one_rank_outlives_a_step_as_in_torch(stage, dtype):
+    model = nn.Linear(4, 4).to(dtype)
+    other = copy.deepcopy(model)
+    optimizer = zero(model, stage=stage, lr=0.0, max_grad_norm=1.0)
+    for turn in range(3):
+        x = torch.full((2, 4), 2.0**-turn, dtype=dtype)
+        model(x).sum().backward()
+        optimizer.step()
+        other(x).sum().backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 # The norm.
