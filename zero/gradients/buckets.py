@@ -179,6 +179,8 @@ class BucketGradients:
                 parameter.grad = None
             else:
                 self.slots.publish(name)
+                if (gradient := parameter.grad) is not None and gradient.requires_grad:
+                    gradient.detach_()
         if not set_to_none:
             self.scale_(0)
             self.held = True
@@ -333,7 +335,12 @@ class BucketsInTurns(BucketMemory):
         self._device = torch.device("cpu")  # of all parameters
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate working tensors anew, for all buckets. Collective."""
+        """Wait for every reduction, and allocate working tensors anew, for all buckets. Collective.
+
+        Not while buckets are filled.
+        """
+        self.wait()
+        self._filling.clear()
         self.extend(buckets)
         self._parameters.update(parameters)
         self._shards.extend(None for _ in buckets)
