@@ -3,6 +3,7 @@
 Compared with plain torch, which every rank runs too.
 """
 
+import copy
 import math
 from contextlib import nullcontext
 from itertools import pairwise
@@ -12,8 +13,21 @@ import torch
 from model_digest import model_digest
 from models import net
 from mpi4py import MPI
-from oracle import ADAMW, MAX_NORM, SGD, init, loss_of, modes, rows, samples
+from oracle import (
+    ADAMW,
+    MAX_NORM,
+    OWN,
+    SGD,
+    assert_close,
+    init,
+    loss_of,
+    mine,
+    modes,
+    rows,
+    samples,
+)
 from states import gather_slices
+from torch import nn
 from worlds import RANKS
 
 from zero import SingleProcessCollectives, ZeroOptimizer
@@ -179,6 +193,27 @@ def test_a_group_that_comes_later_is_taken_from_rank_0(make, mode):
     model[3].requires_grad_(True)
     optimizer.add_param_group({"params": [("3.weight", model[3].weight)]})
     assert torch.equal(model[3].weight, net()[3].weight)
+
+
+@modes
+def test_a_group_may_come_between_two_micro_batches(worlds, make, mode):
+    world = worlds(bucket_mb=OWN)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    model[0].requires_grad_(False)
+    alone = copy.deepcopy(model)
+    ours = make(model, SGD, world=world, **mode)
+    theirs = SGD([p for p in alone.parameters() if p.requires_grad])
+    for optimizer, each, share in ((ours, model, mine), (theirs, alone, lambda _, batch: batch)):
+        with optimizer.no_sync() if optimizer is ours else nullcontext():
+            loss_of(each, share(world, samples(12, seed=0))).backward()
+        each[0].requires_grad_(True)
+        added = [*each[0].named_parameters(prefix="0")]
+        added = added if optimizer is ours else [p for _, p in added]
+        optimizer.add_param_group({"params": added})
+        loss_of(each, share(world, samples(12, seed=1))).backward()
+        optimizer.step()
+    assert_close(model, alone)
 
 
 @modes

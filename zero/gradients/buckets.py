@@ -161,7 +161,7 @@ class BucketGradients:
     def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
 
-        It may overwrite the mean.
+        The mean itself is multiplied, too, and may become the fp32 one.
         """
         return self.memory.widened(index, factor)
 
@@ -179,6 +179,8 @@ class BucketGradients:
                 parameter.grad = None
             else:
                 self.slots.publish(name)
+                if (gradient := parameter.grad) is not None and gradient.requires_grad:
+                    gradient.detach_()
         if not set_to_none:
             self.scale_(0)
             self.held = True
@@ -286,7 +288,7 @@ class WholeBuckets(BucketMemory):
     def widened(self, index: int, factor: float) -> Tensor:
         """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
 
-        It overwrites `kept` if it fits into the bucket.
+        It overwrites `kept` if it fits into the bucket; otherwise `kept` is multiplied, too.
         """
         memory, kept = self._memory[index], self.kept(index)
         size = kept.numel() * torch.float32.itemsize
@@ -299,6 +301,8 @@ class WholeBuckets(BucketMemory):
             self._wide_bytes[index] = size
             self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
         pack(kept, factor, wide)
+        if index not in self._wide:
+            rescale([kept], factor)
         return wide
 
     @property
@@ -331,7 +335,12 @@ class BucketsInTurns(BucketMemory):
         self._device = torch.device("cpu")  # of all parameters
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate working tensors anew, for all buckets. Collective."""
+        """Wait for every reduction, and allocate working tensors anew, for all buckets. Collective.
+
+        Not while buckets are filled.
+        """
+        self.wait()
+        self._filling.clear()
         self.extend(buckets)
         self._parameters.update(parameters)
         self._shards.extend(None for _ in buckets)

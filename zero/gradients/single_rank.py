@@ -105,13 +105,17 @@ class LocalGradients:
         return [g for name in names if (g := self.slots.parameters[name].grad) is not None]
 
     def widened(self, index: int, factor: float) -> Tensor:
-        """Return the gradients of a bucket in fp32, in a new tensor; zeros where there is none."""
+        """Return the gradients of a bucket in fp32 and times a factor; zeros where there is none.
+
+        Flat, in a new tensor. The gradients themselves are multiplied, too.
+        """
         bucket = self.memory.buckets[index]
         device = self.slots.parameters[bucket.entries[0].spec.name].device
         wide = torch.zeros(bucket.numel, dtype=torch.float32, device=device)
         for entry in bucket.entries:
             if not self.slots.dropped(entry.spec.name):
                 pack(self.reduced(index, entry), factor, wide[entry.start : entry.stop])
+        rescale(self.kept(index), factor)
         self._wide_bytes[index] = wide.nbytes
         self._note_peak()
         return wide

@@ -27,6 +27,27 @@ KEPT_VIEW = (
     "drop the view before"
 )
 
+NO_GRAPH = (
+    "the gradient of {name} is a mean over ranks, of which p.grad has no graph for backward to go "
+    "through: take the gradient by torch.autograd.grad(loss, parameters, create_graph=True) in "
+    "place of backward(create_graph=True), and compute the loss of that"
+)
+
+
+class _MeanWithoutGraph(torch.autograd.Function):
+    """Stands for the graph of a mean over ranks, in `parameter.grad`. Backward refuses it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, mean: Tensor, name: str) -> Tensor:  # type: ignore[override]
+        """Return an alias of the mean, which requires a gradient as `anchor` does."""
+        ctx.name = name
+        return mean.data  # not detached: backward would raise that the mean has changed since
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:  # type: ignore[override]
+        """Raise RuntimeError."""
+        raise RuntimeError(NO_GRAPH.format(name=ctx.name))
+
 
 class UnavailableGradient(Tensor):
     """Stands for a gradient of which each rank keeps a shard, in `parameter.grad`. Has no values.
@@ -185,6 +206,10 @@ class VisibleSlots(Slots):
 
     `places` are those of the means, by name. The user is warned of views that are kept of a mean
     after it was dropped, unless this rank is `silent`: they are about to change.
+
+    A mean has no graph, also if its gradients had one, by backward(create_graph=True). What is
+    computed of such a mean raises RuntimeError in its own backward, where autograd would take the
+    mean for a constant.
     """
 
     accumulate = True  # autograd adds to what is published
@@ -193,6 +218,7 @@ class VisibleSlots(Slots):
         super().__init__()
         self._places, self._silent = places, silent
         self._own_uses: dict[str, int] = {}  # of the memory of each place
+        self._had_graph: set[str] = set()  # names of gradients that were taken with a graph
         self._shown: dict[str, ReferenceType[Tensor]] = {}  # aliases of them in `parameter.grad`
 
     def keeps(self, name: str) -> bool:
@@ -204,6 +230,10 @@ class VisibleSlots(Slots):
         kept, gradient = self.keeps(name), super().pop(name)
         if kept:
             return self._places[name]
+        if gradient is not None and gradient.requires_grad:
+            self._had_graph.add(name)
+        else:
+            self._had_graph.discard(name)
         shown = self._shown.pop(name, None)
         held = shown() if shown is not None else None
         if held is not None:  # by the user, to whom the last gradient is left, as in torch
@@ -230,7 +260,12 @@ class VisibleSlots(Slots):
             place = self._places[name]
             if name not in self._own_uses:
                 self._own_uses[name] = uses(place)
-            alias = place.detach()
+            if name in self._had_graph:
+                with torch.enable_grad():
+                    anchor = torch.empty(0, device="cpu", requires_grad=True)
+                    alias = _MeanWithoutGraph.apply(anchor, place, name)
+            else:
+                alias = place.detach()
             self._shown[name] = ref(alias)
         self.parameters[name].grad = alias
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from first_of_two import STAGES, FirstOfTwo, zero
+from first_of_two import STAGES, WORLDS, FirstOfTwo, zero
 from torch import nn
 
 from zero import SingleProcessCollectives
@@ -76,10 +76,18 @@ def test_gradients_that_share_memory_or_lie_otherwise_count_once(stage, loss, li
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # with create_graph
+def loss_with_graph():
+    """A model whose gradient depends on its weights."""
+    return Sums(lambda a, b, c: (a * b).square().sum() + c.square().sum())
+
+
+CREATES = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # with create_graph
+
+
+@CREATES
 @STAGES
 def test_a_gradient_with_a_graph_of_its_own_trains(stage):
-    model = Sums(lambda a, b, c: (a * b).square().sum() + c.square().sum())
+    model = loss_with_graph()
     other = copy.deepcopy(model)
     optimizer = zero(model, stage=stage, lr=0.1, max_grad_norm=0.1)
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -92,7 +100,59 @@ def test_a_gradient_with_a_graph_of_its_own_trains(stage):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2**0.5), (torch.bfloat16, None)])
+@CREATES
+@pytest.mark.parametrize("again", [False, True])
+@STAGES
+def test_a_penalty_of_a_mean_that_has_no_graph_is_refused_with_what_has_one(stage, again):
+    model = loss_with_graph()
+    optimizer = zero(model, world=FirstOfTwo, stage=stage, lr=0.1)
+    with optimizer.no_sync():
+        model().backward(create_graph=True)
+    loss = model()
+    loss.backward(create_graph=True)
+    words = r"torch\.autograd\.grad\(.*create_graph=True\)" if stage == 0 else "or stage 0"
+
+    def penalize():
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        optimizer.zero_grad()
+        # Computed again, backward comes to the loss first.
+        ((model() if again else loss) + penalty).backward()
+
+    with pytest.raises(RuntimeError, match=words):
+        penalize()
+    if again:
+        return
+    optimizer.zero_grad(set_to_none=False)
+    loss, parameters = model(), [*model.parameters()]
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    (loss + sum(g.square().sum() for g in gradients)).backward()
+    assert stage > 0 or not any(p.grad.requires_grad for p in parameters)
+    assert optimizer.step().grad_norm > 0
+
+
+@CREATES
+@WORLDS
+@STAGES
+def test_a_graph_of_other_gradients_than_means_may_be_used(stage, world):
+    model, x = loss_with_graph(), torch.tensor(2.0, requires_grad=True)
+    other = copy.deepcopy(model)
+    optimizer = zero(model, world=world, stage=stage, lr=0.1)
+    for each in (model, other):
+        x.grad = None
+        (each() * x**2).backward(create_graph=True)
+        loss = x.grad.square()  # a penalty of the gradient of an input
+        (optimizer if each is model else each).zero_grad()
+        loss.backward()
+    assert optimizer.step().grad_norm > 0
+    if stage == 0 or world is SingleProcessCollectives:
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float32, 2**0.5), (torch.bfloat16, None), (torch.bfloat16, 2**0.5)],
+)
 @STAGES
 def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):
     model = nn.Linear(4, 4, bias=False).to(dtype)
@@ -105,6 +165,22 @@ def test_gradients_outlive_a_step_until_zero_grad(stage, dtype, limit):
             optimizer.step()
         gradient = optimizer.full_gradient(model.weight)[own]
         torch.testing.assert_close(gradient, torch.full_like(gradient, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@STAGES
+def test_a_clipped_gradient_of_one_rank_outlives_a_step_as_in_torch(stage, dtype):
+    model = nn.Linear(4, 4).to(dtype)
+    other = copy.deepcopy(model)
+    optimizer = zero(model, stage=stage, lr=0.0, max_grad_norm=1.0)
+    for turn in range(3):
+        x = torch.full((2, 4), 2.0**-turn, dtype=dtype)
+        model(x).sum().backward()
+        optimizer.step()
+        other(x).sum().backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 # The norm.
