@@ -94,7 +94,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     At stage 0 `p.grad` is this mean, as in DDP, and `step` uses what it holds then. At stages 1 and
     2 `p.grad` refuses any use (`zero.gradients.slots`): see `clip_grad_norm_`,
     `full_gradient` and `scale_gradients_`. One rank has `p.grad` at every stage, since nothing is
-    sharded. From stage 1 on parameters become views of flat memory, so move the model first.
+    sharded. From stage 1 on parameters become views of flat memory, so move the model first, and
+    make tensors over their memory after.
 
     A parameter has one optimizer at a time. Making another one over it closes the one before, whose
     `step` and other uses raise RuntimeError from then on; its `state_dict` can still be taken. So
@@ -870,7 +871,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> list[dict[str, Any]]:
         """Return groups of those parameters that require a gradient. Raises ValueError."""
         given = as_groups(parameters)
-        groups = check_trainable(given, sharded=self.stage > 0, known=self._named)
+        groups = check_trainable(
+            given, sharded=self.stage > 0, known=self._named, model=self._model
+        )
         check_free(by_name(groups))
         if self.stage > 0:
             known = named_groups(self.param_groups, self._named) if self._constructed else []

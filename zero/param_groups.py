@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+
+from zero.parameter_watch import dense_parts
 
 Named: TypeAlias = tuple[str, Parameter]
 
@@ -40,6 +41,7 @@ def check_trainable(
     *,
     sharded: bool,
     known: Mapping[str, Parameter] | None = None,
+    model: nn.Module | None = None,
 ) -> list[dict[str, Any]]:
     """Return named groups with the parameters that require a gradient.
 
@@ -47,9 +49,11 @@ def check_trainable(
     call this first and agree on the result. `known` parameters are trained already.
 
     Raises ValueError for names or parameters that are given twice, for dtypes that do not train,
-    for parameters on different devices, and if there is nothing to train; with `sharded` also if
-    parameters share memory, since both cannot be moved to flat memory.
+    for parameters on different devices, and if there is nothing to train. With `sharded` they move
+    to flat memory: then also for one that shares memory with another, with a given one that is
+    frozen, with any parameter or buffer of a `model`, or with other processes.
     """
+    groups = list(groups)
     found = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
     named = by_name([{"params": (known or {}).items()}, *found])
     if not named:
@@ -65,7 +69,9 @@ def check_trainable(
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"parameters lie on different devices ({where}): move the model to one")
     if sharded:
-        _check_memory(named)
+        given = [pair for group in groups for pair in group["params"]]
+        tensors = () if model is None else (*model.named_parameters(), *model.named_buffers())
+        _check_memory(by_name(found), [*(known or {}).items(), *given, *tensors])
     return found
 
 
@@ -92,18 +98,44 @@ def _is_pair(pair: Any) -> bool:
     return False
 
 
-def _check_memory(parameters: Mapping[str, Parameter]) -> None:
-    spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in parameters.items()
-        if p.numel()
-    )
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:
+def _check_memory(moved: Mapping[str, Parameter], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for memory that parameters would leave and other `tensors` would keep.
+
+    Also for memory of several parameters, and for that of other processes. A tensor with gaps
+    counts as if it had none.
+    """
+    for name, parameter in moved.items():
+        if parameter.device.type == "cpu" and parameter.is_shared():  # on a GPU, all say so
             raise ValueError(
-                f"parameters {name} and {other} share memory: make them one Parameter (as tied "
-                "weights are), or give each its own"
+                f"{name} is in memory shared with other processes (share_memory()), which trained "
+                "parameters leave at stages 1 and 2: use stage=0, or train a copy.deepcopy(model)"
             )
+    own, devices = set(map(id, moved.values())), {p.device for p in moved.values()}
+    others = [
+        part
+        for name, tensor in tensors
+        if id(tensor) not in own and tensor.device in devices
+        for part in dense_parts(name, tensor)
+    ]
+    spans = [(*_span(p), name, True) for name, p in moved.items() if p.numel()]
+    spans += [(*_span(t), name, False) for name, t in others if t.numel()]
+    ends = {True: (0, ""), False: (0, "")}  # the highest so far, of what moves and of what stays
+    for start, end, name, moves in sorted(spans):
+        for last, other in (ends[True], ends[False]) if moves else (ends[True],):
+            if start < last:
+                raise ValueError(
+                    f"{other} and {name} share memory, which trained parameters leave at stages 1 "
+                    "and 2: make them one Parameter (as tied weights are), give each its own, or "
+                    "use stage=0"
+                )
+        ends[moves] = max(ends[moves], (end, name))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a strided tensor that has elements, and that behind its last one."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    numel = 1 + sum((length - 1) * stride for length, stride in strides)
+    return tensor.data_ptr(), tensor.data_ptr() + numel * tensor.element_size()
 
 
 def check_sharding(stage: int, partition: str) -> None:

@@ -144,14 +144,17 @@ class ParameterWatch:
     def _check_replaced(self) -> None:
         """Raise RuntimeError for a trained parameter that is not in the model any more.
 
-        If another one that requires a gradient has its name.
+        If another one that requires a gradient has its name, unless that is trained, too: layers
+        get other names when one before them is removed from a list.
         """
         assert self._model is not None, "no places are noted without a model"
         present = dict(self._model.named_parameters(remove_duplicate=False))
         ids = set(map(id, present.values()))
+        trained = {id(parameter) for parameter, *_ in self._trained}
         for parameter, name, *_ in self._trained:
             other = present.get(name)
-            if other is not None and other.requires_grad and id(parameter) not in ids:
+            replaced = other is not None and other.requires_grad and id(other) not in trained
+            if replaced and id(parameter) not in ids:
                 _refuse(
                     name, "is another object (assigned, moved, or loaded with assign=True) than"
                 )

@@ -58,7 +58,7 @@ def make_optimizer(
         given = compression.select_hook(world.settings.compress, comm_hook)
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
-        trainable = _check_parameters(named, make, checked)
+        trainable = _check_parameters(model, named, make, checked)
     compare(world, {"the optimizer": describe_optimizer(make, trainable)})
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"
@@ -115,11 +115,14 @@ def _check_request(
 
 
 def _check_parameters(
-    named: list[dict[str, Any]], make: partial[torch.optim.Optimizer], options: Options
+    model: nn.Module,
+    named: list[dict[str, Any]],
+    make: partial[torch.optim.Optimizer],
+    options: Options,
 ) -> list[dict[str, Any]]:
     """Return the groups of parameters that train. Raises ValueError for what cannot. Local."""
     stage = options.stage
-    trainable = check_trainable(named, sharded=stage != 0)
+    trainable = check_trainable(named, sharded=stage != 0, model=model)
     check_free(by_name(trainable))
     # Optimizers of others may need more than small tensors.
     if getattr(make.func, "__module__", "").startswith(("torch.optim.", "mntrain.optim")):

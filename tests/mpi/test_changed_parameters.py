@@ -8,6 +8,7 @@ import torch
 from mpi4py import MPI
 from oracle import assert_close, mine, update
 from torch import nn
+from worlds import refusal
 
 from mntrain import checkpoint
 
@@ -140,6 +141,99 @@ def test_what_leaves_parameters_as_they_were_is_followed(world, make, stage):
                 one.conv, one.more = nn.Identity(), one.conv
                 one.conv, one.unused = one.more, nn.Tanh()
     assert_close(model, alone)
+
+
+def layers(count):
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(count)))
+
+
+def tied_to_a_frozen_one(model):
+    model[2].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
+
+
+def kept_in_a_buffer(model):
+    model.register_buffer("kept", model[0].weight.data)
+
+
+@pytest.mark.parametrize("share", [tied_to_a_frozen_one, kept_in_a_buffer, nn.Module.share_memory])
+def test_memory_that_parameters_would_leave_is_refused_by_all_ranks_but_at_stage_0(
+    world, make, share
+):
+    model, alone = layers(3), layers(3)
+    share(model), share(alone)
+    for stage in (1, 2):
+        said = refusal(make, model, ADAM, stage=stage)
+        assert "0.weight" in said
+        assert "stage=0" in said
+    optimizer = make(model, ADAM, stage=0)
+    plain = ADAM([p for p in alone.parameters() if p.requires_grad])
+    for step in range(3):
+        update(optimizer, loss_of(model, *mine(world, batch(step))))
+        update(plain, loss_of(alone, *batch(step)))
+    assert_close(model, alone)
+    for ours, theirs in zip(model.buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_memory_that_one_rank_shares_with_other_processes_is_refused_by_all(make, stage):
+    model = layers(3)
+    if RANK == SIZE - 1:
+        model.share_memory()
+    assert f"rank {SIZE - 1}" in refusal(make, model, ADAM, stage=stage)
+
+
+def remove_a_layer(model):
+    del model[1]
+
+
+def remove_and_append(model):
+    layer = model[1]
+    del model[1]
+    model.append(layer)
+
+
+def swap_layers(model):
+    model[0], model[2] = model[2], model[0]
+
+
+def share_a_layer(model):
+    model[1] = model[0]
+
+
+def tie_weights(model):
+    model[2].weight = model[0].weight
+
+
+@STAGES
+@pytest.mark.parametrize(
+    "act", [remove_a_layer, remove_and_append, swap_layers, share_a_layer, tie_weights]
+)
+def test_trained_parameters_in_the_places_of_others_train_as_in_torch(world, make, stage, act):
+    model, alone = layers(4), layers(4)
+    optimizer, plain = make(model, ADAM, stage=stage), ADAM(alone.parameters())
+    trained = [[*one.parameters()] for one in (model, alone)]
+    for step in range(4):
+        update(optimizer, loss_of(model, *mine(world, batch(step))))
+        update(plain, loss_of(alone, *batch(step)))
+        if step < 2:
+            act(model), act(alone)
+    assert_close(model, alone)
+    for ours, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@STAGES
+def test_a_new_layer_in_the_place_of_one_that_was_removed_is_refused(world, make, stage):
+    model = layers(3)
+    optimizer = make(model, ADAM, stage=stage)
+    update(optimizer, loss_of(model, *mine(world, batch(0))))
+    del model[1]
+    model.insert(1, nn.Linear(5, 5).double())
+    with pytest.raises(RuntimeError, match=r"1\.weight is another object"):
+        optimizer.step()
 
 
 @STAGES

@@ -236,6 +236,104 @@ def test_parameters_that_share_memory_are_refused(stage):
     assert pairs[0][1].data_ptr() == whole.data_ptr()  # nothing was moved
 
 
+def in_two(model, stage):
+    return zero(model, SGD, world=FirstOfTwo, model=model, stage=stage)
+
+
+def frozen(model):
+    model.late = nn.Linear(4, 8)
+    model.late.weight = nn.Parameter(model[0].weight.data, requires_grad=False)
+
+
+def turned(model):
+    model.late = nn.Parameter(model[0].weight.data.T, requires_grad=False)
+
+
+def of_another_dtype(model):
+    model.register_buffer("late", model[0].weight.data.view(torch.int32))
+
+
+def whole_of_parts(model):
+    model.register_buffer("late", torch.randn(20, 4))
+    model[0].weight = nn.Parameter(model.late[3:11])
+
+
+def every_second_row(model):
+    whole = torch.randn(16, 4)
+    model.register_buffer("late", whole[::2])
+    model[0].weight = nn.Parameter(whole[8:])
+
+
+ALIASES = [frozen, turned, of_another_dtype, whole_of_parts, every_second_row]
+ALIASES.append(lambda model: model.register_buffer("late", model[0].weight.data, persistent=False))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_tensors_of_the_model_in_the_memory_of_a_trained_parameter_are_refused(stage, alias):
+    model = mlp()
+    alias(model)
+    memory = model[0].weight.data_ptr()
+    with pytest.raises(ValueError, match=r"share memory, which .*, or use stage=0$") as told:
+        in_two(model, stage)
+    assert "0.weight" in str(told.value)
+    assert "late" in str(told.value)
+    assert model[0].weight.data_ptr() == memory  # nothing was moved
+    in_two(model[3], stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_parameter_that_is_given_without_a_model_may_share_no_memory_either(stage):
+    model = mlp()
+    frozen(model)
+    with pytest.raises(ValueError, match=r"0\.weight and late\.weight share memory"):
+        zero(list(model.named_parameters()), stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_memory_that_no_trained_parameter_leaves_may_be_shared(stage):
+    model = mlp()
+    whole = torch.randn(10, 8)
+    model.register_buffer("before", whole[:4])
+    model[3].weight = nn.Parameter(whole[4:7])
+    model.after = nn.Parameter(whole[7:], requires_grad=False)
+    model.register_buffer("also", model.after.data)
+    model.again, model.tied = model[0], nn.Linear(4, 8)
+    model.tied.bias = model[0].bias
+    optimizer = in_two(model, stage)
+    model.late = nn.Parameter(model[0].weight.data, requires_grad=False)
+    model.more = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model.more.named_parameters(prefix="more"))})
+    with pytest.raises(ValueError, match=r"0\.weight and late share memory"):
+        in_two(model, stage)  # moves it once more
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_memory_shared_with_other_processes_is_refused_but_not_a_mapped_file(stage, tmp_path):
+    model = mlp().share_memory()
+    with pytest.raises(ValueError, match=r"^0\.weight is in memory .*other processes.*stage=0"):
+        in_two(model, stage)
+    in_two(copy.deepcopy(model), stage)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    mapped = torch.load(tmp_path / "model.pt", mmap=True)
+    model.load_state_dict(mapped, assign=True)
+    in_two(model, stage)
+
+
+def test_stage_0_leaves_parameters_in_the_memory_that_others_share():
+    model = mlp()
+    model.register_buffer("snap", model[3].weight.data)
+    model.late = nn.Parameter(model[0].weight.data, requires_grad=False)
+    model.share_memory()
+    before = model.snap.clone()
+    optimizer = in_two(model, 0)
+    nn.Sequential(*model[:4])(inputs(1)[0]).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(model.snap, model[3].weight)
+    assert torch.equal(model.late, model[0].weight)
+    assert not torch.equal(model.snap, before)
+
+
 @modes
 def test_a_group_of_known_names_is_refused(mode):
     model = mlp()
