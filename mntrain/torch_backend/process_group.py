@@ -141,8 +141,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     another backend are that backend's; messages between two ranks are all of this one.
 
     The methods have the names and arguments of torch's own, whose lists hold one tensor but for
-    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit. torch's
-    profiler sees each call from its start to its end.
+    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes or dtypes do not fit.
+    torch's profiler sees each call from its start to its end.
     """
 
     supports_coalescing = supports_splitting = False  # as torch asks the backend of a device
@@ -295,6 +295,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         return _call_of([self._gather_whole(*pair, opts) for pair in pairs], list(outputs))
 
     def _gather_whole(self, output: Tensor, own: Tensor, opts: Any) -> Started:
+        _expect_one_dtype([output, own])
         if output.numel() != own.numel() * self._size:
             raise ValueError(
                 f"an output of {output.numel()} elements for {self._size} ranks with {own.numel()} "
@@ -311,6 +312,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _gather(self, rows: Sequence[Tensor], own: Tensor, opts: Any) -> Started:
         self._expect_number(rows, "outputs")
+        _expect_one_dtype([*rows, own])
         _expect_fit(own, rows[self._rank], "this rank's output")
         bounds = [0, *accumulate(rows[rank].numel() for rank in self._owners)]
         flat = own.new_empty(bounds[-1])
@@ -348,6 +350,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _scatter_sum(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Started:
         self._expect_number(parts, "inputs")
+        _expect_one_dtype([output, *parts])
         _expect_fit(output, parts[self._rank], "this rank's input")
         operation = _operation(opts)
         flats = [part.detach().reshape(-1) for part in parts]
@@ -382,6 +385,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Started:
         self._expect_number(outputs, "outputs")
         self._expect_number(inputs, "inputs")
+        _expect_one_dtype([*outputs, *inputs])
         sent = [_apart(_on_host(it), outputs) for it in inputs]
         received = [_like_on_host(it) for it in outputs]
 
@@ -416,6 +420,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._rank == root:
             (rows,) = outputs
             self._expect_number(rows, "outputs")
+            _expect_one_dtype([*rows, own])
             for row in rows:
                 _expect_fit(own, row, "an output")
         sent, received = _on_host(own), [_like_on_host(row) for row in rows]
@@ -436,6 +441,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._rank == root:
             (rows,) = inputs
             self._expect_number(rows, "inputs")
+            _expect_one_dtype([own, *rows])
             for row in rows:
                 _expect_fit(own, row, "an input")
         sent, received = [_apart(_on_host(row), [own]) for row in rows], _like_on_host(own)
@@ -692,9 +698,18 @@ def _like_on_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
 
+def _expect_one_dtype(tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError for outputs and inputs that have two dtypes: a copy would cast them."""
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"tensors of {tensors[0].dtype} and {tensor.dtype}: give outputs and inputs of one "
+                "dtype"
+            )
+
+
 def _expect_fit(own: Tensor, other: Tensor, what: str) -> None:
-    if own.numel() != other.numel() or own.dtype != other.dtype:
+    if own.numel() != other.numel():
         raise ValueError(
-            f"{what} has {other.numel()} elements of {other.dtype}, and the tensor {own.numel()} "
-            f"of {own.dtype}: they must be alike"
+            f"{what} has {other.numel()} elements, and the tensor {own.numel()}: give as many"
         )

@@ -341,6 +341,58 @@ def test_gathers(group, ranks, own):
     assert objects == [ranks[-1], "a"]
 
 
+def test_tensors_of_two_dtypes_are_refused(group, ranks, own):
+    """In every verb with inputs and outputs, on each rank that sees both: none is cast."""
+    size, verbs = len(ranks), group or dist.group.WORLD
+    rooted = type("Options", (), {"rootRank": ranks.index(own), "asyncOp": False})
+
+    def coalesced(start, *tensors):
+        with dist._coalescing_manager(group):
+            start(*tensors, group=group)
+
+    for one, other in ((torch.int64, torch.float32), (torch.float32, torch.int32)):
+
+        def ones(length, dtype=one):
+            return torch.ones(length, dtype=dtype)
+
+        calls = [
+            (verbs.all_gather_single, ones(3 * size), ones(3, other)),
+            (verbs.all_gather_single_coalesced, [ones(3 * size)], [ones(3, other)]),
+            (coalesced, dist.all_gather_single, ones(3 * size), ones(3, other)),
+            (verbs.allgather, [[ones(3) for _ in ranks]], [ones(3, other)]),
+            (verbs.allgather_coalesced, [[ones(3)] for _ in ranks], [ones(3, other)]),
+            (verbs.reduce_scatter_single, ones(3), ones(3 * size, other)),
+            (verbs.reduce_scatter_single_coalesced, [ones(3)], [ones(3 * size, other)]),
+            (coalesced, dist.reduce_scatter_single, ones(3), ones(3 * size, other)),
+            (verbs.reduce_scatter, [ones(3)], [[ones(3, other) for _ in ranks]]),
+            (verbs.alltoall, [ones(3) for _ in ranks], [ones(3, other) for _ in ranks]),
+            (verbs.all_to_all_single, ones(size), ones(size, other), [], []),
+            (verbs.gather, [[ones(3) for _ in ranks]], [ones(3, other)], rooted),
+            (verbs.scatter, [ones(3)], [[ones(3, other) for _ in ranks]], rooted),
+        ]
+        if size > 1:  # tensors of other ranks alone that differ
+            mixed = [ones(3, one if rank == own else other) for rank in ranks]
+            calls += [
+                (verbs.allgather, [mixed], [ones(3)]),
+                (verbs.allgather_coalesced, [[it] for it in mixed], [ones(3)]),
+                (verbs.reduce_scatter, [ones(3)], [mixed]),
+                (verbs.alltoall, mixed, [ones(3) for _ in ranks]),
+                (verbs.alltoall, [ones(3) for _ in ranks], mixed),
+                (verbs.gather, [mixed], [ones(3)], rooted),
+                (verbs.scatter, [ones(3)], [mixed], rooted),
+            ]
+        for verb, *tensors in calls:
+            with pytest.raises(ValueError, match="outputs and inputs of one dtype") as error:
+                verb(*tensors)
+            assert all(str(dtype) in str(error.value) for dtype in (one, other))
+    # Each tensor of a coalesced call may have its own.
+    wholes = [torch.zeros(size), torch.zeros(size, dtype=torch.int64)]
+    with dist._coalescing_manager(group):
+        for whole in wholes:
+            dist.all_gather_single(whole, torch.full((1,), own + 1).to(whole.dtype), group=group)
+    assert all(whole.tolist() == [rank + 1 for rank in ranks] for whole in wholes)
+
+
 def test_scattered_sums(group, ranks, own):
     place, size = ranks.index(own), len(ranks)
     cases = itertools.product(OPERATIONS.items(), (torch.float32, torch.int64, torch.float16))
