@@ -656,7 +656,8 @@ def _summed(operation: ReduceOp.RedOpType) -> str:
 
 def _in_place(tensor: Tensor) -> bool:
     """Return whether the engine can write to a tensor itself."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_inference()
+    lazy = tensor.is_neg() or tensor.is_conj()
+    return tensor.is_contiguous() and not lazy and not tensor.is_inference()
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
@@ -681,7 +682,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """
     if _in_place(tensor) and tensor.is_cpu:
         return tensor.detach().view(-1)
-    return tensor.detach().resolve_neg().reshape(-1).cpu().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
 
 
 def _apart(sent: Tensor, received: Sequence[Tensor]) -> Tensor:

@@ -182,6 +182,61 @@ def test_strided_tensors(group, ranks, own):
             equal_all([received], [inputs(before, 4)])
 
 
+def test_conjugated_tensors(group, ranks, own):
+    """Every verb with complex views that conjugate what is in memory, as with copies of them.
+
+    They go to the group itself: most functions of torch.distributed refuse them.
+    """
+    place, size, root, verbs = ranks.index(own), len(ranks), ranks[0], group or dist.group.WORLD
+    is_root = own == root
+
+    def inputs(rank, *shape):
+        real = values(rank, shape)
+        return torch.complex(real, -real - 1).conj()
+
+    def outputs(*shape):
+        return torch.zeros(shape, dtype=torch.complex64).conj()
+
+    def options(kind):
+        made = kind()
+        made.rootRank = 0
+        return made
+
+    rows, mine = [outputs(6) for _ in ranks], inputs(own, 6)
+    verbs.allgather([rows], [mine]).wait()
+    equal_all(rows, [inputs(rank, 6) for rank in ranks])
+    verbs.all_gather_single(whole := outputs(6 * size), mine).wait()
+    equal_all(whole.chunk(size), rows)
+    total = sum(inputs(rank, 2 * size) for rank in ranks)
+    verbs.allreduce([reduced := inputs(own, 2 * size)]).wait()
+    equal_all([reduced], [total])
+    verbs.reduce([reduced := inputs(own, 2 * size)], options(dist.ReduceOptions)).wait()
+    equal_all([reduced], [total if is_root else inputs(own, 2 * size)])
+    parts, summed = total.chunk(size), inputs(own, 2 * size)
+    verbs.reduce_scatter_single(output := outputs(2), summed).wait()
+    equal_all([output], [parts[place]])
+    verbs.reduce_scatter([output := outputs(2)], [list(summed.chunk(size))]).wait()
+    equal_all([output], [parts[place]])
+    verbs.broadcast([tensor := inputs(own, 3, 2)], options(dist.BroadcastOptions)).wait()
+    equal_all([tensor], [inputs(root, 3, 2)])
+    expected = [inputs(rank, 2 * size).chunk(size)[place] for rank in ranks]
+    verbs.all_to_all_single(received := outputs(2 * size), summed, [], []).wait()
+    equal_all(received.chunk(size), expected)
+    verbs.alltoall(rows := [outputs(2) for _ in ranks], list(summed.chunk(size))).wait()
+    equal_all(rows, expected)
+    rows = [outputs(5) for _ in ranks]
+    dist.gather(inputs(own, 5), rows if is_root else None, dst=root, group=group)
+    equal_all(rows if is_root else [], [inputs(rank, 5) for rank in ranks])
+    given = [inputs(100 + number, 5) for number in range(size)]
+    verbs.scatter([received := outputs(5)], [given] * is_root, options(dist.ScatterOptions)).wait()
+    equal_all([received], [given[place]])
+    if size > 1:
+        receive = verbs.recv([received := outputs(4)], (place - 1) % size)
+        verbs.send([inputs(own, 4)], (place + 1) % size).wait()
+        receive.wait()
+        equal_all([received], [inputs(ranks[place - 1], 4)])
+
+
 def equal_all(found, expected):
     for one, other in zip(found, expected, strict=False):
         assert one.shape == other.shape
