@@ -20,6 +20,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _world
+from torch.nn.parallel import DistributedDataParallel
 
 from mntrain.comm import small_messages
 from mntrain.comm.engine import Steps
@@ -635,6 +636,28 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if len(cut) != self._size or sum(cut) != rows:
             raise ValueError(f"{what} parts of {cut} rows for {rows} rows and {self._size} ranks")
         return list(tensor.split(cut))
+
+
+def refuse_fp16_hook_in_cpp() -> None:
+    """Let DDP raise ValueError for its built-in FP16_COMPRESS on tensors of these groups.
+
+    It takes futures whose value is a list of tensors in C++. Python can only make such ones that
+    are completed, and gives all others a Python object, at which the hook ends in an assertion.
+    """
+    register = DistributedDataParallel._register_builtin_comm_hook
+
+    def checked(model: DistributedDataParallel, hook: dist.BuiltinCommHookType) -> None:
+        group = model.process_group
+        own = isinstance(group, MpiProcessGroup) and group._get_backend(model.device) is group
+        if own and hook == dist.BuiltinCommHookType.FP16_COMPRESS:
+            raise ValueError(
+                f"FP16_COMPRESS takes futures made in C++, which backend {NAME} has not: give "
+                "model.register_comm_hook(group, default_hooks.fp16_compress_hook), with "
+                "default_hooks of torch.distributed.algorithms.ddp_comm_hooks"
+            )
+        register(model, hook)
+
+    DistributedDataParallel._register_builtin_comm_hook = checked
 
 
 def _call_of(calls: Sequence[Started], outputs: list[Tensor]) -> Call:
