@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import BuiltinCommHookType, Store
 from torch.autograd.graph import _engine_run_backward
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, ReduceOp
@@ -644,12 +644,13 @@ def refuse_fp16_hook_in_cpp() -> None:
     It takes futures whose value is a list of tensors in C++. Python can only make such ones that
     are completed, and gives all others a Python object, at which the hook ends in an assertion.
     """
-    register = DistributedDataParallel._register_builtin_comm_hook
+    ddp = cast("Any", DistributedDataParallel)
+    register = ddp._register_builtin_comm_hook
 
-    def checked(model: DistributedDataParallel, hook: dist.BuiltinCommHookType) -> None:
+    def checked(model: Any, hook: BuiltinCommHookType) -> None:
         group = model.process_group
         own = isinstance(group, MpiProcessGroup) and group._get_backend(model.device) is group
-        if own and hook == dist.BuiltinCommHookType.FP16_COMPRESS:
+        if own and hook == BuiltinCommHookType.FP16_COMPRESS:
             raise ValueError(
                 f"FP16_COMPRESS takes futures made in C++, which backend {NAME} has not: give "
                 "model.register_comm_hook(group, default_hooks.fp16_compress_hook), with "
@@ -657,7 +658,7 @@ def refuse_fp16_hook_in_cpp() -> None:
             )
         register(model, hook)
 
-    DistributedDataParallel._register_builtin_comm_hook = checked
+    ddp._register_builtin_comm_hook = checked
 
 
 def _call_of(calls: Sequence[Started], outputs: list[Tensor]) -> Call:
