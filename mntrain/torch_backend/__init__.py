@@ -33,7 +33,7 @@ from mntrain.checks import launcher
 from mntrain.comm.messages import Messages
 from mntrain.comm.mpi import Communicator
 from mntrain.errors import AgreedError, start_mpi
-from mntrain.torch_backend.process_group import NAME, MpiProcessGroup
+from mntrain.torch_backend.process_group import NAME, MpiProcessGroup, refuse_fp16_hook_in_cpp
 from mntrain.torch_backend.work import keep_works_of_join
 from mntrain.watchdog.side_channel import address_towards, own_addresses
 from mntrain.world import World, init
@@ -203,5 +203,6 @@ class _Stores:
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=_DEVICES)
 keep_works_of_join()
+refuse_fp16_hook_in_cpp()
 if not _is_child():
     _start()

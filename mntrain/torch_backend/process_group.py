@@ -14,12 +14,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import BuiltinCommHookType, Store
 from torch.autograd.graph import _engine_run_backward
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _world
+from torch.nn.parallel import DistributedDataParallel
 
 from mntrain.comm import small_messages
 from mntrain.comm.engine import Steps
@@ -141,8 +142,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     another backend are that backend's; messages between two ranks are all of this one.
 
     The methods have the names and arguments of torch's own, whose lists hold one tensor but for
-    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes do not fit. torch's
-    profiler sees each call from its start to its end.
+    `allreduce` and `broadcast`. They raise ValueError for tensors whose sizes or dtypes do not fit.
+    torch's profiler sees each call from its start to its end.
     """
 
     supports_coalescing = supports_splitting = False  # as torch asks the backend of a device
@@ -295,6 +296,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         return _call_of([self._gather_whole(*pair, opts) for pair in pairs], list(outputs))
 
     def _gather_whole(self, output: Tensor, own: Tensor, opts: Any) -> Started:
+        _expect_one_dtype([output, own])
         if output.numel() != own.numel() * self._size:
             raise ValueError(
                 f"an output of {output.numel()} elements for {self._size} ranks with {own.numel()} "
@@ -311,6 +313,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _gather(self, rows: Sequence[Tensor], own: Tensor, opts: Any) -> Started:
         self._expect_number(rows, "outputs")
+        _expect_one_dtype([*rows, own])
         _expect_fit(own, rows[self._rank], "this rank's output")
         bounds = [0, *accumulate(rows[rank].numel() for rank in self._owners)]
         flat = own.new_empty(bounds[-1])
@@ -348,6 +351,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _scatter_sum(self, output: Tensor, parts: Sequence[Tensor], opts: Any) -> Started:
         self._expect_number(parts, "inputs")
+        _expect_one_dtype([output, *parts])
         _expect_fit(output, parts[self._rank], "this rank's input")
         operation = _operation(opts)
         flats = [part.detach().reshape(-1) for part in parts]
@@ -382,6 +386,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Started:
         self._expect_number(outputs, "outputs")
         self._expect_number(inputs, "inputs")
+        _expect_one_dtype([*outputs, *inputs])
         sent = [_apart(_on_host(it), outputs) for it in inputs]
         received = [_like_on_host(it) for it in outputs]
 
@@ -416,6 +421,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._rank == root:
             (rows,) = outputs
             self._expect_number(rows, "outputs")
+            _expect_one_dtype([*rows, own])
             for row in rows:
                 _expect_fit(own, row, "an output")
         sent, received = _on_host(own), [_like_on_host(row) for row in rows]
@@ -436,6 +442,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         if self._rank == root:
             (rows,) = inputs
             self._expect_number(rows, "inputs")
+            _expect_one_dtype([own, *rows])
             for row in rows:
                 _expect_fit(own, row, "an input")
         sent, received = [_apart(_on_host(row), [own]) for row in rows], _like_on_host(own)
@@ -631,6 +638,29 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         return list(tensor.split(cut))
 
 
+def refuse_fp16_hook_in_cpp() -> None:
+    """Let DDP raise ValueError for its built-in FP16_COMPRESS on tensors of these groups.
+
+    It takes futures whose value is a list of tensors in C++. Python can only make such ones that
+    are completed, and gives all others a Python object, at which the hook ends in an assertion.
+    """
+    ddp = cast("Any", DistributedDataParallel)
+    register = ddp._register_builtin_comm_hook
+
+    def checked(model: Any, hook: BuiltinCommHookType) -> None:
+        group = model.process_group
+        own = isinstance(group, MpiProcessGroup) and group._get_backend(model.device) is group
+        if own and hook == BuiltinCommHookType.FP16_COMPRESS:
+            raise ValueError(
+                f"FP16_COMPRESS takes futures made in C++, which backend {NAME} has not: give "
+                "model.register_comm_hook(group, default_hooks.fp16_compress_hook), with "
+                "default_hooks of torch.distributed.algorithms.ddp_comm_hooks"
+            )
+        register(model, hook)
+
+    ddp._register_builtin_comm_hook = checked
+
+
 def _call_of(calls: Sequence[Started], outputs: list[Tensor]) -> Call:
     return Call([work for work, _ in calls], outputs, [pair for _, them in calls for pair in them])
 
@@ -650,7 +680,8 @@ def _summed(operation: ReduceOp.RedOpType) -> str:
 
 def _in_place(tensor: Tensor) -> bool:
     """Return whether the engine can write to a tensor itself."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_inference()
+    lazy = tensor.is_neg() or tensor.is_conj()
+    return tensor.is_contiguous() and not lazy and not tensor.is_inference()
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies]:
@@ -675,7 +706,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """
     if _in_place(tensor) and tensor.is_cpu:
         return tensor.detach().view(-1)
-    return tensor.detach().resolve_neg().reshape(-1).cpu().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
 
 
 def _apart(sent: Tensor, received: Sequence[Tensor]) -> Tensor:
@@ -692,9 +723,18 @@ def _like_on_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
 
+def _expect_one_dtype(tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError for outputs and inputs that have two dtypes: a copy would cast them."""
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"tensors of {tensors[0].dtype} and {tensor.dtype}: give outputs and inputs of one "
+                "dtype"
+            )
+
+
 def _expect_fit(own: Tensor, other: Tensor, what: str) -> None:
-    if own.numel() != other.numel() or own.dtype != other.dtype:
+    if own.numel() != other.numel():
         raise ValueError(
-            f"{what} has {other.numel()} elements of {other.dtype}, and the tensor {own.numel()} "
-            f"of {own.dtype}: they must be alike"
+            f"{what} has {other.numel()} elements, and the tensor {own.numel()}: give as many"
         )

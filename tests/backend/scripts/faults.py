@@ -42,9 +42,10 @@ def sender_gone(rank):
     dist.recv(torch.ones(3), 1)
 
 
-def model():
+def model(group=None):
     """DDP with a small model. Its reducer waits in C++, at the end of backward."""
-    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), bucket_cap_mb=1e-6)
+    small = torch.nn.Linear(4, 4)
+    return torch.nn.parallel.DistributedDataParallel(small, process_group=group, bucket_cap_mb=1e-6)
 
 
 def train(model, steps=2):
@@ -132,11 +133,14 @@ def send_bytes(rank, sent, received):
 def refused(rank):
     """Calls with one error on both ranks, or on the one that receives; the group goes on."""
     wrong_tag = functools.partial(dist.send, torch.ones(3), 1 - rank, tag=-1)
+    hooks = dist.BuiltinCommHookType
+    in_cpp = functools.partial(model()._register_builtin_comm_hook, hooks.FP16_COMPRESS)
     flags, more = torch.ones(3, dtype=torch.bool), "has sent more bytes than this rank receives"
     for call, ranks, said in (
         (lambda: dist.recv(torch.ones(3), 7), [0, 1], "rank 7 is not in a group of 2: give 0 to 1"),
         (wrong_tag, [0, 1], "the tag of a message is -1: give one from 0 to"),
         (lambda: dist.all_reduce(flags, dist.ReduceOp.AVG), [0, 1], "AVG takes numbers, not torch"),
+        (in_cpp, [0, 1], "FP16_COMPRESS takes futures .*register_comm_hook"),
         (lambda: send_bytes(rank, 16, 12), [0], "16 bytes with tag 0, and this rank receives 12"),
         (lambda: send_bytes(rank, 9, 9), [], ""),
         (lambda: send_bytes(rank, 0, 1), [0], "0 bytes with tag 0, and this rank receives 1"),
@@ -150,6 +154,11 @@ def refused(rank):
             call()
     dist.all_reduce(total := torch.ones(3))
     assert total[0] == 2
+    gloo = dist.new_group(backend="gloo")
+    for group, hook in ((None, hooks.ALLREDUCE), (gloo, hooks.FP16_COMPRESS)):
+        hooked = model(group)
+        hooked._register_builtin_comm_hook(hook)
+        train(hooked)
 
 
 def destroyed(rank):

@@ -182,6 +182,61 @@ def test_strided_tensors(group, ranks, own):
             equal_all([received], [inputs(before, 4)])
 
 
+def test_conjugated_tensors(group, ranks, own):
+    """Every verb with complex views that conjugate what is in memory, as with copies of them.
+
+    They go to the group itself: most functions of torch.distributed refuse them.
+    """
+    place, size, root, verbs = ranks.index(own), len(ranks), ranks[0], group or dist.group.WORLD
+    is_root = own == root
+
+    def inputs(rank, *shape):
+        real = values(rank, shape)
+        return torch.complex(real, -real - 1).conj()
+
+    def outputs(*shape):
+        return torch.zeros(shape, dtype=torch.complex64).conj()
+
+    def options(kind):
+        made = kind()
+        made.rootRank = 0
+        return made
+
+    rows, mine = [outputs(6) for _ in ranks], inputs(own, 6)
+    verbs.allgather([rows], [mine]).wait()
+    equal_all(rows, [inputs(rank, 6) for rank in ranks])
+    verbs.all_gather_single(whole := outputs(6 * size), mine).wait()
+    equal_all(whole.chunk(size), rows)
+    total = sum(inputs(rank, 2 * size) for rank in ranks)
+    verbs.allreduce([reduced := inputs(own, 2 * size)]).wait()
+    equal_all([reduced], [total])
+    verbs.reduce([reduced := inputs(own, 2 * size)], options(dist.ReduceOptions)).wait()
+    equal_all([reduced], [total if is_root else inputs(own, 2 * size)])
+    parts, summed = total.chunk(size), inputs(own, 2 * size)
+    verbs.reduce_scatter_single(output := outputs(2), summed).wait()
+    equal_all([output], [parts[place]])
+    verbs.reduce_scatter([output := outputs(2)], [list(summed.chunk(size))]).wait()
+    equal_all([output], [parts[place]])
+    verbs.broadcast([tensor := inputs(own, 3, 2)], options(dist.BroadcastOptions)).wait()
+    equal_all([tensor], [inputs(root, 3, 2)])
+    expected = [inputs(rank, 2 * size).chunk(size)[place] for rank in ranks]
+    verbs.all_to_all_single(received := outputs(2 * size), summed, [], []).wait()
+    equal_all(received.chunk(size), expected)
+    verbs.alltoall(rows := [outputs(2) for _ in ranks], list(summed.chunk(size))).wait()
+    equal_all(rows, expected)
+    rows = [outputs(5) for _ in ranks]
+    dist.gather(inputs(own, 5), rows if is_root else None, dst=root, group=group)
+    equal_all(rows if is_root else [], [inputs(rank, 5) for rank in ranks])
+    given = [inputs(100 + number, 5) for number in range(size)]
+    verbs.scatter([received := outputs(5)], [given] * is_root, options(dist.ScatterOptions)).wait()
+    equal_all([received], [given[place]])
+    if size > 1:
+        receive = verbs.recv([received := outputs(4)], (place - 1) % size)
+        verbs.send([inputs(own, 4)], (place + 1) % size).wait()
+        receive.wait()
+        equal_all([received], [inputs(ranks[place - 1], 4)])
+
+
 def equal_all(found, expected):
     for one, other in zip(found, expected, strict=False):
         assert one.shape == other.shape
@@ -339,6 +394,58 @@ def test_gathers(group, ranks, own):
     objects = [own, "a"]
     dist.broadcast_object_list(objects, ranks[-1], group=group)
     assert objects == [ranks[-1], "a"]
+
+
+def test_tensors_of_two_dtypes_are_refused(group, ranks, own):
+    """In every verb with inputs and outputs, on each rank that sees both: none is cast."""
+    size, verbs = len(ranks), group or dist.group.WORLD
+    rooted = type("Options", (), {"rootRank": ranks.index(own), "asyncOp": False})
+
+    def coalesced(start, *tensors):
+        with dist._coalescing_manager(group):
+            start(*tensors, group=group)
+
+    for one, other in ((torch.int64, torch.float32), (torch.float32, torch.int32)):
+
+        def ones(length, dtype=one):
+            return torch.ones(length, dtype=dtype)
+
+        calls = [
+            (verbs.all_gather_single, ones(3 * size), ones(3, other)),
+            (verbs.all_gather_single_coalesced, [ones(3 * size)], [ones(3, other)]),
+            (coalesced, dist.all_gather_single, ones(3 * size), ones(3, other)),
+            (verbs.allgather, [[ones(3) for _ in ranks]], [ones(3, other)]),
+            (verbs.allgather_coalesced, [[ones(3)] for _ in ranks], [ones(3, other)]),
+            (verbs.reduce_scatter_single, ones(3), ones(3 * size, other)),
+            (verbs.reduce_scatter_single_coalesced, [ones(3)], [ones(3 * size, other)]),
+            (coalesced, dist.reduce_scatter_single, ones(3), ones(3 * size, other)),
+            (verbs.reduce_scatter, [ones(3)], [[ones(3, other) for _ in ranks]]),
+            (verbs.alltoall, [ones(3) for _ in ranks], [ones(3, other) for _ in ranks]),
+            (verbs.all_to_all_single, ones(size), ones(size, other), [], []),
+            (verbs.gather, [[ones(3) for _ in ranks]], [ones(3, other)], rooted),
+            (verbs.scatter, [ones(3)], [[ones(3, other) for _ in ranks]], rooted),
+        ]
+        if size > 1:  # tensors of other ranks alone that differ
+            mixed = [ones(3, one if rank == own else other) for rank in ranks]
+            calls += [
+                (verbs.allgather, [mixed], [ones(3)]),
+                (verbs.allgather_coalesced, [[it] for it in mixed], [ones(3)]),
+                (verbs.reduce_scatter, [ones(3)], [mixed]),
+                (verbs.alltoall, mixed, [ones(3) for _ in ranks]),
+                (verbs.alltoall, [ones(3) for _ in ranks], mixed),
+                (verbs.gather, [mixed], [ones(3)], rooted),
+                (verbs.scatter, [ones(3)], [mixed], rooted),
+            ]
+        for verb, *tensors in calls:
+            with pytest.raises(ValueError, match="outputs and inputs of one dtype") as error:
+                verb(*tensors)
+            assert all(str(dtype) in str(error.value) for dtype in (one, other))
+    # Each tensor of a coalesced call may have its own.
+    wholes = [torch.zeros(size), torch.zeros(size, dtype=torch.int64)]
+    with dist._coalescing_manager(group):
+        for whole in wholes:
+            dist.all_gather_single(whole, torch.full((1,), own + 1).to(whole.dtype), group=group)
+    assert all(whole.tolist() == [rank + 1 for rank in ranks] for whole in wholes)
 
 
 def test_scattered_sums(group, ranks, own):
