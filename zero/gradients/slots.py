@@ -38,13 +38,13 @@ class _MeanWithoutGraph(torch.autograd.Function):
     """Stands for the graph of a mean over ranks, in `parameter.grad`. Backward refuses it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, mean: Tensor, name: str) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, mean: Tensor, name: str) -> Tensor:
         """Return an alias of the mean, which requires a gradient as `anchor` does."""
         ctx.name = name
         return mean.data  # not detached: backward would raise that the mean has changed since
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         """Raise RuntimeError."""
         raise RuntimeError(NO_GRAPH.format(name=ctx.name))
 
@@ -263,7 +263,7 @@ class VisibleSlots(Slots):
             if name in self._had_graph:
                 with torch.enable_grad():
                     anchor = torch.empty(0, device="cpu", requires_grad=True)
-                    alias = _MeanWithoutGraph.apply(anchor, place, name)
+                    alias = _MeanWithoutGraph.apply(anchor, place, name)  # type: ignore[no-untyped-call]
             else:
                 alias = place.detach()
             self._shown[name] = ref(alias)
