@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from mntrain.optim import Muon, muon_groups
 from mntrain.options.config import OptimConfig
 from mntrain.tasks import Task, errors_of_task, import_class
+
+Groups: TypeAlias = Sequence[Mapping[str, Any]]  # of parameters, with their options
 
 # Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
 # in the tensor, so results would depend on how shards are cut.
@@ -121,6 +123,22 @@ def scheduler_of(task: Task, optimizer: Optimizer) -> LRScheduler | None:
             "torch.optim.lr_scheduler, or None for that of --optim.schedule"
         )
     return own
+
+
+def moved_options(scheduler: object, groups: Groups, before: Groups) -> set[str]:
+    """Return the options of parameter groups that a scheduler sets. Local.
+
+    `before` are copies of the groups from before it was made: a scheduler takes its first step
+    then. Those of torch that cycle the momentum may begin with the value that is there.
+    """
+    pairs = [*zip(groups, before, strict=True)]
+    moved = {key for group, was in pairs for key in group if group[key] is not was.get(key)}
+    return moved | {"lr", "initial_lr"} | ({"momentum", "betas"} if _cycles_momentum(scheduler) else set())
+
+
+def _cycles_momentum(scheduler: object) -> bool:
+    own: bool = getattr(scheduler, "cycle_momentum", False)
+    return own or any(map(_cycles_momentum, getattr(scheduler, "_schedulers", ())))
 
 
 def options_scheduler(optimizer: Optimizer, config: OptimConfig, steps: int, done: int) -> LambdaLR:

@@ -14,6 +14,7 @@ from mntrain.train.optimization import (
     advance,
     choose_optimizer,
     lr_factor,
+    moved_options,
     options_scheduler,
     resolve_optimizer,
     scheduler_of,
@@ -262,6 +263,42 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
     whole = rates(0, 9)
     assert len(set(whole)) == 8  # the end of the warm-up is the peak of the cosine
     assert whole[4:] == rates(4, 5)
+
+
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the weight decay."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * 0.9**self.last_epoch
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+CYCLE = {"lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum"}
+ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [
+        (partial(torch.optim.lr_scheduler.StepLR, step_size=3), {"lr", "initial_lr"}),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, {"lr", "initial_lr"}),
+        (partial(torch.optim.lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.2), CYCLE),
+        (ONE_CYCLE, {*CYCLE, "max_lr", "min_lr"}),
+        (
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o, [ONE_CYCLE(o), torch.optim.lr_scheduler.ConstantLR(o)], [5]
+            ),
+            {*CYCLE, "max_lr", "min_lr"},
+        ),
+        (partial(ONE_CYCLE, cycle_momentum=False), {"lr", "initial_lr", "max_lr", "min_lr"}),
+        (Decaying, {"lr", "initial_lr", "weight_decay"}),
+    ],
+)
+def test_a_scheduler_sets_these_options(make, moved):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.95)
+    before = [dict(group) for group in optimizer.param_groups]
+    assert moved_options(make(optimizer), optimizer.param_groups, before) == moved
 
 
 def test_a_scheduler_of_plateaus_sees_evaluations_only():
