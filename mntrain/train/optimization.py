@@ -133,7 +133,8 @@ def moved_options(scheduler: object, groups: Groups, before: Groups) -> set[str]
     """
     pairs = [*zip(groups, before, strict=True)]
     moved = {key for group, was in pairs for key in group if group[key] is not was.get(key)}
-    return moved | {"lr", "initial_lr"} | ({"momentum", "betas"} if _cycles_momentum(scheduler) else set())
+    cycled = {"momentum", "betas"} if _cycles_momentum(scheduler) else set()
+    return moved | {"lr", "initial_lr"} | cycled
 
 
 def _cycles_momentum(scheduler: object) -> bool:
