@@ -184,6 +184,9 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     torch.manual_seed(mixed_seed(config.run.seed, world.rank, done))  # of dropout
     if resumed and "early stopping" not in resumed.manifest.objects:
         objects.pop("early stopping", None)  # it had no patience then
+    if resumed and not trained.keeps_scheduler:  # whose state has a rate for each group
+        groups = trained.optimizer.state_dict()["param_groups"]
+        resumed = resumption.regrouped(resumed, [group["params"] for group in groups])
     # This job's options count, even if the checkpoint was made with others.
     kept = trained.own_options
     checkpoints.resume(

@@ -98,11 +98,10 @@ def _find_class(name: str) -> type[Optimizer]:
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups of a model: matrices with weight decay, vectors without.
 
-    Only parameters that require a gradient, and no empty group; one group without weight decay.
+    Only parameters that require a gradient, and no empty group. The groups do not depend on the
+    weight decay, which a resumed job may change.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not weight_decay:
-        return [{"params": trained}]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},

@@ -164,15 +164,17 @@ def test_the_options_of_the_optimizer_are_those_of_the_resumed_job(folder, monke
     step, seen = torch.optim.SGD.step, []
 
     def noted(optimizer, *given):
-        seen.append({group["momentum"] for group in optimizer.param_groups})
+        groups = optimizer.param_groups
+        seen.append([(group["momentum"], group["weight_decay"]) for group in groups])
         return step(optimizer, *given)
 
     monkeypatch.setattr(torch.optim.SGD, "step", noted)
     sgd = ["--optim.name", "SGD", *EACH, "--run.stop-after"]
-    given = {"momentum = 0.9": {0.9}, "momentum = 0.5": {0.5}, "": {0}}
-    for done, (options, expected) in enumerate(given.items()):
-        assert train(folder, *sgd, str(done + 1), "--optim.options", options) == 0
-        assert seen[-1] == expected
+    given = {"momentum = 0.9": (0.9, 0.0), "momentum = 0.5": (0.5, 0.2), "": (0, 0.0)}
+    for done, (options, (momentum, decay)) in enumerate(given.items()):
+        decays = ["--optim.weight-decay", str(decay)]
+        assert train(folder, *sgd, str(done + 1), *decays, "--optim.options", options) == 0
+        assert seen[-1] == [(momentum, decay), (momentum, 0.0)]
 
 
 @pytest.mark.thorough

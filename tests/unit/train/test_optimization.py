@@ -138,11 +138,23 @@ def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
         (ids(linear.weight, conv), 0.3),
         (ids(linear.bias, model.gain), 0.0),
     ]
-    assert weight_decay_groups(model, 0.0) == [{"params": list(model.parameters())}]
+    # As many without weight decay, which a resumed job may change.
+    assert named(weight_decay_groups(model, 0.0)) == [
+        (ids(linear.weight, conv), 0.0),
+        (ids(linear.bias, model.gain), 0.0),
+    ]
     linear.requires_grad_(False)
     assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3), (ids(model.gain), 0.0)]
     model.gain.requires_grad_(False)
     assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3)]  # no group of nothing
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop", "Muon"])
+def test_without_weight_decay_that_of_the_class_is_not_taken(name):
+    config, task = OptimConfig(name=name, weight_decay=0.0), BringingTask()
+    task.regions = lambda model: [model.linear]
+    _, choice = choose_optimizer(task, WithGain(), config, CPU)
+    assert {group["weight_decay"] for group in choice().param_groups} == {0.0}
 
 
 def test_muon_gets_the_matrices_of_the_layers_and_its_options():
