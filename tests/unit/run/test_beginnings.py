@@ -87,6 +87,15 @@ def test_metrics_alone_begin_a_run_at_once(tmp_path):
         assert {path.name for path in (tmp_path / "a").iterdir()} >= {"config.toml", "recorder"}
 
 
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with mntrain.init(device="cpu") as world:
+        for make in (world.metrics, partial(begin, world)):
+            with pytest.raises(AgreedError, match='run_dir is "": give the folder of a run'):
+                make("")
+    assert files_of(tmp_path) == {}
+
+
 def test_a_job_that_is_refused_in_its_last_check_leaves_no_new_folder(tmp_path, monkeypatch):
     def refuse(self):
         raise ValueError("refused")
