@@ -213,7 +213,6 @@ class ReturnsNothing(Points):
     ("kind", "best", "names"),
     [
         (Points, "accuracy:max", "eval_loss"),
-        (Nowhere, "accuracy:max", None),
         (Derives, "news root", None),
         (Derives, "books loss", None),
         (
