@@ -284,6 +284,7 @@ class Manifest:
     hook: dict[str, Any] = field(default_factory=dict)  # state of the communication hook, likewise
     unnamed_state: dict[str, Any] = field(default_factory=dict)  # of no parameter, likewise
     optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
+    optimizer_class: str = ""  # its name; empty if it is not known, as in earlier versions
     # By replica: `zero.exchange.replicas.Replicas.numbers`.
     sync_weights: list[list[float]] = field(default_factory=list)
 

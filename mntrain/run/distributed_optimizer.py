@@ -84,6 +84,13 @@ def make_optimizer(
     return optimizer
 
 
+def class_name(make: Callable[..., torch.optim.Optimizer]) -> str:
+    """Return the name of a class, or of that of a partial; empty for another function. Local."""
+    while isinstance(make, partial):
+        make = make.func
+    return make.__name__ if isinstance(make, type) else ""
+
+
 def _check_request(
     world: Ranks,
     model: nn.Module,

@@ -63,6 +63,7 @@ class OwnLoop:
         given = {**options, "the saved objects": sorted(saved.objects)}
         compare(world, given, "give the same on all ranks")
         with world.agreement():
+            _check_named(run_dir)
             checked = construct(CheckpointConfig, options, {name: name for name in options})
             self._check_saved(saved)
         directory = self._unused(run_dir, self._checkpoints, "checkpoints")
@@ -118,6 +119,7 @@ class OwnLoop:
         world = self._world
         compare(world, copies, "give the same on all ranks")
         with world.agreement():
+            _check_named(run_dir)
             log: LogConfig = construct(LogConfig, copies, {name: name for name in copies})
             if world.master:
                 expect_installed(log, "world.metrics({}=)")
@@ -256,6 +258,12 @@ class OwnLoop:
     def _resources(self, wall_s: float, **figures: float) -> dict[str, Any]:
         own = {"samples": self._shards.samples, **figures}
         return resources(self._world, self._optimizers, own, wall_s)
+
+
+def _check_named(run_dir: str | Path) -> None:
+    """Raise ValueError for an empty name of a run directory, which Path takes for this folder."""
+    if run_dir == "":
+        raise ValueError('run_dir is "": give the folder of a run, or "." for this one')
 
 
 def _trained(optimizer: ZeroOptimizer) -> set[int]:

@@ -92,8 +92,9 @@ class Checkpoints:
         objects, and on the same number of ranks the states of random generators. Removes what
         later steps have left in the run directory. Warns if samples of a shard among the objects
         have changed. Raises AgreedError, and changes nothing in the directory, if the checkpoint is
-        of another model or lacks an object, if no checkpoint is sound, if the directory holds a run
-        that has ended without any, or if all that is to be saved could not be.
+        of another model or another class of optimizer, or lacks an object, if no checkpoint is
+        sound, if the directory holds a run that has ended without any, or if all that is to be
+        saved could not be.
         """
         self.wait()
         if self._local:
@@ -209,6 +210,7 @@ class Checkpoints:
                 self._saver.check()
         if found is not None:
             saver, manifest = self._saver, found.manifest
+            self._check_class(found)
             best_score = saver.best_score(manifest.step, scored_by)
             self._best_score = math.inf if best_score is None else best_score
             self._resumed = found
@@ -230,6 +232,16 @@ class Checkpoints:
             self._local.restored(found, self._directory.attempts().last)
         self._step = self._restored = step
         return step
+
+    def _check_class(self, found: FoundCheckpoint) -> None:
+        """Raise AgreedError if a checkpoint is of another class of optimizer. Local."""
+        saved, own = found.manifest.optimizer_class, self._saver.optimizer_class
+        if saved and own and saved != own:
+            raise AgreedError(
+                f"{found.path} was saved with the optimizer {saved}, and this one is {own}: give "
+                "the same class, or another run directory",
+                self._world.rank,
+            )
 
     def _save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""

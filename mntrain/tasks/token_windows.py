@@ -128,9 +128,11 @@ class TokenSplits:
         valid = "" if self._valid else f" and {len(self._windows) - windows:,} validation"
         epochs = f"; {train.epochs} epochs"
         if train.steps is not None:
+            size, drop_last = train.batch_size, self._config.data.drop_last
+            of_epoch = windows // size if drop_last else -(-windows // size)
             epochs = (
-                f"; {train.steps:,} steps of {train.batch_size} windows are "
-                f"{train.steps * train.batch_size / windows:.3g} epochs"
+                f"; {train.steps:,} steps of {size} windows are "
+                f"{train.steps / max(1, of_epoch):.3g} epochs"
             )
         if self._config.balance.mode == "cadence":
             epochs = ""  # their batches follow the speeds of ranks

@@ -106,6 +106,16 @@ class BestMetric:
                 f"they have {', '.join(names)}"
             )
 
+    def check_without_data(self) -> None:
+        """Raise ValueError for options that count evaluations, of which there will be none."""
+        given = [f"--train.patience {self.patience}"] if self.patience else []
+        given += [f"--checkpoint.best {self.text}"] if self.text != EVAL_LOSS else []
+        if given:
+            raise ValueError(
+                f"{' and '.join(given)}: there is no validation data, so no evaluation: give some, "
+                "or leave this out"
+            )
+
     def after_evaluation(self, score: float | None) -> str | None:
         """Count an evaluation, and return why the run ends, if it does."""
         if score is not None and score < self._best:
@@ -132,9 +142,12 @@ def try_evaluation(
     """Compute the loss of one micro-batch of each validation set, as evaluations will. Local.
 
     Modules and random generators are left as they were. Raises ValueError for a task that fails or
-    returns no Loss, with the error and its line, and if no evaluation will have the metric `best`.
+    returns no Loss, with the error and its line, if no evaluation will have the metric `best`, and
+    if there is no validation data for the options of `best`.
     What `derive` lacks in a single batch, such as a number above 0 to divide by, is no failure.
     """
+    if not data.validation_sets:
+        best.check_without_data()
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
     task = copy.copy(task)  # one that counts its calls, say, must not count this one
     states = random_states(on)

@@ -42,10 +42,16 @@ from mntrain.train.forward import (
 )
 from mntrain.train.initialization import freeze, load_weights
 from mntrain.train.job_data import JobData
-from mntrain.train.optimization import choose_optimizer, options_scheduler, scheduler_of
+from mntrain.train.optimization import (
+    choose_optimizer,
+    moved_options,
+    options_scheduler,
+    scheduler_of,
+)
 from mntrain.world import World
 from zero.layout import split
 from zero.optimizer import ZeroOptimizer
+from zero.param_groups import hyperparameters
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Trained:
     sync: LocalSGD | None  # how nodes exchange; None: every step is synchronous
     names: tuple[str, str]  # of the optimizer and the scheduler
     keeps_scheduler: bool  # the scheduler is the task's, whose state checkpoints hold
+    own_options: list[str]  # of the groups; all but those that a scheduler with a state sets
     weights: tuple[str, list[str]] | None  # that were loaded, and what of them does not fit
 
 
@@ -177,9 +184,11 @@ def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.
     torch.manual_seed(mixed_seed(config.run.seed, world.rank, done))  # of dropout
     if resumed and "early stopping" not in resumed.manifest.objects:
         objects.pop("early stopping", None)  # it had no patience then
-    # This job's options count, even if the checkpoint was made with others. Only a learning rate
-    # that a scheduler with a state has set is the checkpoint's.
-    kept = ["weight_decay"] if trained.keeps_scheduler else ["weight_decay", "lr", "initial_lr"]
+    if resumed and not trained.keeps_scheduler:  # whose state has a rate for each group
+        groups = trained.optimizer.state_dict()["param_groups"]
+        resumed = resumption.regrouped(resumed, [group["params"] for group in groups])
+    # This job's options count, even if the checkpoint was made with others.
+    kept = trained.own_options
     checkpoints.resume(
         resumed, objects, kept_options=kept, saves=_saves(config), scored_by=best.text
     )
@@ -306,12 +315,16 @@ def _make_trained(
     if sync:
         world.node_collectives  # noqa: B018 - made here, since all ranks make it together
     done = resumed.manifest.step if resumed else 0
+    made = list(map(hyperparameters, optimizer.param_groups))
     with world.agreement():
         own = scheduler_of(task, optimizer)
         scheduler = own or options_scheduler(optimizer, config.optim, steps, done)
+    groups = list(map(hyperparameters, optimizer.param_groups))
+    moved = moved_options(own, groups, made) if own else set()
+    options = sorted({key for group in groups for key in group} - moved)
     names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
     keeps = own is not None
-    return Trained(model, optimizer, scheduler, precision, sync, names, keeps, weights)
+    return Trained(model, optimizer, scheduler, precision, sync, names, keeps, options, weights)
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:

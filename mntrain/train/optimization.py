@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from mntrain.optim import Muon, muon_groups
 from mntrain.options.config import OptimConfig
 from mntrain.tasks import Task, errors_of_task, import_class
+
+Groups: TypeAlias = Sequence[Mapping[str, Any]]  # of parameters, with their options
 
 # Optimizers whose fused GPU kernel is used. The fused CPU kernels round an element by its position
 # in the tensor, so results would depend on how shards are cut.
@@ -96,11 +98,10 @@ def _find_class(name: str) -> type[Optimizer]:
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups of a model: matrices with weight decay, vectors without.
 
-    Only parameters that require a gradient, and no empty group; one group without weight decay.
+    Only parameters that require a gradient, and no empty group. The groups do not depend on the
+    weight decay, which a resumed job may change.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not weight_decay:
-        return [{"params": trained}]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
@@ -121,6 +122,23 @@ def scheduler_of(task: Task, optimizer: Optimizer) -> LRScheduler | None:
             "torch.optim.lr_scheduler, or None for that of --optim.schedule"
         )
     return own
+
+
+def moved_options(scheduler: object, groups: Groups, before: Groups) -> set[str]:
+    """Return the options of parameter groups that a scheduler sets. Local.
+
+    `before` are copies of the groups from before it was made: a scheduler takes its first step
+    then. Those of torch that cycle the momentum may begin with the value that is there.
+    """
+    pairs = [*zip(groups, before, strict=True)]
+    moved = {key for group, was in pairs for key in group if group[key] is not was.get(key)}
+    cycled = {"momentum", "betas"} if _cycles_momentum(scheduler) else set()
+    return moved | {"lr", "initial_lr"} | cycled
+
+
+def _cycles_momentum(scheduler: object) -> bool:
+    own: bool = getattr(scheduler, "cycle_momentum", False)
+    return own or any(map(_cycles_momentum, getattr(scheduler, "_schedulers", ())))
 
 
 def options_scheduler(optimizer: Optimizer, config: OptimConfig, steps: int, done: int) -> LambdaLR:

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,18 @@ def check_same_run(
             "another --run.dir to begin anew",
             world.rank,
         )
+
+
+def regrouped(found: FoundCheckpoint, names: Sequence[Sequence[str]]) -> FoundCheckpoint:
+    """Return a checkpoint with parameters in groups of these names, if it has all in one. Local.
+
+    Earlier versions made one group with --optim.weight-decay 0.
+    """
+    saved = found.manifest.param_groups
+    if len(saved) != 1 or sorted(saved[0]["params"]) != sorted(chain(*names)):
+        return found
+    groups = [{**saved[0], "params": list(group)} for group in names]
+    return replace(found, manifest=replace(found.manifest, param_groups=groups))
 
 
 def changed_options(found: FoundCheckpoint, config: Config) -> list[str]:

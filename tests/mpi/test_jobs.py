@@ -160,6 +160,24 @@ def test_steps_may_be_taken_again(folder):
 
 
 @pytest.mark.thorough
+def test_the_options_of_the_optimizer_are_those_of_the_resumed_job(folder, monkeypatch):
+    step, seen = torch.optim.SGD.step, []
+
+    def noted(optimizer, *given):
+        groups = optimizer.param_groups
+        seen.append([(group["momentum"], group["weight_decay"]) for group in groups])
+        return step(optimizer, *given)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", noted)
+    sgd = ["--optim.name", "SGD", *EACH, "--run.stop-after"]
+    given = {"momentum = 0.9": (0.9, 0.0), "momentum = 0.5": (0.5, 0.2), "": (0, 0.0)}
+    for done, (options, (momentum, decay)) in enumerate(given.items()):
+        decays = ["--optim.weight-decay", str(decay)]
+        assert train(folder, *sgd, str(done + 1), *decays, "--optim.options", options) == 0
+        assert seen[-1] == [(momentum, decay), (momentum, 0.0)]
+
+
+@pytest.mark.thorough
 def test_another_run_may_begin_with_a_checkpoint(folder, stopped):
     assert train(folder, "--run.resume", str(stopped / "run"), "--optim.lr", "0.001") == 0
     assert [line["step"] for line in metrics(folder)] == [3, 4, 5, 6]

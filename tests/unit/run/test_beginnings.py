@@ -1,11 +1,15 @@
 """What is in the folder of a run before it begins, and after a loop or a job that was refused."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import mntrain
 from mntrain import AgreedError
+from mntrain.checkpoint.format import FILE, read_manifest, write_manifest
 from mntrain.options.config import Config, ModelConfig, RunConfig, TrainConfig
 from mntrain.train.trainer import Trainer
 
@@ -14,17 +18,17 @@ def files_of(folder):
     return {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
 
 
-def begin(world, run, features=2, **objects):
+def begin(world, run, features=2, kind=torch.optim.SGD, **objects):
     model = nn.Linear(features, 1)
-    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
+    optimizer = world.optimizer(model, kind, lr=0.1)
     checkpoints = world.checkpoints(run, model=model, optimizer=optimizer, every=1, **objects)
     return model, optimizer, checkpoints, world.metrics(run, config={"features": features})
 
 
-def train(run, features):
+def train(run, features=2, kind=torch.optim.SGD):
     """A loop of one step, with a checkpoint, and all files of a run."""
     with mntrain.init(device="cpu") as world:
-        model, optimizer, checkpoints, metrics = begin(world, run, features)
+        model, optimizer, checkpoints, metrics = begin(world, run, features, kind)
         with metrics:
             for step in range(checkpoints.restore() + 1, 2):
                 loss = model(torch.ones(1, features)).sum()
@@ -59,10 +63,37 @@ def test_a_loop_with_another_model_leaves_a_run_as_it_was(tmp_path):
     assert files_of(tmp_path) == before
 
 
+def test_a_loop_with_an_optimizer_of_another_class_leaves_a_run_as_it_was(tmp_path):
+    train(tmp_path)
+    before = files_of(tmp_path)
+    said = "was saved with the optimizer SGD, and this one is AdamW: give the same class, or "
+    with pytest.raises(AgreedError, match=f"step-00000001 {said}another run directory$"):
+        train(tmp_path, kind=torch.optim.AdamW)
+    assert files_of(tmp_path) == before
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    with mntrain.init(device="cpu") as world:  # as a partial, the same class
+        *_, checkpoints, _ = begin(world, tmp_path, kind=partial(torch.optim.SGD, momentum=0.5))
+        assert checkpoints.restore() == 1
+    earlier = replace(read_manifest(folder), optimizer_class="")  # of a version without it
+    write_manifest(folder / FILE, earlier, 0o666)
+    with mntrain.init(device="cpu") as world:
+        *_, checkpoints, _ = begin(world, tmp_path, kind=torch.optim.AdamW)
+        assert checkpoints.restore() == 1
+
+
 def test_metrics_alone_begin_a_run_at_once(tmp_path):
     with mntrain.init(device="cpu") as world:
         world.metrics(tmp_path / "a", config={"seed": 3})
         assert {path.name for path in (tmp_path / "a").iterdir()} >= {"config.toml", "recorder"}
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with mntrain.init(device="cpu") as world:
+        for make in (world.metrics, partial(begin, world)):
+            with pytest.raises(AgreedError, match='run_dir is "": give the folder of a run'):
+                make("")
+    assert files_of(tmp_path) == {}
 
 
 def test_a_job_that_is_refused_in_its_last_check_leaves_no_new_folder(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import math
 import sys
 import sysconfig
 from dataclasses import replace
@@ -405,8 +406,10 @@ def test_the_data_is_described_with_its_split_and_epochs(tmp_path):
     assert task.describe_data().splitlines() == [
         f"data: 1 file, {nbytes:,} tokens, which are bytes",
         f"{train} training and {valid} validation windows of 10 tokens; 200 steps of 32 windows "
-        f"are {6400 / train:.3g} epochs",
+        f"are {200 / math.ceil(train / 32):.3g} epochs",
     ]
+    dropping = language_model(tmp_path / "a.txt", 10, drop_last=True).describe_data()
+    assert dropping.endswith(f" are {200 / (train // 32):.3g} epochs")
     (tmp_path / "b.png").write_bytes(b"\0")
     (tmp_path / "c.txt").touch()
     skipped = language_model(tmp_path, 10, glob="*.*").describe_data().splitlines()[2]

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,22 @@ def test_the_lowest_score_is_the_best_evaluation_if_there_is_one(text, score):
     refused = r"--checkpoint.best acc: .* they have eval_loss, accuracy$"
     with pytest.raises(ValueError, match=refused):
         BestMetric("acc").score(record(2.0, accuracy=0.5))
+
+
+@pytest.mark.parametrize(
+    ("best", "options"),
+    [
+        (BestMetric(patience=2), "--train.patience 2"),
+        (BestMetric("acc:max"), "--checkpoint.best acc:max"),
+        (BestMetric("acc", 1), "--train.patience 1 and --checkpoint.best acc"),
+        (BestMetric(), ""),
+    ],
+)
+def test_options_of_evaluations_without_validation_data_are_refused(best, options):
+    data = SimpleNamespace(validation_sets=[])
+    refused = pytest.raises(ValueError, match=f"^{options}: there is no validation data")
+    with refused if options else nullcontext():
+        try_evaluation(Task, nn.Linear(1, 1), data, None, best)
 
 
 def evaluations_until_end(stopping, scores):
@@ -196,7 +213,6 @@ class ReturnsNothing(Points):
     ("kind", "best", "names"),
     [
         (Points, "accuracy:max", "eval_loss"),
-        (Nowhere, "accuracy:max", None),
         (Derives, "news root", None),
         (Derives, "books loss", None),
         (

@@ -14,6 +14,7 @@ from mntrain.train.optimization import (
     advance,
     choose_optimizer,
     lr_factor,
+    moved_options,
     options_scheduler,
     resolve_optimizer,
     scheduler_of,
@@ -137,11 +138,23 @@ def test_matrices_decay_and_vectors_and_frozen_parameters_do_not():
         (ids(linear.weight, conv), 0.3),
         (ids(linear.bias, model.gain), 0.0),
     ]
-    assert weight_decay_groups(model, 0.0) == [{"params": list(model.parameters())}]
+    # As many without weight decay, which a resumed job may change.
+    assert named(weight_decay_groups(model, 0.0)) == [
+        (ids(linear.weight, conv), 0.0),
+        (ids(linear.bias, model.gain), 0.0),
+    ]
     linear.requires_grad_(False)
     assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3), (ids(model.gain), 0.0)]
     model.gain.requires_grad_(False)
     assert named(weight_decay_groups(model, 0.3)) == [(ids(conv), 0.3)]  # no group of nothing
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop", "Muon"])
+def test_without_weight_decay_that_of_the_class_is_not_taken(name):
+    config, task = OptimConfig(name=name, weight_decay=0.0), BringingTask()
+    task.regions = lambda model: [model.linear]
+    _, choice = choose_optimizer(task, WithGain(), config, CPU)
+    assert {group["weight_decay"] for group in choice().param_groups} == {0.0}
 
 
 def test_muon_gets_the_matrices_of_the_layers_and_its_options():
@@ -262,6 +275,42 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
     whole = rates(0, 9)
     assert len(set(whole)) == 8  # the end of the warm-up is the peak of the cosine
     assert whole[4:] == rates(4, 5)
+
+
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the weight decay."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * 0.9**self.last_epoch
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+CYCLE = {"lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum"}
+ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [
+        (partial(torch.optim.lr_scheduler.StepLR, step_size=3), {"lr", "initial_lr"}),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, {"lr", "initial_lr"}),
+        (partial(torch.optim.lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.2), CYCLE),
+        (ONE_CYCLE, {*CYCLE, "max_lr", "min_lr"}),
+        (
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o, [ONE_CYCLE(o), torch.optim.lr_scheduler.ConstantLR(o)], [5]
+            ),
+            {*CYCLE, "max_lr", "min_lr"},
+        ),
+        (partial(ONE_CYCLE, cycle_momentum=False), {"lr", "initial_lr", "max_lr", "min_lr"}),
+        (Decaying, {"lr", "initial_lr", "weight_decay"}),
+    ],
+)
+def test_a_scheduler_sets_these_options(make, moved):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.95)
+    before = [dict(group) for group in optimizer.param_groups]
+    assert moved_options(make(optimizer), optimizer.param_groups, before) == moved
 
 
 def test_a_scheduler_of_plateaus_sees_evaluations_only():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mntrain.checkpoint import FoundCheckpoint
+from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.errors import AgreedError
 from mntrain.options.command_line import parse, to_toml
 from mntrain.options.config import Config, RunConfig, TrainConfig
@@ -16,6 +16,7 @@ from mntrain.train.resumption import (
     changed_options,
     check_left,
     check_same_run,
+    regrouped,
     to_json,
     with_absolute_paths,
 )
@@ -119,6 +120,19 @@ def test_changed_options_are_named_but_not_those_of_the_job():
     frozen["init"]["freeze"] = ["embedding*"]
     with pytest.raises(AgreedError, match=r"--init\.freeze was \['embedding\*'\], and is \[\]"):
         check(frozen)
+
+
+def test_all_parameters_in_one_group_are_divided_as_now():
+    one = [{"params": ["a", "b", "c"], "lr": 0.1, "weight_decay": 0}]
+    saved = FoundCheckpoint(Path("step"), Manifest(2, {}, 0, 0, None, param_groups=one), {})
+    divided = regrouped(saved, [["a", "c"], ["b"]]).manifest
+    assert divided == replace(
+        saved.manifest,
+        param_groups=[{**one[0], "params": ["a", "c"]}, {**one[0], "params": ["b"]}],
+    )
+    assert regrouped(saved, [["a", "c"], ["d"]]) == saved
+    two = replace(saved, manifest=divided)
+    assert regrouped(two, [["a"], ["b"], ["c"]]) == two
 
 
 @pytest.mark.parametrize(
