@@ -55,8 +55,7 @@ test: $(VENV)/.ready-dev $(SYSTEM)
 	$(PYTEST) $(ARGS)
 
 test-more: $(VENV)/.ready-dev $(SYSTEM)
-	$(BIN)/python -m pytest --thorough -m thorough tests/unit tests/simulation $(ARGS)
-	$(BIN)/python -m pytest --thorough tests --ignore=tests/unit --ignore=tests/simulation --deselect tests/jobs/test_mpi_suite.py::test_quick_mpi_suite_passes $(ARGS)
+	$(BIN)/python -m pytest --more tests $(ARGS)
 
 test-all: $(VENV)/.ready-dev $(SYSTEM)
 	$(PYTEST) --all tests $(ARGS)

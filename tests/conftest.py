@@ -3,8 +3,8 @@
 Of a parametrized test, as few cases as show every value of every parameter at least once. Tests
 marked `thorough` run with --thorough, and those marked `exhaustive` with --all, which runs every
 combination of parameters, and gives tests of hypothesis more examples. Without paths on the command
-line, pytest runs those of pyproject.toml: unit tests, simulated ranks, and
-those of tests/mpi on three ranks.
+line, pytest runs those of pyproject.toml: unit tests, simulated ranks, and those of tests/mpi on
+three ranks. With --more, these quick tests are left out.
 """
 
 import gc
@@ -29,6 +29,7 @@ CLUSTER_TESTS = Path(__file__).parent / "cluster"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test in every combination")
     parser.addoption("--thorough", action="store_true", help="also run tests marked thorough")
+    parser.addoption("--more", action="store_true", help="as --thorough, without the quick tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,8 +46,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(CLUSTER_TESTS):  # one set of emulated nodes at a time
             item.add_marker(pytest.mark.xdist_group("cluster"))
+    if config.getoption("--more"):
+        config.option.thorough = True
+        quick = {item for item in items if is_quick(config, item)}
+        config.hook.pytest_deselected(items=[*quick])
+        items[:] = [item for item in items if item not in quick]
     if not any("::" in argument for argument in config.args):
         keep_few(config, items)
+
+
+def is_quick(config: pytest.Config, item: pytest.Item) -> bool:
+    """Return whether pytest runs a test without any option."""
+    folders = [config.rootpath / path for path in config.getini("testpaths")]
+    usual = any(item.path.is_relative_to(folder) for folder in folders)
+    return usual and item.get_closest_marker("thorough") is None
 
 
 def pytest_collection_finish() -> None:

@@ -40,7 +40,7 @@ def line_of(text):
     return next(n for n, line in enumerate(TASKS.splitlines(), 1) if line.strip().startswith(text))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_killed_rank_is_named_with_its_line_and_those_that_waited_for_it(folder):
     train(3, folder, "--task", "broken:Killed")
     done = autopsy(folder / "run")

@@ -149,7 +149,8 @@ def test_a_script_for_ddp_that_saves_by_itself_goes_on_as_an_undisturbed_one(tmp
     assert found == undisturbed(DDP)
 
 
-@pytest.mark.parametrize("trouble", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.exhaustive  # tests/cluster/test_node_memory.py shows most of it
+@pytest.mark.parametrize("trouble", [False, True])
 def test_an_own_loop_goes_on_from_the_nodes_memory_as_an_undisturbed_one(
     tmp_path, undisturbed, trouble
 ):

@@ -37,7 +37,7 @@ def start(folder):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive  # tests/unit/run/test_lock.py shows most of it
 @pytest.mark.timeout(600)
 def test_two_jobs_never_train_in_one_directory(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)

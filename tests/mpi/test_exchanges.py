@@ -151,6 +151,7 @@ def test_the_warm_up_has_the_bits_of_synchronous_training(world, cut, stage):
         assert model_digest(models[0]) == model_digest(models[1])
 
 
+@pytest.mark.exhaustive
 @stages
 @pytest.mark.parametrize("sync", [MEANS[1], SPARSE], ids=["DiLoCo", "SparseLoCo"])
 def test_memory_is_that_of_the_outer_state_and_does_not_grow(world, make, sync, stage):
@@ -381,6 +382,7 @@ def whole(world, optimizer, key):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(RANKS != 4, reason="needs two nodes, and then four")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_what_is_not_sent_continues_on_another_number_of_nodes(folder, stage):

@@ -330,7 +330,7 @@ def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
     assert result.stderr.count("mntrain: measured all_reduce 8K\n") == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_on_two_nodes_is_compared_with_the_link_and_skips_what_exceeds_its_time(tmp_path):
     words = ["--comm.ranks-per-node", "1", "--dtype", "bf16", "--verbs", "reduce_scatter"]
     result, found = bench(2, tmp_path, *words, "--sizes", "4K", "1M", "--seconds", "0.01")
