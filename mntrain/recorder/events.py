@@ -280,14 +280,17 @@ class Recorder:
             self._write_missing()
 
     def _site_of_training(self) -> str:
-        """Return the line at which the training thread is; "" if it has ended.
+        """Return the line at which the training thread is; "" if it has ended, or goes on.
 
         Keeps no frame: freed here while the interpreter ends, its tensors would abort the process.
         """
         if (frame := sys._current_frames().get(self._thread)) is None:
             return ""
-        stack = traceback.walk_stack(frame)
-        return self._site((frame.f_code.co_filename, line) for frame, line in stack)
+        try:
+            stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
+        except AttributeError:  # the thread has run in between: in Python 3.11, f_back is no frame
+            return ""
+        return self._site(stack)
 
     def _site(self, stack: Iterable[tuple[str, int | None]]) -> str:
         """Return file:line of the first frame outside of libraries, or of the first one at all."""

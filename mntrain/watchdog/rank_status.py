@@ -67,7 +67,10 @@ def own_status(
     `network`: which nodes do not answer. `idle_s`: seconds since it took part in anything.
     """
     frame = sys._current_frames().get(thread)
-    walked = [*traceback.walk_stack(frame)][::-1] if frame is not None else []
+    try:
+        walked = [*traceback.walk_stack(frame)][::-1] if frame is not None else []
+    except AttributeError:  # the thread has run in between: in Python 3.11, f_back is no frame
+        walked = []
     places = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked]
     own = [place for place in places if not place[0].startswith(_NOT_USERS)]
     wait = _wait_of(progress, stalled_s)
