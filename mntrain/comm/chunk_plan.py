@@ -176,16 +176,16 @@ class HierarchyPlan:
         sent at once carry about as much, those between several nodes are no longer; with other
         tensors in flight, which cost CPU time, only if an announcement takes longer than they do.
         """
-        most, meanwhile, at_once = choice.chunk_bytes, 0.0, False
+        most, least, at_once = choice.chunk_bytes, 0, False
         longest = self.widths[0] // self.widths[1] * narrowed * AT_ONCE_BYTES  # of the first hop
         if not choice.concurrent and nbytes // self.lanes >= LONG_LANE_BYTES:
             most *= 2
         if (link := choice.link) is not None and len(self.nodes.nodes) > 1:
             meanwhile = link.bytes_during(self.messages / 2) / self.lanes
+            least = min(power_of_two(meanwhile), BYTES_IN_FLIGHT)
             at_once = len(self.nodes.nodes) > 2 and meanwhile < 1.5 * longest
             if choice.concurrent:
                 at_once = at_once and link.bytes_during(1) > AT_ONCE_BYTES
-        least = min(power_of_two(meanwhile), BYTES_IN_FLIGHT)
         for_link = max(most, min(2 * least, BYTES_IN_FLIGHT))
         return Lengths(
             min(for_link, longest) if at_once else for_link,
