@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
-from weakref import WeakKeyDictionary, proxy
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
 from mntrain.run.batch_norms import convert_batch_norms
-from mntrain.run.distributed_optimizer import class_name, make_optimizer
+from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean
 from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.ordered import gather_in_order
@@ -60,7 +60,6 @@ class World(Ranks):
 
     def __init__(self, comm: "MPI.Intracomm | None" = None, **options: Any) -> None:
         self._optimizers: list[ZeroOptimizer] = []
-        self._classes: WeakKeyDictionary[ZeroOptimizer, str] = WeakKeyDictionary()
         self._optimizer_numbers = count(1)
         self._open = True
         super().__init__(comm, options)
@@ -147,7 +146,6 @@ class World(Ranks):
         optimizer.accumulation.observe = self.recorder.span
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]
         self._optimizers.append(optimizer)
-        self._classes[optimizer] = class_name(optimizer_class)
         self._shards.tell(optimizer)
         return optimizer
 
@@ -267,9 +265,7 @@ class World(Ranks):
         """
         options = {"every": str(every), "keep": keep, "local_every": str(local_every)}
         options["local"] = local and str(local)
-        of_class = next((name for one, name in self._classes.items() if one is optimizer), "")
-        saved = Saved(model, optimizer, objects, of_class)
-        return self.own_loop.checkpoints(run_dir, saved, options)
+        return self.own_loop.checkpoints(run_dir, Saved(model, optimizer, objects), options)
 
     def metrics(
         self,

@@ -196,6 +196,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().__init__(torch_groups, self._inner.defaults)
             self._shard.watch.note_others()
             take_over(self, named)
+            if compares:
+                same = {"the class": self.class_name}
+                expect_alike(collectives, same, "make the optimizer alike on all ranks")
         except BaseException:
             self.close()
             raise
@@ -243,6 +246,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.accumulation.observe("optimizer", start)
         clipped = norm * coef if finite else 0.0
         return StepResult(norm, coef, clipped, weight, skipped=not finite, loss=loss)
+
+    @property
+    def class_name(self) -> str:
+        """The name of the torch class by which each rank updates its part."""
+        return type(self._inner).__name__
 
     # Gradients: what backward leaves, and changes of it.
 
@@ -884,13 +892,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _expect_alike(self, named: Mapping[str, Parameter]) -> None:
         """Raise ValueError on all ranks if they make different optimizers. Collective."""
-        model, collectives, make = self._model, self._collectives, self._make_inner.func
+        model, collectives = self._model, self._collectives
         if model is None or collectives.size == 1:
             return
         tensors = [*model.named_parameters(), *model.named_buffers()]
         alike = {
             "the stage": self._shard.stage,
-            "the class": getattr(make, "__name__", type(make).__name__),
             "comm_hook": type(self._hook).__name__,
             "the wire dtype": str(self._hook.wire_dtype),
             "gather_dtype": str(self.options.gather_dtype),

@@ -149,7 +149,6 @@ class Saved(NamedTuple):
     model: nn.Module
     optimizer: ZeroOptimizer
     objects: Mapping[str, Stateful] = MappingProxyType({})  # by name
-    optimizer_class: str = ""  # the name of the torch class, if it is known
 
 
 class Saver(ABC):
@@ -162,7 +161,7 @@ class Saver(ABC):
 
     def __init__(self, world: Ranks, saved: Saved, *, reads_back: bool) -> None:
         self._world, self._reads_back = world, reads_back
-        self.model, self.optimizer, self.objects, self.optimizer_class = saved
+        self.model, self.optimizer, self.objects = saved
         self._buffer = SnapshotBuffer(world.device)
         self._pending: Save | None = None
         self._made, self._stepped = MadeModel(saved.model), False
@@ -336,7 +335,7 @@ class Saver(ABC):
             param_groups=list(map(encode_options, state["param_groups"])),
             loss_scale=state["loss_scale"],
             optimizer_steps=state["steps"],
-            optimizer_class=self.optimizer_class,
+            optimizer_class=self.optimizer.class_name,
         )
 
 

@@ -78,17 +78,12 @@ def make_optimizer(
             comm_hook=hook,
             **kwargs,
         )
+    # Before, a function may have stood for any class.
+    compare(world, {"the class of the optimizer": optimizer.class_name})
     note = hook.note(len(world.topology.nodes), sharded=optimizer.sharded)
     if note and world.master:
         print(f"mntrain: {note}", file=sys.stderr)
     return optimizer
-
-
-def class_name(make: Callable[..., torch.optim.Optimizer]) -> str:
-    """Return the name of a class, or of that of a partial; empty for another function. Local."""
-    while isinstance(make, partial):
-        make = make.func
-    return make.__name__ if isinstance(make, type) else ""
 
 
 def _check_request(

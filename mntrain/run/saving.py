@@ -235,8 +235,8 @@ class Checkpoints:
 
     def _check_class(self, found: FoundCheckpoint) -> None:
         """Raise AgreedError if a checkpoint is of another class of optimizer. Local."""
-        saved, own = found.manifest.optimizer_class, self._saver.optimizer_class
-        if saved and own and saved != own:
+        saved, own = found.manifest.optimizer_class, self._saver.optimizer.class_name
+        if saved and saved != own:
             raise AgreedError(
                 f"{found.path} was saved with the optimizer {saved}, and this one is {own}: give "
                 "the same class, or another run directory",

@@ -214,3 +214,14 @@ class DAdapting(Optimizer):
             group.update(d=max(d, top / bottom if bottom else d), top=top)
         for p, group in used:
             p.sub_(p.grad.sgn(), alpha=group["lr"] * group["d"])
+
+
+class Multiplied(torch.optim.SGD):
+    """Multiplies the gradient of a parameter by a number that the parameter may have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))

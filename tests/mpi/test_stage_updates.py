@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from handmade import Late, Projected
+from handmade import Late, Multiplied, Projected
 from models import net
 from optimizers import BY_PARAMETER, ELEMENTWISE, each
 from oracle import EXACT, PlainTraining, assert_close, loss_of, mine, modes, samples, update
@@ -128,6 +128,15 @@ def test_copies_of_the_parameters_are_of_rank_0s(world, make, mode, dtype, toler
     assert_close(model.double(), alone.model, tolerance)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_functions_that_make_optimizers_of_unlike_classes_are_refused(world):
+    unlike = torch.optim.SGD if world.rank else torch.optim.RMSprop
+    said = refusal(world.optimizer, net(), lambda params: unlike(params, lr=0.1))
+    assert "the class of the optimizer" in said
+    assert "SGD" in said
+    assert "RMSprop" in said
+
+
 class RefusedOnOne(torch.optim.SGD):
     """Cannot be made on the last rank."""
 
@@ -147,20 +156,9 @@ def test_an_optimizer_that_cannot_be_made_on_one_rank_is_refused_on_all(world, p
     both.check()
 
 
-class ByAttribute(torch.optim.SGD):
-    """Multiplies the learning rate by a number that a parameter may have."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
-
-
 @modes
 def test_an_optimizer_reads_attributes_of_the_parameters(pair, mode):
-    both = pair(kind=partial(ByAttribute, lr=0.2), **mode)
+    both = pair(kind=partial(Multiplied, lr=0.2), **mode)
     for factors in ({0: 0.0, 3: 5.0}, {0: 2.0}):
         for place, factor in factors.items():
             for model in (both.model, both.alone.model):

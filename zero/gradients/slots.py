@@ -10,8 +10,8 @@ A parameter whose `grad` was set to None in between starts anew, as in torch.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -263,7 +263,8 @@ class VisibleSlots(Slots):
             if name in self._had_graph:
                 with torch.enable_grad():
                     anchor = torch.empty(0, device="cpu", requires_grad=True)
-                    alias = _MeanWithoutGraph.apply(anchor, place, name)  # type: ignore[no-untyped-call]
+                    make = cast(Callable[..., Tensor], _MeanWithoutGraph.apply)
+                    alias = make(anchor, place, name)
             else:
                 alias = place.detach()
             self._shown[name] = ref(alias)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from first_of_two import STAGES, WORLDS, FirstOfTwo, assert_same_weights
 from first_of_two import zero as zero_of
-from handmade import Lion
+from handmade import Lion, Multiplied
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -394,17 +394,6 @@ def test_rank_0s_values_travel_once_and_before_the_torch_optimizer_is_made(stage
     assert sum(sent) == sum(tensor.numel() for tensor in values)
     for tensor in (*values, *optimizer._inner.copies):
         assert bool((tensor == 1).all())
-
-
-class Multiplied(torch.optim.SGD):
-    """Multiplies the gradient of a parameter by a number that the parameter may have."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
 
 
 @pytest.mark.parametrize("gather_dtype", [None, torch.bfloat16], ids=str)
