@@ -136,7 +136,10 @@ class ParameterWatch:
             if address is not None and parameter.data_ptr() != address:
                 _refuse(name, "has other memory than")
         added = sum(map(len, self._dictionaries())) != self._count
-        if added or any(holder.get(key) is not held for holder, key, held in self._places):
+        # A scripted module's dictionaries have no `get`.
+        if added or any(
+            key not in holder or holder[key] is not held for holder, key, held in self._places
+        ):
             self._check_replaced()
             self._note_places()
             self._find_others()

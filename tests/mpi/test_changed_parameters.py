@@ -236,6 +236,18 @@ def test_a_new_layer_in_the_place_of_one_that_was_removed_is_refused(world, make
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@STAGES
+def test_a_traced_model_trains_as_with_torch(world, make, stage):
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2)).double()
+    model = torch.jit.trace(copy.deepcopy(plain), *batch(0))
+    optimizer, reference = make(model, ADAM, stage=stage), ADAM(plain.parameters())
+    for step in range(3):
+        update(optimizer, loss_of(model, *mine(world, batch(step))))
+        update(reference, loss_of(plain, *batch(step)))
+    assert_close(model, plain)
+
+
 @STAGES
 def test_gradients_in_another_memory_format_than_their_parameter(world, make, stage):
     model, alone, optimizer, plain = with_oracle(make, stage, torch.channels_last)
