@@ -30,7 +30,8 @@ from mntrain.comm import mpi, transport
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine, Stream
 from mntrain.comm.forked import call_in_child
-from mntrain.comm.link import Link, measure_link
+from mntrain.comm.link import Link
+from mntrain.comm.links import measure_link
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
@@ -366,7 +367,8 @@ class Ranks:
             memory = self.collectives.memory.among(node, local_ranks)
             stream = self._engine.add_stream(name, ranks, timeout_s)
             members = Members(comm, node, Topology(tuple(nodes)))
-            messages = self._messages_over(comm, f"messages of {name}", ranks, timeout_s)
+            label = f"messages of {name}"
+            messages = Messages(comm.duplicate(label), self._engine, label, ranks, timeout_s)
             return self._over(members, stream, memory), messages
 
         tag = digest_of(name) % MEETING_TAGS
@@ -392,20 +394,11 @@ class Ranks:
 
     def messages(self, name: str) -> Messages:
         """Make messages between two ranks of the world. Collective. `name` is new to it."""
-        what = f"the start of {name}"
-        return self.collectives.call_together(
-            lambda: self._messages_over(self._comm, name), what
-        ).wait()
 
-    def _messages_over(
-        self,
-        comm: mpi.Communicator,
-        name: str,
-        ranks: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-    ) -> Messages:
-        """Make messages between ranks of a communicator. Collective over them, in the engine."""
-        return Messages(comm.duplicate(name), self._engine, name, ranks, timeout_s)
+        def make() -> Messages:
+            return Messages(self._comm.duplicate(name), self._engine, name)
+
+        return self.collectives.call_together(make, f"the start of {name}").wait()
 
     def node_levels(self, user: str) -> NodeLevels:
         """Make the groups of a communication hook. Collective. `user` names the optimizer."""
