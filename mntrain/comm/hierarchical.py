@@ -156,9 +156,7 @@ class LaneOwner:
         self._plan, self._tags = plan, tags
         self._shared = tensors is not None
         self._tensor, self._tensors = tensor, [tensor] if tensors is None else tensors
-        self._self = plan.local_rank if self._shared else 0  # index of the own tensor
         self._bytes = as_bytes(tensor)
-        self._views: dict[Span, Sequence[Tensor | PeerTensor]] = {}
         self._wire, self._casts = wire, wire != tensor.dtype
         self._ratio = ratio * tensor.element_size() / wire.itemsize
         self._own = plan.node
@@ -366,19 +364,14 @@ class LaneOwner:
 
     def _of(self, span: Span) -> Sequence[Tensor | PeerTensor]:
         """Return a span of every tensor within reach."""
-        views = self._views.get(span)
-        if views is None:
-            low, high = span
-            views = self._views[span] = [tensor[low:high] for tensor in self._tensors]
-        return views
+        low, high = span
+        return [tensor[low:high] for tensor in self._tensors]
 
     def _buffer(self, span: Span) -> BufferView:
         """Return a view of a span of this rank's tensor."""
         low, high = span
-        view = self._of(span)[self._self]
-        assert isinstance(view, Tensor)
-        size = view.element_size()
-        return BufferView(view, self._bytes[low * size : high * size])
+        size = self._tensor.element_size()
+        return BufferView(self._tensor[low:high], self._bytes[low * size : high * size])
 
     # Within the node. In shared memory these steps never wait: all ranks have entered.
 
