@@ -40,6 +40,12 @@ class Gradients:
         self.buckets: list[Bucket] = []
         self.peak_bytes = 0  # outside of working tensors
         self.working_bytes = 0  # of working tensors
+        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients beside 16-bit ones, by bucket
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Hold the gradients of more buckets, of parameters by name."""
@@ -50,6 +56,11 @@ class Gradients:
     def note_peak(self, nbytes: int) -> None:
         """Count bytes that are in use at a time."""
         self.peak_bytes = max(self.peak_bytes, nbytes)
+
+    def note_wide(self, index: int, wide: Tensor) -> None:
+        """Count the fp32 gradients of a 16-bit bucket, which have memory of their own."""
+        self._wide_bytes[index] = wide.nbytes
+        self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
 
 
 class BucketGradients(Gradients):
@@ -75,7 +86,6 @@ class BucketGradients(Gradients):
         self._aside_names: set[str] = set()
         self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
         self._kept: list[Tensor] = []  # the part that this rank keeps
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
         self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
         self._works: list[Work] = []
 
@@ -283,8 +293,7 @@ class BucketGradients(Gradients):
             self._wide[index] = wide
         else:
             wide = torch.empty_like(kept, dtype=torch.float32)
-            self._wide_bytes[index] = size
-            self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
+            self.note_wide(index, wide)
         pack(kept, factor, wide)
         if index not in self._wide:
             rescale([kept], factor)
@@ -292,7 +301,7 @@ class BucketGradients(Gradients):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buckets."""
+        """The bytes of all buckets, with what pads them."""
         return sum(memory.nbytes for memory in self._memory)
 
 

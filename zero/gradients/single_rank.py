@@ -25,12 +25,11 @@ class LocalGradients(Gradients):
         super().__init__(OwnSlots())
         self._aside: dict[str, Tensor] = {}  # means of earlier reductions, by parameter name
         self._addresses: dict[int, str] = {}  # of gradients in this reduction, with their names
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients, by bucket
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Hold the gradients of more buckets, of parameters by name."""
         super().add(buckets, parameters)
-        self._note_peak()
+        self.note_peak(self.nbytes)
 
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
@@ -116,13 +115,8 @@ class LocalGradients(Gradients):
             if not self.slots.dropped(entry.spec.name):
                 pack(self.reduced(index, entry), factor, wide[entry.start : entry.stop])
         rescale(self.kept(index), factor)
-        self._wide_bytes[index] = wide.nbytes
-        self._note_peak()
+        self.note_wide(index, wide)
         return wide
-
-    def _note_peak(self) -> None:
-        own = sum(bucket.nbytes for bucket in self.buckets)
-        self.note_peak(own + sum(self._wide_bytes.values()))
 
     @torch.no_grad()
     def scale_(self, factor: float) -> None:
