@@ -28,9 +28,10 @@ from mntrain.alike.values import compare
 from mntrain.checks.finding import Finding
 from mntrain.comm import mpi, transport
 from mntrain.comm.disagreement import DisagreementWatch
-from mntrain.comm.engine import Future, ProgressEngine, Stream
+from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
-from mntrain.comm.link import Link, measure_link
+from mntrain.comm.link import Link
+from mntrain.comm.links import measure_link
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
@@ -320,22 +321,14 @@ class Ranks:
         """
         rank, topology, world = self.rank, self.topology, self.collectives
         group = topology.node_group(rank) if level == "node" else topology.cross_group(rank)
-        ranks = tuple(range(len(group)))
-        own = Topology((ranks,) if level == "node" else tuple((r,) for r in ranks))
-
-        def split(color: int, name: str) -> mpi.Communicator:
-            comm = self._comm.split(color, group.index(rank), name)
-            self._groups.callback(comm.free)
-            return comm
+        memory = world.memory if level == "node" else None
+        name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
 
         def make() -> WorldCollectives:
-            node = self._node if level == "node" else split(rank, "self")
-            comm = split(group[0], f"{level} group")
+            # With all ranks: one that fails later must not leave others alone in a call of MPI.
+            comm = self._comm.split(group[0], group.index(rank), name)
             comm.traffic, comm.levels = self._comm.traffic, [level] * comm.size
-            name = f"the {level} group of rank {group[0]}{user and f' of {user}'}"
-            memory = world.memory if level == "node" else None
-            stream = self._engine.add_stream(name, group)
-            return self._over(Members(comm, node, own), stream, memory)
+            return self._over(comm, group, name, memory=memory)
 
         return world.call_together(make, f"world.{level}_collectives").wait()
 
@@ -351,61 +344,57 @@ class Ranks:
         `name` is new to the world; `meetings` are messages between all of its ranks; `timeout_s`:
         seconds of a wait without progress that end the job, if other than the world's.
         """
-        topology, rank = self.topology, self.rank
-        groups = [[r for r in node if r in ranks] for node in topology.nodes]
-        nodes = sorted(tuple(sorted(map(ranks.index, group))) for group in groups if group)
 
         def make() -> tuple[WorldCollectives, Messages]:
-            comm = node = self._comm.of_members(ranks, tag, name)
-            self._groups.callback(comm.free)
-            if len(nodes) > 1:
-                node = comm.split(topology.node(rank), ranks.index(rank), f"{name}, node")
-                self._groups.callback(node.free)
-            mates = topology.node_group(rank)
-            local_ranks = [mates.index(r) for r in ranks if r in mates]
-            memory = self.collectives.memory.among(node, local_ranks)
-            stream = self._engine.add_stream(name, ranks, timeout_s)
-            members = Members(comm, node, Topology(tuple(nodes)))
-            messages = self._messages_over(comm, f"messages of {name}", ranks, timeout_s)
-            return self._over(members, stream, memory), messages
+            comm = self._comm.of_members(ranks, tag, name)
+            collectives = self._over(comm, ranks, name, timeout_s=timeout_s)
+            label = f"messages of {name}"
+            messages = Messages(comm.duplicate(label), self._engine, label, ranks, timeout_s)
+            return collectives, messages
 
         tag = digest_of(name) % MEETING_TAGS
-        return meetings.meet([r for r in ranks if r != rank], tag, make).wait()
+        return meetings.meet([r for r in ranks if r != self.rank], tag, make).wait()
 
     def _over(
         self,
-        members: Members,
-        stream: Stream,
+        comm: mpi.Communicator,
+        ranks: Sequence[int],
+        name: str,
+        *,
         memory: NodeSharedMemory | None = None,
+        timeout_s: float | None = None,
     ) -> WorldCollectives:
-        """Make collectives of a group, with the world's algorithm. Collective over the group."""
-        world = self.collectives
+        """Make collectives of some ranks, with the world's algorithm. Collective over these.
+
+        In the engine. `memory` is that of their nodes, by default new.
+        """
+        topology, world, rank = self.topology, self.collectives, self.rank
+        groups = [[r for r in node if r in ranks] for node in topology.nodes]
+        nodes = sorted(tuple(sorted(map(ranks.index, group))) for group in groups if group)
+        node = comm
+        self._groups.callback(comm.free)
+        if len(nodes) > 1:
+            node = comm.split(topology.node(rank), ranks.index(rank), f"{name}, node")
+            self._groups.callback(node.free)
+        mates = topology.node_group(rank)
+        local_ranks = [mates.index(r) for r in ranks if r in mates]
         return WorldCollectives(
-            members,
+            Members(comm, node, Topology(tuple(nodes))),
             self._engine,
             self._devices,
-            stream=stream,
+            stream=self._engine.add_stream(name, ranks, timeout_s),
             choice=world.choice,
             transport="host" if world.transport == "nccl" else world.transport,
-            memory=memory,
+            memory=memory or world.memory.among(node, local_ranks),
         )
 
     def messages(self, name: str) -> Messages:
         """Make messages between two ranks of the world. Collective. `name` is new to it."""
-        what = f"the start of {name}"
-        return self.collectives.call_together(
-            lambda: self._messages_over(self._comm, name), what
-        ).wait()
 
-    def _messages_over(
-        self,
-        comm: mpi.Communicator,
-        name: str,
-        ranks: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-    ) -> Messages:
-        """Make messages between ranks of a communicator. Collective over them, in the engine."""
-        return Messages(comm.duplicate(name), self._engine, name, ranks, timeout_s)
+        def make() -> Messages:
+            return Messages(self._comm.duplicate(name), self._engine, name)
+
+        return self.collectives.call_together(make, f"the start of {name}").wait()
 
     def node_levels(self, user: str) -> NodeLevels:
         """Make the groups of a communication hook. Collective. `user` names the optimizer."""

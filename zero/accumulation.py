@@ -32,7 +32,6 @@ from torch.autograd.variable import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from zero.collectives import Work
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients.buckets import BucketGradients
 from zero.gradients.weights import BatchWeight, DrawnBatch
@@ -687,10 +686,23 @@ class Accumulation:
         self._launches.done += 1
 
     def _send(self, index: int) -> None:
+        """Start the communication hook on a bucket, which owns its memory until it has finished."""
         self._take_missing(index)
-        if self.group.size > 1 and isinstance(self._gradients, BucketGradients):
-            memory = self._gradients.memory
-            memory.launched(index, self._launch(index, memory.flat(index)))
+        group, gradients, buckets = self.group, self._gradients, self._shard.buckets
+        if group.size == 1 or not isinstance(gradients, BucketGradients):
+            return
+        bucket = ReducibleBucket(
+            index,
+            buckets[index],
+            gradients.flat(index),
+            group,
+            # Several sharding groups together need the whole sum, and each rank keeps its shard.
+            self._shard.sharded and group.size == self._shard.sharding.size,
+            self.weight.unit / self._scale.value,
+            last=index == len(buckets) - 1,
+            parameters=self._shard.named,
+        )
+        gradients.launched(index, self._hook(bucket))
 
     def _take_missing(self, index: int) -> None:
         self._note_assigned(index)
@@ -711,22 +723,6 @@ class Accumulation:
         taken = self._gradients.take(index, entry, scale)
         if taken is not None and self._world_size > 1:
             self.means.finite_flag = self.means.finite_flag + nan_unless_finite(taken)
-
-    def _launch(self, index: int, flat: Tensor) -> Work:
-        """Start the communication hook on a bucket, which owns its memory until it has finished."""
-        group, buckets = self.group, self._shard.buckets
-        bucket = ReducibleBucket(
-            index,
-            buckets[index],
-            flat,
-            group,
-            # Several sharding groups together need the whole sum, and each rank keeps its shard.
-            self._shard.sharded and group.size == self._shard.sharding.size,
-            self.weight.unit / self._scale.value,
-            last=index == len(buckets) - 1,
-            parameters=self._shard.named,
-        )
-        return self._hook(bucket)
 
     def _begin_message(self) -> StepMessage:
         message, weight = StepMessage(), self.weight

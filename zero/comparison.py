@@ -178,7 +178,8 @@ class StepComparison:
 
     def figures(self, without: frozenset[str], step: int) -> Tensor:
         """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
-        words = [str(self._begun_anew), *sorted(without), "", *sorted(self._frozen())]
+        frozen = [name for name, p in self._owned.named.items() if not p.requires_grad]
+        words = [str(self._begun_anew), *sorted(without), "", *sorted(frozen)]
         words += repr(self.gradient_factor), repr(self.own_limit)
         if self._changed and not self._unlike:
             words += map(str, self._bits_of_left().values())
@@ -265,7 +266,8 @@ class StepComparison:
         facts = self._facts(groups, without, step)
         weights = self._bits_of_left()
         if self._summed is not None and self._summed[0] == step:
-            weights |= {name: int(checksum([tensor])) for name, tensor in self._weights()}
+            compared = *self._owned.named.items(), *self._untrained(), *self._masters()
+            weights |= {name: int(checksum([tensor])) for name, tensor in compared}
         devices = {parameter.device for parameter in self._owned.named.values()}
         rounds = " ".join(processor(device) for device in devices)
         own = Report(self._rank, self._replica, facts, weights, rounds)
@@ -313,12 +315,6 @@ class StepComparison:
             self.checks += 1
             self.checks_s += time.perf_counter() - start
         return self._summed[1]
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that are compared, by name, in the order of the model."""
-        yield from self._owned.named.items()
-        yield from self._untrained()
-        yield from self._masters()
 
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the memory of parameters that no optimizer trains, by name."""
@@ -380,9 +376,6 @@ class StepComparison:
                     self._places[turn, index] = start + (offset + turn * STRIDE) % size
             counts = {e.spec.name: min(e.numel, SAMPLED) for e in bucket.entries}
             yield counts, flat.index_select(0, self._places[key])
-
-    def _frozen(self) -> frozenset[str]:
-        return frozenset(name for name, p in self._owned.named.items() if not p.requires_grad)
 
     def begin_anew(self) -> None:
         """Note that a state was loaded, or parameters were added, which all ranks do. Local."""

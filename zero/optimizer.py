@@ -142,7 +142,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        pairs, model, compares = _parts_of(parameters, model, collectives.size)
+        if compares := isinstance(parameters, nn.Module):
+            if model is not None:
+                raise ValueError("the model is given as `parameters`: leave out model=")
+            model, parameters = parameters, parameters.named_parameters()
+            check_undistributed(model, collectives.size)
         given = {name: kwargs.pop(name) for name in Options.__dataclass_fields__ if name in kwargs}
         if options is not None and given:
             raise ValueError(
@@ -163,7 +167,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             overlap_forward=options.overlap_forward,
             alone=collectives.size == 1,
         )
-        self._max_norm = options.max_norm
         self._comparison = StepComparison(
             self._shard, collectives.rank, self.sync_schedule.replica, options.check_every
         )
@@ -179,11 +182,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition = choose_partition(optimizer_class, options.partition)
         self.known = works_by_element(optimizer_class)  # so is its state
         self._given: list[list[str]] = []  # names of all parameters, also frozen ones, by group
-        groups = self._check(pairs)
+        groups = self._check(parameters)
         named = by_name(groups)
         if model is not None:
-            order = [name for name, _ in model.named_parameters() if name in named]
-            named = {name: named[name] for name in order} | named
+            named = {n: named[n] for n, _ in model.named_parameters() if n in named} | named
         if compares:
             self._expect_alike(named)
         self._take_first_values(named)
@@ -197,8 +199,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._shard.watch.note_others()
             take_over(self, named)
             if compares:
-                same = {"the class": self.class_name}
-                expect_alike(collectives, same, "make the optimizer alike on all ranks")
+                self._expect_same({"the class": self.class_name})
         except BaseException:
             self.close()
             raise
@@ -757,8 +758,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._collectives.size > 1:
             self._comparison.begin_step(self.param_groups)
         norm = self._agreed_norm(float(self.options.norm_type), unused)
-        finite = math.isfinite(norm)
-        return norm, min(1.0, self._max_norm / (norm + 1e-6)) if finite else 0.0
+        most = self.options.max_grad_norm
+        coef = 1.0 if most is None else min(1.0, float(most) / (norm + 1e-6))
+        return norm, coef if math.isfinite(norm) else 0.0
 
     def _update(self, factor: float, unused: frozenset[str]) -> None:
         """Let the torch optimizer update this rank's slices by means times `factor`. Local."""
@@ -901,7 +903,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "comm_hook": type(self._hook).__name__,
             "the wire dtype": str(self._hook.wire_dtype),
             "gather_dtype": str(self.options.gather_dtype),
-            "max_grad_norm": self.options.max_norm,
+            "max_grad_norm": self.options.max_grad_norm,
             "norm_type": float(self.options.norm_type),
             "skipping of steps": self.options.skips,
             "loss_scale": self._scale.value,
@@ -914,7 +916,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             },
             "the bounds of shards": [bucket.bounds for bucket in self._lay_out(named)],
         }
-        expect_alike(collectives, alike, "make the optimizer alike on all ranks")
+        self._expect_same(alike)
+
+    def _expect_same(self, values: Mapping[str, object]) -> None:
+        expect_alike(self._collectives, values, "make the optimizer alike on all ranks")
 
     def _take_first_values(self, named: Mapping[str, Parameter]) -> None:
         """Overwrite parameters and buffers of the model with rank 0's. Collective.
@@ -971,20 +976,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f'optimizer.add_param_group({{"params": [("{names[0]}", ...), ...]}})',
                 stacklevel=8,
             )
-
-
-def _parts_of(
-    parameters: nn.Module | Iterable[Named] | Iterable[dict[str, Any]],
-    model: nn.Module | None,
-    size: int,
-) -> tuple[Iterable[Named] | Iterable[dict[str, Any]], nn.Module | None, bool]:
-    """Return parameters, the model, and whether it was given as `parameters`.
-
-    Raises ValueError if one was given beside the others, or is distributed by other code.
-    """
-    if not isinstance(parameters, nn.Module):
-        return parameters, model, False
-    if model is not None:
-        raise ValueError("the model is given as `parameters`: leave out model=")
-    check_undistributed(parameters, size)
-    return parameters.named_parameters(), parameters, True

@@ -1,6 +1,5 @@
 """Options of a sharded optimizer."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,11 +65,6 @@ class Options:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes!r}: give an int above 0")
         if not isinstance(self.overlap_forward, bool):
             raise ValueError(f"overlap_forward is {self.overlap_forward!r}: give True or False")
-
-    @property
-    def max_norm(self) -> float:
-        """The limit of the gradient's norm; infinity if there is none."""
-        return math.inf if self.max_grad_norm is None else float(self.max_grad_norm)
 
     @property
     def skips(self) -> bool:

@@ -88,9 +88,9 @@ class FlatParameters:
             flat = self._collectives.allocate(bucket.numel, bucket.dtype, device)
             for entry in bucket.entries:
                 parameter = parameters[entry.spec.name]
-                slot = own_view(flat, entry.start, parameter)
-                slot.copy_(parameter)
-                parameter.data = slot
+                place = own_view(flat, entry.start, parameter)
+                place.copy_(parameter)
+                parameter.data = place
                 self._bucket_of[parameter] = len(self._buckets)
             dtype = narrower(self._gather_dtype, bucket.dtype)
             if dtype and self._collectives.size > 1:

@@ -73,11 +73,10 @@ def predict(
         for parameter in made.values():
             parameter.grad = torch.zeros_like(parameter)
     else:
-        memory = shard.gradients.memory
         for index in list(range(len(buckets))) * (micro_batches if stage == 2 else 1):
-            memory.flat(index)
+            shard.gradients.flat(index)
             work = ChainedWork(iter([CompletedWork()])) if chained else CompletedWork()
-            memory.launched(index, work)
+            shard.gradients.launched(index, work)
         shard.gradients.finish(1.0, frozenset())
     plain = [
         {**_of_any_device(group), "params": [made[name] for name, _ in group["params"]]}

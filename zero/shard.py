@@ -24,9 +24,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.collectives import Collectives, gather_objects
-from zero.gradients.buckets import BucketGradients, BucketsInTurns, WholeBuckets
+from zero.gradients.buckets import BucketGradients, BucketsInTurns
 from zero.gradients.single_rank import LocalGradients
-from zero.gradients.slots import RefusedSlots, VisibleSlots
 from zero.kernels import power_sum, rescale, view
 from zero.layout import Bucket, ParameterSlice
 from zero.memory import Memory
@@ -103,7 +102,10 @@ class OptimizerShard:
         self.sharded = self.stage > 0  # a rank owns some elements only
         self.gather_dtype = gather_dtype if stage else None
         self.slot = sharding.slot(sharding.rank)
-        self.gradients = _gradients_of(self.stage, sharding, alone=alone)
+        self.gradients: BucketGradients | LocalGradients = LocalGradients()
+        if not alone:
+            buckets = BucketsInTurns if self.stage == 2 else BucketGradients
+            self.gradients = buckets(sharding, self.stage)
         waiting = model if overlap_forward else None
         self.parameters = FlatParameters(sharding, waiting, self.gather_dtype)  # empty at stage 0
         self.watch = ParameterWatch(model)
@@ -328,8 +330,8 @@ class OptimizerShard:
         kept += tensors_in([each for key, each in state.items() if not isinstance(key, Tensor)])
         return Memory(
             parameters=sum(parameter.nbytes for parameter in self._names),
-            gradients=self.gradients.memory.peak_bytes,
-            buckets=self.gradients.memory.working_bytes + self.parameters.gather_bytes,
+            gradients=self.gradients.peak_bytes,
+            buckets=self.gradients.working_bytes + self.parameters.gather_bytes,
             master=sum(owned.tensor.nbytes for owned in self.with_master),
             state=sum(tensor.nbytes for tensor in kept),
         )
@@ -377,20 +379,6 @@ class OptimizerShard:
 
     def _set(self, owned: OwnedSlice, part: Tensor, unused: Collection[str]) -> None:
         owned.tensor.grad = None if owned.piece.spec.name in unused else owned.in_shape(part)
-
-
-def _gradients_of(
-    stage: int, sharding: Collectives, *, alone: bool
-) -> BucketGradients | LocalGradients:
-    """Return the gradients of a stage, or those of a single rank: what `p.grad` is, and memory."""
-    if alone:
-        return LocalGradients()
-    if stage == 0:
-        whole = WholeBuckets(sharding, None)
-        slots = VisibleSlots(whole.places, silent=sharding.rank > 0)
-        return BucketGradients(slots, whole)
-    memory = WholeBuckets if stage == 1 else BucketsInTurns
-    return BucketGradients(RefusedSlots(stage), memory(sharding, sharding.slot(sharding.rank)))
 
 
 def update_alone(optimizer: torch.optim.Optimizer) -> None:

@@ -146,8 +146,7 @@ def _gather_statistics(
     slot = collectives.slot(collectives.rank)
     table[slot] = own
     flat = table.view(-1)
-    bounds = [len(own) * index for index in range(size + 1)]
-    collectives.all_gather(flat, bounds).wait()
+    collectives.all_gather(flat).wait()
     counts, means, deviations = table[:, -1:], table[:, :channels], table[:, channels:-1]
     total = counts.sum()
     mean = (counts * means).sum(0) / total

@@ -56,8 +56,6 @@ CHAIN_CHUNKS = 4
 SCATTERED_BYTES = 128 << 10
 # Nodes exchange parts in groups of so many where that divides their number, else of its factors.
 GROUP = 4
-# Up to this size every node sends its whole sum to every other: one message's latency, not two.
-WHOLE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -144,15 +142,6 @@ class HierarchyPlan:
     def crowded(self) -> bool:
         """True if several nodes send to one at once, by several lanes."""
         return self.lanes > 1 and len(self.nodes.nodes) > 2
-
-    @cached_property
-    def gathers_on_ring(self) -> bool:
-        """True if an all-gather goes around a ring of nodes instead of hop by hop.
-
-        That is so if there are more than two nodes and their numbers of shards differ: the largest
-        node would send more than every node must receive.
-        """
-        return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
 
     @cached_property
     def _shard_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -285,16 +274,13 @@ def _all_reduce(
     """Return the chunks of an all-reduce on so many nodes, by so many lanes and hops."""
     count, lanes, hops = shape
     line = max(1, LINE_BYTES // itemsize)
-    # Sums have one order for all verbs, so hops are kept.
-    small = hops == 1 and numel * itemsize <= WHOLE_BYTES
-    whole = count <= 2 or small
     chunks = []
     for lane, (low, high) in enumerate(_aligned((0, numel), lanes, line)):
         length = lengths.most // itemsize
         if count > 1:
             length = _chunk_length(high - low, itemsize, lengths, hops)
         for number, span in enumerate(_cut((low, high), length)):
-            parts = (span,) if whole else tuple(_aligned(span, count, line))
+            parts = (span,) if count <= 2 else tuple(_aligned(span, count, line))
             chunks.append((number, lane, parts, ()))
     return _in_order(chunks)
 

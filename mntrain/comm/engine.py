@@ -169,7 +169,9 @@ class Future(Generic[T_co]):
             lowest = self.oldest if oldest is None else oldest
             if lowest is not None and self._next[0] - lowest >= CHUNK_TAGS:
                 break
-            self._continue(self._next)
+            test = self._continue(self._next)
+            if test is not None:
+                self.in_flight.append((self._next, test))
             self._next, moved = next(self._unstarted, None), True
             self.all_started = self._next is None
             if self._first:
@@ -184,19 +186,15 @@ class Future(Generic[T_co]):
         Each chunk tests its own messages. One test of all in flight takes less CPU time, but MPI
         makes progress only when it is called.
         """
-        for first, (_, test) in enumerate(self.in_flight):  # noqa: B007 - used below
+        left, moved = list[tuple[NumberedChunk, Test]](), False
+        for chunk, test in self.in_flight:
+            following: Test | None = test
             if test():
-                break
-        else:
-            return False
-        self.in_flight, rest = self.in_flight[:first], self.in_flight[first:]
-        self._continue(rest[0][0])
-        for chunk, test in rest[1:]:
-            if test():
-                self._continue(chunk)
-            else:
-                self.in_flight.append((chunk, test))
-        return True
+                following, moved = self._continue(chunk), True
+            if following is not None:
+                left.append((chunk, following))
+        self.in_flight = left
+        return moved
 
     def fail(self, error: BaseException) -> None:
         """Make `wait` raise an error, and release what the steps and chunks in flight hold."""
@@ -210,12 +208,10 @@ class Future(Generic[T_co]):
     def _chunks_ended(self) -> bool:
         return self.all_started and not self.in_flight
 
-    def _continue(self, chunk: NumberedChunk) -> None:
+    def _continue(self, chunk: NumberedChunk) -> Test | None:
+        """Run the steps of a chunk, and return the test for which it waits; None at its end."""
         try:
-            for test in chunk[1]:
-                if not test():
-                    self.in_flight.append((chunk, test))
-                    return
+            return next((test for test in chunk[1] if not test()), None)
         except BaseException:
             chunk[1].close()
             raise

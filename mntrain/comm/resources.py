@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from zero.collectives import Work
 from zero.kernels import Add
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mntrain.comm.mpi import Bytes
 
 MIN_BYTES = 4 << 10
@@ -30,14 +28,14 @@ MAX_VIEWS = 64  # kept for one buffer: the lengths of a program's chunks are few
 
 
 def as_bytes(tensor: Tensor) -> "Bytes":
-    """Return a view of a flat contiguous tensor, in the form that MPI takes."""
+    """Return a view of a flat contiguous tensor, in the form that MPI takes.
+
+    A tensor in host memory may still be resized.
+    """
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
-    return tensor.view(torch.uint8) if tensor.is_cuda else host_bytes(tensor)
-
-
-def host_bytes(tensor: Tensor) -> "NDArray[np.uint8]":
-    """Return a view of a flat contiguous tensor in host memory, which may still be resized."""
+    if tensor.is_cuda:
+        return tensor.view(torch.uint8)
     if not len(tensor):  # it has no address
         return np.empty(0, np.uint8)
     place, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
@@ -71,15 +69,11 @@ class TensorAccess:
 
 
 class BufferView(NamedTuple):
-    """A flat tensor, and its memory in the form that MPI takes; for rows, a tensor of each.
-
-    `arrays` are NumPy views of the rows; empty for device memory and for dtypes NumPy lacks.
-    """
+    """A flat tensor, and its memory in the form that MPI takes; for rows, a tensor of each."""
 
     tensor: Tensor
     bytes: "Bytes"
     tensors: Sequence[Tensor] = ()
-    arrays: Sequence["NDArray[Any]"] = ()
 
 
 # Returns an uninitialized flat tensor of (numel, dtype), or with a third argument so many, end to
@@ -139,12 +133,7 @@ class BufferPool:
 def _view(memory: Tensor, rows: int, numel: int, dtype: torch.dtype) -> BufferView:
     with torch.inference_mode(False):  # the caller's: it may be driving a collective
         tensor = memory.view(dtype)
-        tensors = tensor.view(rows, numel).unbind()
-    try:
-        arrays = [row.numpy() for row in tensors]
-    except TypeError:  # of a dtype that NumPy lacks, or on a device
-        arrays = []
-    return BufferView(tensor, as_bytes(tensor), tensors, arrays)
+        return BufferView(tensor, as_bytes(tensor), tensor.view(rows, numel).unbind())
 
 
 def no_fence() -> Steps[None]:

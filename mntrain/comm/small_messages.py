@@ -10,9 +10,8 @@ Message-Passing Systems", IEEE TPDS 1997, for the all-gather.
 
 import pickle
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -21,14 +20,11 @@ from torch import Tensor
 from mntrain.comm.chunk_plan import HierarchyPlan
 from mntrain.comm.engine import Steps
 from mntrain.comm.mpi import Communicator, Requests
-from mntrain.comm.resources import BufferView, CommContext, TensorAccess, as_bytes, host_bytes
+from mntrain.comm.resources import BufferView, CommContext, TensorAccess, as_bytes
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
-from zero.kernels import sum_dtype
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from mntrain.comm.mpi import Bytes
 
 T = TypeVar("T")
@@ -54,11 +50,7 @@ def small_collective(
         return access.give_back()
     with context.buffers.lease() as take:
         rows = take(tensor.numel(), tensor.dtype, comm.size)
-        if rows.arrays:
-            row = rows.arrays[comm.rank]
-            row[:] = host_bytes(tensor).view(row.dtype)
-        else:
-            rows.tensors[comm.rank].copy_(tensor)
+        rows.tensors[comm.rank].copy_(tensor)
         yield from all_gather(comm, rows.bytes, tag, ratio=ticket.ratio)
         if call.verb == "all_gather":
             owners = zip(pairwise(access.bounds), context.topology.owners, strict=True)
@@ -73,18 +65,10 @@ def _add_rows(
     rows: BufferView, plan: HierarchyPlan, total: Tensor, wire: torch.dtype, context: CommContext
 ) -> None:
     """Leave the sum of the rows in `total`, in the order of the chunks' steps. Overwrites them."""
-    if sum_dtype(total.dtype) == total.dtype == wire:
-        arrays = rows.arrays
-        with np.errstate(over="ignore", invalid="ignore"):  # as torch does
-            for group in _groups(plan):
-                _add_arrays([arrays[rank] for rank in group], arrays[group[0]])
-        summed = arrays[plan.nodes.nodes[0][0]]
-        host_bytes(total).view(summed.dtype)[:] = summed
-        return
     nodes = len(plan.nodes.nodes)
     for number, group in enumerate(_groups(plan)):
         addends, target = [rows.tensors[rank] for rank in group], rows.tensors[group[0]]
-        if number < nodes:
+        if number < nodes or wire == total.dtype:
             context.add(addends, target)
         else:
             context.add([addend.to(wire) for addend in addends], target)
@@ -100,13 +84,6 @@ def _groups(plan: HierarchyPlan) -> Iterator[Sequence[int]]:
         if len(first) > 1:
             yield from (first[rest::width] for rest in range(width))
             first = first[:width]
-
-
-def _add_arrays(addends: Sequence["NDArray[Any]"], total: "NDArray[Any]") -> None:
-    """Leave the sum of addends, in their order, in `total`. NumPy calls cost less than torch's."""
-    result = reduce(partial(np.add, out=total), addends)
-    if result is not total:
-        total[:] = result
 
 
 def all_gather(

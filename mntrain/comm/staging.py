@@ -1,8 +1,8 @@
 """Tensors of a GPU in collectives: staged in pinned host memory, or used by MPI itself.
 
-A staged tensor travels in chunks through slots of pinned host memory that the node's ranks share,
-so that sums within the node are made there as for host tensors. Each chunk is a collective of its
-own, and several are in flight:
+A staged tensor travels in chunks through buffers of pinned host memory that the node's ranks
+share, so that sums within the node are made there as for host tensors. Each chunk is a collective
+of its own, and several are in flight:
 
     caller's stream        ... backward fills the bucket | event | continues with backward  | wait
     device to host                                        chunk 0 | chunk 1 | chunk 2 |
@@ -37,7 +37,7 @@ from zero.collectives import Work
 from zero.kernels import Add
 from zero.layout import split
 
-SLOT_BYTES = 4 << 20  # large enough for a copy at full speed, small enough to overlap
+BUFFER_BYTES = 4 << 20  # large enough for a copy at full speed, small enough to overlap
 Copies = Iterable[tuple[Tensor, Tensor]]  # (target, source)
 
 
@@ -148,7 +148,7 @@ class Devices:
     device: torch.device
     copier: DeviceCopy
     add: Add
-    slot_bytes: int = SLOT_BYTES
+    buffer_bytes: int = BUFFER_BYTES
 
     def fence(self) -> Steps[None]:
         """Wait until the work given to the device's current stream so far is done."""
@@ -211,51 +211,51 @@ class DeviceAccess(TensorAccess):
 
 
 def chunks(
-    bounds: Sequence[int], itemsize: int, slot_bytes: int, *, whole: bool
+    bounds: Sequence[int], itemsize: int, buffer_bytes: int, *, whole: bool
 ) -> list[tuple[Span, ...]]:
-    """Cut a tensor into as few chunks as fit into slots of `slot_bytes`. Pure.
+    """Cut a tensor into as few chunks as fit into buffers of `buffer_bytes`. Pure.
 
-    A chunk consists of spans of the tensor, which lie end to end in a slot: a part of every shard,
-    in order, or one span if the verb has no shards (`whole`).
+    A chunk consists of spans of the tensor, which lie end to end in a buffer: a part of every
+    shard, in order, or one span if the verb has no shards (`whole`).
     """
     shards = [(bounds[0], bounds[-1])] if whole else list(pairwise(bounds))
-    capacity = slot_bytes // itemsize - len(shards)  # parts of a shard differ by one element
-    assert capacity > 0, (len(shards), slot_bytes)
+    capacity = buffer_bytes // itemsize - len(shards)  # parts of a shard differ by one element
+    assert capacity > 0, (len(shards), buffer_bytes)
     count = max(1, -(-bounds[-1] // capacity))
     cuts = [list(pairwise(low + mark for mark in split(high - low, count))) for low, high in shards]
     return list(zip(*cuts, strict=True))
 
 
 class Staging:
-    """The pinned slots of one rank, used in turn. Construction is collective over the node.
+    """The pinned buffers of one rank, used in turn. Construction is collective over the node.
 
-    There are as many slots as collectives may be in flight. Collectives begin and end in one order,
-    so the oldest slot is free when the next chunk begins.
+    There are as many buffers as collectives may be in flight. Collectives begin and end in one
+    order, so the oldest buffer is free when the next chunk begins.
     """
 
     def __init__(
-        self, memory: NodeSharedMemory, copier: DeviceCopy, slot_bytes: int = SLOT_BYTES
+        self, memory: NodeSharedMemory, copier: DeviceCopy, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
-        self.copier, self.slot_bytes = copier, slot_bytes
-        self._memory = memory.allocate(DEPTH * slot_bytes)
-        # By slot: the events after which it is free.
+        self.copier, self.buffer_bytes = copier, buffer_bytes
+        self._memory = memory.allocate(DEPTH * buffer_bytes)
+        # By buffer: the events after which it is free.
         self.free_after: list[list[torch.cuda.Event]] = [[] for _ in range(DEPTH)]
         self._count = 0
         weakref.finalize(self, copier.pin(self._memory))
 
-    def next_slot(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """Return the next slot, as a tensor of `numel` elements, and its index."""
+    def next_buffer(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """Return the next buffer, as a tensor of `numel` elements, and its index."""
         index = self._count % DEPTH
         self._count += 1
-        start = index * self.slot_bytes
+        start = index * self.buffer_bytes
         return self._memory[start : start + numel * dtype.itemsize].view(dtype), index
 
 
 class StagedAccess(TensorAccess):
-    """Access to a chunk of a device tensor through a slot, after the event `ready`.
+    """Access to a chunk of a device tensor through a buffer, after the event `ready`.
 
-    `goes` and `comes` are the indices of the spans to copy to the slot and back; None: all.
-    `bounds` are the limits of the spans in the slot.
+    `goes` and `comes` are the indices of the spans to copy to the buffer and back; None: all.
+    `bounds` are the limits of the spans in the buffer.
     """
 
     def __init__(
@@ -273,27 +273,27 @@ class StagedAccess(TensorAccess):
         self.bounds = tuple(accumulate((high - low for low, high in spans), initial=0))
 
     def begin(self) -> None:
-        """Start to copy the chunk into the next slot."""
+        """Start to copy the chunk into the next buffer."""
         staging = self._staging
-        self.host, self._slot = staging.next_slot(self.bounds[-1], self._tensor.dtype)
+        self.host, self._buffer = staging.next_buffer(self.bounds[-1], self._tensor.dtype)
         self._fetched = staging.copier.copy_to_host(
-            self._views(self._goes), self._ready, *staging.free_after[self._slot]
+            self._views(self._goes), self._ready, *staging.free_after[self._buffer]
         )
 
     def here(self) -> bool:
-        """Return True when the slot holds the chunk."""
+        """Return True when the buffer holds the chunk."""
         return bool(self._fetched.query())
 
     def give_back(self) -> Work:
-        """Start to copy the result back, and free the slot after that."""
+        """Start to copy the result back, and free the buffer after that."""
         copier = self._staging.copier
         views = self._views(self._comes)
         end = copier.copy_to_device([(target, source) for source, target in views])
-        self._staging.free_after[self._slot] = [end]
+        self._staging.free_after[self._buffer] = [end]
         return StreamOrderedWork(copier, lambda: end)
 
     def _views(self, which: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
-        """Return views of the slot and of the tensor, by span."""
+        """Return views of the buffer and of the tensor, by span."""
         tensor, spans, bounds = self._tensor, self._spans, self.bounds
         indices = range(len(spans)) if which is None else which
         return [(self.host[bounds[i] : bounds[i + 1]], tensor[slice(*spans[i])]) for i in indices]

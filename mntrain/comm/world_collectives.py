@@ -156,7 +156,7 @@ class WorldCollectives:
         flags = SharedFlags(self.memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(comm.traffic), add)
         if devices is not None:
-            self._staging = Staging(self.memory, devices.copier, devices.slot_bytes)
+            self._staging = Staging(self.memory, devices.copier, devices.buffer_bytes)
             self._device = dataclasses.replace(
                 self._host,
                 buffers=BufferPool(comm.traffic, devices.device),
@@ -192,7 +192,7 @@ class WorldCollectives:
             other._host = dataclasses.replace(self._host, **own)
             if devices is not None:
                 other._device = dataclasses.replace(self._device, **own)
-                other._staging = Staging(self.memory, devices.copier, devices.slot_bytes)
+                other._staging = Staging(self.memory, devices.copier, devices.buffer_bytes)
             return other
 
         return self.call_together(make, f"a new stream, {name}").wait()
@@ -371,6 +371,6 @@ class WorldCollectives:
             goes, comes = [own], [slot for slot in range(self.size) if slot != own]
         elif call.verb == "broadcast":
             goes, comes = (None, []) if call.root == self.rank else ([], None)
-        for spans in chunks(call.bounds, tensor.element_size(), devices.slot_bytes, whole=whole):
+        for spans in chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole):
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
             yield ticket.copy(), staged, self._host

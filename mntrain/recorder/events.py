@@ -237,14 +237,14 @@ class Recorder:
 
     def _put(
         self,
-        slot: int,
+        record: int,
         event: int,
         kind: Kind,
         numbers: tuple[int, int],
         texts: tuple[str, str, str],
     ) -> None:
         """Write a record, which lies within a page: a process ends before or after its write."""
-        at, (number, awaited), (name, text, site) = slot * RECORD_BYTES, numbers, texts
+        at, (number, awaited), (name, text, site) = record * RECORD_BYTES, numbers, texts
         RECORD.pack_into(
             self._ring,
             at,
@@ -275,8 +275,8 @@ class Recorder:
         while not self._closed.wait(SIGN_S):
             site = self._site_of_training()
             number = next(self._sign_numbers)
-            slot = CAPACITY + number % SIGNS
-            self._put(slot, number, Kind.SIGN_OF_LIFE, (0, ALL_RANKS), ("", "", site))
+            record = CAPACITY + number % SIGNS
+            self._put(record, number, Kind.SIGN_OF_LIFE, (0, ALL_RANKS), ("", "", site))
             self._write_missing()
 
     def _site_of_training(self) -> str:

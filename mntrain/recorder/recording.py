@@ -1,7 +1,7 @@
 """The file in which a rank leaves its last events, and how it is read after the rank's end.
 
     header      HEADER_BYTES: magic, length, and a JSON object with the facts of `Header`
-    ring        CAPACITY records of RECORD_BYTES; the event with number n lies in slot n % CAPACITY
+    ring        CAPACITY records of RECORD_BYTES; the event with number n is record n % CAPACITY
     signs       2 records, written in turn, of the last sign of life
     crash       text of Python's faulthandler, if native code has crashed
 
@@ -164,15 +164,16 @@ def read(path: Path) -> Recording:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} has a damaged header: {error}") from None
     ring, signs, kinds = {}, {}, set(Kind)
-    for slot in range(CAPACITY + SIGNS):
-        place = slice(HEADER_BYTES + slot * RECORD_BYTES, HEADER_BYTES + (slot + 1) * RECORD_BYTES)
+    for record in range(CAPACITY + SIGNS):
+        start = HEADER_BYTES + record * RECORD_BYTES
+        place = slice(start, start + RECORD_BYTES)
         number, seconds, count, awaited, kind, *texts = RECORD.unpack(data[place])
         if number and data[place] == again[place] and kind in kinds:
             name, text, site = (value.rstrip(b"\0").decode(errors="replace") for value in texts)
             event = Event(seconds - header.monotonic, Kind(kind), count, awaited, name, text, site)
-            if slot >= CAPACITY:
+            if record >= CAPACITY:
                 signs[number] = event
-            elif slot == number % CAPACITY:
+            elif record == number % CAPACITY:
                 ring[number] = event
     sign = signs[max(signs)] if signs else None
     events = [ring[number] for number in sorted(ring)]

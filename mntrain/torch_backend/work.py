@@ -25,6 +25,7 @@ from mntrain.comm import clock
 from mntrain.comm.mpi import FoundMessage
 from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import Work
+from zero.kernels import without_repeats
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 _backward = threading.local()  # its `last` is the call that this thread's backward will end last
@@ -275,11 +276,8 @@ def _fill(target: Tensor, source: Tensor) -> None:
 
     Raises ValueError if they would have to differ.
     """
-    own, values = target, source
-    for dimension, (length, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if length > 1 and stride == 0:
-            own, values = own.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
-    own.copy_(values)
+    own = without_repeats(target)
+    own.copy_(source[tuple(map(slice, own.shape))])
     if own is not target and not ((target == source) | source.isnan()).all():
         raise ValueError(
             "elements of an expanded tensor share memory, and the result has different values for "

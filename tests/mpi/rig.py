@@ -14,7 +14,7 @@ from mntrain.comm.transport import TransportContext, select_transport
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from zero.kernels import add
 
-SLOT_BYTES = 4096
+BUFFER_BYTES = 4096
 TRANSPORTS = ("host", "cuda-aware", "nccl")
 
 
@@ -26,7 +26,7 @@ class Rig:
         self.device, self.progress = device, self.world._engine
         self.late = not isinstance(device, PromptDevice)
         sums = late_add(device) if self.late else add
-        self.devices = Devices(torch.device("cpu"), device, sums, slot_bytes=SLOT_BYTES)
+        self.devices = Devices(torch.device("cpu"), device, sums, buffer_bytes=BUFFER_BYTES)
         self.comm = self.on_thread(lambda: self.world._comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(

@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 ITEM = 4  # bytes of an fp32 element
 PIECE = AlgorithmChoice("lanes").chunk_bytes
-SMALL = 16 << 10  # bytes that every node sends whole
 SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003, 9001, 70001]
 
 
@@ -88,7 +87,7 @@ def all_reduce(nodes, lanes, shard, piece_bytes):
         owners = [node[lane] for node in nodes]
         most = piece_of(length, piece_bytes) if len(nodes) > 1 else max(1, piece_bytes // ITEM)
         for piece in cut(length, most):
-            whole = len(nodes) <= 2 or numel * ITEM <= SMALL
+            whole = len(nodes) <= 2
             parts = [piece] if whole else in_lines(piece, len(nodes))
             for node, owner in zip(nodes, owners, strict=True):
                 for part, peer in product(parts, set(node) - {owner}):
@@ -142,13 +141,6 @@ def all_gather(nodes, lanes, shard, piece_bytes):
                     yield owner, holder, owner, length
                 for peer in set(node) - {owner, holder}:
                     yield owner, owner, peer, length
-        if len(nodes) > 2 and len(set(map(len, nodes))) > 1:
-            # On a ring: to the next node everything but what that node has.
-            for i, (a, b) in enumerate(zip(owners, [*owners[1:], owners[0]], strict=True)):
-                for j, (_, length) in enumerate(parts):
-                    if j != (i + 1) % len(nodes):
-                        yield a, a, b, length
-            continue
         for (i, a), (_, b) in permutations(enumerate(owners), 2):
             yield a, a, b, parts[i][1]
 

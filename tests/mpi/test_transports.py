@@ -12,7 +12,7 @@ import pytest
 import torch
 from devices import GlooGroup, LateDevice
 from mpi4py import MPI
-from rig import SLOT_BYTES, TRANSPORTS
+from rig import BUFFER_BYTES, TRANSPORTS
 
 import mntrain
 from mntrain.comm import nccl
@@ -155,9 +155,9 @@ def test_only_the_elements_a_verb_needs_are_copied(rig):
 
 def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     one = rig(2)
-    assert one.device.pinned_bytes == DEPTH * SLOT_BYTES
+    assert one.device.pinned_bytes == DEPTH * BUFFER_BYTES
     stream = one.collectives.add_stream("another")
-    assert one.device.pinned_bytes == 2 * DEPTH * SLOT_BYTES
+    assert one.device.pinned_bytes == 2 * DEPTH * BUFFER_BYTES
     one.collectives = one.devices = stream = None  # noqa: F841 - it is freed
     assert one.device.pinned_bytes == 0
 

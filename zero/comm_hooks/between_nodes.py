@@ -173,8 +173,7 @@ class BetweenNodesHook(CommHook):
         by_node = [codes[slot * nbytes :][:nbytes] for slot in map(cross.slot, range(cross.size))]
         self.code.encode(sums, by_node[cross.rank])
         ratio = lane.nbytes * (1 if bucket.sharded else 2) / cross.size / nbytes
-        bounds = [slot * nbytes for slot in range(cross.size + 1)]
-        yield cross.named(label, ratio).all_gather(codes, bounds)
+        yield cross.named(label, ratio).all_gather(codes)
         total = lane if lane.dtype == sums.dtype else torch.empty_like(sums)
         total.zero_()
         for code in by_node:

@@ -5,8 +5,8 @@ micro-batch (stage 2). For each parameter, `take` moves its gradient into its bu
 bucket is launched. `finish` makes means of the sums. From then on the means are `held` until
 `clear`, and further backward passes add to them.
 
-    memory              stages   of each bucket this rank has
-    WholeBuckets        0, 1     all elements, of which it keeps all (0) or its shard (1)
+    class               stages   of each bucket this rank has
+    BucketGradients     0, 1     all elements, of which it keeps all (0) or its shard (1)
     BucketsInTurns      2        its shard; all elements while it is filled and reduced
 
 Kept tensors are flat, and have the elements of a parameter in the order in which it lies in memory.
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from zero.collectives import Collectives, Work
 from zero.comm_hooks import ChainedWork, wait_all
-from zero.gradients.slots import RefusedSlots, VisibleSlots
+from zero.gradients.slots import RefusedSlots, Slots, VisibleSlots
 from zero.kernels import copy_scaled, own_view, pack, rescale, sum_dtype, view
 from zero.layout import Bucket, ParameterSlice
 from zero.precision import is_16_bit
@@ -29,24 +29,85 @@ from zero.precision import is_16_bit
 IN_FLIGHT = 1  # buckets that are reduced while others are filled, where they take turns
 
 
-class BucketGradients:
-    """Gradients that are summed over ranks in buckets.
+class Gradients:
+    """The gradients of buckets, and the most bytes that they took.
 
-    `slots` are what `parameter.grad` is, and `memory` is where gradients are summed and means kept.
+    `slots` are what `parameter.grad` is.
     """
 
-    def __init__(
-        self, slots: VisibleSlots | RefusedSlots, memory: "WholeBuckets | BucketsInTurns"
-    ) -> None:
-        self.slots, self.memory, self.held = slots, memory, False
+    def __init__(self, slots: Slots) -> None:
+        self.slots, self.held = slots, False
+        self.buckets: list[Bucket] = []
+        self.peak_bytes = 0  # outside of working tensors
+        self.working_bytes = 0  # of working tensors
+        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients beside 16-bit ones, by bucket
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        """Hold the gradients of more buckets, of parameters by name."""
+        self.buckets.extend(buckets)
+        for name, parameter in parameters.items():
+            self.slots.add(name, parameter)
+
+    def note_peak(self, nbytes: int) -> None:
+        """Count bytes that are in use at a time."""
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+
+    def note_wide(self, index: int, wide: Tensor) -> None:
+        """Count the fp32 gradients of a 16-bit bucket, which have memory of their own."""
+        self._wide_bytes[index] = wide.nbytes
+        self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
+
+
+class BucketGradients(Gradients):
+    """Gradients that are summed over ranks in buckets, each in memory of its own.
+
+    At the first backward parameters have no gradients, so autograd hands over its own tensor, which
+    is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
+    micro-batches accumulate in place.
+    """
+
+    slots: VisibleSlots | RefusedSlots
+
+    def __init__(self, collectives: Collectives, stage: int) -> None:
+        self._places: dict[str, Tensor] = {}  # of gradients, by parameter name
+        visible = VisibleSlots(self._places, silent=collectives.rank > 0)
+        super().__init__(RefusedSlots(stage) if stage else visible)
+        self._collectives = collectives
+        # The slot of the shard that this rank keeps; None for all.
+        self._owner = collectives.slot(collectives.rank) if stage else None
+        # Of each bucket, the first element that this rank keeps, and that after the last.
+        self._ranges: list[tuple[int, int]] = []
         self._aside: dict[int, Tensor] = {}  # kept means of earlier reductions, by bucket
         self._aside_names: set[str] = set()
+        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
+        self._kept: list[Tensor] = []  # the part that this rank keeps
+        self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
+        self._works: list[Work] = []
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Allocate memory for more buckets, of parameters by name. Collective."""
-        self.memory.add(buckets, parameters)
-        for name, parameter in parameters.items():
-            self.slots.add(name, parameter)
+        self._note(buckets, parameters)
+        for bucket, kept in zip(buckets, self._ranges[len(self._memory) :], strict=True):
+            device = parameters[bucket.entries[0].spec.name].device
+            # At stage 1, half of a 16-bit bucket fits in fp32.
+            padding = 0 if self._owner is None else bucket.numel % 2 * is_16_bit(bucket.dtype)
+            memory = self._collectives.allocate(bucket.numel + padding, bucket.dtype, device)
+            self._memory.append(memory)
+            self._kept.append(memory[slice(*kept)])
+            for entry in bucket.entries:
+                name = entry.spec.name
+                self._places[name] = own_view(memory, entry.start, parameters[name])
+        self.note_peak(self.nbytes)
+
+    def _note(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
+        super().add(buckets, parameters)
+        owner = self._owner
+        self._ranges += [(0, b.numel) if owner is None else b.shard(owner) for b in buckets]
 
     # A reduction.
 
@@ -54,14 +115,14 @@ class BucketGradients:
         """Prepare for the first gradient of a reduction."""
         if not self.slots.accumulate:
             self.set_aside()
-        self.memory.begin()
+        self.renew()
 
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
         """Move a parameter's gradient into its bucket, times `scale`; 0 gives zeros for any values.
 
         Returns the scaled gradient, or None where there was none: that contributes zeros.
         """
-        place, gradient = self.memory.place(index, entry), self.slots.pop(entry.spec.name)
+        place, gradient = self.place(index, entry), self.slots.pop(entry.spec.name)
         if gradient is not place:
             return copy_scaled(place, gradient, scale)
         rescale([place], scale)  # it has accumulated there
@@ -73,7 +134,7 @@ class BucketGradients:
 
     def own(self) -> list[Tensor]:
         """Return this rank's gradients of all buckets, taken and not launched. Views."""
-        return [self.memory.flat(index) for index in range(len(self.memory.buckets))]
+        return [self.flat(index) for index in range(len(self.buckets))]
 
     def separate(self) -> None:
         """Set held means aside, and let the coming backward not add to what shows them."""
@@ -86,19 +147,19 @@ class BucketGradients:
         if not self.held:
             return
         self.held = False
-        for index, bucket in enumerate(self.memory.buckets):
+        for index, bucket in enumerate(self.buckets):
             names = {entry.spec.name for entry in bucket.entries}
             gone = {name for name in names if not self.slots.keeps(name)}
             if gone == names:
                 continue
-            self._aside[index] = self.memory.kept(index).clone()
-            low = self.memory.ranges[index][0]
-            for piece in bucket.pieces(*self.memory.ranges[index]):
+            self._aside[index] = self.part(index).clone()
+            low = self._ranges[index][0]
+            for piece in bucket.pieces(*self._ranges[index]):
                 if piece.spec.name in gone:
                     self._aside[index][piece.start - low : piece.stop - low].zero_()
             self._aside_names |= names - gone
         beside = sum(tensor.nbytes for tensor in self._aside.values())
-        self.memory.note_peak(self.memory.nbytes + beside)
+        self.note_peak(self.nbytes + beside)
 
     @torch.no_grad()
     def finish(self, factor: float, unused: Collection[str], of_held: float = 1.0) -> None:
@@ -107,10 +168,10 @@ class BucketGradients:
         Means that were held before are added, times `of_held`. `parameter.grad` is published; it is
         None for names in `unused`.
         """
-        self.memory.wait()
+        self.wait()
         self.scale_(factor)
         for index, mean in self._aside.items():
-            self.memory.kept(index).add_(mean, alpha=of_held)
+            self.part(index).add_(mean, alpha=of_held)
         self._aside.clear()
         for name, parameter in self.slots.parameters.items():
             if name in unused and name not in self._aside_names:
@@ -130,7 +191,7 @@ class BucketGradients:
         that was assigned at stages 1 and 2.
         """
         dropped = set()
-        for index, bucket in enumerate(self.memory.buckets):
+        for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 name = entry.spec.name
                 if self.slots.keeps(name):
@@ -140,39 +201,32 @@ class BucketGradients:
                     dropped.add(name)
                     self._zero(index, name)
                 else:
-                    copy_scaled(self.memory.place(index, entry), assigned, 1.0)
+                    copy_scaled(self.place(index, entry), assigned, 1.0)
                     self.slots.publish(name)
         return frozenset(dropped)
 
     def _zero(self, index: int, name: str) -> None:
-        for piece in self.memory.buckets[index].pieces(*self.memory.ranges[index]):
+        for piece in self.buckets[index].pieces(*self._ranges[index]):
             if piece.spec.name == name:
                 self.reduced(index, piece).zero_()
 
     def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
         """Return the mean of a slice that this rank keeps. Flat; a view."""
-        start = piece.start - self.memory.ranges[index][0]
-        return self.memory.kept(index)[start : start + piece.numel]
+        start = piece.start - self._ranges[index][0]
+        return self.part(index)[start : start + piece.numel]
 
     def kept(self, index: int) -> list[Tensor]:
         """Return the means of a bucket that this rank keeps: one flat tensor. A view."""
-        return [self.memory.kept(index)]
-
-    def widened(self, index: int, factor: float) -> Tensor:
-        """Return all that this rank keeps of a 16-bit bucket, in fp32 and times a factor. Flat.
-
-        The mean itself is multiplied, too, and may become the fp32 one.
-        """
-        return self.memory.widened(index, factor)
+        return [self.part(index)]
 
     @torch.no_grad()
     def scale_(self, factor: float) -> None:
         """Multiply the held means by a factor, after `collect`."""
-        rescale([self.memory.kept(index) for index in range(len(self.memory.buckets))], factor)
+        rescale([self.part(index) for index in range(len(self.buckets))], factor)
 
     def clear(self, set_to_none: bool) -> None:
         """Discard all gradients: every `p.grad` becomes None, or stands for zeros if wanted."""
-        self.memory.wait()
+        self.wait()
         self.forget()
         for name, parameter in self.slots.parameters.items():
             if set_to_none or self.slots.dropped(name):
@@ -190,80 +244,21 @@ class BucketGradients:
         self._aside.clear()
         self._aside_names.clear()
         self.held = False
-        self.memory.begin()
+        self.renew()
 
+    # The memory.
 
-class BucketMemory:
-    """The buckets, what this rank keeps of each, and the most bytes that they took.
-
-    `owner` is the slot of the shard that this rank keeps; None for all.
-    """
-
-    def __init__(self, owner: int | None = None) -> None:
-        self.buckets: list[Bucket] = []
-        # Of each, the first element that this rank keeps, and that after the last.
-        self.ranges: list[tuple[int, int]] = []
-        self.peak_bytes = 0  # outside of working tensors
-        self.working_bytes = 0  # of working tensors
-        self._owner = owner
-
-    def extend(self, buckets: Sequence[Bucket]) -> None:
-        """Note more buckets."""
-        owner = self._owner
-        self.buckets.extend(buckets)
-        self.ranges += [(0, b.numel) if owner is None else b.shard(owner) for b in buckets]
-
-    def note_peak(self, nbytes: int) -> None:
-        """Count bytes that are in use at a time."""
-        self.peak_bytes = max(self.peak_bytes, nbytes)
-
-
-class WholeBuckets(BucketMemory):
-    """Whole buckets, each in memory of its own.
-
-    At the first backward parameters have no gradients, so autograd hands over its own tensor, which
-    is copied and scaled into the bucket in one pass; zeroing and accumulating would be three. Later
-    micro-batches accumulate in place.
-    """
-
-    def __init__(self, collectives: Collectives, owner: int | None) -> None:
-        super().__init__(owner)
-        self._collectives = collectives
-        self._memory: list[Tensor] = []  # of each bucket; longer than it by the padding
-        self._flats: list[Tensor] = []  # without the padding
-        self._kept: list[Tensor] = []  # the part that this rank keeps
-        self.places: dict[str, Tensor] = {}  # of gradients, by parameter name
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients that do not fit into `_memory`
-        self._wide: dict[int, Tensor] = {}  # those that have replaced the 16-bit ones
-        self._works: list[Work] = []
-
-    def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
-        """Allocate memory for more buckets, of parameters by name. Collective."""
-        self.extend(buckets)
-        for bucket, kept in zip(buckets, self.ranges[len(self._memory) :], strict=True):
-            device = parameters[bucket.entries[0].spec.name].device
-            # At stage 1, half of a 16-bit bucket fits in fp32.
-            padding = 0 if self._owner is None else bucket.numel % 2 * is_16_bit(bucket.dtype)
-            memory = self._collectives.allocate(bucket.numel + padding, bucket.dtype, device)
-            self._memory.append(memory)
-            self._flats.append(memory[: bucket.numel])
-            self._kept.append(memory[slice(*kept)])
-            for entry in bucket.entries:
-                name = entry.spec.name
-                self.places[name] = own_view(memory, entry.start, parameters[name])
-        self.note_peak(self.nbytes)
-
-    def begin(self) -> None:
+    def renew(self) -> None:
         """Prepare for the first gradient of a reduction."""
         self._wide.clear()
 
     def place(self, index: int, entry: ParameterSlice) -> Tensor:
         """Return the view of a bucket that a parameter's gradient is copied into."""
-        return self.places[entry.spec.name]
+        return self._places[entry.spec.name]
 
     def flat(self, index: int) -> Tensor:
         """Return the flat gradients of a bucket, of which every gradient was taken."""
-        return self._flats[index]
+        return self._memory[index][: self.buckets[index].numel]
 
     def launched(self, index: int, work: Work) -> None:
         """Record the reduction of a bucket, to which its flat gradients belong from now on.
@@ -281,7 +276,7 @@ class WholeBuckets(BucketMemory):
         works, self._works = self._works, []
         wait_all(works)
 
-    def kept(self, index: int) -> Tensor:
+    def part(self, index: int) -> Tensor:
         """Return the sums or means of a bucket that this rank keeps. A view."""
         return self._wide[index] if index in self._wide else self._kept[index]
 
@@ -290,7 +285,7 @@ class WholeBuckets(BucketMemory):
 
         It overwrites `kept` if it fits into the bucket; otherwise `kept` is multiplied, too.
         """
-        memory, kept = self._memory[index], self.kept(index)
+        memory, kept = self._memory[index], self.part(index)
         size = kept.numel() * torch.float32.itemsize
         if size <= memory.nbytes:
             wide = memory.view(torch.uint8)[:size].view(torch.float32)
@@ -298,8 +293,7 @@ class WholeBuckets(BucketMemory):
             self._wide[index] = wide
         else:
             wide = torch.empty_like(kept, dtype=torch.float32)
-            self._wide_bytes[index] = size
-            self.note_peak(self.nbytes + sum(self._wide_bytes.values()))
+            self.note_wide(index, wide)
         pack(kept, factor, wide)
         if index not in self._wide:
             rescale([kept], factor)
@@ -307,11 +301,11 @@ class WholeBuckets(BucketMemory):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buckets."""
+        """The bytes of all buckets, with what pads them."""
         return sum(memory.nbytes for memory in self._memory)
 
 
-class BucketsInTurns(BucketMemory):
+class BucketsInTurns(BucketGradients):
     """Shards of buckets, and a few working tensors in which all buckets take turns.
 
     A gradient is copied into its bucket's working tensor as it arrives. When the reduction has
@@ -322,9 +316,8 @@ class BucketsInTurns(BucketMemory):
     The sum of one micro-batch keeps its 16-bit dtype; several are summed in fp32.
     """
 
-    def __init__(self, collectives: Collectives, owner: int) -> None:
-        super().__init__(owner)
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, stage: int) -> None:
+        super().__init__(collectives, stage)
         self._parameters: dict[str, Parameter] = {}
         self._shards: list[Tensor | None] = []  # kept, by bucket
         # Working tensors, of dtype uint8.
@@ -341,7 +334,7 @@ class BucketsInTurns(BucketMemory):
         """
         self.wait()
         self._filling.clear()
-        self.extend(buckets)
+        self._note(buckets, parameters)
         self._parameters.update(parameters)
         self._shards.extend(None for _ in buckets)
         self._free, self.working_bytes = [], 0
@@ -350,7 +343,7 @@ class BucketsInTurns(BucketMemory):
         for size in self._sizes:
             self._add_working(self._collectives.allocate(size, torch.uint8, self._device))
 
-    def begin(self) -> None:
+    def renew(self) -> None:
         """Begin new shards, after the reductions in flight, and free the working tensors."""
         self.wait()
         self._shards = [None for _ in self.buckets]
@@ -382,18 +375,18 @@ class BucketsInTurns(BucketMemory):
         while self._in_flight:
             self._finish_oldest()
 
-    def kept(self, index: int) -> Tensor:
+    def part(self, index: int) -> Tensor:
         """Return the kept shard of a bucket; zeros if no rank had a micro-batch."""
         shard = self._shards[index]
         if shard is None:
-            low, high = self.ranges[index]
+            low, high = self._ranges[index]
             shard = torch.zeros(high - low, dtype=self.buckets[index].dtype, device=self._device)
             self._shards[index] = shard
         return shard
 
     def widened(self, index: int, factor: float) -> Tensor:
         """Return the kept shard in fp32 and times a factor, which replaces a 16-bit one."""
-        shard = self.kept(index)
+        shard = self.part(index)
         if not is_16_bit(shard.dtype):  # the fp32 sum of several micro-batches
             rescale([shard], factor)
             return shard
@@ -410,7 +403,7 @@ class BucketsInTurns(BucketMemory):
     def _finish_oldest(self) -> None:
         index, working, work = self._in_flight.popleft()
         work.wait()
-        shard = self._as_bucket(index, working)[slice(*self.ranges[index])]
+        shard = self._as_bucket(index, working)[slice(*self._ranges[index])]
         kept = self._shards[index]
         total = shard.clone() if kept is None else kept.to(sum_dtype(kept.dtype)).add_(shard)
         self._keep(index, total)

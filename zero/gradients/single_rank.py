@@ -6,31 +6,30 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.gradients.buckets import BucketMemory
+from zero.gradients.buckets import Gradients
 from zero.gradients.slots import OwnSlots
 from zero.kernels import in_memory_order, pack, rescale
 from zero.layout import Bucket, ParameterSlice
 
 
-class LocalGradients:
+class LocalGradients(Gradients):
     """The gradients of a single rank, which are the means already: nothing is copied.
 
     A scale of this rank's weight is not applied; a scale of 0 gives zeros. Shared memory of two
     gradients is separated, since both are multiplied in place.
     """
 
+    slots: OwnSlots
+
     def __init__(self) -> None:
-        self.slots, self.memory, self.held = OwnSlots(), BucketMemory(), False
+        super().__init__(OwnSlots())
         self._aside: dict[str, Tensor] = {}  # means of earlier reductions, by parameter name
         self._addresses: dict[int, str] = {}  # of gradients in this reduction, with their names
-        self._wide_bytes: dict[int, int] = {}  # of fp32 gradients, by bucket
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Hold the gradients of more buckets, of parameters by name."""
-        self.memory.extend(buckets)
-        for name, parameter in parameters.items():
-            self.slots.add(name, parameter)
-        self._note_peak()
+        super().add(buckets, parameters)
+        self.note_peak(self.nbytes)
 
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
@@ -88,7 +87,7 @@ class LocalGradients:
 
         Returns the names of parameters whose `grad` is None.
         """
-        places = [(i, e) for i, bucket in enumerate(self.memory.buckets) for e in bucket.entries]
+        places = [(i, e) for i, bucket in enumerate(self.buckets) for e in bucket.entries]
         return frozenset(e.spec.name for i, e in places if self.take(i, e, 1.0) is None)
 
     def reduced(self, index: int, piece: ParameterSlice) -> Tensor:
@@ -101,7 +100,7 @@ class LocalGradients:
 
     def kept(self, index: int) -> list[Tensor]:
         """Return the gradients of a bucket, of which some parameters may have none."""
-        names = [entry.spec.name for entry in self.memory.buckets[index].entries]
+        names = [entry.spec.name for entry in self.buckets[index].entries]
         return [g for name in names if (g := self.slots.parameters[name].grad) is not None]
 
     def widened(self, index: int, factor: float) -> Tensor:
@@ -109,20 +108,15 @@ class LocalGradients:
 
         Flat, in a new tensor. The gradients themselves are multiplied, too.
         """
-        bucket = self.memory.buckets[index]
+        bucket = self.buckets[index]
         device = self.slots.parameters[bucket.entries[0].spec.name].device
         wide = torch.zeros(bucket.numel, dtype=torch.float32, device=device)
         for entry in bucket.entries:
             if not self.slots.dropped(entry.spec.name):
                 pack(self.reduced(index, entry), factor, wide[entry.start : entry.stop])
         rescale(self.kept(index), factor)
-        self._wide_bytes[index] = wide.nbytes
-        self._note_peak()
+        self.note_wide(index, wide)
         return wide
-
-    def _note_peak(self) -> None:
-        own = sum(bucket.nbytes for bucket in self.memory.buckets)
-        self.memory.note_peak(own + sum(self._wide_bytes.values()))
 
     @torch.no_grad()
     def scale_(self, factor: float) -> None:

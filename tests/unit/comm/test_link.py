@@ -7,7 +7,8 @@ from simulated_ranks import SimulatedRanks
 
 from mntrain.comm.algorithms import load
 from mntrain.comm.chunk_plan import AT_ONCE_BYTES
-from mntrain.comm.link import Link, measure_link, power_of_two
+from mntrain.comm.link import Link, power_of_two
+from mntrain.comm.links import measure_link
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.topology import Topology
 
