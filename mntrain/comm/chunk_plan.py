@@ -144,6 +144,15 @@ class HierarchyPlan:
         return self.lanes > 1 and len(self.nodes.nodes) > 2
 
     @cached_property
+    def gathers_on_ring(self) -> bool:
+        """True if an all-gather goes around a ring of nodes instead of hop by hop.
+
+        That is so if there are more than two nodes and their numbers of shards differ: the largest
+        node would send more than every node must receive.
+        """
+        return len(set(map(len, self.nodes.nodes))) > 1 and len(self.nodes.nodes) > 2
+
+    @cached_property
     def _shard_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Rows of ranks by lane, one per node (or NO_RANK), whose shards are in flight together."""
         lanes = []

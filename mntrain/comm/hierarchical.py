@@ -14,8 +14,9 @@ Between two nodes, both send their whole sum, and add. Otherwise every node sums
 chunk, which the others send to it, and sends them the result: the least possible number of bytes,
 in both directions at once. Up to four nodes do so directly, in the latency of two messages (over a
 ring of M nodes: 2 (M - 1)), and more nodes hop by hop, in groups (`HierarchyPlan.widths`). An
-all-gather goes the second half of this way. A broadcast of middle size scatters parts over the
-nodes and then goes that half of the way, too (van de Geijn, 1994).
+all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
+shards (`HierarchyPlan.gathers_on_ring`). A broadcast of middle size scatters parts over the nodes
+and then goes that half of the way, too (van de Geijn, 1994).
 
 Sums are made here, in the order of a node's ranks or of a hop's nodes, and in fp32 or wider: MPI
 has no dependable sum of bf16 and fp16. Whichever rank owns an element, its sum has the same order,
@@ -176,15 +177,18 @@ class LaneOwner:
             yield from self._reduce_parts(chunk)
 
     def all_gather(self, chunk: Chunk) -> Steps[None]:
-        """Send this node's part to the others, hop by hop, and get theirs."""
+        """Send this node's part to the others, hop by hop or along a ring, and get theirs."""
         own, source = chunk.parts[self._own], self._plan.local_rank
         if _length(own):
             source = self._plan.members.index(chunk.shard_owners[self._own])
         if source != self._plan.local_rank:
             yield from self._fetch(chunk, own, source)
         lacking = [peer for peer in self._peers if peer != source]
-        with self._context.buffers.lease() as take:
-            yield from self._gather(chunk, take, lacking, {})
+        if self._plan.gathers_on_ring:
+            yield from self._gather_on_ring(chunk, lacking)
+        else:
+            with self._context.buffers.lease() as take:
+                yield from self._gather(chunk, take, lacking, {})
 
     def broadcast(self, chunk: Chunk, root: int, chunks: int) -> Steps[None]:
         """Copy one of `chunks` chunks from the root's node to the others: whole, or in parts."""
@@ -305,6 +309,26 @@ class LaneOwner:
                 yield from self._copy(spans, buffer, back=True)
                 for span in spans:
                     yield from self._publish(chunk, span, self._peers)
+        yield Requests.of(*sends).test
+
+    def _gather_on_ring(self, chunk: Chunk, lacking: Collection[int]) -> Steps[None]:
+        """Send this node's part to the next node, and pass on those that come from the last one."""
+        own, parts = chunk.parts[self._own], chunk.parts
+        following, before = self._others[0], self._others[-1]
+        arriving = {
+            node: self._receive(chunk, before, self._buffer(parts[node]))
+            for node in reversed(self._others)
+            if _length(parts[node])
+        }
+        sends = []
+        if _length(own):
+            sends = [self._send(chunk, following, self._buffer(own))]
+            yield from self._publish(chunk, own, lacking)
+        for node, requests in arriving.items():
+            yield requests.test
+            if node != following:
+                sends.append(self._send(chunk, following, self._buffer(parts[node])))
+            yield from self._publish(chunk, parts[node], self._peers)
         yield Requests.of(*sends).test
 
     def _add_nodes(
@@ -477,6 +501,8 @@ def member_steps(
         sent = whole if call.root == comm.rank else ()
         received = () if sent else whole if has_root else [own, *gathered]
     elif call.verb == "all_gather":
+        if plan.gathers_on_ring:
+            gathered = [parts[(node - step) % len(parts)] for step in range(1, len(parts))]
         sent, received = ([own], gathered) if owns_shard else ([], [own, *gathered])
     else:
         sent = reduced

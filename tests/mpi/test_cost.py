@@ -141,6 +141,13 @@ def all_gather(nodes, lanes, shard, piece_bytes):
                     yield owner, holder, owner, length
                 for peer in set(node) - {owner, holder}:
                     yield owner, owner, peer, length
+        if len(nodes) > 2 and len(set(map(len, nodes))) > 1:
+            # On a ring: to the next node everything but what that node has.
+            for i, (a, b) in enumerate(zip(owners, [*owners[1:], owners[0]], strict=True)):
+                for j, (_, length) in enumerate(parts):
+                    if j != (i + 1) % len(nodes):
+                        yield a, a, b, length
+            continue
         for (i, a), (_, b) in permutations(enumerate(owners), 2):
             yield a, a, b, parts[i][1]
 

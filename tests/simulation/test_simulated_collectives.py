@@ -57,9 +57,7 @@ def test_every_collective_of_every_dtype_gives_its_closed_form(nodes):
 
 
 @pytest.mark.parametrize("private", [True, False])
-@pytest.mark.parametrize(
-    "hosts", [[0, 1, 0, 1, 2], [0, 1, 1, 0, 1, 1], [0, 1, 2, 3, 4, 5, 5, 0, 2, 2]], ids=str
-)
+@pytest.mark.parametrize("hosts", [[0, 1, 0, 1, 2], [0, 1, 1, 0, 1, 1]])
 def test_ranks_of_a_node_need_not_follow_each_other(hosts, private):
     choice = AlgorithmChoice("lanes", 4 << 10)
     calls = [Call(verb, numel, torch.float32, choice, root=3) for verb in VERBS for numel in SIZES]
