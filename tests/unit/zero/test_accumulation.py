@@ -174,15 +174,6 @@ def test_a_layer_of_several_reentrant_checkpoints_counts_by_the_weight_of_each_m
     assert optimizer.step().grad_norm == pytest.approx(6.0, rel=1e-5)
 
 
-@STAGES
-def test_a_stand_in_within_an_accumulation_adds_nothing(stage):
-    model, optimizer = one_weight(stage, FirstOfTwo)  # whose other rank adds nothing either
-    play(model, optimizer, [("expect", 8, 16), ("kept", 3)])
-    play(model, optimizer, [("expect", 0, 1), ("backward", math.nan)])
-    result = optimizer.step()
-    assert (result.grad_norm, result.weight) == (3.0, 8.0)
-
-
 @WORLDS
 @STAGES
 def test_a_dropped_accumulation_is_no_part_of_the_step(stage, world):

@@ -320,20 +320,6 @@ def test_memory_shared_with_other_processes_is_refused_but_not_a_mapped_file(sta
     in_two(model, stage)
 
 
-def test_stage_0_leaves_parameters_in_the_memory_that_others_share():
-    model = mlp()
-    model.register_buffer("snap", model[3].weight.data)
-    model.late = nn.Parameter(model[0].weight.data, requires_grad=False)
-    model.share_memory()
-    before = model.snap.clone()
-    optimizer = in_two(model, 0)
-    nn.Sequential(*model[:4])(inputs(1)[0]).square().mean().backward()
-    optimizer.step()
-    assert torch.equal(model.snap, model[3].weight)
-    assert torch.equal(model.late, model[0].weight)
-    assert not torch.equal(model.snap, before)
-
-
 @modes
 def test_a_group_of_known_names_is_refused(mode):
     model = mlp()
