@@ -90,7 +90,6 @@ def assert_equal_between_nodes(world, optimizer, *keys):
         assert first == other
 
 
-@pytest.mark.both
 @stages
 @pytest.mark.parametrize(
     ("kind", "sync"),
