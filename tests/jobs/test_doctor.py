@@ -62,13 +62,6 @@ def test_silent_singletons_are_refused(tmp_path):
     assert "launcher started 4 ranks (SLURM_STEP_NUM_TASKS=4), but MPI sees a world of 1" in line
 
 
-@pytest.mark.exhaustive
-def test_other_ranks_than_the_first_are_silent():
-    ranks = {name: "1" for name in STRANGE if name.endswith("_RANK")}
-    ended = alone([*MNTRAIN, *SMALL], **{**STRANGE, **ranks})
-    assert (ended.returncode, ended.stderr) == (2, "")
-
-
 def test_the_doctor_shows_why_mpi_cannot_start():
     ended = alone([*MNTRAIN, "doctor", "--json"], **STRANGE)
     assert ended.returncode == 1

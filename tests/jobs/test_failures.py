@@ -21,11 +21,6 @@ import functools
 import torch
 from mntrain.tasks import Task
 
-class NotANumber(Late):
-    def broken(self, model, batch):
-        loss = LanguageModel.loss(self, model, batch)
-        return Loss(loss.mean * float("nan"), loss.count)
-
 class InBackward(Late):
     def broken(self, model, batch):
         list(model.parameters())[2].register_hook(self.bug)
@@ -51,21 +46,14 @@ class Points(Task):
         return torch.nn.Linear(1, 1)
 
     def dataset(self, split):
-        return Numbers(split == "train" and self.phase == "loading")
+        return torch.arange(9.0).view(9, 1)
 
     def loss(self, model, batch):
-        broken = 3 in batch.flatten().tolist()
-        if broken and self.phase == ("forward" if model.training else "evaluation"):
-            if model.training or Points.trained:
+        if self.phase == "evaluation" and Points.trained and not model.training:
+            if 3 in batch.flatten().tolist():
                 raise KeyError("a bug")
         Points.trained |= model.training
-        loss = model(batch).square().mean()
-        if broken and self.phase == "backward":
-            model.weight.register_hook(self.bug)
-        return Loss(loss.detach() if self.phase == "detached" else loss, len(batch))
-
-    def bug(self, gradient):
-        raise KeyError("a bug")
+        return Loss(model(batch).square().mean(), len(batch))
 
     def optimizer(self, model):
         return functools.partial(FailingSGD, model.parameters(), lr=0.1)
@@ -75,18 +63,6 @@ class FailingSGD(torch.optim.SGD):
         if Points.phase == "update" and Points.trained and RANK == 1:
             raise KeyError("a bug")
         return super().step(closure)
-
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self, broken):
-        self.broken = broken
-
-    def __len__(self):
-        return 9
-
-    def __getitem__(self, index):
-        if self.broken and index == 3:
-            raise KeyError("a bug")
-        return torch.tensor([float(index)])
 
 class Slow(LanguageModel):
     def loss(self, model, batch):
@@ -128,19 +104,16 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
 
 
 @pytest.mark.parametrize(
-    ("ranks", "task", "stage", "every"),
+    ("ranks", "task", "stage"),
     [
-        pytest.param(2, "InBackward", 2, 100, marks=pytest.mark.exhaustive),
-        pytest.param(3, "Raises", 1, 1, marks=pytest.mark.exhaustive),
-        pytest.param(4, "Everywhere", 1, 100, marks=pytest.mark.exhaustive),
-        pytest.param(1, "Everywhere", 0, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, "InBackward", 2, marks=pytest.mark.exhaustive),
+        pytest.param(4, "Everywhere", 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_exception_loses_no_complete_step(folder, ranks, task, stage, every):
+def test_an_exception_loses_no_complete_step(folder, ranks, task, stage):
     common = ["--task", f"broken:{task}", "--zero.stage", str(stage), "--comm.bucket-mb", "0.01"]
-    common += ["--checkpoint.every", str(every)]
-    batch = ["--train.batch-size", "4"] if ranks != 3 else []  # so that it is in the third step
-    crashed = train(ranks, folder, *common, *batch)
+    common += ["--checkpoint.every", "100", "--train.batch-size", "4"]  # it is in the third step
+    crashed = train(ranks, folder, *common)
     assert crashed.returncode != 0
     assert crashed.stderr.count("Traceback (most recent call last)") == 1, crashed.report()
     assert summary(folder)["status"] == "crashed"
@@ -148,40 +121,13 @@ def test_an_exception_loses_no_complete_step(folder, ranks, task, stage, every):
     done = len(metrics(folder))
     assert done >= 1
     kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    saved = range(1, done + 1) if every == 1 else [done]
-    assert kept == [f"step-{step:08d}" for step in saved], crashed.report()
-    completed(train(ranks, folder, *common, *batch, env={"FIXED": "1"}))
+    assert kept == [f"step-{done:08d}"], crashed.report()
+    completed(train(ranks, folder, *common, env={"FIXED": "1"}))
     whole = folder / "whole"
     whole.mkdir()
     (whole / "broken.py").write_text(TASKS)
-    completed(train(ranks, whole, *common, *batch, env={"FIXED": "1"}))
+    completed(train(ranks, whole, *common, env={"FIXED": "1"}))
     assert losses(folder) == losses(whole)
-
-
-@pytest.mark.exhaustive
-def test_an_exception_is_reported_if_no_other_rank_has_a_sample(folder):
-    task = ["--task", "broken:Everywhere", "--train.batch-size", "1"]
-    result = train(2, folder, *task)
-    assert not result.timed_out, result.report()
-    assert result.returncode not in (0, None)
-    assert "KeyError: 'a bug of every rank'" in result.stderr
-    assert "wait for each other" not in result.stderr
-    assert summary(folder)["status"] == "crashed"
-
-
-@pytest.mark.thorough
-def test_training_that_cannot_go_on_stops_and_says_why_once(folder):
-    # A step has two micro-batches on each rank: rank 1's third forward is the first of step 2.
-    result = train(2, folder, "--task", "broken:NotANumber")
-    said = "in step 2, the loss is nan on rank 1"
-    assert not result.timed_out, result.report()
-    assert result.returncode == 1 or is_open_mpi(), result.report()
-    assert result.returncode != 0
-    assert result.stderr.count(said) == 1, result.report()
-    assert "Traceback" not in result.stderr
-    assert summary(folder)["status"] == "failed"
-    assert said in summary(folder)["error"] == summary(folder)["reason"]
-    assert metrics(folder)[-1] == {"step": 2, "error": summary(folder)["error"]}
 
 
 @pytest.mark.thorough
@@ -196,14 +142,6 @@ def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
 @pytest.mark.parametrize(
     ("phase", "said"),
     [
-        pytest.param("loading", "rank 1: loading sample 3 of the t", marks=pytest.mark.exhaustive),
-        pytest.param(
-            "forward", "rank 1: forward in step 1 of sample 3 of t", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            "backward", "rank 1: backward in step 1 of sample 3 of", marks=pytest.mark.exhaustive
-        ),
-        pytest.param("detached", "rank 0: compute the loss from", marks=pytest.mark.exhaustive),
         pytest.param("update", "rank 1: update of step 1\n", marks=pytest.mark.exhaustive),
         pytest.param(
             "evaluation", "rank 1: evaluation of samples 2, 3 of the v", marks=pytest.mark.thorough
@@ -219,9 +157,8 @@ def test_an_error_of_the_task_says_the_rank_the_phase_and_the_samples(folder, ph
     assert result.stderr.count(f"mntrain: {said}") == 1, result.report()
     assert result.stderr.count("Traceback (most recent call last)") == 1
     assert summary(folder)["status"] == "crashed"
-    if phase != "detached":
-        assert result.stderr.count("KeyError: 'a bug'") == 1
-        assert f'File "{folder / "broken.py"}", line ' in result.stderr
+    assert result.stderr.count("KeyError: 'a bug'") == 1
+    assert f'File "{folder / "broken.py"}", line ' in result.stderr
 
 
 def interrupted(
@@ -352,20 +289,15 @@ def test_ranks_at_the_exit_say_for_which_rank_they_wait(tmp_path, world):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_path, fails):
+def test_a_save_that_the_end_of_the_script_cuts_is_told_and_keeps_no_rank(tmp_path):
     text = (
         "import time, torch, mntrain\n"
-        "from mntrain.checkpoint import saver\n"
-        "def full(*arguments):\n"
-        "    raise OSError('No space left on device')\n"
         "def main():\n"
         "    world = mntrain.init(device='cpu')\n"
         "    model = torch.nn.Linear(3, 5)\n"
         "    optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)\n"
         "    checkpoints = world.checkpoints('run', model=model, optimizer=optimizer, every=1)\n"
         "    checkpoints.restore()\n"
-        f"    saver._open = full if {fails} else saver._open\n"
         "    model(torch.ones(2, 3)).sum().backward()\n"
         "    optimizer.step()\n"
         "    checkpoints.save(1)\n"

@@ -109,17 +109,6 @@ def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_fo
 
 
 @pytest.mark.exhaustive
-def test_a_run_begins_with_the_weights_of_a_folder(tmp_path, text):
-    folder = write_gpt2(tmp_path / "gpt2", weights=True)
-    named = completed(train(2, tmp_path, *HF, *text, "--hf.model", str(folder)))
-    assert f"gpt2 with the weights of {folder}" in named.stdout
-    options = ["--hf.model", str(folder / "config.json"), "--init.from", str(folder)]
-    taken = completed(train(2, alone(tmp_path), *HF, *text, *options))
-    assert "keep their initial values" not in taken.stdout + taken.stderr
-    assert losses(tmp_path / "alone") == losses(tmp_path)
-
-
-@pytest.mark.exhaustive
 def test_only_adapters_train_in_the_example(tmp_path, text):
     folder = write_gpt2(tmp_path / "gpt2", weights=True)
     options = [*HF, *text, "--hf.model", str(folder), "--zero.stage", "1"]

@@ -1,10 +1,9 @@
 """Ranks that are started with other options, sources or data: one error before any work."""
 
-import re
 from pathlib import Path
 
 import pytest
-from job import completed, job_words, summary, write_corpus
+from job import job_words
 from launch import Result, mpirun
 
 # Rank 1 runs other shell words, in which "$@" is the command of all; options that come last count.
@@ -53,43 +52,3 @@ def test_an_options_file_that_one_rank_lacks_is_named(tmp_path):
     result = start(tmp_path, "--config", "run.toml", odd='cd empty; exec "$@"')
     said = refused(result, tmp_path)
     assert said.startswith("mntrain: rank 1: --config run.toml: cannot be read: No such file")
-
-
-TASK = "from mntrain.tasks.lm import LanguageModel\nfrom widths import WIDTH\n\n"
-TASK += "class Own(LanguageModel):\n    width = WIDTH\n"
-
-
-@pytest.mark.exhaustive
-def test_a_task_of_another_version_on_one_rank_is_named_by_file_and_rank(tmp_path):
-    for name, width in (("here", 1), ("stale", 2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "my_task.py").write_text(TASK)
-        (tmp_path / name / "widths.py").write_text(f"WIDTH = {width}\n")
-    (tmp_path / "my_task.py").symlink_to("here/my_task.py")
-    (tmp_path / "widths.py").symlink_to("here/widths.py")
-    result = start(tmp_path, "--task", "my_task:Own", odd='cd stale; exec "$@"')
-    said = refused(result, tmp_path)
-    assert re.fullmatch(
-        r"mntrain: error: the source widths.py differs between ranks: rank 0 has digest \w{12}, "
-        r"rank 1 has digest \w{12}: " + FIX,
-        said,
-    )
-
-
-@pytest.mark.thorough
-def test_data_of_the_same_size_and_other_samples_is_named(tmp_path):
-    text = write_corpus(tmp_path).read_text()
-    (tmp_path / "other.txt").write_text("?" + text[1:])
-    said = refused(start(tmp_path, odd='exec "$@" --data.path other.txt'), tmp_path)
-    name = "the samples of the training data on rank 1 differ from those on rank 0"
-    assert re.fullmatch(rf"mntrain: error: {name}: {FIX}", said), said
-
-
-@pytest.mark.exhaustive
-def test_ranks_may_differ_in_what_no_result_depends_on(tmp_path):
-    (tmp_path / "there.txt").write_text(write_corpus(tmp_path).read_text())
-    (tmp_path / "empty.toml").write_text("")
-    odd = "--data.path there.txt --data.workers 1 --run.dir elsewhere --config empty.toml"
-    completed(start(tmp_path, odd=f'exec "$@" {odd}'))
-    assert summary(tmp_path)["status"] == "completed"
-    assert not (tmp_path / "elsewhere").exists()

@@ -55,10 +55,8 @@ def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_pat
     assert found["checkpoint"].endswith(f"step-{found['steps']:08d}")
     assert 5 <= found["steps"] < 24
     assert " by 2 ranks on 1 node;" in said_by("show", parts / "run")
-    resumed = run(3, parts, *steps, "--stage", 2)
-    assert (resumed.returncode, resumed.stdout) == (0, "")
-    warned = "mntrain: warning: 3 ranks share the "  # where there are fewer cores
-    assert all(line.startswith(warned) for line in resumed.stderr.splitlines())
+    resumed = run(1, parts, *steps, "--stage", 2)
+    assert (resumed.returncode, resumed.stdout, resumed.stderr) == (0, "", "")
     assert column(parts, "step") == list(range(1, 25))
     assert column(parts, "lr") == pytest.approx(column(whole, "lr"), rel=1e-12)
     # Sums in another order: fp32 rounding, grown over the steps.

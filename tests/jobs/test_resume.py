@@ -8,7 +8,7 @@ from launch import TESTS
 
 
 @pytest.mark.thorough
-def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_its_steps_are_taken_again(tmp_path):
     saves = ["--checkpoint.every", "2"]
     result = completed(train(2, tmp_path, *saves, "--run.stop-after", "3"))
     assert "step 3  step-00000003 is safe: " in result.stdout
@@ -26,26 +26,19 @@ def test_a_damaged_checkpoint_is_skipped_and_changed_options_and_data_are_named(
     assert code == 1
     assert errors.count("optimizer.safetensors is damaged between bytes") == 1
     assert "step-00000002: sound, " in said
-    same = completed(train(2, tmp_path, *saves, "--run.stop-after", "4"))
-    assert "warning: step-00000003 was passed over: rank " in same.stderr
-    assert ": optimizer.safetensors is damaged between bytes " in same.stderr
-    assert "resumed after step 2, from " in same.stdout
-    assert "(saved by 2 ranks on 1 node)" in same.stdout
-    assert "this job ends after step 4 of 6 (--run.stop-after)\n" in same.stdout
-    assert "changed since then" not in same.stdout
-    assert "is not that of the checkpoint" not in same.stderr
+    again = completed(train(2, tmp_path, *saves, "--run.stop-after", "4"))
+    assert "warning: step-00000003 was passed over: rank " in again.stderr
+    assert ": optimizer.safetensors is damaged between bytes " in again.stderr
+    assert "resumed after step 2, from " in again.stdout
+    assert "(saved by 2 ranks on 1 node)" in again.stdout
+    assert "this job ends after step 4 of 6 (--run.stop-after)\n" in again.stdout
+    assert "changed since then" not in again.stdout
+    assert "is not that of the checkpoint" not in again.stderr
     last = summary(tmp_path)
     assert (last["status"], last["steps"]) == ("stopped", 4)
     assert last["resumed_from"].endswith("checkpoints/step-00000002")
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_bytes(corpus.read_bytes()[::-1] + b"end\n")  # of as many windows
-    other = completed(train(2, tmp_path, *saves, "--optim.lr", "0.001"))
-    assert "changed since then: --optim.lr was 0.003, is 0.001\n" in other.stdout
-    assert other.stderr.count("the data is not that of the checkpoint: the size of") == 1
-    assert "samples of the training data" in other.stderr
-    assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 6)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert steps_kept(tmp_path / "run") == [6, 4, 2]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert steps_kept(tmp_path / "run") == [4, 2]
     assert (tmp_path / "run" / "checkpoints" / "step-00000003.aside").is_dir()
 
 

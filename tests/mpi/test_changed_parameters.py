@@ -10,8 +10,6 @@ from oracle import assert_close, mine, update
 from torch import nn
 from worlds import refusal
 
-from mntrain import checkpoint
-
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -264,30 +262,4 @@ def test_gradients_in_another_memory_format_than_their_parameter(world, make, st
             loss_of(alone, *batch(9)).backward()
         optimizer.step(), plain.step()
         optimizer.zero_grad(), plain.zero_grad()
-    assert_close(model, alone)
-
-
-@STAGES
-@pytest.mark.parametrize("turned", [False, True], ids=["to channels last", "from channels last"])
-def test_a_checkpoint_continues_in_another_memory_format(world, make, folder, stage, turned):
-    formats = [torch.contiguous_format, torch.channels_last]
-    formats = formats[::-1] if turned else formats
-    alone = Images().double()
-    plain = ADAM(alone.parameters())
-    for step in range(6):
-        update(plain, loss_of(alone, *batch(step)))
-    for part, memory_format in enumerate(formats):
-        model = Images().double().to(memory_format=memory_format)
-        optimizer = make(model, ADAM, stage=stage if part else (stage + 1) % 3)
-        checkpoints = world.checkpoints(
-            folder / str(part), model=model, optimizer=optimizer, every=0
-        )
-        checkpoints.restore()
-        if part:
-            found = checkpoint.newest(world, folder / "0")
-            checkpoint.load(found, model, optimizer, world)
-        for step in range(3 * part, 3 * part + 3):
-            update(optimizer, loss_of(model, *mine(world, batch(step))))
-        checkpoints.save(3, now=True)
-        optimizer.close()
     assert_close(model, alone)

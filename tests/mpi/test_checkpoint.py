@@ -1,13 +1,11 @@
 """Checkpoints on the disk: written by all ranks of one world, read by those of another."""
 
-import copy
 import errno
 import functools
 import os
 import random
 import shutil
 import threading
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -363,36 +361,6 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason(sharded, folder, how):
     assert said in str(error.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused(sharded, folder):
-    world, model, optimizer = sharded
-    save(world, model, optimizer, folder)
-    other = nn.Sequential(nn.Linear(5, 17), nn.Linear(17, 3)).double()
-    resumed = world.optimizer(other, ADAMW, stage=1)
-    before = copy.deepcopy(other.state_dict())
-    with pytest.raises(mntrain.AgreedError, match="of another model") as error:
-        checkpoint.load(checkpoint.newest(world, folder), other, resumed, world)
-    resumed.close()
-    assert "0.weight is (16, 5) in the checkpoint, (17, 5) in the model" in str(error.value)
-    assert "1.weight is absent in the checkpoint, (3, 17) in the model" in str(error.value)
-    assert all(torch.equal(before[name], now) for name, now in other.state_dict().items())
-
-
-def test_an_expanded_buffer_is_saved_and_loaded(worlds, folder):
-    world, models = worlds(), []
-    for value in (1.0, 2.0):
-        model = net()
-        model.register_buffer("rows", torch.full((1, 3), value).expand(4, 3))
-        optimizer = world.optimizer(model, ADAMW, stage=1)
-        if not models:
-            save(world, model, optimizer, folder)
-        else:
-            checkpoint.load(checkpoint.newest(world, folder), model, optimizer, world)
-        optimizer.close()
-        models.append(model)
-    assert models[1].rows.tolist() == [[1.0] * 3] * 4
-    assert models[1].rows.stride() == (0, 1)
-
-
 class OtherOnEachRank(nn.Linear):
     """Has an extra state and a buffer that a forward changes on each rank apart."""
 
@@ -514,26 +482,6 @@ def test_training_continues_while_a_checkpoint_is_written(worlds, folder, monkey
         assert expect_read_back(world, folder, empty_like(net()), state, stage=1) == (turn, {})
         train(world, model, optimizer, range(20, 21))
     optimizer.close()
-
-
-def test_advance_does_not_wait_when_all_ranks_are_ready(sharded, folder):
-    world, model, optimizer = sharded
-    saver = DirectorySaver(world, Saved(model, optimizer), folder, keep=3)
-    assert saver.ready() == 0
-    saver.begin(progress(1))
-    stages = []
-    while saver.saving:
-        while sum(world.gather(saver.ready())) < RANKS:
-            time.sleep(0.001)
-        stages.append(saver.advance())
-        if saver.saving:  # the end of the script would wait for it on every rank
-            save = saver._pending
-            (save.published or save.written).result(timeout=30)
-    waits = 2 if len(world.topology.nodes) > 1 else 1  # another node reads the first save
-    assert [stage and stage.path for stage in stages] == [
-        *[None] * waits,
-        list_checkpoints(folder)[0],
-    ]
 
 
 # Calls that fail, and the rank on which they do.
@@ -726,16 +674,3 @@ def test_a_run_directory_that_is_gone_is_not_made_anew_by_a_save(sharded, folder
     with pytest.raises(mntrain.AgreedError, match=r"was not saved: .*No such file or directory"):
         saver.save(progress(2))
     assert not run.exists()
-
-
-def test_a_folder_that_only_the_master_sees_is_named(sharded, folder, monkeypatch):
-    world, model, optimizer = sharded
-    own = folder / f"of rank {RANK}"
-    if RANKS == 1:
-        save(world, model, optimizer, own)
-    else:
-        monkeypatch.setattr("mntrain.checkpoint.saver._VISIBLE_WITHIN_S", 0.2)
-        with pytest.raises(
-            mntrain.AgreedError, match="is it on a file system that all nodes share"
-        ):
-            save(world, model, optimizer, own)

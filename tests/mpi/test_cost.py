@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 ITEM = 4  # bytes of an fp32 element
 PIECE = AlgorithmChoice("lanes").chunk_bytes
-SIZES = [0, 1, 2, 7, 1003, 1200, 4096, 5003, 9001, 70001]
+SIZES = [0, 1, 7, 1003, 4096, 9001, 70001]
 
 
 @pytest.fixture
@@ -290,8 +290,8 @@ def test_a_node_sends_messages_where_a_tensor_lies_out_of_reach_and_others_do_no
 def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
     world, _ = costs(layout)
     rising = [100 * slot for slot in range(RANKS)]  # with an empty one
-    one_slot = [[9003 * (slot == full) for slot in range(RANKS)] for full in range(RANKS)]
-    for verb, shards in product(("reduce_scatter", "all_gather"), [rising, *one_slot]):
+    one_slot = [9003 * (slot == RANKS // 2) for slot in range(RANKS)]
+    for verb, shards in product(("reduce_scatter", "all_gather"), [rising, one_slot]):
         numel = sum(shards)
         bounds = [0, *accumulate(shards)]
         found = cost(world, algorithm, verb, torch.zeros(numel), bounds=bounds)
@@ -310,7 +310,7 @@ def test_pieces_and_long_messages_go_as_several(costs, monkeypatch, algorithm, l
     monkeypatch.setattr(mpi, "MESSAGE_BYTES", 1000)
     world, arena = costs(layout)
     for verb, root in VERBS:
-        for numel, place in [(1003, "plain"), (5003, "shared"), (9001, "plain")]:
+        for numel, place in [(1003, "shared"), (9001, "plain")]:
             arena.clear()
             tensor = arena.tensor(numel, torch.float32, place).zero_()
             found = cost(world, algorithm, verb, tensor, piece_bytes=piece_bytes, root=root)

@@ -67,14 +67,6 @@ def test_batches_drawn_ahead_keep_their_shares(world, make, stage):
     assert_parity(world, model, alone)
 
 
-def test_one_batch_may_be_trained_after_its_iterator_is_gone(world, make):
-    optimizer, model, alone = with_oracle(make)
-    loader = DataLoader(TensorDataset(*samples(7)), batch_size=7)
-    batch = next(iter(world.shard(loader)))
-    train_alike(optimizer, model, alone, [(batch, samples(7))])
-    assert_parity(world, model, alone)
-
-
 def token_loss(model, batch):
     """The loss of all tokens but the padding, whose target is -1."""
     inputs, targets = batch
@@ -384,38 +376,26 @@ def batches_of(data, size=3):
 
 DIVIDED = {
     "subset": lambda: DataLoader(Subset(WHOLE, MINE), batch_size=4, shuffle=True),
-    "subset with workers": lambda: WithWorkers(Subset(WHOLE, MINE), batch_size=4, num_workers=1),
     "augmented subset": lambda: DataLoader(Subset(Changed(WHOLE, augmented), MINE), batch_size=9),
-    "flipped subset": lambda: DataLoader(Subset(Changed(WHOLE, flipped), MINE), batch_size=9),
     "lengths": lambda: DataLoader(Subset(WHOLE, range(12 + RANK)), batch_size=4),
-    "batch sizes": lambda: DataLoader(WHOLE, batch_size=4 + RANK, drop_last=True),
     "sampler": lambda: DataLoader(WHOLE, batch_size=4, sampler=MINE),
     "batches": lambda: batches_of(WHOLE)[RANK::RANKS],
     "iterable": lambda: Batches(lambda: batches_of(Subset(WHOLE, MINE))),
     "iterator": lambda: iter(batches_of(Subset(WHOLE, MINE))),
-    "random batches": lambda: Batches(lambda: batches_of(Changed(WHOLE, unlabelled))),
-    "stream": lambda: DataLoader(Repeated(MY_SAMPLES), batch_size=4),
     "stream with workers": lambda: WithWorkers(Repeated(MY_SAMPLES), batch_size=4, num_workers=2),
     "augmented stream": lambda: DataLoader(Repeated(MY_SAMPLES, augmented), batch_size=9),
-    "used up stream": lambda: DataLoader(OnePass(MY_SAMPLES), batch_size=4),
     "files": lambda: DataLoader(Files(MY_SAMPLES), batch_size=4),
-    "files with workers": lambda: WithWorkers(Files(MY_SAMPLES), batch_size=4, num_workers=2),
     "a rank without files": lambda: DataLoader(Files(MY_SAMPLES[: 9 * RANK]), batch_size=4),
     "tensors": lambda: DataLoader(torch.arange(9.0) + RANK, batch_size=4),
     "names": lambda: DataLoader([f"/data{RANK}/{i}-{RANK}.png" for i in range(9)], batch_size=4),
 }
 
 EQUAL = {
-    "subset": lambda: DataLoader(Subset(WHOLE, range(1, 24, 2)), batch_size=4, shuffle=True),
-    "augmented": lambda: DataLoader(Changed(WHOLE, augmented), batch_size=4),
     "unlabelled": lambda: DataLoader(Changed(WHOLE, unlabelled), batch_size=4),
     "flipped": lambda: DataLoader(Changed(WHOLE, flipped), batch_size=4, shuffle=True),
-    "augmented batches": lambda: Batches(lambda: batches_of(Changed(WHOLE, augmented))),
     "flipped stream": lambda: DataLoader(Repeated(ALL_SAMPLES, flipped), batch_size=4),
-    "augmented stream": lambda: DataLoader(Repeated(ALL_SAMPLES, augmented), batch_size=4),
     "used up stream": lambda: DataLoader(OnePass(ALL_SAMPLES), batch_size=4),
     "files": lambda: WithWorkers(Files(ALL_SAMPLES), batch_size=4, num_workers=2),
-    "augmented files": lambda: DataLoader(Files(ALL_SAMPLES, unlabelled), batch_size=4),
     "mounted elsewhere": lambda: DataLoader([f"/data{RANK}/{i}.png" for i in range(9)]),
     "no samples": lambda: DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=4),
     "rounding": lambda: DataLoader(torch.rand(9, generator=torch.Generator()) + 1e-7 * RANK),
@@ -452,19 +432,6 @@ def test_data_without_indices_that_differ_from_a_later_pass_on_are_refused(world
     for _ in range(2):
         assert sorted(np.concatenate(world.gather(torch.cat(list(shard)).numpy()))) == [*range(8)]
     assert "divided=True" in refusal(next, iter(shard), None)
-
-
-def test_each_new_loader_is_compared_once(world, monkeypatch):
-    compared = []
-    monkeypatch.setattr(world._shards, "compare", lambda first: compared.append(first.sizes))
-    loader = DataLoader(WHOLE, batch_size=4)
-    for _ in range(3):
-        list(world.shard(loader))
-        with torch.no_grad():
-            list(world.shard(loader))
-    assert len(compared) == 1
-    list(world.shard(DataLoader(WHOLE, batch_size=6)))
-    assert len(compared) == 2
 
 
 def test_a_dataset_is_read_twice_more_and_not_changed_by_the_comparison(world):

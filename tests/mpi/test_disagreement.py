@@ -326,7 +326,7 @@ needs_thread_multiple = pytest.mark.skipif(
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.processes
 @needs_thread_multiple
 def test_each_of_several_threads_may_have_a_world_of_its_own():
     several, wrong = [make_world("lanes") for _ in range(3)], []

@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from worlds import RANKS, first_ranks, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import directory_saver, saver
-from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.comm.mpi import Communicator
 from mntrain.metrics import files, writers
 from mntrain.run import lock
@@ -520,26 +518,6 @@ def test_steps_that_cannot_be_counts_are_refused(folder):
         assert "the run began after 6 steps" in refusal(loop.checkpoints.save, 6)
 
 
-@pytest.mark.thorough
-@pytest.mark.processes  # whose clock goes on by itself
-def test_minutes_and_auto_are_those_of_the_masters_clock(folder):
-    with looping(folder / "run", every="0.001min", keep=99) as loop:
-        world = loop.world
-        for step in range(1, 9):
-            time.sleep(0.04)
-            loop.checkpoints.save(step)
-        loop.checkpoints.close()
-        by_clock = steps_kept(folder / "run")
-        assert 2 <= len(by_clock) <= 6
-        assert world.gather(by_clock) == [by_clock] * RANKS
-        world.barrier()
-    with looping(folder / "auto", every="auto") as loop:
-        for step in (1, 2, 3):
-            loop.checkpoints.save(step)
-        loop.checkpoints.close()
-        assert steps_kept(folder / "auto") == [2]  # then it waits for minutes
-
-
 def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept(folder):
     with looping(folder / "run", every=5, keep=1) as loop:
         for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, float("nan")), (5, None)]:
@@ -754,28 +732,3 @@ def test_a_run_can_be_rolled_back(folder):
             loop.step(step)
         loop.metrics.close()
     assert column(folder / "run", "loss")[3 : 3 + len(before)] == before
-
-
-def test_a_shard_is_refused_where_an_accelerator_trains_each_rank_alone(world, monkeypatch):
-    class State:
-        _shared_state = {"backend": None}  # noqa: RUF012 - as accelerate has it
-        num_processes = 1
-
-    assert list(world.shard([torch.ones(RANKS)]))
-    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(AcceleratorState=State))
-    if RANKS == 1:
-        assert list(world.shard([torch.ones(1)]))
-        return
-    with pytest.raises(ValueError, match=f"Accelerator, .* trains each of {RANKS} ranks alone"):
-        world.shard([torch.ones(RANKS)])
-
-
-def test_sums_are_matched_by_name_in_whatever_order_ranks_give_them():
-    with world_of() as world:
-        optimizer = world.optimizer(nn.Linear(2, 1), torch.optim.SGD, lr=0.1)
-        sums = DelayedSums(world.collectives, "of a test", lambda: optimizer)
-        values = {"ranks": 1.0, "tens": 10.0}
-        sums.start(values if world.rank else dict(reversed(values.items())))
-        optimizer.step()
-        (found,) = sums.take()
-        assert found.sums == {"ranks": RANKS, "tens": 10 * RANKS}

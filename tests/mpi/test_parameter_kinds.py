@@ -9,7 +9,7 @@ from handmade import DAdapting, Normalized
 from models import net
 from oracle import ADAMW, MAX_NORM, SGD, modes
 from torch import nn
-from worlds import BUT_LAST, EVERY_WORLD, RANKS, refusal
+from worlds import BUT_LAST, RANKS, refusal
 
 from zero.comm_hooks import CommHook
 
@@ -59,13 +59,6 @@ def test_complex_gradients_are_those_of_torch_before_and_after_clipping(pair, mo
         norm = nn.utils.clip_grad_norm_(both.alone.model.parameters(), MAX_NORM)
         torch.testing.assert_close(both.optimizer.clip_grad_norm_(MAX_NORM).double(), norm)
     both.optimizer.step()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_complex_parameters_travel_by_every_algorithm(worlds, pair, algorithm, layout, stage):
-    check(pair, Waves(), world=worlds(algorithm, layout), stage=stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

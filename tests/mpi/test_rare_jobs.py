@@ -1,10 +1,8 @@
 """Training jobs whose nodes exchange parameters every few steps."""
 
 import signal
-import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from worlds import RANKS, make_world
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.display import Display
-from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig, ZeroConfig
+from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer
@@ -68,40 +66,6 @@ def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run
 
 
 STALE = SyncConfig(mode="diloco", every=2, warmup=1, max_staleness=2)
-
-
-class Holds(Silent):
-    """Keeps the last rank back, in its second step, until the others are in their seventh."""
-
-    folder = Path()
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += model.training
-        last = RANKS - 1
-        if last > RANK and self.calls == 7:
-            (self.folder / f"ahead-{RANK}").touch()
-        deadline = time.monotonic() + 60
-        while last == RANK and self.calls == 2 and len([*self.folder.glob("ahead-*")]) < last:
-            assert time.monotonic() < deadline, "the others wait within the bound"
-            time.sleep(0.01)
-        return super().loss(model, batch)
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.thorough)])
-def test_a_job_waits_for_a_slow_node_at_the_bound_only(folder, monkeypatch, stage):
-    monkeypatch.setattr(Holds, "folder", folder)
-    config = replace(
-        small(folder, f"{__name__}:Holds", steps=12),
-        sync=STALE,
-        zero=ZeroConfig(stage=stage),
-        checkpoint=CheckpointConfig(every="0.0001min"),  # as often as it may
-    )
-    assert fit(config) == (0, 1)
-    if RANK == 0:
-        lines = lines_of(config.run.dir)
-        assert [line["step"] for line in lines] == [*range(1, 13)]
-        assert 2 <= summary(folder)["checkpoints"]["saved"] <= 6  # in the end, and after rounds
 
 
 @pytest.mark.parametrize("bound", [0, 2])

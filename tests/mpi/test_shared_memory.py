@@ -279,24 +279,6 @@ def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
         del world, before, after, tensor
 
 
-@pytest.mark.thorough
-@several_a_node
-@pytest.mark.parametrize("limit", [8, 64], ids=["for nothing", "for no flags"])
-def test_a_limit_on_the_size_of_files_is_a_reason(limit):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with nothing_left():
-        if RANK == LAST:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        try:
-            world = make_world()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        with world:
-            assert reason_of_all(world).endswith("File too large")
-            check_collectives(world)
-        del world
-
-
 @several_a_node
 def test_one_node_does_without_and_the_others_do_not(monkeypatch):
     if RANK == LAST:

@@ -8,7 +8,7 @@ from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 from mntrain.comm import small_messages
 from mntrain.comm.small_messages import small_collective
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated, pytest.mark.both]
+pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
 SIZES = [0, 1, 2, 3, 17, 1003, 5003]
 SMALL_MESSAGE_BYTES = 64 << 10
@@ -28,6 +28,7 @@ def gathers(monkeypatch):
     return seen
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(("algorithm", "layout"), BY_PIECES)
 def test_every_verb_at_every_size_twice(ways, gathers, algorithm, layout):
     way = ways(algorithm, layout).gathered()

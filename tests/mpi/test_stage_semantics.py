@@ -168,18 +168,6 @@ def test_clipping_by_any_norm_is_that_of_torch(pair, mode, norm_type):
     both.check()
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_every_stage_tells_the_same_of_a_step(world, pair, norm_type):
-    limits = {"max_grad_norm": MAX_NORM, "norm_type": norm_type}
-    batches = [samples(12, step, torch.float32) for step in range(3)]
-    told = []
-    for stage in (0, 1, 2):
-        both = pair(net(torch.float32), SGD, stage=stage, **limits)
-        told.append([result for result, _ in both.train(*batches)])
-    assert told[0] == told[1] == told[2]
-    assert world.gather(told) == [told] * RANKS
-
-
 # Parameter groups and schedules.
 
 

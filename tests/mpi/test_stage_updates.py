@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from handmade import Late, Multiplied, Projected
+from handmade import Late, Projected
 from models import net
 from optimizers import BY_PARAMETER, ELEMENTWISE, each
 from oracle import EXACT, PlainTraining, assert_close, loss_of, mine, modes, samples, update
@@ -153,15 +153,4 @@ def test_an_optimizer_that_cannot_be_made_on_one_rank_is_refused_on_all(world, p
     assert "not here" in refusal(world.optimizer, net(), RefusedOnOne)
     both = pair()
     both.train(0)
-    both.check()
-
-
-@modes
-def test_an_optimizer_reads_attributes_of_the_parameters(pair, mode):
-    both = pair(kind=partial(Multiplied, lr=0.2), **mode)
-    for factors in ({0: 0.0, 3: 5.0}, {0: 2.0}):
-        for place, factor in factors.items():
-            for model in (both.model, both.alone.model):
-                model[place].weight.lr_mult = factor
-        both.train(0, 1)
     both.check()

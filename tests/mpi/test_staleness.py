@@ -1,9 +1,7 @@
 """Exchanges that nodes do not wait for, up to a bound, against replicas in one process."""
 
 import copy
-import math
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,13 +20,12 @@ from lone_nodes import (
 )
 from model_digest import differing_ranks, model_digest
 from models import net
-from oracle import ADAMW, SGD, assert_close, init, loss_of, mine, samples, update
+from oracle import ADAMW, SGD, assert_close, init
 from replicas import Rounds
 from worlds import RANKS
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.exchange.exchange import EXCHANGED, SentExchange
-from zero.shard import NonFiniteGradientError
 from zero.state import UNSENT
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
@@ -239,48 +236,3 @@ def test_a_state_is_loaded_while_an_exchange_is_in_flight(world, make, monkeypat
         optimizer.wait_for_parameters()
         ends.append(model_digest(model))
     assert len(set(ends)) == 1
-
-
-def test_a_step_of_one_node_that_is_not_finite_ends_all_with_its_round(world, make):
-    model = net()
-    optimizer = make(model, sync=SYNCS[1])
-    said = rf"a gradient or loss since the last exchange is not finite on .*of node {NODES - 1}$"
-    fails = NODE == NODES - 1
-    for step in range(2):
-        factor = math.nan if fails and step == 1 else 1.0
-        loss = loss_of(model, mine(world, samples(12, step))) * factor
-        first = factor != 1 and RANK % PER_NODE == 0
-        with pytest.warns(UserWarning, match="the next exchange") if first else nullcontext():
-            assert update(optimizer, loss).skipped == (fails and step == 1)
-    take_step(world, model, optimizer, 2)  # ends the round, for which no node waits
-    with pytest.raises(NonFiniteGradientError, match=said):
-        optimizer.exchange()
-
-
-def test_a_step_that_one_node_skips_is_taken_by_the_others(world, make):
-    model = net()
-    optimizer = make(model, sync=SYNCS[0], non_finite="skip")
-    for step in range(WARMUP + 2 * EVERY):
-        skips = step == WARMUP + EVERY - 1 and NODE == NODES - 1  # the last of a round
-        (loss_of(model, mine(world, samples(12, step))) * (math.nan if skips else 1)).backward()
-        assert optimizer.step().skipped == skips
-        optimizer.zero_grad()
-    optimizer.exchange()
-    assert len(set(digests(world, model))) == 1
-
-
-def test_buffers_are_those_of_the_node_until_an_exchange(world, make):
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)).double()
-    optimizer = make(model, sync=LocalSGD(2, max_staleness=1))
-    buffer = model[0].running_mean
-    for step in range(4):
-        model(mine(world, samples(12, step))[0]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    everyone = world.gather(buffer.tolist())
-    assert len({tuple(values) for values in everyone}) == NODES
-    with optimizer.averaged():
-        assert buffer.tolist() == everyone[0]
-    optimizer.exchange()
-    assert buffer.tolist() == everyone[0]

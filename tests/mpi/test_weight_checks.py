@@ -1,21 +1,14 @@
 """Weights that must be equal on all ranks, and differ in one bit on one of them."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
 from mpi4py import MPI
 from oracle import SGD, SMALL, update
-from small_jobs import Silent, small
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from worlds import RANKS
 
-from mntrain.errors import TrainingStoppedError
-from mntrain.options.config import ZeroConfig
 from mntrain.sync import DiLoCo
-from mntrain.train.trainer import Trainer
 from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import EXCHANGED
 
@@ -112,25 +105,6 @@ def test_what_no_optimizer_trains_becomes_rank_0s_and_is_compared(make, stage, n
     assert f"first in {name}" in refusal(optimizer, model, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*no optimizer of all ranks trains it:UserWarning")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_that_each_rank_trains_for_itself_are_found_and_equal_loads_are_not(make, stage):
-    model = net()
-    optimizer = make(model, SGD, stage=stage, check_every=0, groups=[*model[0].parameters()])
-    best = {name: value.clone() for name, value in model.state_dict().items()}
-    for step in range(3):
-        update(optimizer, loss(model, step))
-        model.load_state_dict(best)
-    plain = SGD(model[3].parameters(), lr=0.1)
-    update(optimizer, loss(model, 3))
-    plain.step()
-    if RANKS == 1:
-        return
-    said = refusal(optimizer, model, 4)
-    assert "first in 3." in said
-    assert "no optimizer of all ranks trains it" in said
-
-
 def test_at_stage_1_a_bit_of_a_trained_parameter_lasts_until_the_next_step(make):
     model = net()
     optimizer = make(model, SGD, stage=1)
@@ -193,27 +167,3 @@ def test_nodes_are_compared_in_an_exchange_alone(make):
     assert f"after step 12, the weights differ between ranks: {SIDES}, first in 0.weight" in (
         refusal(optimizer, model, 11)
     )
-
-
-class Flips(Silent):
-    """Flips a bit on the last rank, in the forward of its third step."""
-
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 3 and ODD:
-            flip(next(model.parameters()))
-        return super().loss(model, batch)
-
-
-def test_a_job_stops_with_one_error(world, tmp_path):
-    config = small(tmp_path, f"{__name__}:Flips", steps=6, check_every=2)
-    trainer = Trainer(world, replace(config, zero=ZeroConfig(stage=0)))
-    said = f"^after step 2, the weights differ between ranks: {SIDES}, first"
-    with pytest.raises(TrainingStoppedError, match=said):
-        trainer.fit()
-    if RANK == 0:
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert (summary["status"], summary["steps"]) == ("failed", 2)
-        assert summary["error"].startswith("after step 2, the weights differ")

@@ -37,6 +37,7 @@ def world(worlds):
 # Topology and places.
 
 
+@pytest.mark.processes
 def test_a_kill_would_leave_no_shared_memory_of_mpich(world):
     world.barrier()
     files = re.findall("/dev/shm/mpich_shm_.*", Path("/proc/self/maps").read_text())

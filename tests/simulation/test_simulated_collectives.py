@@ -14,7 +14,6 @@ from virtual_time import DeadlockError
 from mntrain.comm import algorithms, chunk_plan
 from mntrain.comm.link import Link
 from mntrain.comm.ticket import AlgorithmChoice
-from mntrain.errors import AgreedError
 
 NODES = [[3], [2, 1, 3], [4, 4], [1] * 5]
 MORE_NODES = [[1, 1], [2, 2], [4, 2, 1, 3], [2] * 8]
@@ -54,15 +53,6 @@ def test_every_collective_of_every_dtype_gives_its_closed_form(nodes):
         ranks = SimulatedRanks(nodes, seed=size, network=late)
         ranks.run(partial(run_calls, calls=calls))
         assert not ranks.job.unreceived()
-
-
-@pytest.mark.parametrize("private", [True, False])
-@pytest.mark.parametrize("hosts", [[0, 1, 0, 1, 2], [0, 1, 1, 0, 1, 1]])
-def test_ranks_of_a_node_need_not_follow_each_other(hosts, private):
-    choice = AlgorithmChoice("lanes", 4 << 10)
-    calls = [Call(verb, numel, torch.float32, choice, root=3) for verb in VERBS for numel in SIZES]
-    ranks = SimulatedRanks(hosts=hosts, seed=1, private=private)
-    ranks.run(partial(run_calls, calls=calls))
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -160,36 +150,6 @@ def test_a_seed_gives_the_same_run_again_and_another_one_another_order():
     assert runs[0] == runs[1]
     assert runs[0][1] != runs[2][1]
     assert len(runs[0][1]) > 300
-
-
-def test_streams_are_matched_with_their_own_in_any_order():
-    def program(rank):
-        streams = [rank.collectives.add_stream(name) for name in ("one", "two", "three")]
-        for turn in range(3):
-            order = [(rank.rank + turn + place) % 3 for place in range(3)]  # each has its own
-            tensors = [torch.full((3000,), 10.0**which) for which in range(3)]
-            works = {which: streams[which].all_reduce(tensors[which]) for which in order}
-            for which in order:
-                works[which].wait()
-            for which, tensor in enumerate(tensors):
-                assert set(tensor.tolist()) == {rank.size * 10.0**which}
-
-    for seed in range(3):
-        SimulatedRanks([2, 3, 1], seed).run(program)
-
-
-@pytest.mark.parametrize("numel", [5, 20011])
-def test_ranks_that_call_otherwise_are_named_on_every_rank(numel):
-    def program(rank):
-        tensor = torch.zeros(numel + (rank.rank == 3))
-        rank.collectives.named("bucket 2").all_reduce(tensor).wait()
-
-    found = SimulatedRanks([2, 1, 2], seed=1).run(program, errors=True)
-    for error in found:
-        assert isinstance(error, AgreedError)
-        assert "ranks disagree about collective 0 of the world:" in str(error)
-        assert f"ranks 0 to 2, 4: bucket 2: all_reduce of {numel} float32" in str(error)
-        assert f"rank 3: bucket 2: all_reduce of {numel + 1} float32" in str(error)
 
 
 def test_a_rank_that_never_comes_is_a_deadlock_of_those_that_wait_for_it():

@@ -115,41 +115,17 @@ def test_options_of_the_command_line(line, expected):
             "two (none takes back the one of a file)",
         ),
         ("--train.steps", "argument --train.steps: expected one argument"),
-        ("--train.steps --zero.stage 1", "argument --train.steps: expected one argument"),
-        ("--train.steps 5 6", "6: no option takes it; see python -m mntrain --help"),
         ("--train.compile yes", "yes: no option takes it; see python -m mntrain --help"),
         ("--train.compile=no", "argument --train.compile: ignored explicit argument 'no'"),
         ("--trian.steps 5", "--trian.steps: no such option; did you mean --train.steps?"),
         ("--lr 0.1", "--lr: no such option; did you mean --optim.lr?"),
         ("--every 5", "--every: no such option; did you mean --sync.every or --checkpoint.every?"),
-        (
-            "--checkpoint.evry 5",
-            "--checkpoint.evry: no such option; did you mean --checkpoint.every?",
-        ),
         ("--quux", "--quux: no such option; python -m mntrain --help lists all"),
-        (
-            "--checkpoint.mtbf-hours 5",
-            "--checkpoint.mtbf-hours: no such option; python -m mntrain --help lists all",
-        ),
         (
             "--data.valid-path a b",
             "--data.valid-path: must be one path, or several as NAME=PATH, such as news=news.txt "
             "code=code/, not ('a', 'b')",
         ),
-        (
-            "--data.valid-path a=x a=y",
-            "--data.valid-path: must have each name once, not ('a=x', 'a=y')",
-        ),
-        (
-            "--data.valid-path =x",
-            "--data.valid-path: must have names of letters, digits, '_', '.' and '-', since "
-            "metrics have them ('' is none), not ('=x',)",
-        ),
-        (
-            "--data.valid-path a=",
-            "--data.valid-path: must be names and paths (the path of 'a' is missing), not ('a=',)",
-        ),
-        ("--data.valid-path=", "--data.valid-path: must be a path or none, not ('',)"),
         (
             "--data.valid-path a --data.valid-fraction 0.1",
             "--data.valid-fraction 0.1: --data.valid-path gives other validation data, so that all "
@@ -157,7 +133,6 @@ def test_options_of_the_command_line(line, expected):
         ),
         ("--optim.lr nan", "--optim.lr: Input should be a finite number, not nan"),
         ("--optim.lr=-1e-3", "--optim.lr: Input should be greater than 0, not -0.001"),
-        ("--data.glob=", "--data.glob: String should have at least 1 character, not ''"),
         ("--run.dir=", "--run.dir: must be a path or none, not ''"),
         (
             "--checkpoint.every 0min",

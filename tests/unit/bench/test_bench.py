@@ -3,9 +3,7 @@
 import io
 import json
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,6 @@ from mntrain.bench.candidates import (
     fill,
     library_candidate,
     matches,
-    take_turns,
 )
 from mntrain.bench.hardware_limits import HardwareLimits, minimum_traffic
 from mntrain.bench.results import BenchCase, advice, show
@@ -64,17 +61,6 @@ def test_bad_sizes_are_refused_in_one_line(capsys):
         assert capsys.readouterr().err == f"mntrain: {message}\n"
 
 
-def test_help_is_printed_without_importing_torch_or_mpi():
-    command = [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
-    assert result.stdout.startswith("usage: python -m mntrain bench")
-    for name in ("sizes", "verbs", "algorithms", "json", "comm.ranks-per-node"):
-        assert f"--{name} " in result.stdout
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "mntrain.bench.bench_options" in imported
-    assert not imported & {"torch", "mpi4py", "matplotlib"}
-
-
 @pytest.mark.parametrize(
     ("verb", "ranks", "expected"),
     [
@@ -102,52 +88,6 @@ def test_the_limit_is_the_link_between_nodes_and_a_copy_within_one():
     memory = HardwareLimits(ranks=(2,), link=None, copy={MIB: 1e9, 2 * MIB: 2e9})
     for verb in VERBS:
         assert memory.seconds(verb, 2 * MIB) == pytest.approx(2 * MIB / 2e9)
-
-
-class SleepingCandidate:
-    """A collective that only sleeps."""
-
-    def __init__(self, seconds, correct):
-        self.seconds, self.correct, self.runs = seconds, correct, 0
-
-    def prepare(self):
-        pass
-
-    def run(self):
-        self.runs += 1
-        time.sleep(self.seconds)
-
-    def is_correct(self):
-        return self.correct
-
-
-class OneRank:
-    """A communicator of one rank, as far as `take_turns` uses it."""
-
-    def bcast(self, value):
-        return value
-
-    def allgather(self, value):
-        return [value]
-
-    def Ibarrier(self):  # noqa: N802 - mpi4py's name
-        return self
-
-    def Test(self):  # noqa: N802 - mpi4py's name
-        return True
-
-
-def test_candidates_take_turns_after_a_warm_up_until_the_time_limit():
-    candidates = [SleepingCandidate(0.0, correct) for correct in (True, False)]
-    samples = take_turns(OneRank(), candidates, turns=7, budget_s=60.0, warm_up=2)
-    assert [candidate.runs for candidate in candidates] == [9, 9]
-    assert [len(rounds) for rounds in samples] == [7, 7]
-    assert {sample.correct for turn in samples[1] for sample in turn} == {False}
-    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.03, True)], turns=99, budget_s=0.1)
-    assert all(sample.cpu_s < sample.seconds for (sample,) in samples)  # it sleeps
-    assert 1 <= len(samples) <= 3
-    (samples,) = take_turns(OneRank(), [SleepingCandidate(0.0, True)], turns=99, budget_s=0.0)
-    assert len(samples) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -241,15 +181,6 @@ def test_tables_show_median_and_percentage_with_the_best_in_bold_between_facts_a
     assert not any(words in alone for words in ("link", "rank 1", "left out"))
 
 
-def test_a_time_below_the_limit_is_no_share_of_it_and_explained():
-    fast = BenchCase("all_reduce", "lanes", 65536, "fp32", 0.0021, TIMES)
-    text, _ = shown(cases=[fast])
-    assert ["64K", "2", "ms", "(>", "limit)"] in [line.split() for line in text.splitlines()]
-    assert "> limit: faster than long streams between nodes or a copy of" in text
-    assert "> limit" not in shown()[0]
-    assert fast.to_json()["share_of_limit"] is None
-
-
 def measured(algorithm, seconds, nbytes=16 * MIB, verb="all_reduce", dtype="fp32"):
     limit_s = nbytes / FACTS["link_bytes_per_s"]
     return BenchCase(verb, algorithm, nbytes, dtype, limit_s, (seconds,))
@@ -328,23 +259,3 @@ def test_a_job_measures_every_collective_by_every_algorithm(tmp_path):
     assert result.stdout.count("2 ranks on 1 node of 2") == 1  # one rank prints
     assert result.stdout.count("broadcast") == 1
     assert result.stderr.count("mntrain: measured all_reduce 8K\n") == 1
-
-
-@pytest.mark.exhaustive
-def test_a_job_on_two_nodes_is_compared_with_the_link_and_skips_what_exceeds_its_time(tmp_path):
-    words = ["--comm.ranks-per-node", "1", "--dtype", "bf16", "--verbs", "reduce_scatter"]
-    result, found = bench(2, tmp_path, *words, "--sizes", "4K", "1M", "--seconds", "0.01")
-    assert found["virtual_ranks_per_node"] == 1
-    link = found["link_bytes_per_s"]
-    assert 1e6 < link < 1e12
-    names = BenchOptions().algorithms
-    assert [(case["algorithm"], case["size_bytes"]) for case in found["results"]] == [
-        (name, 4096) for name in names
-    ]
-    for case in found["results"]:
-        assert case["limit_s"] == pytest.approx(0.5 * 4096 / link)
-    assert {case["dtype"] for case in found["results"]} == {"bf16"}
-    assert [(case["algorithm"], case["size_bytes"]) for case in found["skipped"]] == [
-        (name, MIB) for name in names
-    ]
-    assert "-: left out 1M for lack of time; give more --seconds\n" in result.stdout

@@ -7,7 +7,7 @@ from simulated_ranks import SimulatedRanks
 
 from mntrain.comm.algorithms import load
 from mntrain.comm.chunk_plan import AT_ONCE_BYTES
-from mntrain.comm.link import Link, power_of_two
+from mntrain.comm.link import Link
 from mntrain.comm.links import measure_link
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.topology import Topology
@@ -41,13 +41,6 @@ def test_words_are_a_rate_and_a_latency():
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match="must be a rate and a latency, such as 100gbit,5us"):
         Link.of(text)
-
-
-@pytest.mark.parametrize(
-    ("number", "power"), [(0, 0), (0.3, 1), (1, 1), (1023.9, 512), (1024, 1024)]
-)
-def test_a_power_of_two_is_no_larger_than_the_number(number, power):
-    assert power_of_two(number) == power
 
 
 @pytest.mark.parametrize(

@@ -64,25 +64,6 @@ def test_train_says_what_a_pass_is_and_the_grad_mode_what_is_not_said(mode, trai
     assert parts.epoch == trains
 
 
-@torch.no_grad()
-def moved(batches):
-    for batch in batches:
-        yield batch * 1
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_pass_behind_a_generator_without_gradients_trains_if_that_is_said(size):
-    ranks = []
-    for rank in range(size):
-        log = Log()
-        parts = sharded(shuffled(10, 4), rank, size, log, train=True)
-        plain = sharded(shuffled(10, 4), rank, size)
-        ranks.append([drawn(moved(parts)) for _ in range(3)])
-        assert ranks[-1] == [drawn(plain) for _ in range(3)]
-        assert len(log.shares) == 9
-    assert len({str(epoch) for epoch in ranks[0]}) == 3
-
-
 def in_thread(parts):
     """All batches, which a thread has drawn: the grad mode is that of a thread."""
     got, errors = [], []

@@ -23,7 +23,6 @@ from reports import (
 from rich.cells import cell_len
 
 from mntrain.metrics.display import Display
-from mntrain.metrics.registry import METRICS, count_text, short_time
 from mntrain.rank_info import Usage
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import memory_by_role
@@ -38,33 +37,6 @@ NASTY_SHOWN = "n[0] [red]a[/red] [/] :smile: \N{REPLACEMENT CHARACTER}[2J"
 def strip(text: str) -> str:
     """A text without escape sequences."""
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text)
-
-
-def test_silent_display_prints_nothing(capfd):
-    on = console(True)
-    for given in ((on,), ()):
-        with Display(False, 4, "items", *given) as display:
-            display.note("lm: 0.83 M parameters", "bold")
-            display.step(record(1, eval_loss=1.0))
-            display.warn("careful")
-            finish(display)
-    assert on.file.getvalue() == ""
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("function", "value", "text"),
-    [
-        (METRICS["loss"].format, 12.5, "12.500"),
-        (count_text, 3.71234, "3.71"),
-        (count_text, 1.2e6, "1,200,000"),
-        (short_time, 2.13e-5, "21.3 us"),
-        (short_time, 0.01234, "12.3 ms"),
-        (short_time, 75.0, "75.00 s"),
-    ],
-)
-def test_numbers_are_short(function, value, text):
-    assert function(value) == text
 
 
 # Where the ranks run
@@ -260,21 +232,6 @@ def test_warnings_go_to_stderr_and_a_long_line_of_a_log_is_not_cut(capsys):
 
 
 # The statistics at the end
-
-
-def test_columns_of_memory_are_two_spaces_apart():
-    roles = [Memory(parameters=494_300_000_000, gradients=1, buckets=0, master=0, state=5, hook=7)]
-    less = [Memory(parameters=10**15, gradients=1, buckets=0, master=0, state=5, hook=7)]
-    memory = memory_by_role(roles, [used(2**20)], roles, less)
-    memory["parameters"]["saved_share"] = 1.0
-    memory["parameters"]["saved"] = 10**15
-    lines = final_lines(summary(memory=memory))
-    rows = [re.split(r"\s{2,}", line) for line in lines if line.startswith(("memory", "param"))]
-    assert [len(row) for row in rows] == [7, 7]
-    assert rows[1][0] == "parameters"
-    assert rows[1][-1] == "1.0 PB, 100%"
-    saved = [line for line in lines if line.startswith(("memory", "parameters"))]
-    assert len({len(line) for line in saved}) == 1
 
 
 def facts_of(lines: list[str]) -> dict[str, str]:

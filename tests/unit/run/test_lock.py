@@ -159,6 +159,18 @@ def test_a_folder_that_is_replaced_is_told_of_and_gets_no_lock(tmp_path):
     assert list(folder.iterdir()) == []
 
 
+def test_a_directory_that_another_job_has_taken_is_told_of(tmp_path):
+    told = []
+    with closing(RunLock(tmp_path, told.append)):
+        elsewhere(tmp_path)
+        until(lambda: told)
+    assert told == [
+        f"{tmp_path} was taken by another job (on far, process 7), which had found no sign of this "
+        "one for 1.5 s: this job ends"
+    ]
+    assert lock.read(tmp_path / ".lock")["place"] == "far"
+
+
 @pytest.mark.parametrize("text", [b"", b"{"])
 def test_a_file_that_was_removed_or_damaged_is_written_again(tmp_path, text, monkeypatch):
     monkeypatch.setattr(lock, "EMPTY_S", 0.3)

@@ -1,6 +1,5 @@
 """Watchdogs of three ranks in one process, over real connections."""
 
-import math
 import os
 import signal
 import socket
@@ -136,29 +135,6 @@ def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_
     finally:
         first.close()
         second.close()
-
-
-@pytest.mark.parametrize("monitors", ["stopped", "answering"])
-def test_a_rank_ends_the_job_only_if_the_monitors_do_nothing_about_its_wait(
-    job, monkeypatch, monitors
-):
-    job.ranks[0]._idle_limit = math.inf  # it asks nothing by itself
-    until(job.connected)
-    rank, ends, wait = job.ranks[2], [], SimpleNamespace(name="a wait", timeout_s=0.5)
-    monkeypatch.setattr(watchdogs, "REPEAT_S", 0.3)
-    monkeypatch.setattr(rank, "_end_job", lambda report, *_: ends.append(report))
-    monkeypatch.setattr(rank, "_tick", 0.1)
-    asks = monitors == "answering"
-    monkeypatch.setattr(
-        rank, "_tell_monitors", lambda _: asks and rank._on_message(0, {"kind": "ask"})
-    )
-    monkeypatch.setattr(rank, "_own_status", lambda: SimpleNamespace(_asdict=lambda: None))
-    monkeypatch.setattr(rank._channel, "send", lambda *_: None)
-    own = SimpleNamespace(**{**vars(rank._engine), "awaited": lambda: (wait, 0.0)})
-    monkeypatch.setattr(rank, "_engine", own)
-    until(lambda: ends or rank._told >= 6)
-    assert bool(ends) == (monitors == "stopped")
-    assert all("and ranks 0, 1 on a do not answer" in report for report in ends)
 
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}

@@ -158,22 +158,14 @@ def test_what_is_not_finite_is_named():
     ("options", "words"),
     [
         ({"stage": 3}, "stage 3"),
-        ({"stage": -1}, "stage -1"),
         ({"partition": "row"}, "'row'.*auto, element, parameter"),
         ({"non_finite": "ignore"}, "'ignore'.*stop or skip"),
         ({"loss_scale": -1.0}, "loss_scale is -1.0"),
-        ({"loss_scale": 0.0}, "loss_scale is 0.0"),
-        ({"loss_scale": math.inf}, "loss_scale is inf"),
         ({"loss_scale": "static"}, "loss_scale is 'static'"),
-        ({"loss_scale": True}, "loss_scale is True"),
         ({"stage": True}, "stage True"),
         ({"norm_type": "two"}, "norm_type is 'two'"),
-        ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
         ({"norm_type": 0.0}, "norm_type is 0.0"),
-        ({"norm_type": -2.0}, "norm_type is -2.0"),
-        ({"norm_type": math.nan}, "norm_type is nan"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
         ({"check_every": True}, "check_every is True"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0"),
         ({"overlap_forward": "no"}, "overlap_forward is 'no'"),
@@ -318,20 +310,6 @@ def test_memory_shared_with_other_processes_is_refused_but_not_a_mapped_file(sta
     mapped = torch.load(tmp_path / "model.pt", mmap=True)
     model.load_state_dict(mapped, assign=True)
     in_two(model, stage)
-
-
-def test_stage_0_leaves_parameters_in_the_memory_that_others_share():
-    model = mlp()
-    model.register_buffer("snap", model[3].weight.data)
-    model.late = nn.Parameter(model[0].weight.data, requires_grad=False)
-    model.share_memory()
-    before = model.snap.clone()
-    optimizer = in_two(model, 0)
-    nn.Sequential(*model[:4])(inputs(1)[0]).square().mean().backward()
-    optimizer.step()
-    assert torch.equal(model.snap, model[3].weight)
-    assert torch.equal(model.late, model[0].weight)
-    assert not torch.equal(model.snap, before)
 
 
 @modes
