@@ -27,6 +27,7 @@ from mntrain.checkpoint.format import (
     REPLICAS,
     ChecksummedRange,
     Manifest,
+    ParameterState,
     checkpoint_name,
     open_tensors,
     read_manifest,
@@ -59,6 +60,8 @@ from mntrain.checkpoint.state_values import decode_unnamed, decode_values
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
+from zero.param_groups import hyperparameters
+from zero.shard import update_alone
 from zero.state import LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
 
 T = TypeVar("T")
@@ -301,14 +304,15 @@ def load(
     number of them, with the mean of the parameters and of what was not sent yet, and replica i with
     the other optimizer state of replica i modulo that number. Where the next step is synchronous,
     all continue with the mean and the state of replica 0. Raises
-    AgreedError if the checkpoint is of another model or lacks an object; the model is unchanged
-    then.
+    AgreedError if the checkpoint is of another model, or lacks an object or what the optimizer was
+    told to keep (amsgrad); the model is unchanged then.
     """
     manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     own = _has_replicas(manifest, optimizer)
     numbers = manifest.sync_weights if _same_replicas(manifest, optimizer) else []
     with world.agreement():
+        _check_options(found, optimizer)
         states = {
             name: select(manifest.objects, name, world.rank, world.size) for name in objects or {}
         }
@@ -338,6 +342,63 @@ def load(
             (objects or {})[name].load_state_dict(state)
     if optimizer.sync_schedule.replicas > 1:
         optimizer.publish_loaded()
+
+
+def _check_options(found: FoundCheckpoint, optimizer: ZeroOptimizer) -> None:
+    """Raise ValueError for options that need state which a checkpoint lacks. Local.
+
+    Such as amsgrad, which it was saved without. Of classes that are not torch's nothing is known.
+    """
+    if not optimizer.known:
+        return
+    kind, manifest = getattr(torch.optim, optimizer.class_name), found.manifest
+    for group, saved in zip(optimizer.param_groups, manifest.param_groups, strict=False):
+        options = {k: v for k, v in hyperparameters(group).items() if k not in DEVICE_OPTIONS}
+        states = [manifest.parameter_states.get(name) for name in saved["params"]]
+        kinds = {(s.tensor_keys, tuple(s.others)): s for s in states if s}
+        for state in kinds.values():
+            if not (lacking := _lacking(kind, options, state)):
+                continue
+            before = decode_options(saved)
+            changed = [
+                key
+                for key in options.keys() & before.keys() - {"lr", "initial_lr"}
+                if repr(options[key]) != repr(before[key])
+            ]
+            now, was = (
+                ", ".join(f"{key}={of[key]!r}" for key in sorted(changed))
+                for of in (options, before)
+            )
+            raise ValueError(
+                f"{found.path} has no {lacking} in the optimizer's state, which {kind.__name__} "
+                f"needs with {now or 'its options'}: give {was or 'those'} as before, or begin "
+                "another run with the weights of this one (--init.from, or load_state_dict of the "
+                "model)"
+            )
+
+
+def _lacking(kind: Any, options: Mapping[str, Any], state: ParameterState) -> str:
+    """Return what a class of torch looks for in a step and a saved state lacks; "" if nothing.
+
+    Local. It takes a step of one element.
+    """
+    element = torch.zeros((), dtype=torch.float32, device="cpu")
+    element.grad = torch.zeros_like(element)
+    own = [key for key in state.tensor_keys if key != MASTER and not key.startswith(SYNC)]
+    others = decode_values(state.others, lambda name: element)
+    numbers = {  # also the state by element, of a parameter without a dimension
+        key: value.to(element) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in others.items()
+    }
+    try:
+        trial = kind([{**options, "params": [element]}])
+        trial.state[element] = numbers | {key: torch.zeros_like(element) for key in own}
+        update_alone(trial)
+    except KeyError as error:
+        return str(error.args[0])
+    except Exception:
+        return ""  # of this trial alone
+    return ""
 
 
 def _read_hook_state(found: FoundCheckpoint, world: Ranks) -> dict[str, Any] | None:
