@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TypeVar
@@ -44,8 +45,6 @@ from mntrain.checkpoint.node_folders import (
     NOT_WRITTEN,
     NodeFolders,
     WholeStep,
-    make_whole,
-    newest_steps,
 )
 from mntrain.checkpoint.objects import (
     HOOK,
@@ -216,17 +215,19 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
     paths: list[Path] = []
     with world.agreement():
         if world.master:
-            paths = _tried_again(where, lambda: _checkpoints_at(where))
+            paths = _tried_again(
+                where, lambda: [where] if (where / FILE).exists() else list_checkpoints(where)
+            )
     paths = world.gather(paths)[0]
     skipped: dict[Path, str] = {}
     steps: list[tuple[int, str]] = []
     if local:
         local.passed_over.clear()
-        steps = newest_steps(world, local)
+        steps = sorted(set(chain(*world.gather(local.steps()))), reverse=True)
     for path in [*paths, None]:
         while local and steps and (path is None or steps[0][0] > (step_of(path) or 0)):
             step, attempt = steps.pop(0)
-            made = make_whole(world, local, step, attempt)
+            made = local.make_whole(step, attempt)
             if isinstance(made, WholeStep):
                 others = f"of {world.topology}, which were sent {made.sent / 1e6:.1f} MB of it"
                 return FoundCheckpoint(made.path, made.manifest, skipped, others)
@@ -263,11 +264,6 @@ def _read_all(path: Path, rank: int, size: int) -> Manifest | str:
         return content
 
     return _tried_again(path, read)
-
-
-def _checkpoints_at(where: Path) -> list[Path]:
-    """Return a checkpoint given by its path, or those of a run. Raises as `list_checkpoints`."""
-    return [where] if (where / FILE).exists() else list_checkpoints(where)
 
 
 def _tried_again(path: Path, read: Callable[[], T]) -> T:

@@ -175,7 +175,7 @@ class Checkpoints:
         removes = in_order and self._step is not None and self.has(self._step)
         if in_order and not removes:
             local.finish()
-            if self._step is not None and not (removes := local.empty):
+            if self._step is not None and not (removes := local.saver.empty):
                 self._world.output.warn(
                     f"step {self._step} is not saved in the run directory, so checkpoints stay in "
                     "the nodes' memory, and the next start goes on from them: save the last step "
@@ -184,7 +184,7 @@ class Checkpoints:
         notes = LaunchNotes.of(os.environ)
         if in_order and not removes and notes is not None and self._world.master:
             notes.keep_local()
-        local.end(removes=removes)
+        local.saver.close(removes=removes)
         self._local_summary, self._local = local.summary(), None
 
     def resume(
@@ -263,7 +263,10 @@ class Checkpoints:
                 self._sums.drop()
         asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
         if asks and not self._sums.waiting:
-            own: dict[str, Value] = {"save due": self._save_due, "save ready": self._saver.ready}
+            own: dict[str, Value] = {
+                "save due": lambda: self._world.master and self._interval.due_now(),
+                "save ready": self._saver.ready,
+            }
             self._sums.start({**own, **(local.flags() if local else {})})
 
     def _begin(self, progress: Manifest) -> None:
@@ -276,10 +279,6 @@ class Checkpoints:
         self._interval.begins()
         self._copy_s = end - copy_start
         self._waited_s += end - start
-
-    def _save_due(self) -> bool:
-        """Return whether the master's clock says that a save is due."""
-        return self._world.master and self._interval.due_now()
 
     def _save_now(self, progress: Manifest) -> None:
         """Save and wait until that is complete. Raises AgreedError on failure."""
@@ -344,14 +343,7 @@ class Checkpoints:
 
     def _describe(self, step: int, eval_loss: float | None) -> Manifest:
         finite = eval_loss is not None and math.isfinite(eval_loss)
-        return Manifest(
-            step,
-            config={},
-            samples=0,
-            skipped_steps=0,
-            eval_loss=eval_loss if finite else None,
-            data=self._data,
-        )
+        return Manifest(step, eval_loss=eval_loss if finite else None, data=self._data)
 
     def _check(self, step: int) -> None:
         """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""
