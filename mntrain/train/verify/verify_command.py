@@ -8,7 +8,7 @@ ranks divide a batch in other ways.
 
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,11 +33,7 @@ losses, gradients and weights, at stages 0, 1 and 2. All options of a job. For e
 Exits with 1 if a result is wrong."""
 
 
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
-    """Return the options of the command; arguments and errors as in `cli.parse_options`."""
-    return parse_options(
-        Config, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
-    )
+parse = partial(parse_options, Config, prog=_PROGRAM, description=_DESCRIPTION)
 
 
 def run(config: Config) -> int:
