@@ -35,8 +35,8 @@ from zero.kernels import checksum
 from zero.optimizer import ZeroOptimizer
 from zero.sync_batchnorm import SyncBatchNorm
 
-# Runs the steps in a world, at a stage, and with the number of an order: 0 as it is.
-Run: TypeAlias = Callable[["RecordedWorld", int, int], Iterable[float] | None]
+# Runs the steps in a world, at a stage, and in the order of the world.
+Run: TypeAlias = Callable[["RecordedWorld", int], Iterable[float] | None]
 
 _CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the same samples
 
@@ -97,7 +97,7 @@ class RecordedRun:
         self._inside = False  # an optimizer of the world, which makes or calls others
         self._handles = ExitStack()
 
-    def record(self, run: Run, world: "RecordedWorld", stage: int, order: int = 0) -> None:
+    def record(self, run: Run, world: "RecordedWorld", stage: int) -> None:
         """Run the steps in a world, from the same seeds each time. Collective in it."""
         world.recorded, before = self, world._shards.samples
         random.seed(0)
@@ -105,7 +105,7 @@ class RecordedRun:
         np.random.seed(0)
         world._shards.begin_anew()
         with self._hooks():
-            self.losses = [float(loss) for loss in run(world, stage, order) or ()]
+            self.losses = [float(loss) for loss in run(world, stage) or ()]
         self.samples = world._shards.samples - before
         if self.first is None or not self.steps:
             return

@@ -79,7 +79,7 @@ def verify(
     for a loop that fails on one process, and on fewer than two ranks.
     """
 
-    def run(world: World, stage: int, order: int) -> Iterable[float] | None:
+    def run(world: World, stage: int) -> Iterable[float] | None:
         if not callable(train):
             raise ValueError(f"train is {train!r}: give a function, train(world, stage=...)")
         return train(world, stage=stage)
@@ -159,7 +159,7 @@ def _run_alone(run: Run, options: dict[str, Any]) -> tuple[_Alone, str]:
             for order in range(1, ORDERS + 1):
                 world.order = order
                 alone.orders.append(other := RecordedRun(first, jitter=eps))
-                other.record(run, world, 0, order)
+                other.record(run, world, 0)
         except NonFiniteGradientError as error:
             return _Alone(first, []), f"one process alone: {error}"
         for other in alone.orders:
