@@ -300,15 +300,15 @@ def load(
     number of them, with the mean of the parameters and of what was not sent yet, and replica i with
     the other optimizer state of replica i modulo that number. Where the next step is synchronous,
     all continue with the mean and the state of replica 0. Raises
-    AgreedError if the checkpoint is of another model, or lacks an object or what the optimizer was
-    told to keep (amsgrad); the model is unchanged then.
+    AgreedError if the checkpoint is of another model or another class of optimizer, or lacks an
+    object or what the optimizer was told to keep (amsgrad); the model is unchanged then.
     """
     manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     own = _has_replicas(manifest, optimizer)
     numbers = manifest.sync_weights if _same_replicas(manifest, optimizer) else []
     with world.agreement():
-        _check_options(found, optimizer)
+        _check_optimizer(found, optimizer)
         states = {
             name: select(manifest.objects, name, world.rank, world.size) for name in objects or {}
         }
@@ -340,17 +340,23 @@ def load(
         optimizer.publish_loaded()
 
 
-def _check_options(found: FoundCheckpoint, optimizer: ZeroOptimizer) -> None:
-    """Raise ValueError for options that need state which a checkpoint lacks. Local.
+def _check_optimizer(found: FoundCheckpoint, optimizer: ZeroOptimizer) -> None:
+    """Raise ValueError for another class, and for options that need state which is lacking. Local.
 
     Such as amsgrad, which it was saved without. Of classes that are not torch's nothing is known.
     """
+    manifest, name = found.manifest, optimizer.class_name
+    if manifest.optimizer_class and manifest.optimizer_class != name:
+        raise ValueError(
+            f"{found.path} was saved with the optimizer {manifest.optimizer_class}, and this one "
+            f"is {name}: give the same class, or another run directory"
+        )
     if not optimizer.known:
         return
-    kind, manifest = getattr(torch.optim, optimizer.class_name), found.manifest
+    kind = getattr(torch.optim, name)
     for group, saved in zip(optimizer.param_groups, manifest.param_groups, strict=False):
         options = {k: v for k, v in hyperparameters(group).items() if k not in DEVICE_OPTIONS}
-        states = [manifest.parameter_states.get(name) for name in saved["params"]]
+        states = [manifest.parameter_states.get(of) for of in saved["params"]]
         kinds = {(s.tensor_keys, tuple(s.others)): s for s in states if s}
         for state in kinds.values():
             if not (lacking := _lacking(kind, options, state)):

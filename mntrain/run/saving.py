@@ -210,11 +210,9 @@ class Checkpoints:
                 self._saver.check()
         if found is not None:
             saver, manifest = self._saver, found.manifest
-            self._check_class(found)
-            best_score = saver.best_score(manifest.step, scored_by)
-            self._best_score = math.inf if best_score is None else best_score
+            self._best_score = saver.best_score(manifest.step, scored_by)
             self._resumed = found
-            self._note_longest(manifest.wrote_s)
+            self.longest_s = max(self.longest_s, manifest.wrote_s)
             checkpoint.load(
                 found,
                 saver.model,
@@ -232,16 +230,6 @@ class Checkpoints:
             self._local.restored(found, self._directory.attempts().last)
         self._step = self._restored = step
         return step
-
-    def _check_class(self, found: FoundCheckpoint) -> None:
-        """Raise AgreedError if a checkpoint is of another class of optimizer. Local."""
-        saved, own = found.manifest.optimizer_class, self._saver.optimizer.class_name
-        if saved and saved != own:
-            raise AgreedError(
-                f"{found.path} was saved with the optimizer {saved}, and this one is {own}: give "
-                "the same class, or another run directory",
-                self._world.rank,
-            )
 
     def _save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""
@@ -290,9 +278,6 @@ class Checkpoints:
         self._report(lambda: self._saver.save(progress), warns=False)
         self._interval.begins()
 
-    def _note_longest(self, seconds: float) -> None:
-        self.longest_s = max(self.longest_s, seconds)
-
     def has(self, step: int) -> bool:
         """Return True if the newest complete checkpoint of this job is that of a step. Local."""
         return self._last is not None and self._last.name == checkpoint_name(step)
@@ -333,7 +318,7 @@ class Checkpoints:
             return
         self._last = saved.path
         self._saved += 1
-        self._note_longest(saved.seconds)
+        self.longest_s = max(self.longest_s, saved.seconds)
         self._world.output.note(
             f"step {self._step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
