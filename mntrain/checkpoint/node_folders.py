@@ -66,15 +66,6 @@ class Held(NamedTuple):
     left: Mapping[int, int]
 
 
-@dataclass(frozen=True)
-class WholeStep:
-    """A step that was made whole in the folder of each node."""
-
-    path: Path  # of this node
-    manifest: Manifest
-    sent: int  # bytes that a node lacked
-
-
 class NodeFolders:
     """A run's folder on this rank's node, and those of virtual nodes that are no more.
 
@@ -167,9 +158,10 @@ class NodeFolders:
                 with suppress(OSError):
                     path.parent.rmdir()  # of the attempt
 
-    def make_whole(self, step: int, attempt: str) -> WholeStep | str:
-        """Give each node all ranges of a step, or return why they are not there. Collective.
+    def make_whole(self, step: int, attempt: str) -> tuple[Manifest | None, str]:
+        """Give each node all ranges of a step; return its manifest, and where it came from.
 
+        Or None, and why not all ranges are there. Collective.
         Each range that a node lacks is sent once, by a rank on a node that has it. A step of which
         all ranges are there is the one that is taken: all others are removed before, which makes
         room, and AgreedError is raised where a node cannot be given it. Nothing of it is removed
@@ -179,7 +171,7 @@ class NodeFolders:
         manifest = self._manifest(name) if self.leader else None
         known = world.gather(manifest is not None)
         if not any(known):
-            return NOT_WRITTEN
+            return None, NOT_WRITTEN
         root = known.index(True)
         manifest = world.gather(manifest if world.rank == root else None)[root]
         assert manifest is not None
@@ -189,7 +181,7 @@ class NodeFolders:
         if lacking:
             nbytes = sum(parts[number].place.length for number in lacking)
             share = f"{len(lacking)} of its {len(parts)} slices ({nbytes / 1e6:.1f} MB)"
-            return f"{share} are on no node, or damaged"
+            return None, f"{share} are on no node, or damaged"
         try:
             _Sending(world, self, name, parts, held[world.rank]).send(manifest, messages)
         except AgreedError as error:
@@ -200,7 +192,7 @@ class NodeFolders:
                 world.rank,
             ) from error
         sent = sum(parts[number].place.length for message in messages for number in message.numbers)
-        return WholeStep(self.own / name, manifest, sent)
+        return manifest, f"of {world.topology}, which were sent {sent / 1e6:.1f} MB of it"
 
     def _manifest(self, name: Path) -> Manifest | None:
         for folder in (self.own, *self.left):

@@ -41,11 +41,7 @@ from mntrain.checkpoint.model_state import (
     parameters_in,
     why_not_taken,
 )
-from mntrain.checkpoint.node_folders import (
-    NOT_WRITTEN,
-    NodeFolders,
-    WholeStep,
-)
+from mntrain.checkpoint.node_folders import NOT_WRITTEN, NodeFolders
 from mntrain.checkpoint.objects import (
     HOOK,
     Stateful,
@@ -227,14 +223,13 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
     for path in [*paths, None]:
         while local and steps and (path is None or steps[0][0] > (step_of(path) or 0)):
             step, attempt = steps.pop(0)
-            made = local.make_whole(step, attempt)
-            if isinstance(made, WholeStep):
-                others = f"of {world.topology}, which were sent {made.sent / 1e6:.1f} MB of it"
-                return FoundCheckpoint(made.path, made.manifest, skipped, others)
-            passed = local.own / attempt / checkpoint_name(step)
-            local.passed_over[passed] = f"in the nodes' memory, {made}"
-            if made != NOT_WRITTEN:  # as of each job that ends while it saves
-                skipped[passed] = local.passed_over[passed]
+            manifest, told = local.make_whole(step, attempt)
+            found = local.own / attempt / checkpoint_name(step)
+            if manifest is not None:
+                return FoundCheckpoint(found, manifest, skipped, told)
+            local.passed_over[found] = f"in the nodes' memory, {told}"
+            if told != NOT_WRITTEN:  # as of each job that ends while it saves
+                skipped[found] = local.passed_over[found]
         if path is None:
             break
         with world.agreement():
@@ -372,7 +367,7 @@ def _check_optimizer(found: FoundCheckpoint, optimizer: ZeroOptimizer) -> None:
                 for of in (options, before)
             )
             raise ValueError(
-                f"{found.path} has no {lacking} in the optimizer's state, which {kind.__name__} "
+                f"{found.path} has no {lacking} in the optimizer's state, which {name} "
                 f"needs with {now or 'its options'}: give {was or 'those'} as before, or begin "
                 "another run with the weights of this one (--init.from, or load_state_dict of the "
                 "model)"
