@@ -1,7 +1,7 @@
 """Options of `python -m mntrain bench`. Needs neither torch nor MPI."""
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -88,11 +88,7 @@ class BenchOptions:
     comm: BenchCommOptions = Field(default=BenchCommOptions())
 
 
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> BenchOptions:
-    """Return the options of a command line; errors as in `parse_options`."""
-    return parse_options(
-        BenchOptions, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
-    )
+parse = partial(parse_options, BenchOptions, prog=_PROGRAM, description=_DESCRIPTION)
 
 
 def size_label(nbytes: int) -> str:

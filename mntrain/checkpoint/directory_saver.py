@@ -6,6 +6,7 @@ RUN/checkpoints/step-00000050/              after every rank's part is on the di
 At the first save of a job on several nodes, each node reads what another one wrote.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -37,14 +38,17 @@ class DirectorySaver(Saver):
         super().__init__(world, saved, reads_back=len(world.topology.nodes) > 1)
         self._run_dir, self._keep, self._expect_own = run_dir, keep, expect_own
 
-    def best_score(self, last: int, metric: str) -> float | None:
-        """Return the lowest score by a metric of checkpoints up to step `last`. Collective."""
-        lowest: float | None = None
+    def best_score(self, last: int, metric: str) -> float:
+        """Return the lowest score by a metric of checkpoints up to step `last`. Collective.
+
+        Infinity without any.
+        """
+        lowest = math.inf
         with self._world.agreement():
             if self._world.master:
                 found = list_checkpoints(self._run_dir)
                 paths = [path for path in found if path.name <= checkpoint_name(last)]
-                lowest = next(iter(scores(paths, metric).values()), None)
+                lowest = min(scores(paths, metric).values(), default=math.inf)
         return self._world.gather(lowest)[0]
 
     def _new(self, progress: Manifest, start: float, token: str) -> Save:

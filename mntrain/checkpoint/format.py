@@ -201,6 +201,13 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
+def write_at(file: int, data: memoryview, start: int) -> None:
+    """Write all of some bytes at a place of an open file. Raises OSError."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(file, data[written:], start + written)
+
+
 def _write(file: int, data: memoryview, start: int) -> list[ChecksummedRange]:
     """Write data, and start the disk at once (Linux) instead of at the fsync after all writes."""
     ranges = []
@@ -209,9 +216,7 @@ def _write(file: int, data: memoryview, start: int) -> list[ChecksummedRange]:
         for at in range(0, len(part), _BLOCK_BYTES):
             block, offset = part[at : at + _BLOCK_BYTES], start + low + at
             checksum = zlib.crc32(block, checksum)
-            written = 0
-            while written < len(block):
-                written += os.pwrite(file, block[written:], offset + written)
+            write_at(file, block, offset)
             if _sync_file_range is not None:
                 extent = ctypes.c_int64(offset), ctypes.c_int64(len(block))
                 _sync_file_range(file, *extent, _SYNC_FILE_RANGE_WRITE)
@@ -260,10 +265,10 @@ class Manifest:
     """Content of manifest.json. A run gives what is known of it; the saver completes it."""
 
     step: int  # number of steps taken
-    config: Mapping[str, Any]
-    samples: int
-    skipped_steps: int
-    eval_loss: float | None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 0
+    skipped_steps: int = 0
+    eval_loss: float | None = None
     # Sizes of the data's files, values of the task, and digests of samples, which are compared in
     # a resumed run.
     data: Mapping[str, Any] = field(default_factory=dict)

@@ -11,10 +11,10 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from mntrain.checkpoint.format import (
     checkpoint_name,
     read_manifest,
     step_of,
+    write_at,
     write_manifest,
 )
 from mntrain.checks.local_folder import NODE, Attempts, prepare, run_folder
@@ -39,7 +40,7 @@ from zero.collectives import Work
 
 NOT_WRITTEN = "not all ranks had written it"
 _IN_FLIGHT = 2  # ranges that are sent at a time
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT
 
 
 class PlacedRange(NamedTuple):
@@ -65,17 +66,67 @@ class Held(NamedTuple):
     left: Mapping[int, int]
 
 
-@dataclass(frozen=True)
 class NodeFolders:
-    """A run's folder on this rank's node, and those of virtual nodes that are no more."""
+    """A run's folder on this rank's node, and those of virtual nodes that are no more.
 
-    root: Path  # of the run, on this host
-    own: Path
-    left: tuple[Path, ...]
-    leader: bool  # this rank is the first one of its node
-    attempts: Attempts  # before this start of the run
-    # Why steps that a restart has looked at were not taken. The same on all ranks.
-    passed_over: dict[Path, str] = field(default_factory=dict)
+    Made by all ranks, within DIR, which is made unless it is there. `attempts` are those before
+    this start of the run. Raises AgreedError if any node cannot use DIR, or if nodes share it.
+    """
+
+    def __init__(self, world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) -> None:
+        self._world, self.attempts = world, attempts
+        rank, topology = world.rank, world.topology
+        self.leader = topology.local_rank(rank) == 0
+        """True if this rank is the first one of its node."""
+        self.passed_over: dict[Path, str] = {}
+        """Why steps that a restart has looked at were not taken. The same on all ranks."""
+        first = world.hosts.index(world.hosts[rank]) == rank
+        with world.agreement():
+            if first:
+                prepare(folder)
+        with world.agreement():
+            prepare(folder)  # of another user, by his number on this host
+        mark = folder / f".mntrain-{secrets.token_hex(8)}"
+        try:
+            with world.agreement():
+                try:
+                    if first:
+                        mark.touch(0o600)
+                except OSError as error:
+                    raise ValueError(
+                        f"the folder for local checkpoints, {folder}, cannot be written "
+                        f"({error.strerror}): free some space, or give another one"
+                    ) from error
+            marks = world.gather(mark.name)
+            others = {
+                name
+                for name, key in zip(marks, world.hosts, strict=True)
+                if key != world.hosts[rank]
+            }
+            with world.agreement():
+                if not others.isdisjoint(path.name for path in _listed(folder)):
+                    raise ValueError(
+                        f"the folder for local checkpoints, {folder}, is one that several nodes "
+                        "share, and is lost with any of them: give one in the memory or on a disk "
+                        "of each node"
+                    )
+        finally:
+            if first:
+                mark.unlink(missing_ok=True)
+        on_host = [node for node in topology.nodes if world.hosts[node[0]] == world.hosts[rank]]
+        number = next(n for n, node in enumerate(on_host) if rank in node)
+        # Of the run, on this host.
+        self.root = root = folder / world.gather(run_folder(run_dir, attempts))[0]
+        with world.agreement():
+            if os.path.lexists(root) and (owner := root.lstat().st_uid) != os.geteuid():
+                raise ValueError(
+                    f"{root} belongs to the user {owner}: remove it, or give another DIR"
+                )
+        found = {path.name: path for path in _listed(root) if path.name.startswith(NODE)}
+        for n in range(len(on_host)):
+            found.pop(f"{NODE}{n}", None)
+        self.own = root / f"{NODE}{number}"
+        self.left = [found[name] for name in sorted(found)][number :: len(on_host)]
 
     def steps(self) -> set[tuple[int, str]]:
         """Return the steps, with their attempts, of which this node has anything that is valid."""
@@ -107,114 +158,61 @@ class NodeFolders:
                 with suppress(OSError):
                     path.parent.rmdir()  # of the attempt
 
+    def make_whole(self, step: int, attempt: str) -> tuple[Manifest | None, str]:
+        """Give each node all ranges of a step; return its manifest, and where it came from.
 
-def open_folders(world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) -> NodeFolders:
-    """Return a run's folders within DIR, which is made unless it is there. Collective.
+        Or None, and why not all ranges are there. Collective.
+        Each range that a node lacks is sent once, by a rank on a node that has it. A step of which
+        all ranges are there is the one that is taken: all others are removed before, which makes
+        room, and AgreedError is raised where a node cannot be given it. Nothing of it is removed
+        then.
+        """
+        world, name = self._world, Path(attempt, checkpoint_name(step))
+        manifest = self._manifest(name) if self.leader else None
+        known = world.gather(manifest is not None)
+        if not any(known):
+            return None, NOT_WRITTEN
+        root = known.index(True)
+        manifest = world.gather(manifest if world.rank == root else None)[root]
+        assert manifest is not None
+        parts = [PlacedRange(file, place) for file in FILES for place in manifest.checksums[file]]
+        held: list[Held] = world.gather(self._look(name, parts))
+        lacking, messages = assign_senders(parts, held, world.topology.nodes)
+        if lacking:
+            nbytes = sum(parts[number].place.length for number in lacking)
+            share = f"{len(lacking)} of its {len(parts)} slices ({nbytes / 1e6:.1f} MB)"
+            return None, f"{share} are on no node, or damaged"
+        try:
+            _Sending(world, self, name, parts, held[world.rank]).send(manifest, messages)
+        except AgreedError as error:
+            raise AgreedError(
+                f"{name.name} is whole in the nodes' memory, and a node cannot be given all of it "
+                f"({error}): free space in {self.root.parent} and start again, or remove "
+                f"{self.root} on each node to go on from the run directory",
+                world.rank,
+            ) from error
+        sent = sum(parts[number].place.length for message in messages for number in message.numbers)
+        return manifest, f"of {world.topology}, which were sent {sent / 1e6:.1f} MB of it"
 
-    Raises AgreedError if any node cannot use DIR, or if nodes share it.
-    """
-    rank, topology = world.rank, world.topology
-    first = world.hosts.index(world.hosts[rank]) == rank
-    with world.agreement():
-        if first:
-            prepare(folder)
-    with world.agreement():
-        prepare(folder)  # of another user, by his number on this host
-    mark = folder / f".mntrain-{secrets.token_hex(8)}"
-    try:
-        with world.agreement():
-            try:
-                if first:
-                    mark.touch(0o600)
-            except OSError as error:
-                raise ValueError(
-                    f"the folder for local checkpoints, {folder}, cannot be written "
-                    f"({error.strerror}): free some space, or give another one"
-                ) from error
-        marks = world.gather(mark.name)
-        others = {
-            name for name, key in zip(marks, world.hosts, strict=True) if key != world.hosts[rank]
-        }
-        with world.agreement():
-            if not others.isdisjoint(path.name for path in _listed(folder)):
-                raise ValueError(
-                    f"the folder for local checkpoints, {folder}, is one that several nodes share, "
-                    "and is lost with any of them: give one in the memory or on a disk of each node"
-                )
-    finally:
-        if first:
-            mark.unlink(missing_ok=True)
-    on_host = [node for node in topology.nodes if world.hosts[node[0]] == world.hosts[rank]]
-    number = next(n for n, node in enumerate(on_host) if rank in node)
-    root = folder / world.gather(run_folder(run_dir, attempts))[0]
-    with world.agreement():
-        if os.path.lexists(root) and (owner := root.lstat().st_uid) != os.geteuid():
-            raise ValueError(f"{root} belongs to the user {owner}: remove it, or give another DIR")
-    found = {path.name: path for path in _listed(root) if path.name.startswith(NODE)}
-    for n in range(len(on_host)):
-        found.pop(f"{NODE}{n}", None)
-    left = [found[name] for name in sorted(found)]
-    return NodeFolders(
-        root,
-        root / f"{NODE}{number}",
-        tuple(left[number :: len(on_host)]),
-        leader=topology.local_rank(rank) == 0,
-        attempts=attempts,
-    )
+    def _manifest(self, name: Path) -> Manifest | None:
+        for folder in (self.own, *self.left):
+            with suppress(OSError, ValueError):
+                return read_manifest(folder / name)
+        return None
 
-
-def newest_steps(world: Ranks, folders: NodeFolders) -> list[tuple[int, str]]:
-    """Return the steps, with their attempts, of which any node has something. Collective.
-
-    The newest first.
-    """
-    return sorted(set(chain(*world.gather(folders.steps()))), reverse=True)
-
-
-@dataclass(frozen=True)
-class WholeStep:
-    """A step that was made whole in the folder of each node."""
-
-    path: Path  # of this node
-    manifest: Manifest
-    sent: int  # bytes that a node lacked
-
-
-def make_whole(world: Ranks, folders: NodeFolders, step: int, attempt: str) -> WholeStep | str:
-    """Give each node all ranges of a step, or return why they are not there. Collective.
-
-    Each range that a node lacks is sent once, by a rank on a node that has it. A step of which all
-    ranges are there is the one that is taken: all others are removed before, which makes room, and
-    AgreedError is raised where a node cannot be given it. Nothing of it is removed then.
-    """
-    name = Path(attempt, checkpoint_name(step))
-    manifest = _manifest(folders, name) if folders.leader else None
-    known = world.gather(manifest is not None)
-    if not any(known):
-        return NOT_WRITTEN
-    root = known.index(True)
-    manifest = world.gather(manifest if world.rank == root else None)[root]
-    assert manifest is not None
-    parts = [PlacedRange(file, place) for file in FILES for place in manifest.checksums[file]]
-    held: list[Held] = world.gather(_look(world, folders, name, parts))
-    lacking, messages = assign_senders(parts, held, world.topology.nodes)
-    if lacking:
-        nbytes = sum(parts[number].place.length for number in lacking)
-        return (
-            f"{len(lacking)} of its {len(parts)} slices ({nbytes / 1e6:.1f} MB) are on no node, or "
-            "damaged"
-        )
-    try:
-        _Sending(world, folders, name, parts, held[world.rank]).send(manifest, messages)
-    except AgreedError as error:
-        raise AgreedError(
-            f"{name.name} is whole in the nodes' memory, and a node cannot be given all of it "
-            f"({error}): free space in {folders.root.parent} and start again, or remove "
-            f"{folders.root} on each node to go on from the run directory",
-            world.rank,
-        ) from error
-    sent = sum(parts[number].place.length for message in messages for number in message.numbers)
-    return WholeStep(folders.own / name, manifest, sent)
+    def _look(self, name: Path, parts: Sequence[PlacedRange]) -> Held:
+        """Return what this rank finds on its node, of the equal part that it looks for. Local."""
+        world, own = self._world, set[int]()
+        left: dict[int, int] = {}
+        numbers = range(world.local_rank, len(parts), world.local_size)
+        for place, folder in enumerate((self.own, *self.left)):
+            missing = [number for number in numbers if number not in own and number not in left]
+            found = _sound(folder / name, parts, missing)
+            if place == 0:
+                own.update(found)
+            else:
+                left |= dict.fromkeys(found, place - 1)
+        return Held(frozenset(own), left)
 
 
 def assign_senders(
@@ -279,17 +277,15 @@ def keep_parts(folder: Path, manifest: Manifest, kept: Collection[int], count: i
 def _copy_parts(folder: Path, file: str, places: Sequence[ChecksummedRange]) -> None:
     """Replace a file by one of the same length that has some of its parts."""
     new = folder / _copied(file)
-    with ExitStack() as stack:
-        stack.callback(new.unlink, missing_ok=True)  # if it fails
-        source = os.open(folder / file, _OPEN | os.O_RDONLY)
-        stack.callback(os.close, source)
-        target = os.open(new, _OPEN | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        stack.callback(os.close, target)
-        os.ftruncate(target, os.fstat(source).st_size)
-        for start, length, _ in places:
-            write_at(target, memoryview(os.pread(source, length, start)), start)
-        os.fsync(target)
+    try:
+        with opened(folder / file) as source, opened(new, _NEW | os.O_TRUNC) as target:
+            os.ftruncate(target, os.fstat(source).st_size)
+            for start, length, _ in places:
+                write_at(target, memoryview(os.pread(source, length, start)), start)
+            os.fsync(target)
         new.rename(folder / file)
+    finally:
+        new.unlink(missing_ok=True)  # if it fails
 
 
 def _copied(file: str) -> str:
@@ -310,39 +306,13 @@ def _listed(folder: Path) -> list[Path]:
     return []
 
 
-def _manifest(folders: NodeFolders, name: Path) -> Manifest | None:
-    for folder in (folders.own, *folders.left):
-        with suppress(OSError, ValueError):
-            return read_manifest(folder / name)
-    return None
-
-
-def _look(world: Ranks, folders: NodeFolders, name: Path, parts: Sequence[PlacedRange]) -> Held:
-    """Return what this rank finds on its node, of the equal part that it looks for. Local."""
-    own: set[int] = set()
-    left: dict[int, int] = {}
-    numbers = range(world.local_rank, len(parts), world.local_size)
-    for place, folder in enumerate((folders.own, *folders.left)):
-        missing = [number for number in numbers if number not in own and number not in left]
-        found = _sound(folder / name, parts, missing)
-        if place == 0:
-            own.update(found)
-        else:
-            left |= dict.fromkeys(found, place - 1)
-    return Held(frozenset(own), left)
-
-
 def _sound(folder: Path, parts: Sequence[PlacedRange], numbers: Iterable[int]) -> Iterator[int]:
     """Yield the numbers of the parts whose bytes in a folder have their checksums."""
-    for file in FILES:
-        with suppress(OSError):
-            opened = os.open(folder / file, _OPEN | os.O_RDONLY)
-            try:
-                for number in numbers:
-                    if parts[number].file == file and _has(opened, parts[number].place):
-                        yield number
-            finally:
-                os.close(opened)
+    for name in FILES:
+        with suppress(OSError), opened(folder / name) as file:
+            for number in numbers:
+                if parts[number].file == name and _has(file, parts[number].place):
+                    yield number
 
 
 def _has(file: int, place: ChecksummedRange) -> bool:
@@ -363,22 +333,18 @@ def _checksum_of_zeros(length: int) -> int:
     return zlib.crc32(bytes(length))
 
 
+@dataclass
 class _Sending:
     """Ranges on their way to the nodes that lack them, which write them into their folders."""
 
-    def __init__(
-        self,
-        world: Ranks,
-        folders: NodeFolders,
-        name: Path,
-        parts: Sequence[PlacedRange],
-        held: Held,
-    ) -> None:
-        self._world, self._folders, self._name = world, folders, name
-        self._parts, self._held = parts, held
-        self._waiting: list[tuple[Message, Tensor, Work]] = []
-        self._ended = 0
-        self._problem: OSError | ValueError | None = None  # the first of this rank
+    _world: Ranks
+    _folders: NodeFolders
+    _name: Path
+    _parts: Sequence[PlacedRange]
+    _held: Held
+    _waiting: list[tuple[Message, Tensor, Work]] = field(default_factory=list)
+    _ended: int = 0
+    _problem: OSError | ValueError | None = None  # the first of this rank
 
     def send(self, manifest: Manifest, messages: Sequence[Message]) -> None:
         """Send all messages, and make the step one that has a manifest on each node. Collective.
@@ -392,11 +358,8 @@ class _Sending:
                 folders.make(folder)
                 for file, places in manifest.checksums.items():
                     (folder / _copied(file)).unlink(missing_ok=True)
-                    opened = os.open(folder / file, _OPEN | os.O_RDWR | os.O_CREAT, 0o600)
-                    try:
-                        os.ftruncate(opened, max((p.start + p.length for p in places), default=0))
-                    finally:
-                        os.close(opened)
+                    with opened(folder / file, _NEW) as new:
+                        os.ftruncate(new, max((p.start + p.length for p in places), default=0))
         for message in messages:
             self._start(message)
         while self._end():
@@ -453,24 +416,23 @@ class _Sending:
         for number, (file, place), piece in self._pieces(message, data):
             left, folders = self._held.left.get(number), self._folders
             folder = folders.own if left is None else folders.left[left]
-            with (folder / self._name / file).open("rb", buffering=0) as opened:
-                opened.seek(place.start)
-                opened.readinto(piece)
+            with opened(folder / self._name / file) as source:
+                os.preadv(source, [piece], place.start)
 
     def _write(self, message: Message, data: Tensor) -> None:
         file = self._parts[message.numbers[0]].file
-        opened = os.open(self._folders.own / self._name / file, _OPEN | os.O_RDWR)
-        try:
+        with opened(self._folders.own / self._name / file, os.O_RDWR) as target:
             for _, (_, place), piece in self._pieces(message, data):
                 if zlib.crc32(piece) != place.checksum:
                     raise ValueError(f"{file} was changed while it was sent")
-                write_at(opened, piece, place.start)
-        finally:
-            os.close(opened)
+                write_at(target, piece, place.start)
 
 
-def write_at(file: int, data: memoryview, start: int) -> None:
-    """Write all of some bytes at a place of an open file. Raises OSError."""
-    written = 0
-    while written < len(data):
-        written += os.pwrite(file, data[written:], start + written)
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file in the block, a new one for this user alone. Raises OSError."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)

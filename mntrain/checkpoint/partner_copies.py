@@ -18,14 +18,14 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
-from mntrain.checkpoint.format import FILES, ChecksummedRange
-from mntrain.checkpoint.node_folders import NodeFolders, write_at
+from mntrain.checkpoint.format import FILES, ChecksummedRange, write_at
+from mntrain.checkpoint.node_folders import NodeFolders, opened
 from mntrain.options.types import port_numbers
 from mntrain.ranks import Ranks
 from mntrain.watchdog.side_channel import Address, address_towards, listen, own_addresses
@@ -97,8 +97,29 @@ class PartnerCopies:
         """
         if self.partner is None:
             return ""
+        header = {"step": str(step), "sizes": dict(sizes), "ranges": dict(ranges)}
+        total, sent = sum(part.length for parts in ranges.values() for part in parts), 0
         try:
-            return self._send(step, sizes, ranges)
+            with socket.create_connection(self._address, _GREETING_S) as own:
+                connection = _connection(own)
+                _limit(own, _GREETING_S)
+                answer_challenge(connection, self._key)
+                deliver_challenge(connection, self._key)
+                _limit(own, _SILENT_S)
+                connection.send_bytes(json.dumps(header).encode())
+                start = time.monotonic()
+                for name, parts in ranges.items():
+                    for piece in _pieces(self._root / step / name, parts):
+                        while not self._closed:  # until this piece is due, which may change
+                            due = start + (self.until - start) * sent / total
+                            if (wait := due - time.monotonic()) <= 0:
+                                break
+                            time.sleep(min(wait, 1.0))
+                        if self._closed:
+                            return "the run has ended"
+                        own.sendall(piece)
+                        sent += len(piece)
+                return connection.recv_bytes(_MAX_HEADER).decode()
         except BlockingIOError:  # a limit of the socket
             return "the partner does not answer"
         except Exception as error:  # also what the library asserts of a peer
@@ -111,41 +132,6 @@ class PartnerCopies:
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
-
-    def _send(
-        self,
-        step: Path,
-        sizes: Mapping[str, int],
-        ranges: Mapping[str, Sequence[ChecksummedRange]],
-    ) -> str:
-        total = sum(part.length for parts in ranges.values() for part in parts)
-        with socket.create_connection(self._address, _GREETING_S) as own:
-            connection = _connection(own)
-            _limit(own, _GREETING_S)
-            answer_challenge(connection, self._key)
-            deliver_challenge(connection, self._key)
-            _limit(own, _SILENT_S)
-            header = {"step": str(step), "sizes": dict(sizes), "ranges": dict(ranges)}
-            connection.send_bytes(json.dumps(header).encode())
-            start, sent = time.monotonic(), 0
-            for name, parts in ranges.items():
-                with (self._root / step / name).open("rb", buffering=0) as file:
-                    for part in parts:
-                        for low in range(0, part.length, _PIECE_BYTES):
-                            while (
-                                wait := self._due_in(start, sent / total)
-                            ) > 0 and not self._closed:
-                                time.sleep(min(wait, 1.0))
-                            if self._closed:
-                                return "the run has ended"
-                            count = min(_PIECE_BYTES, part.length - low)
-                            own.sendall(os.pread(file.fileno(), count, part.start + low))
-                            sent += count
-            return connection.recv_bytes(_MAX_HEADER).decode()
-
-    def _due_in(self, start: float, share: float) -> float:
-        """Return the seconds until the piece is to be sent that follows a share of a copy."""
-        return start + (self.until - start) * share - time.monotonic()
 
     def _listen(self) -> None:
         """Receive copies, in a thread for each. In the thread."""
@@ -189,13 +175,20 @@ class PartnerCopies:
                 self._places.release()
 
 
+def _pieces(path: Path, ranges: Sequence[ChecksummedRange]) -> Iterator[bytes]:
+    """Yield ranges of a file in small pieces. Raises OSError."""
+    with opened(path) as file:
+        for part in ranges:
+            for low in range(0, part.length, _PIECE_BYTES):
+                yield os.pread(file, min(_PIECE_BYTES, part.length - low), part.start + low)
+
+
 def _write_ranges(
     own: socket.socket, path: Path, size: int, ranges: Sequence[ChecksummedRange]
 ) -> None:
     """Receive ranges of a file. Raises OSError, also for what does not have its checksum."""
     # The ranks of this node may not have begun to write it.
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(path, os.O_RDWR | os.O_CREAT) as file:
         os.ftruncate(file, size)
         buffer = memoryview(bytearray(_PIECE_BYTES))
         for part in ranges:
@@ -210,8 +203,6 @@ def _write_ranges(
             if checksum != part.checksum:
                 raise OSError(f"{path.name} arrives damaged")
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _connection(own: socket.socket) -> Connection:

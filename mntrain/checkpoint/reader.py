@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from mntrain.checkpoint.format import (
     REPLICAS,
     ChecksummedRange,
     Manifest,
+    ParameterState,
     checkpoint_name,
     open_tensors,
     read_manifest,
@@ -39,13 +41,7 @@ from mntrain.checkpoint.model_state import (
     parameters_in,
     why_not_taken,
 )
-from mntrain.checkpoint.node_folders import (
-    NOT_WRITTEN,
-    NodeFolders,
-    WholeStep,
-    make_whole,
-    newest_steps,
-)
+from mntrain.checkpoint.node_folders import NOT_WRITTEN, NodeFolders
 from mntrain.checkpoint.objects import (
     HOOK,
     Stateful,
@@ -59,6 +55,8 @@ from mntrain.checkpoint.state_values import decode_unnamed, decode_values
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
+from zero.param_groups import hyperparameters
+from zero.shard import update_alone
 from zero.state import LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
 
 T = TypeVar("T")
@@ -213,24 +211,25 @@ def newest(world: Ranks, where: Path, local: NodeFolders | None = None) -> Found
     paths: list[Path] = []
     with world.agreement():
         if world.master:
-            paths = _tried_again(where, lambda: _checkpoints_at(where))
+            paths = _tried_again(
+                where, lambda: [where] if (where / FILE).exists() else list_checkpoints(where)
+            )
     paths = world.gather(paths)[0]
     skipped: dict[Path, str] = {}
     steps: list[tuple[int, str]] = []
     if local:
         local.passed_over.clear()
-        steps = newest_steps(world, local)
+        steps = sorted(set(chain(*world.gather(local.steps()))), reverse=True)
     for path in [*paths, None]:
         while local and steps and (path is None or steps[0][0] > (step_of(path) or 0)):
             step, attempt = steps.pop(0)
-            made = make_whole(world, local, step, attempt)
-            if isinstance(made, WholeStep):
-                others = f"of {world.topology}, which were sent {made.sent / 1e6:.1f} MB of it"
-                return FoundCheckpoint(made.path, made.manifest, skipped, others)
-            passed = local.own / attempt / checkpoint_name(step)
-            local.passed_over[passed] = f"in the nodes' memory, {made}"
-            if made != NOT_WRITTEN:  # as of each job that ends while it saves
-                skipped[passed] = local.passed_over[passed]
+            manifest, told = local.make_whole(step, attempt)
+            found = local.own / attempt / checkpoint_name(step)
+            if manifest is not None:
+                return FoundCheckpoint(found, manifest, skipped, told)
+            local.passed_over[found] = f"in the nodes' memory, {told}"
+            if told != NOT_WRITTEN:  # as of each job that ends while it saves
+                skipped[found] = local.passed_over[found]
         if path is None:
             break
         with world.agreement():
@@ -260,11 +259,6 @@ def _read_all(path: Path, rank: int, size: int) -> Manifest | str:
         return content
 
     return _tried_again(path, read)
-
-
-def _checkpoints_at(where: Path) -> list[Path]:
-    """Return a checkpoint given by its path, or those of a run. Raises as `list_checkpoints`."""
-    return [where] if (where / FILE).exists() else list_checkpoints(where)
 
 
 def _tried_again(path: Path, read: Callable[[], T]) -> T:
@@ -301,14 +295,15 @@ def load(
     number of them, with the mean of the parameters and of what was not sent yet, and replica i with
     the other optimizer state of replica i modulo that number. Where the next step is synchronous,
     all continue with the mean and the state of replica 0. Raises
-    AgreedError if the checkpoint is of another model or lacks an object; the model is unchanged
-    then.
+    AgreedError if the checkpoint is of another model or another class of optimizer, or lacks an
+    object or what the optimizer was told to keep (amsgrad); the model is unchanged then.
     """
     manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     own = _has_replicas(manifest, optimizer)
     numbers = manifest.sync_weights if _same_replicas(manifest, optimizer) else []
     with world.agreement():
+        _check_optimizer(found, optimizer)
         states = {
             name: select(manifest.objects, name, world.rank, world.size) for name in objects or {}
         }
@@ -338,6 +333,69 @@ def load(
             (objects or {})[name].load_state_dict(state)
     if optimizer.sync_schedule.replicas > 1:
         optimizer.publish_loaded()
+
+
+def _check_optimizer(found: FoundCheckpoint, optimizer: ZeroOptimizer) -> None:
+    """Raise ValueError for another class, and for options that need state which is lacking. Local.
+
+    Such as amsgrad, which it was saved without. Of classes that are not torch's nothing is known.
+    """
+    manifest, name = found.manifest, optimizer.class_name
+    if manifest.optimizer_class and manifest.optimizer_class != name:
+        raise ValueError(
+            f"{found.path} was saved with the optimizer {manifest.optimizer_class}, and this one "
+            f"is {name}: give the same class, or another run directory"
+        )
+    if not optimizer.known:
+        return
+    kind = getattr(torch.optim, name)
+    for group, saved in zip(optimizer.param_groups, manifest.param_groups, strict=False):
+        options = {k: v for k, v in hyperparameters(group).items() if k not in DEVICE_OPTIONS}
+        states = [manifest.parameter_states.get(of) for of in saved["params"]]
+        kinds = {(s.tensor_keys, tuple(s.others)): s for s in states if s}
+        for state in kinds.values():
+            if not (lacking := _lacking(kind, options, state)):
+                continue
+            before = decode_options(saved)
+            changed = [
+                key
+                for key in options.keys() & before.keys() - {"lr", "initial_lr"}
+                if repr(options[key]) != repr(before[key])
+            ]
+            now, was = (
+                ", ".join(f"{key}={of[key]!r}" for key in sorted(changed))
+                for of in (options, before)
+            )
+            raise ValueError(
+                f"{found.path} has no {lacking} in the optimizer's state, which {name} "
+                f"needs with {now or 'its options'}: give {was or 'those'} as before, or begin "
+                "another run with the weights of this one (--init.from, or load_state_dict of the "
+                "model)"
+            )
+
+
+def _lacking(kind: Any, options: Mapping[str, Any], state: ParameterState) -> str:
+    """Return what a class of torch looks for in a step and a saved state lacks; "" if nothing.
+
+    Local. It takes a step of one element.
+    """
+    element = torch.zeros((), dtype=torch.float32, device="cpu")
+    element.grad = torch.zeros_like(element)
+    own = [key for key in state.tensor_keys if key != MASTER and not key.startswith(SYNC)]
+    others = decode_values(state.others, lambda name: element)
+    numbers = {  # also the state by element, of a parameter without a dimension
+        key: value.to(element) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in others.items()
+    }
+    try:
+        trial = kind([{**options, "params": [element]}])
+        trial.state[element] = numbers | {key: torch.zeros_like(element) for key in own}
+        update_alone(trial)
+    except KeyError as error:
+        return str(error.args[0])
+    except Exception:
+        return ""  # of this trial alone
+    return ""
 
 
 def _read_hook_state(found: FoundCheckpoint, world: Ranks) -> dict[str, Any] | None:

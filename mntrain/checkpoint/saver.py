@@ -280,13 +280,7 @@ class Saver(ABC):
         try:
             with world.agreement():
                 save.manifest = self._describe(progress)
-                outline, ranges = _own_shard(
-                    world,
-                    self.model,
-                    self.optimizer,
-                    self.objects,
-                    of_model=shapes,
-                )
+                outline, ranges = self._own_shard(shapes)
                 if save.made_here:  # before the others, which have to open files in it
                     self._make_folder(save)
                 if in_background:  # training continues while they are written
@@ -319,6 +313,57 @@ class Saver(ABC):
         order = dict.fromkeys([*parameters_in(self.model, entries), *entries])
         return _shapes_of({name: entries[name] for name in order})
 
+    def _own_shard(self, of_model: Shapes) -> tuple[ShardOutline, list[TensorRange]]:
+        """Return what this rank saves: a description, with copies of all that is not a tensor.
+
+        Of the model, whose shapes on the master are `of_model`, ranks write parameters together.
+        The master writes all else, such as extra states, which may differ between ranks. Ranges are
+        views, except for parameters that are not contiguous. Raises ValueError for what cannot be
+        saved.
+        """
+        world, model, optimizer = self._world, self.model, self.optimizer
+        shapes: dict[str, Shapes] = {OPTIMIZER: {}, RANDOM: {}}
+        states: dict[str, ParameterState] = {}
+        ranges: list[TensorRange] = []
+        for piece in _own_slices(optimizer):
+            others, kept = encode_values(piece.others)
+            places = {name: list(path) for name, path in piece.places.items()}
+            cuts = () if piece.whole else (piece.low,)
+            state = ParameterState(
+                piece.shape, piece.order, tuple(piece.tensors), others, places, cuts
+            )
+            states[piece.name] = states.get(piece.name, state).merged(state)
+            for key, tensor in kept.items() if piece.low == 0 else ():  # of the whole parameter
+                name = other_tensor(piece.name, key)
+                shapes[OPTIMIZER][name] = (tensor.dtype, tuple(tensor.shape))
+                flat = tensor.detach().contiguous().reshape(-1)
+                ranges.append(TensorRange(OPTIMIZER, name, flat, 0))
+            # A whole row-major tensor gets the parameter's shape; others stay flat.
+            plain = piece.whole and row_major(piece.order)
+            shape = piece.shape if plain else (piece.high - piece.low,)
+            for key, tensor in piece.tensors.items():
+                name = f"{piece.name}/{key}"
+                if not piece.whole:
+                    name = part_name(piece.name, key, piece.low, piece.high)
+                shapes[OPTIMIZER][name] = (tensor.dtype, shape)
+                ranges.append(TensorRange(OPTIMIZER, name, tensor, 0))
+        hook, tensors = encode_hook(optimizer.accumulation.hook_state())
+        entries = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        shared = set(parameters_in(model, entries))
+        for name, low, high in FileLayout(of_model).part(world.rank, world.size, shared):
+            ranges.append(TensorRange(MODEL, name, entries[name].reshape(-1)[low:high], low))
+        own = {f"{world.rank}/{key}": state for key, state in random_states(world.device).items()}
+        own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
+        shapes[RANDOM] = _shapes_of(own)
+        ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
+        replica, replicas = optimizer.sync_schedule.replica, optimizer.replicas
+        weights = [] if replicas is None else replicas.numbers()
+        encoded, unnamed = (
+            encode_objects(self.objects),
+            encode_unnamed(unnamed_state(optimizer.state)),
+        )
+        return ShardOutline(replica, weights, shapes, states, encoded, hook, unnamed), ranges
+
     def _end(self, save: Save) -> None:
         self._pending = None
         atexit.unregister(save.end)
@@ -337,59 +382,6 @@ class Saver(ABC):
             optimizer_steps=state["steps"],
             optimizer_class=self.optimizer.class_name,
         )
-
-
-def _own_shard(
-    world: Ranks,
-    model: nn.Module,
-    optimizer: ZeroOptimizer,
-    objects: Mapping[str, Stateful],
-    *,
-    of_model: Shapes,
-) -> tuple[ShardOutline, list[TensorRange]]:
-    """Return what this rank saves: a description, with copies of all that is not a tensor.
-
-    Of the model, whose shapes on the master are `of_model`, ranks write parameters together. The
-    master writes all else, such as extra states, which may differ between ranks.
-    Ranges are views, except for parameters that are not contiguous. Raises ValueError for what
-    cannot be saved.
-    """
-    shapes: dict[str, Shapes] = {OPTIMIZER: {}, RANDOM: {}}
-    states: dict[str, ParameterState] = {}
-    ranges: list[TensorRange] = []
-    for piece in _own_slices(optimizer):
-        others, kept = encode_values(piece.others)
-        places = {name: list(path) for name, path in piece.places.items()}
-        cuts = () if piece.whole else (piece.low,)
-        state = ParameterState(piece.shape, piece.order, tuple(piece.tensors), others, places, cuts)
-        states[piece.name] = states.get(piece.name, state).merged(state)
-        for key, tensor in kept.items() if piece.low == 0 else ():  # of the whole parameter
-            name = other_tensor(piece.name, key)
-            shapes[OPTIMIZER][name] = (tensor.dtype, tuple(tensor.shape))
-            flat = tensor.detach().contiguous().reshape(-1)
-            ranges.append(TensorRange(OPTIMIZER, name, flat, 0))
-        # A whole row-major tensor gets the parameter's shape; others stay flat.
-        plain = piece.whole and row_major(piece.order)
-        shape = piece.shape if plain else (piece.high - piece.low,)
-        for key, tensor in piece.tensors.items():
-            name = f"{piece.name}/{key}"
-            if not piece.whole:
-                name = part_name(piece.name, key, piece.low, piece.high)
-            shapes[OPTIMIZER][name] = (tensor.dtype, shape)
-            ranges.append(TensorRange(OPTIMIZER, name, tensor, 0))
-    hook, tensors = encode_hook(optimizer.accumulation.hook_state())
-    entries = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    shared = set(parameters_in(model, entries))
-    for name, low, high in FileLayout(of_model).part(world.rank, world.size, shared):
-        ranges.append(TensorRange(MODEL, name, entries[name].reshape(-1)[low:high], low))
-    own = {f"{world.rank}/{key}": state for key, state in random_states(world.device).items()}
-    own |= {hook_tensor(world.rank, key): tensor.detach() for key, tensor in tensors.items()}
-    shapes[RANDOM] = _shapes_of(own)
-    ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
-    replica, replicas = optimizer.sync_schedule.replica, optimizer.replicas
-    weights = [] if replicas is None else replicas.numbers()
-    encoded, unnamed = encode_objects(objects), encode_unnamed(unnamed_state(optimizer.state))
-    return ShardOutline(replica, weights, shapes, states, encoded, hook, unnamed), ranges
 
 
 def _own_slices(optimizer: ZeroOptimizer) -> Iterator[StateSlice]:

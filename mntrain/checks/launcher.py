@@ -32,12 +32,17 @@ def local_size(environment: Mapping[str, str]) -> int:
     given = first_number(environment, LOCAL_SIZE_VARIABLES)
     if given is not None:
         return given
-    counts: list[int] = []  # of the tasks of a step, by node, which Slurm writes 4(x2),3
-    stated = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):
-        counts += [int(count)] * int(times or 1)
+    counts = expand_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = first_number(environment, ("SLURM_NODEID",))
     return counts[node] if node is not None and node < len(counts) else 1
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the numbers in a text such as 4(x2),3: of Slurm's tasks by node."""
+    found: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(count)] * int(times or 1)
+    return found
 
 
 def protocol(environment: Mapping[str, str], library: str, bin_dir: Path) -> Finding:

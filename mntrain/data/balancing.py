@@ -38,7 +38,7 @@ class Balancing:
         # The latest batch after which ranks could compare their paces; None before the first.
         self._compared: int | None = None
 
-    def _compare(
+    def compare(
         self, step: int, passes: int = 0, most: Callable[[], int | None] = lambda: None
     ) -> None:
         """Exchange paces, if that is due after this step, which all ranks have taken. Collective.
@@ -114,10 +114,6 @@ class StepBalancing(Balancing):
         """Note that all ranks have the result of this step, and `compare`. Collective."""
         self._own.reduced()
         self.compare(step)
-
-    def compare(self, step: int) -> None:
-        """Compare the paces of ranks, if that is due after this step. Collective."""
-        self._compare(step)
 
     def slow_ranks(self, step: int) -> dict[str, float]:
         """Return the ratio of each rank that is slow, by "rank/phase": see `Straggler`. Local.
@@ -202,7 +198,7 @@ class LoaderBalancing(Balancing):
         self._own.end(own)
         self.division.samples = max(self.division.samples, total)  # an epoch's last may be small
         self._largest_own = max(self._largest_own or 0, own)
-        self._compare((self._compared or 0) + 1, self._passes, self._most)
+        self.compare((self._compared or 0) + 1, self._passes, self._most)
         self._own.begin()
 
     def _most(self) -> int | None:

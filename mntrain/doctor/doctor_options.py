@@ -1,7 +1,7 @@
 """Options of `python -m mntrain doctor`. Needs neither torch nor MPI."""
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -79,8 +79,4 @@ class DoctorOptions:
     checkpoint: DoctorCheckpointOptions = Field(default=DoctorCheckpointOptions())
 
 
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> DoctorOptions:
-    """Return the options of a command line; errors as in `parse_options`."""
-    return parse_options(
-        DoctorOptions, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
-    )
+parse = partial(parse_options, DoctorOptions, prog=_PROGRAM, description=_DESCRIPTION)

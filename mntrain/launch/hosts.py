@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from mntrain.checks.launcher import expand_counts
+
 _FLUX_S = 10.0
 
 
@@ -78,14 +80,6 @@ def _numbers(text: str) -> Iterator[str]:
         first, _, last = part.partition("-")
         for number in range(int(first), int(last or first) + 1):
             yield f"{number:0{len(first)}}"
-
-
-def expand_counts(text: str) -> list[int]:
-    """Return the numbers in a text such as 4(x2),3: of Slurm's tasks by node."""
-    found: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
 
 
 def read_hostfile(text: str) -> list[Host]:

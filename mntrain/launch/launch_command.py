@@ -73,11 +73,12 @@ def run(words: Sequence[str]) -> int:
         )
     command = LauncherCommand(options.command, os.environ)
     full, least = _numbers(options, command)
+    shared = "." if os.access(".", os.W_OK) else None  # ranks see the current folder in general
     with (
         Signals() as signals,
         # A file server may keep names in it; the exit code is that of the command all the same.
         tempfile.TemporaryDirectory(
-            prefix=".mntrain-launch-", dir=_shared_folder(), ignore_cleanup_errors=True
+            prefix=".mntrain-launch-", dir=shared, ignore_cleanup_errors=True
         ) as folder,
         Keeper(folder) as keeper,
     ):
@@ -108,8 +109,3 @@ def _numbers(options: Options, command: LauncherCommand) -> tuple[int, int]:
             "use; give fewer, or name more hosts"
         )
     return full, least
-
-
-def _shared_folder() -> str | None:
-    """Return the current folder, which ranks see in general, or None if it takes no files."""
-    return "." if os.access(".", os.W_OK) else None

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mntrain.launch.hosts import Host, merged, of_scheduler, read_hostfile, read_list
@@ -69,7 +69,6 @@ class Option:
         return self.values[-1] if self.values else ""
 
 
-@dataclass
 class LauncherCommand:
     """A command that starts ranks, and what it says of them.
 
@@ -79,13 +78,10 @@ class LauncherCommand:
     command, for a hostfile that cannot be read, and for what is no host.
     """
 
-    words: Sequence[str]
-    environment: Mapping[str, str]
-    kind: str = field(init=False, default="")
-    hosts: list[Host] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        program = os.path.basename(self.words[0])
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.words, self.environment = words, environment
+        self.kind, self.hosts = "", list[Host]()
+        program = os.path.basename(words[0])
         if program in _MPIRUN:
             self.kind, self._begin = "mpirun", 1
         elif program == "srun":

@@ -46,28 +46,20 @@ _MLFLOW_ENVIRONMENT = {
 }
 
 
-def _import_mlflow() -> Any:
-    for name, value in _MLFLOW_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return import_module("mlflow")
-
-
-# By option: what imports its package, the package, and what pip installs.
-_NEEDED: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "tensorboard": (
-        partial(import_module, "torch.utils.tensorboard"),
-        "tensorboard",
-        "tensorboard",
-    ),
-    "wandb": (partial(import_module, "wandb"), "wandb", "wandb"),
-    "mlflow": (_import_mlflow, "mlflow-skinny", "alembic mlflow-skinny sqlalchemy"),
-    "prometheus": (
-        partial(import_module, "prometheus_client"),
-        "prometheus_client",
-        "prometheus-client",
-    ),
-    "report": (partial(import_module, "matplotlib"), "matplotlib", "jinja2 matplotlib"),
+# By option: the module that it imports, its package, and what pip installs.
+_NEEDED = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny", "alembic mlflow-skinny sqlalchemy"),
+    "prometheus": ("prometheus_client", "prometheus_client", "prometheus-client"),
+    "report": ("matplotlib", "matplotlib", "jinja2 matplotlib"),
 }
+
+
+def _load(option: str) -> Any:
+    for name, value in _MLFLOW_ENVIRONMENT.items() if option == "mlflow" else ():
+        os.environ.setdefault(name, value)
+    return import_module(_NEEDED[option][0])
 
 
 def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
@@ -75,10 +67,10 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
 
     `option` is how errors write an option of this name.
     """
-    for name, (load, package, wheels) in _NEEDED.items():
+    for name, (_, package, wheels) in _NEEDED.items():
         if getattr(log, name):
             try:
-                load()
+                _load(name)
             except Exception as error:  # a broken installation raises anything
                 why = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
                 raise ValueError(
@@ -196,7 +188,7 @@ class _MlflowRun:
     """
 
     def __init__(self, run_dir: Path, experiment: str) -> None:
-        mlflow = _import_mlflow()
+        mlflow = _load("mlflow")
         self._entities = import_module("mlflow.entities")
         self._client = client = mlflow.MlflowClient()
         path = run_dir / MLFLOW_ID_FILE

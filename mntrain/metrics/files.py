@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,24 +83,6 @@ def flat_options(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write a run's summary.json as a whole."""
     write_whole(run_dir / SUMMARY_FILE, (json_text(summary, indent=2) + "\n").encode())
-
-
-def try_summary(
-    run_dir: Path,
-    summary: Mapping[str, Any],
-    missing: Sequence[str],
-    expect_own: Callable[[], None] = lambda: None,
-) -> list[str]:
-    """Write a run's summary.json as `write_summary`; return a text if that is not possible.
-
-    `missing` names what is missing in the run's other files, and is its entry "not_written".
-    """
-    try:
-        expect_own()
-        write_summary(run_dir, {**summary, "not_written": missing} if missing else summary)
-    except OSError as error:
-        return [f"{SUMMARY_FILE} ({error.strerror or error})"]
-    return []
 
 
 def loss_text(run_dir: Path, missing: Sequence[str]) -> str:

@@ -18,11 +18,12 @@ from mntrain.metrics.copies import Copy, make_copies
 from mntrain.metrics.files import (
     METRICS_FILE,
     REPORT_FILE,
+    SUMMARY_FILE,
     Line,
     append_whole,
     json_text,
-    try_summary,
     write_page,
+    write_summary,
 )
 from mntrain.options.config import LogConfig
 
@@ -98,8 +99,14 @@ class MetricsFiles:
         may be short, and the next job does.
         """
         self.close(succeeded=summary["status"] != "failed")
-        lost = try_summary(self._run_dir, summary, self.missing, self._expect_own)
-        missing = [*self.missing, *lost]
+        missing, whole = [*self.missing], dict(summary)
+        if missing:
+            whole["not_written"] = self.missing
+        try:
+            self._expect_own()
+            write_summary(self._run_dir, whole)
+        except OSError as error:
+            missing.append(f"{SUMMARY_FILE} ({error.strerror or error})")
         draws = self._draws and summary["status"] != "preempted"
         if draws and (why := write_page(self._run_dir)):
             self._warn(f"no {REPORT_FILE}: {why}")

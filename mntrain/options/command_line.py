@@ -9,7 +9,7 @@ from argparse import SUPPRESS, ArgumentError, ArgumentParser, RawDescriptionHelp
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
@@ -66,13 +66,6 @@ def print_problems(text: str) -> None:
     print("mntrain:", text.replace("\n", "\nmntrain: "), file=sys.stderr)
 
 
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
-    """Return the configuration of a training job; arguments and errors as in `parse_options`."""
-    return parse_options(
-        Config, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
-    )
-
-
 def parse_options(
     model: type[T], argv: Sequence[str], *, prog: str, description: str, print_errors: bool = True
 ) -> T:
@@ -99,6 +92,10 @@ def parse_options(
         if print_errors:
             print_problems(str(error))
         raise RefusedOptionsError(str(error)) from None
+
+
+# Of a training job.
+parse = partial(parse_options, Config, prog=_PROGRAM, description=_DESCRIPTION)
 
 
 def from_mapping(options: Mapping[str, Any]) -> Config:

@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -32,17 +33,10 @@ def _parse_path(value: Any) -> Any:
     return Path(value) if isinstance(value, str) and value != "none" else _parse_none(value)
 
 
-def _parse_interval(value: Any) -> Any:
+def _parse_interval(pattern: str, described: str, value: Any) -> Any:
     text = str(value) if type(value) is int else value  # a file may hold a number of steps
-    if not isinstance(text, str) or not re.fullmatch(r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", text):
-        raise ValueError("must be a number of steps, minutes such as 10min, or auto")
-    return text
-
-
-def _parse_local_interval(value: Any) -> Any:
-    text = str(value) if type(value) is int else value
-    if not isinstance(text, str) or not re.fullmatch(r"auto|0*[1-9]\d*", text):
-        raise ValueError("must be a number of steps, or auto")
+    if not isinstance(text, str) or not re.fullmatch(pattern, text):
+        raise ValueError(f"must be {described}, or auto")
     return text
 
 
@@ -128,8 +122,10 @@ def _parse_named_paths(value: Any) -> Any:
 
 OrNone = Annotated[T | None, BeforeValidator(_parse_none)]  # written "none"
 OptionalPath = Annotated[Path | None, BeforeValidator(_parse_path)]
-Interval = Annotated[str, BeforeValidator(_parse_interval)]
-LocalInterval = Annotated[str, BeforeValidator(_parse_local_interval)]
+_INTERVAL = r"auto|\d+|(?=.*[1-9])\d+(\.\d+)?min", "a number of steps, minutes such as 10min"
+Interval = Annotated[str, BeforeValidator(partial(_parse_interval, *_INTERVAL))]
+_STEPS = r"auto|0*[1-9]\d*", "a number of steps"
+LocalInterval = Annotated[str, BeforeValidator(partial(_parse_interval, *_STEPS))]
 PortRange = Annotated[str, AfterValidator(_check_ports)]  # "41000-41100"
 StepRange = Annotated[str, AfterValidator(_check_steps)]  # "20:22"
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]  # written "none" if there is none

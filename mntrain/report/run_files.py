@@ -3,7 +3,6 @@
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,52 @@ _GOOD_ENDS = ("completed", "stopped", "preempted", "interrupted")
 _ERRORS = (Kind.ERROR, Kind.SHARED_ERROR, Kind.CRASH)
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """A run of a job or of a user's own loop; what it lacks is empty."""
+    """A run of a job or of a user's own loop; what it lacks is empty.
 
-    label: str
-    path: Path
-    lines: list[dict[str, Any]]  # of metrics.jsonl, flattened
-    summary: dict[str, Any]
-    options: dict[str, str]  # of config.toml, by name: train.steps
-    recordings: Sequence[Recording]  # of the newest job
-    end: Sequence[str]  # lines of `autopsy`, unless the newest job ended well
-    missing: Sequence[str]  # sentences
+    `missing` says what it lacks, in sentences, and `end` has the lines of `autopsy`, unless the
+    newest job ended well. Raises ValueError for a folder that is none of a run.
+    """
+
+    def __init__(self, path: Path, label: str) -> None:
+        names = (METRICS_FILE, SUMMARY_FILE, CONFIG_FILE)
+        if not any((path / name).exists() for name in names):
+            raise ValueError(f"{path} has no {', '.join(names)}: give the folder of a run")
+        self.label, self.path = label, path
+        self.missing = missing = list[str]()
+        lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
+        self.lines = lines  # of metrics.jsonl
+        if not lines:
+            missing.append("No step is in metrics.jsonl.")
+        self.summary: dict[str, Any] = {}
+        try:
+            self.summary = dict(json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            missing.append("There is no summary.json: the job still runs, or it was killed.")
+        except (ValueError, TypeError) as error:
+            missing.append(f"summary.json is damaged: {error}.")
+        self.options: dict[str, str] = {}  # of config.toml, by name: train.steps
+        try:
+            options = tomllib.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+            self.options = flat_options(options)
+        except FileNotFoundError:
+            missing.append("There is no config.toml: the loop gave no configuration.")
+        except ValueError as error:
+            missing.append(f"config.toml is damaged: {error}.")
+        self.recordings: Sequence[Recording] = []  # of the newest job
+        try:
+            self.recordings, notes = find_recordings(path)
+        except ValueError:
+            notes = ["There are no recordings of ranks."]
+        bad = [line["step"] for line in lines if "loss" in line and line["loss"] is None]
+        if bad:
+            missing.append(f"The loss is not finite in {len(bad)} steps, first in step {bad[0]}.")
+        if lost := self.summary.get("not_written"):
+            missing.append(f"Could not be written: {', '.join(lost)}.")
+        self.end: Sequence[str] = []
+        if self.recordings and self.summary.get("status") not in _GOOD_ENDS:
+            self.end = describe(examine(path, self.recordings))
+        missing += notes
 
     @property
     def names(self) -> list[str]:
@@ -115,7 +148,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     """Return all that is known of runs. Raises ValueError for a folder that is none of a run."""
     names = [path.resolve().name for path in paths]
     labels = names if len(set(names)) == len(names) else list(map(str, paths))
-    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+    return list(map(RunFiles, paths, labels))
 
 
 def panel_of(runs: Sequence[RunFiles], name: str) -> dict[str, list[Curve | None]]:
@@ -129,44 +162,6 @@ def differing(runs: Sequence[RunFiles]) -> list[dict[str, str | None]]:
     names = dict.fromkeys(n for run in runs for n in run.options if n != "run.dir")
     differ = [name for name in names if len({run.options.get(name) for run in runs}) > 1]
     return [{name: run.options.get(name) for name in differ} for run in runs]
-
-
-def _read(path: Path, label: str) -> RunFiles:
-    names = (METRICS_FILE, SUMMARY_FILE, CONFIG_FILE)
-    if not any((path / name).exists() for name in names):
-        raise ValueError(f"{path} has no {', '.join(names)}: give the folder of a run")
-    missing = []
-    lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
-    if not lines:
-        missing.append("No step is in metrics.jsonl.")
-    summary: dict[str, Any] = {}
-    try:
-        summary = dict(json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        missing.append("There is no summary.json: the job still runs, or it was killed.")
-    except (ValueError, TypeError) as error:
-        missing.append(f"summary.json is damaged: {error}.")
-    options: dict[str, str] = {}
-    try:
-        options = flat_options(tomllib.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        missing.append("There is no config.toml: the loop gave no configuration.")
-    except ValueError as error:
-        missing.append(f"config.toml is damaged: {error}.")
-    try:
-        recordings, notes = find_recordings(path)
-    except ValueError:
-        recordings, notes = [], ["There are no recordings of ranks."]
-    bad = [line["step"] for line in lines if "loss" in line and line["loss"] is None]
-    if bad:
-        missing.append(f"The loss is not finite in {len(bad)} steps, first in step {bad[0]}.")
-    if lost := summary.get("not_written"):
-        missing.append(f"Could not be written: {', '.join(lost)}.")
-    end: list[str] = []
-    if recordings and summary.get("status") not in _GOOD_ENDS:
-        end = describe(examine(path, recordings))
-    missing += notes
-    return RunFiles(label, path, lines, summary, options, recordings, end, missing)
 
 
 def _is_number(value: Any) -> bool:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from mntrain.checkpoint import list_checkpoints, set_aside
-from mntrain.checkpoint.node_folders import NodeFolders, open_folders
+from mntrain.checkpoint.node_folders import NodeFolders
 from mntrain.checks.local_folder import ATTEMPTS_FILE, Attempts, new_attempts, read_attempts
 from mntrain.checks.storage import write_and_look
 from mntrain.errors import combined_refusals
@@ -126,7 +126,7 @@ class RunDirectory:
         Raises AgreedError if any node cannot use it.
         """
         if folder is not None and self.local is None:
-            self.local = open_folders(self._world, folder, self.path, self.attempts())
+            self.local = NodeFolders(self._world, folder, self.path, self.attempts())
             if self._world.master and (notes := LaunchNotes.of(os.environ)) is not None:
                 notes.use_local(self.local.root)
 

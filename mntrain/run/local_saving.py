@@ -102,7 +102,7 @@ class LocalCheckpoints:
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders, every: str) -> None:
         """Check that all can be saved. Collective; raises AgreedError."""
         self._world, self._folders = world, folders
-        saver = self._saver = LocalSaver(world, saved, folders)
+        saver = self.saver = LocalSaver(world, saved, folders)
         self._cost = SaveCost(_own_bytes(world, saver))
         self._interval = SaveInterval(every, self._cost.interval_s)
         self._failed = self._saved = self._late = 0
@@ -120,17 +120,17 @@ class LocalCheckpoints:
     @property
     def asks(self) -> bool:
         """True if `flags` of all ranks are needed. The same on all ranks."""
-        return self._saver.saving or self._interval.by_clock
+        return self.saver.saving or self._interval.by_clock
 
     def flags(self) -> Mapping[str, Callable[[], float]]:
         """Return what this rank tells the others: that a save is due, or its part is ready."""
-        return {"local due": self._due, "local ready": self._saver.ready}
+        return {"local due": self._due, "local ready": self.saver.ready}
 
     def restored(self, found: FoundCheckpoint | None, attempt: str) -> None:
         """Begin an attempt with what was restored, and remove all else of the run. Collective."""
-        self._saver.attempt, self._overdue = attempt, False
+        self.saver.attempt, self._overdue = attempt, False
         try:
-            self._saver.keep_only(found if found and found.from_nodes else None)
+            self.saver.keep_only(found if found and found.from_nodes else None)
         except AgreedError as error:
             self._fail(f"what was restored takes more room than its part: {error}")
 
@@ -148,41 +148,32 @@ class LocalCheckpoints:
         """
         start, ended = time.perf_counter(), False
         if progress.eval_loss is None:  # or the step has taken longer for that
-            self._cost.step_taken(disturbed=self._saver.saving)
+            self._cost.step_taken(disturbed=self.saver.saving)
         due_now = flags["local due"] > 0 or self._interval.due_after(progress.step)
         due, begins = due_now or self._overdue, False
-        if self._saver.saving and flags["local ready"] >= self._world.size:
+        if self.saver.saving and flags["local ready"] >= self._world.size:
             self._advance()
             ended = True
-        self._overdue = due and self._saver.saving
+        self._overdue = due and self.saver.saving
         self._late += due_now and self._overdue
         if due and not self._overdue:
             before_save()
             self._cost.begins()
             self._interval.begins()
-            self._saver.begin(progress)
+            self.saver.begin(progress)
             begins = ended = True
         spent = time.perf_counter() - start
         self._waited_s += spent
         self._cost.leaves(spent)
         if begins:
-            self._saver.copies.until = time.monotonic() + self._cost.copy_s(self._interval.steps)
+            self.saver.copies.until = time.monotonic() + self._cost.copy_s(self._interval.steps)
         return ended
-
-    @property
-    def empty(self) -> bool:
-        """True if the nodes have no step of the run. The same on all ranks."""
-        return self._saver.empty
 
     def finish(self) -> None:
         """Complete the save that is being written, if there is one, without pauses. Collective."""
-        self._saver.copies.until = 0.0
-        while self._saver.saving:
+        self.saver.copies.until = 0.0
+        while self.saver.saving:
             self._advance()
-
-    def end(self, *, removes: bool) -> None:
-        """Save no more, and remove what the node has of the run if wanted. That is collective."""
-        self._saver.close(removes=removes)
 
     def summary(self) -> dict[str, Any]:
         """Return what is told of them in summary.json. Local."""
@@ -190,11 +181,11 @@ class LocalCheckpoints:
         return {**counts, "waited_s": self._waited_s}
 
     def _due(self) -> bool:
-        return self._world.master and not self._saver.saving and self._interval.due_now()
+        return self._world.master and not self.saver.saving and self._interval.due_now()
 
     def _advance(self) -> None:
         try:
-            saved = self._saver.advance()
+            saved = self.saver.advance()
         except AgreedError as error:
             self._fail(str(error))
             self._cost.ended()
@@ -202,8 +193,8 @@ class LocalCheckpoints:
         if saved is None:
             return
         self._cost.ended()
-        if self._saver.copy_problem:
-            self._fail(f"{saved.path.name} has no copy on another node: {self._saver.copy_problem}")
+        if self.saver.copy_problem:
+            self._fail(f"{saved.path.name} has no copy on another node: {self.saver.copy_problem}")
         else:
             self._saved += 1
 
@@ -223,9 +214,10 @@ class LocalCheckpoints:
         save has two steps and two copies, which is not more.
         """
         world, nodes = self._world, self._world.topology.nodes
-        by_rank = world.gather((_own_bytes(world, self._saver), self._saver.partner))
+        by_rank = world.gather((_own_bytes(world, self.saver), self.saver.partner))
         of_node = [sum(by_rank[rank][0] for rank in node) for node in nodes]
-        here = [number for number, node in enumerate(nodes) if self._on_this_host(node[0])]
+        host = world.hosts[world.rank]
+        here = [number for number, node in enumerate(nodes) if world.hosts[node[0]] == host]
         copied = [number for number, node in enumerate(nodes) if by_rank[node[0]][1] in here]
         whole = sum(of_node) * len(here)
         needed = whole + sum(of_node[number] for number in [*here, *copied])
@@ -240,9 +232,6 @@ class LocalCheckpoints:
                     "partner's. Make it larger (of /dev/shm, mount -o remount,size=), or give one "
                     "on a disk"
                 )
-
-    def _on_this_host(self, rank: int) -> bool:
-        return bool(self._world.hosts[rank] == self._world.hosts[self._world.rank])
 
 
 def passed_over(found: FoundCheckpoint | None, local: NodeFolders | None) -> list[str]:

@@ -129,16 +129,20 @@ class MetricsLog:
         lines = [self._lines.popleft() for _ in taken]
         for line, (sums, _) in zip(lines, taken, strict=True):
             if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
-                raise AgreedError(self._difference(line), self._world.rank)
+                names = " and ".join(sorted(line.values)) or "no value"
+                told = self._world.gather(f"step {line.step} with {names}")
+                raise AgreedError(difference("metrics.log", told), self._world.rank)
         found, own = [sums for sums, _ in taken], [line.own() for line in lines]
         reduced = self._values.take(own, found, self._world.collectives)
         for line, values, (sums, by_rank) in zip(lines, reduced, taken, strict=True):
             if not sums["weight"]:
                 message = f"metrics.log({line.step}): the weights of all ranks are 0"
                 raise AgreedError(message, self._world.rank)
-            means = {
-                name: self._mean(float(values[name].value), v) for name, v in line.values.items()
-            }
+            means, rounding = dict(line.values), self._world.size * 2**-52
+            for name, own_value in line.values.items():  # which stay if only the sum was rounded
+                mean = float(values[name].value)
+                if not math.isclose(mean, own_value, rel_tol=rounding):
+                    means[name] = mean
             self.write({"step": line.step, **means, **line.times, **by_rank})
 
     def write(self, line: Line) -> None:
@@ -245,12 +249,3 @@ class MetricsLog:
             problem = f"{', '.join(sorted(reserved))} is written by the log itself: rename it"
         if problem:
             raise AgreedError(f"metrics.log({step!r}): {problem}", self._world.rank)
-
-    def _difference(self, line: _Line) -> str:
-        """Return the error for ranks that logged different steps or names. Collective."""
-        names = " and ".join(sorted(line.values)) or "no value"
-        return difference("metrics.log", self._world.gather(f"step {line.step} with {names}"))
-
-    def _mean(self, mean: float, own: float) -> float:
-        """Return a mean, or this rank's value if they differ by the rounding of the sum only."""
-        return own if math.isclose(mean, own, rel_tol=self._world.size * 2**-52) else mean

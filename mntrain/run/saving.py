@@ -175,7 +175,7 @@ class Checkpoints:
         removes = in_order and self._step is not None and self.has(self._step)
         if in_order and not removes:
             local.finish()
-            if self._step is not None and not (removes := local.empty):
+            if self._step is not None and not (removes := local.saver.empty):
                 self._world.output.warn(
                     f"step {self._step} is not saved in the run directory, so checkpoints stay in "
                     "the nodes' memory, and the next start goes on from them: save the last step "
@@ -184,7 +184,7 @@ class Checkpoints:
         notes = LaunchNotes.of(os.environ)
         if in_order and not removes and notes is not None and self._world.master:
             notes.keep_local()
-        local.end(removes=removes)
+        local.saver.close(removes=removes)
         self._local_summary, self._local = local.summary(), None
 
     def resume(
@@ -210,11 +210,9 @@ class Checkpoints:
                 self._saver.check()
         if found is not None:
             saver, manifest = self._saver, found.manifest
-            self._check_class(found)
-            best_score = saver.best_score(manifest.step, scored_by)
-            self._best_score = math.inf if best_score is None else best_score
+            self._best_score = saver.best_score(manifest.step, scored_by)
             self._resumed = found
-            self._note_longest(manifest.wrote_s)
+            self.longest_s = max(self.longest_s, manifest.wrote_s)
             checkpoint.load(
                 found,
                 saver.model,
@@ -232,16 +230,6 @@ class Checkpoints:
             self._local.restored(found, self._directory.attempts().last)
         self._step = self._restored = step
         return step
-
-    def _check_class(self, found: FoundCheckpoint) -> None:
-        """Raise AgreedError if a checkpoint is of another class of optimizer. Local."""
-        saved, own = found.manifest.optimizer_class, self._saver.optimizer.class_name
-        if saved and saved != own:
-            raise AgreedError(
-                f"{found.path} was saved with the optimizer {saved}, and this one is {own}: give "
-                "the same class, or another run directory",
-                self._world.rank,
-            )
 
     def _save_if_due(self, progress: Manifest) -> None:
         """Begin a save if one is due, and advance the one that is being written."""
@@ -263,7 +251,10 @@ class Checkpoints:
                 self._sums.drop()
         asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
         if asks and not self._sums.waiting:
-            own: dict[str, Value] = {"save due": self._save_due, "save ready": self._saver.ready}
+            own: dict[str, Value] = {
+                "save due": lambda: self._world.master and self._interval.due_now(),
+                "save ready": self._saver.ready,
+            }
             self._sums.start({**own, **(local.flags() if local else {})})
 
     def _begin(self, progress: Manifest) -> None:
@@ -277,10 +268,6 @@ class Checkpoints:
         self._copy_s = end - copy_start
         self._waited_s += end - start
 
-    def _save_due(self) -> bool:
-        """Return whether the master's clock says that a save is due."""
-        return self._world.master and self._interval.due_now()
-
     def _save_now(self, progress: Manifest) -> None:
         """Save and wait until that is complete. Raises AgreedError on failure."""
         self.wait()
@@ -290,9 +277,6 @@ class Checkpoints:
         self._improves(progress)
         self._report(lambda: self._saver.save(progress), warns=False)
         self._interval.begins()
-
-    def _note_longest(self, seconds: float) -> None:
-        self.longest_s = max(self.longest_s, seconds)
 
     def has(self, step: int) -> bool:
         """Return True if the newest complete checkpoint of this job is that of a step. Local."""
@@ -334,7 +318,7 @@ class Checkpoints:
             return
         self._last = saved.path
         self._saved += 1
-        self._note_longest(saved.seconds)
+        self.longest_s = max(self.longest_s, saved.seconds)
         self._world.output.note(
             f"step {self._step}  {saved.path.name} is safe: {saved.nbytes / 1e6:.1f} MB after "
             f"{saved.seconds:.2f} s"
@@ -344,14 +328,7 @@ class Checkpoints:
 
     def _describe(self, step: int, eval_loss: float | None) -> Manifest:
         finite = eval_loss is not None and math.isfinite(eval_loss)
-        return Manifest(
-            step,
-            config={},
-            samples=0,
-            skipped_steps=0,
-            eval_loss=eval_loss if finite else None,
-            data=self._data,
-        )
+        return Manifest(step, eval_loss=eval_loss if finite else None, data=self._data)
 
     def _check(self, step: int) -> None:
         """Raise AgreedError for a wrong number of steps, and for a closed optimizer. Local."""

@@ -67,11 +67,6 @@ class Timeline:
         """True between begin and end."""
         return self._log is not None
 
-    def step(self, number: int, start: float) -> None:
-        """Add a training step that began at a time of `time.perf_counter` and ends now. Local."""
-        if self._log is not None:
-            self._log.span(f"step {number}", start)
-
     def _tell(self, log: EventLog | None) -> None:
         """Let a log be told of all events from here on."""
         self._log = self._world.recorder.timeline = self._world._comm.traffic.timeline = log
@@ -152,11 +147,11 @@ class StepTimeline:
 
     def before_step(self, step: int) -> None:
         """Begin or end the recording, if that is due before a step. Collective then."""
-        if self._timeline.records and step > self._last:
+        if step > self._last:
             self.__exit__(None, None, None)
         elif self._timeline.records:
-            self._timeline.step(self._step, self._start)
-        elif self._first <= step <= self._last:
+            self._world.recorder.span(f"step {self._step}", self._start)
+        elif self._first <= step:
             with self._warning():
                 self._timeline.__enter__()
         self._step, self._start = step, time.perf_counter()
@@ -167,7 +162,7 @@ class StepTimeline:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._timeline.records:
             return
-        self._timeline.step(self._step, self._start)
+        self._world.recorder.span(f"step {self._step}", self._start)
         with self._warning():
             self._timeline.__exit__(kind, error, trace)
             if raised_by_all(error):

@@ -2,19 +2,16 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from mntrain import tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
-from mntrain.checkpoint import FoundCheckpoint, Stateful
+from mntrain.checkpoint import Stateful
 from mntrain.data.balancing import StepBalancing
 from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
@@ -25,17 +22,13 @@ from mntrain.options.command_line import to_toml
 from mntrain.options.config import Config
 from mntrain.output import print_warning
 from mntrain.recorder.launch_notes import LaunchNotes
-from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import passed_over, restored_from
-from mntrain.run.metrics_log import MetricsLog
-from mntrain.run.saving import Checkpoints
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
 from mntrain.train.evaluation import BestMetric, try_evaluation
 from mntrain.train.forward import (
     PRECISIONS,
-    Precision,
     check_compiler,
     compile_regions,
     recompute_regions,
@@ -50,84 +43,192 @@ from mntrain.train.optimization import (
 )
 from mntrain.world import World
 from zero.layout import split
-from zero.optimizer import ZeroOptimizer
 from zero.param_groups import hyperparameters
 
 
-@dataclass(frozen=True)
 class Trained:
-    """The model of a job, and what trains it."""
+    """The model of a job, and what trains it and says how nodes exchange. Made by all ranks.
 
-    model: nn.Module
-    optimizer: ZeroOptimizer
-    scheduler: LRScheduler
-    precision: Precision
-    sync: LocalSGD | None  # how nodes exchange; None: every step is synchronous
-    names: tuple[str, str]  # of the optimizer and the scheduler
-    keeps_scheduler: bool  # the scheduler is the task's, whose state checkpoints hold
-    own_options: list[str]  # of the groups; all but those that a scheduler with a state sets
-    weights: tuple[str, list[str]] | None  # that were loaded, and what of them does not fit
+    Raises AgreedError for what cannot be made.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        task: tasks.Task,
+        data: JobData,
+        *,
+        done: int,
+        steps: int,
+    ) -> None:
+        """Make it for the steps after `done` of a run of `steps` steps."""
+        self.precision = precision = PRECISIONS[config.train.precision]
+        self.weights: tuple[str, list[str]] | None = None
+        """The weights that were loaded, and what of them does not fit."""
+        with world.agreement():
+            self.sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
+            """How nodes exchange; None: every step is synchronous."""
+            torch.manual_seed(config.run.seed)
+            self.model = model = tasks.make_model(task).to(world.device, precision.parameters)
+            freeze(model, config.init.freeze)
+            name, bound = choose_optimizer(task, model, config.optim, world.device)
+            if config.train.compile:
+                check_compiler(world.device)
+        with world.agreement():
+            if not done and config.init.from_ is not None and world.master:
+                self.weights = load_weights(model, config.init.from_)  # the optimizer spreads them
+        self.optimizer = optimizer = world.optimizer(
+            model,
+            bound.func,
+            stage=config.zero.stage,
+            partition=config.zero.partition,
+            max_grad_norm=config.optim.max_grad_norm,
+            non_finite=config.optim.non_finite,
+            loss_scale=precision.loss_scale,
+            sync=self.sync,
+            groups=bound.args[0],
+            overlap_forward=True,
+            check_every=config.train.check_every,
+            **bound.keywords,
+        )
+        optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
+        if self.sync:
+            world.node_collectives  # noqa: B018 - made here, since all ranks make it together
+        made = list(map(hyperparameters, optimizer.param_groups))
+        with world.agreement():
+            own = scheduler_of(task, optimizer)
+            self.scheduler = own or options_scheduler(optimizer, config.optim, steps, done)
+        groups = list(map(hyperparameters, optimizer.param_groups))
+        moved = moved_options(own, groups, made) if own else set()
+        self.keeps_scheduler = own is not None
+        """True if the scheduler is the task's, whose state checkpoints hold."""
+        self.own_options = sorted({key for group in groups for key in group} - moved)
+        """Options of the groups: all but those that a scheduler with a state sets."""
+        self.names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
+        """Of the optimizer and the scheduler."""
 
 
-@dataclass(frozen=True)
 class Job:
-    """The objects of a job, which are made and checked before any work starts: see `set_up`."""
+    """The objects of a job, made and checked before any work starts. Made by all ranks.
 
-    config: Config
-    directory: RunDirectory
-    resumed: FoundCheckpoint | None
-    restored: str  # in words, with the steps of metrics.jsonl that are taken again
-    task: tasks.Task
-    data: JobData
-    data_facts: dict[str, Any]  # that a resumed run compares
-    steps: int  # of the run
-    last_step: int  # of this job, unless it ends early
-    trained: Trained
-    best: BestMetric
-    display: Display
-    timeline: StepTimeline
-    balancing: StepBalancing
-    checkpoints: Checkpoints
-    metrics: MetricsLog
+    They begin its run or resume it. `given` is the task, if not that of the options. Raises
+    AgreedError for bad input, before anything is written into the run directory.
+    """
 
-    @cached_property
-    def saved_config(self) -> dict[str, Any]:
+    def __init__(self, world: World, config: Config, given: tasks.Given | None = None) -> None:
+        with world.agreement():
+            if world.master:
+                expect_installed(config.log)
+                warn_of_launch(config)
+        self.config = config
+        self.saved_config = resumption.to_json(config)
         """The options, as checkpoints have them."""
-        return resumption.to_json(self.config)
+        self.directory = world.own_loop.directory(config.run.dir, config.run.recorder)
+        try:
+            self._set_up(world, config.task if given is None else given)
+        except AgreedError:
+            self.directory.close()
+            raise
 
-    @property
-    def done(self) -> int:
+    def _set_up(self, world: World, given: tasks.Given) -> None:
+        config, directory = self.config, self.directory
+        directory.open_local(config.checkpoint.local)
+        self.resumed = resumed = resumption.find_checkpoint(world, config, directory)
+        self.done = resumed.manifest.step if resumed else 0
         """The steps before this job."""
-        return self.resumed.manifest.step if self.resumed else 0
+        looked = directory.local is not None and config.run.resume == "auto"
+        passed = passed_over(resumed, directory.local)
+        self.restored = restored_from(resumed, directory.last_step, passed) if looked else ""
+        """The checkpoint in words, with the steps of metrics.jsonl that are taken again."""
+        with world.agreement():
+            self.task = task = tasks.load(given, config)
+        with world.agreement():
+            self.data = data = JobData(world, config, task, resumed)
+            self.steps = steps = data.steps(config.train)
+            """The steps of the run."""
+        resumption.check_left(world, resumed, config, steps)
+        task.config = replace(config, train=replace(config.train, steps=steps, epochs=None))
+        compared = task.compared_values, task.compared_files
+        self.data_facts = facts = compare_task(world, type(task), *compared, data.datasets)
+        """What a resumed run compares of the data."""
+        if resumed:
+            resumption.check_same_run(world, resumed, config, data.samples, facts["values"])
+        self.trained = trained = Trained(world, config, task, data, done=self.done, steps=steps)
+        model = trained.model
+        self.best = best = BestMetric(config.checkpoint.best, config.train.patience)
+        self.last_step = min(config.run.stop_after or steps, steps)
+        """The last step of this job, unless it ends early."""
+        with world.agreement():
+            try_evaluation(task, model, data, trained.precision, best)
+            self.timeline = StepTimeline(world, directory.path, config.log.timeline, steps)
+        advice = "; --balance.mode throughput would give it a smaller part of each batch"
+        self.balancing = StepBalancing(
+            world,
+            data.division,
+            advice="" if data.division or data.stream else advice,
+            last_step=self.last_step,
+            every=trained.sync.every if trained.sync else 1,
+        )
+        if config.train.recompute:
+            recompute_regions(task.regions(model))
+        if config.train.compile:
+            compile_regions(task.regions(model))
+        self._open_run(world)
+
+    def _open_run(self, world: World) -> None:
+        """Open the files of the run, and begin it or resume it. Collective."""
+        config, directory, task, trained = self.config, self.directory, self.task, self.trained
+        resumed, objects = self.resumed, self._objects()
+        options, copies = {**asdict(config.checkpoint), **objects}, asdict(config.log)
+        del options["best"], copies["timeline"]
+        self.checkpoints = world.checkpoints(
+            directory.path, model=trained.model, optimizer=trained.optimizer, **options
+        )
+        self.checkpoints.on_checkpoint = task.on_checkpoint
+        self.metrics = world.metrics(directory.path, **copies)
+        with world.agreement():
+            toml = to_toml(resumption.with_absolute_paths(config)).encode()
+            files = {CONFIG_FILE: toml, **task.run_files()}
+        directory.when_begun(partial(_write_files, directory.path, files))
+        self.display = display = Display(world.master, self.steps, task.items)
+        world.output.show_by(display.note, display.warn)
+        world.watchdog.at_end.append(lambda *_: display.end())
+        torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))  # of dropout
+        if resumed and "early stopping" not in resumed.manifest.objects:
+            objects.pop("early stopping", None)  # it had no patience then
+        if resumed and not trained.keeps_scheduler:  # whose state has a rate for each group
+            groups = trained.optimizer.state_dict()["param_groups"]
+            resumed = resumption.regrouped(resumed, [group["params"] for group in groups])
+        # This job's options count, even if the checkpoint was made with others.
+        kept = trained.own_options
+        self.checkpoints.resume(
+            resumed, objects, kept_options=kept, saves=self.saves, scored_by=self.best.text
+        )
+
+    def _objects(self) -> dict[str, Stateful]:
+        """Return what checkpoints hold beside the model and the optimizer, by name."""
+        objects: dict[str, Stateful] = {}
+        if self.trained.keeps_scheduler:
+            objects["schedule"] = self.trained.scheduler
+        if self.data.stream:
+            objects["data"] = self.data
+        if self.best.patience:
+            objects["early stopping"] = self.best
+        return objects
 
     @property
     def saves(self) -> bool:
         """True if the job leaves a checkpoint at its end in any case."""
-        return _saves(self.config)
+        config = self.config
+        ends = config.run.stop_after is not None or config.run.max_minutes is not None
+        return config.checkpoint.wanted or ends
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows a step. Local."""
         every = self.config.train.eval_every
         due = step == self.steps or (every > 0 and step % every == 0)
         return due and bool(self.data.validation_sets)
-
-
-def set_up(world: World, config: Config, given: tasks.Given | None = None) -> Job:
-    """Make the objects of a job, and begin its run or resume it. Collective.
-
-    `given` is the task, if not that of the options. Raises AgreedError for bad input, on all ranks
-    alike, before anything is written into the run directory.
-    """
-    with world.agreement():
-        if world.master:
-            expect_installed(config.log)
-            warn_of_launch(config)
-    directory = world.own_loop.directory(config.run.dir, config.run.recorder)
-    try:
-        return _set_up(world, config, directory, config.task if given is None else given)
-    except AgreedError:
-        directory.close()
-        raise
 
 
 def warn_of_launch(config: Config) -> None:
@@ -138,193 +239,6 @@ def warn_of_launch(config: Config) -> None:
             "mntrain launch cannot resume this job after a loss: give --run.dir and "
             "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
         )
-
-
-def _set_up(world: World, config: Config, directory: RunDirectory, given: tasks.Given) -> Job:
-    directory.open_local(config.checkpoint.local)
-    resumed = resumption.find_checkpoint(world, config, directory)
-    looked = directory.local is not None and config.run.resume == "auto"
-    passed = passed_over(resumed, directory.local)
-    restored = restored_from(resumed, directory.last_step, passed) if looked else ""
-    with world.agreement():
-        task = tasks.load(given, config)
-    with world.agreement():
-        data = JobData(world, config, task, resumed)
-        steps = data.steps(config.train)
-    resumption.check_left(world, resumed, config, steps)
-    task.config = replace(config, train=replace(config.train, steps=steps, epochs=None))
-    compared = task.compared_values, task.compared_files
-    facts = compare_task(world, type(task), *compared, data.datasets)
-    if resumed:
-        resumption.check_same_run(world, resumed, config, data.samples, facts["values"])
-    trained = _make_trained(world, config, task, data, resumed=resumed, steps=steps)
-    model = trained.model
-    best = BestMetric(config.checkpoint.best, config.train.patience)
-    last_step = min(config.run.stop_after or steps, steps)
-    with world.agreement():
-        try_evaluation(task, model, data, trained.precision, best)
-        timeline = StepTimeline(world, directory.path, config.log.timeline, steps)
-    balancing = _make_balancing(world, data, trained, last_step)
-    if config.train.recompute:
-        recompute_regions(task.regions(model))
-    if config.train.compile:
-        compile_regions(task.regions(model))
-    objects = _objects(trained, data, best)
-    checkpoints = _make_checkpoints(world, config, directory, trained, objects)
-    checkpoints.on_checkpoint = task.on_checkpoint
-    metrics = _make_metrics(world, config, directory)
-    with world.agreement():
-        options = to_toml(resumption.with_absolute_paths(config)).encode()
-        files = {CONFIG_FILE: options, **task.run_files()}
-    directory.when_begun(partial(_write_files, directory.path, files))
-    display = Display(world.master, steps, task.items)
-    world.output.show_by(display.note, display.warn)
-    world.watchdog.at_end.append(lambda *_: display.end())
-    done = resumed.manifest.step if resumed else 0
-    torch.manual_seed(mixed_seed(config.run.seed, world.rank, done))  # of dropout
-    if resumed and "early stopping" not in resumed.manifest.objects:
-        objects.pop("early stopping", None)  # it had no patience then
-    if resumed and not trained.keeps_scheduler:  # whose state has a rate for each group
-        groups = trained.optimizer.state_dict()["param_groups"]
-        resumed = resumption.regrouped(resumed, [group["params"] for group in groups])
-    # This job's options count, even if the checkpoint was made with others.
-    kept = trained.own_options
-    checkpoints.resume(
-        resumed, objects, kept_options=kept, saves=_saves(config), scored_by=best.text
-    )
-    return Job(
-        config=config,
-        directory=directory,
-        resumed=resumed,
-        restored=restored,
-        task=task,
-        data=data,
-        data_facts=facts,
-        steps=steps,
-        last_step=last_step,
-        trained=trained,
-        best=best,
-        display=display,
-        timeline=timeline,
-        balancing=balancing,
-        checkpoints=checkpoints,
-        metrics=metrics,
-    )
-
-
-def _make_balancing(world: World, data: JobData, trained: Trained, last_step: int) -> StepBalancing:
-    """Make the comparison of the ranks' paces. Local."""
-    advice = "; --balance.mode throughput would give it a smaller part of each batch"
-    return StepBalancing(
-        world,
-        data.division,
-        advice="" if data.division or data.stream else advice,
-        last_step=last_step,
-        every=trained.sync.every if trained.sync else 1,
-    )
-
-
-def _make_checkpoints(
-    world: World,
-    config: Config,
-    directory: RunDirectory,
-    trained: Trained,
-    objects: Mapping[str, Stateful],
-) -> Checkpoints:
-    """Make the checkpoints of the run, as an own loop does. Collective."""
-    return world.checkpoints(
-        directory.path,
-        model=trained.model,
-        optimizer=trained.optimizer,
-        every=config.checkpoint.every,
-        keep=config.checkpoint.keep,
-        local=config.checkpoint.local,
-        local_every=config.checkpoint.local_every,
-        **objects,
-    )
-
-
-def _make_metrics(world: World, config: Config, directory: RunDirectory) -> MetricsLog:
-    """Make the metrics of the run, as an own loop does. Collective."""
-    log = config.log
-    return world.metrics(
-        directory.path,
-        tensorboard=log.tensorboard,
-        wandb=log.wandb,
-        mlflow=log.mlflow,
-        prometheus=log.prometheus,
-        per_rank=log.per_rank,
-        report=log.report,
-    )
-
-
-def _objects(trained: Trained, data: JobData, best: BestMetric) -> dict[str, Stateful]:
-    """Return what checkpoints hold beside the model and the optimizer, by name."""
-    objects: dict[str, Stateful] = {}
-    if trained.keeps_scheduler:
-        objects["schedule"] = trained.scheduler
-    if data.stream:
-        objects["data"] = data
-    if best.patience:
-        objects["early stopping"] = best
-    return objects
-
-
-def _saves(config: Config) -> bool:
-    run = config.run
-    return config.checkpoint.wanted or run.stop_after is not None or run.max_minutes is not None
-
-
-def _make_trained(
-    world: World,
-    config: Config,
-    task: tasks.Task,
-    data: JobData,
-    *,
-    resumed: FoundCheckpoint | None,
-    steps: int,
-) -> Trained:
-    """Make the model, and choose what trains it and how nodes exchange. Collective."""
-    precision, weights = PRECISIONS[config.train.precision], None
-    with world.agreement():
-        sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
-        torch.manual_seed(config.run.seed)
-        model = tasks.make_model(task).to(world.device, precision.parameters)
-        freeze(model, config.init.freeze)
-        name, bound = choose_optimizer(task, model, config.optim, world.device)
-        if config.train.compile:
-            check_compiler(world.device)
-    with world.agreement():
-        if not resumed and config.init.from_ is not None and world.master:
-            weights = load_weights(model, config.init.from_)  # the optimizer spreads them
-    optimizer = world.optimizer(
-        model,
-        bound.func,
-        stage=config.zero.stage,
-        partition=config.zero.partition,
-        max_grad_norm=config.optim.max_grad_norm,
-        non_finite=config.optim.non_finite,
-        loss_scale=precision.loss_scale,
-        sync=sync,
-        groups=bound.args[0],
-        overlap_forward=True,
-        check_every=config.train.check_every,
-        **bound.keywords,
-    )
-    optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
-    if sync:
-        world.node_collectives  # noqa: B018 - made here, since all ranks make it together
-    done = resumed.manifest.step if resumed else 0
-    made = list(map(hyperparameters, optimizer.param_groups))
-    with world.agreement():
-        own = scheduler_of(task, optimizer)
-        scheduler = own or options_scheduler(optimizer, config.optim, steps, done)
-    groups = list(map(hyperparameters, optimizer.param_groups))
-    moved = moved_options(own, groups, made) if own else set()
-    options = sorted({key for group in groups for key in group} - moved)
-    names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
-    keeps = own is not None
-    return Trained(model, optimizer, scheduler, precision, sync, names, keeps, options, weights)
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -53,7 +53,9 @@ def find_checkpoint(
     if the checkpoint that was asked for does not exist.
     """
     resume, own = config.run.resume, None
-    if resume == "auto" or world.gather(_has_begun(world, directory))[0]:
+    notes = LaunchNotes.of(os.environ) if world.master else None
+    has_begun = notes is not None and notes.has_begun(directory.path)
+    if resume == "auto" or world.gather(has_begun)[0]:
         own = checkpoint.newest(world, directory.path, directory.local)
     if resume in ("auto", "never"):
         return own
@@ -66,12 +68,6 @@ def find_checkpoint(
         )
     # An older one was there before the job.
     return own if own is not None and own.manifest.step > found.manifest.step else found
-
-
-def _has_begun(world: World, directory: RunDirectory) -> bool:
-    """Return, on rank 0, whether an earlier start of `mntrain launch` has begun this run. Local."""
-    notes = LaunchNotes.of(os.environ) if world.master else None
-    return notes is not None and notes.has_begun(directory.path)
 
 
 def check_left(world: World, found: FoundCheckpoint | None, config: Config, steps: int) -> None:

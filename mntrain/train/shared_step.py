@@ -211,11 +211,8 @@ class SharedStep:
         alone = self._optimizer.coming_exchange is not None
         if (alone or self._names) and not self._told.waiting:
             losses = {name: partial(self._loss_to_tell, name) for name in self._losses}
-            own = {name: partial(self._measured_as, name) for name in self._names}
+            own = {n: lambda n=n: self.measured.get(n, math.nan) for n in self._names}
             self._told.start(losses if alone else {}, own)
-
-    def _measured_as(self, name: str) -> float:
-        return self.measured.get(name, math.nan)
 
     def _loss_to_tell(self, name: str) -> float:
         value, self._losses[name] = self._losses[name], 0.0

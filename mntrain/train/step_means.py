@@ -43,7 +43,9 @@ class StepMeans:
             given = Mean(metric, count) if isinstance(metric, Tensor) else metric
             value = torch.as_tensor(given.value).detach().to(torch.float64)
             if isinstance(given, Mean):
-                self._add(name, "mean", _sum_of(value, given.count), given.count)
+                # The sum that it stands for; a mean over nothing is NaN.
+                total = value * given.count if given.count else torch.zeros_like(value)
+                self._add(name, "mean", total, given.count)
             else:
                 self._add(name, "max" if isinstance(given, Max) else "sum", value, 1.0)
 
@@ -99,8 +101,3 @@ class StepMeans:
             nonfinite = ", ".join(culprits) or f"{loss} over all ranks"
         metrics = {name: float(one.value) for name, one in reduced.items()}
         return GlobalMeans(loss, metrics, int(whole.items) if whole else 0, nonfinite)
-
-
-def _sum_of(mean: Tensor, items: float) -> Tensor:
-    """Return the sum that a mean stands for; that of a mean over nothing is NaN."""
-    return mean * items if items else torch.zeros_like(mean)

@@ -24,7 +24,7 @@ from mntrain.run.signals import Stop
 from mntrain.train import ending
 from mntrain.train.description import describe_job
 from mntrain.train.evaluation import evaluate
-from mntrain.train.job import set_up
+from mntrain.train.job import Job
 from mntrain.train.optimization import advance
 from mntrain.train.shared_step import SharedStep, errors_stop
 from mntrain.world import World
@@ -34,12 +34,12 @@ from zero.optimizer import StepResult
 class Trainer:
     """The loop of a job, which begins a run or resumes it.
 
-    Construction is collective and raises AgreedError for bad input: see `set_up`.
+    Construction is collective and raises AgreedError for bad input: see `Job`.
     """
 
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         self._world = world
-        self.job = job = set_up(world, config, task)
+        self.job = job = Job(world, config, task)
         self._model, self._optimizer = job.trained.model, job.trained.optimizer
         self.batches = job.data.batches(job.done, job.last_step)
         """The micro-batches of this rank in each step."""

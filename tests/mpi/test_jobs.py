@@ -195,6 +195,11 @@ def stopped():
             "batch-size, or another --run.dir to begin anew",
         ),
         (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
+        (
+            ["--optim.options", "amsgrad = true"],
+            "has no max_exp_avg_sq in the optimizer's state, which AdamW needs with amsgrad=True: "
+            "give amsgrad=False as before, or begin another run",
+        ),
         (["--run.stop-after", "2"], "is after step 2 already, and steps are counted from the beg"),
         (["--run.resume", "never"], "holds a run already: give another run directory"),
         (["--run.resume", "no/such/run"], "--run.resume no/such/run: there is no checkpoint"),

@@ -22,9 +22,9 @@ from worlds import RANKS, hosts, meet, refusal
 
 import mntrain
 from mntrain import AgreedError
-from mntrain.checkpoint import node_folders, saver
+from mntrain.checkpoint import node_folders, partner_copies, saver
 from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
-from mntrain.checkpoint.partner_copies import PartnerCopies, partner_nodes
+from mntrain.checkpoint.partner_copies import partner_nodes
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import local_saving
 
@@ -70,8 +70,8 @@ class Run:
 
     def complete(self):
         local = self.checkpoints._local
-        while local._saver.saving:
-            if sum(self.world.gather(local._saver.ready())) >= self.world.size:
+        while local.saver.saving:
+            if sum(self.world.gather(local.saver.ready())) >= self.world.size:
                 local._advance()
 
     def state(self):
@@ -387,7 +387,7 @@ def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, cap
     def failing_copies():
         with monkeypatch.context() as patch:
             if COMM.rank == 1:
-                patch.setattr(PartnerCopies, "_send", full)
+                patch.setattr(partner_copies, "_pieces", full)
             yield
 
     with running(folder, killed=True) as run:
@@ -400,7 +400,7 @@ def test_a_save_or_copy_that_fails_is_told_once_and_training_goes_on(folder, cap
         assert ("No space left on device" in errors) == (COMM.rank == 0)
         # Without a copy, and whole while no node is lost; the room for the next one is free again.
         assert steps_of(folder) == ["step-00000002"]
-        address = run.checkpoints._local._saver.copies._address
+        address = run.checkpoints._local.saver.copies._address
         with socket.create_connection(address) as stranger:
             stranger.sendall(bytes(99))
         with pytest.raises(AuthenticationError):

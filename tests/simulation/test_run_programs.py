@@ -113,7 +113,7 @@ def on_rank(world, run, start, folder, *, known, kill):
         checkpoints.save(step, now=step in (run.now, LAST))
         note(checkpoints, known)
         if checkpoints._local is not None:
-            pending = checkpoints._local._saver._pending
+            pending = checkpoints._local.saver._pending
             begun = step_in(pending.path) if pending else begun
             known.longest = max(known.longest, step - begun + 1 if pending else 0)
             at_once = step if step in (run.now, LAST) else at_once  # in the run directory
@@ -130,7 +130,7 @@ def note(checkpoints, known):
     if checkpoints._last is not None:
         known.saved = max(known.saved, step_in(checkpoints._last))
     if checkpoints._local is not None:
-        saver = checkpoints._local._saver
+        saver = checkpoints._local.saver
         if saver._whole is not None and saver._copied:
             known.local = step_in(saver._whole)
 

@@ -19,7 +19,7 @@ from mntrain.train.initialization import freeze
 from mntrain.train.optimization import choose_optimizer
 from mntrain.train.plan import activations, traffic
 from mntrain.train.plan.plan_options import PlanOptions
-from mntrain.train.plan.traffic import SentBytes, Travel
+from mntrain.train.plan.traffic import SentBytes
 from zero.comm_hooks.between_nodes import BetweenNodesHook
 from zero.comm_hooks.codes import FP32
 from zero.layout import Bucket, ParameterSpec, lay_out
@@ -29,7 +29,6 @@ from zero.prediction import predict
 from zero.trials import choose_partition
 
 _ALL_SLOTS = 16  # of more shards, the largest is predicted
-_ITEMSIZES = {name: dtype.itemsize if dtype else None for name, dtype in TRAVEL_DTYPES.items()}
 _CPU = torch.device("cpu")
 
 
@@ -102,7 +101,7 @@ class JobPlan:
             replace(most, hook=self._hook(plan, topology)),
             self._untrained(dtypes.parameters),
             self._activations(precision, micro),
-            None if exchanges else self._sent(plan, stage, topology, times),
+            None if exchanges else traffic.step(plan, stage, topology, options.comm, times),
             self._checkpoint(dtypes.parameters),
         )
 
@@ -225,19 +224,6 @@ class JobPlan:
         else:
             drawn = [self._train[index % len(self._train)] for index in range(samples)]
         return (self._task.collate or default_collate)(drawn)
-
-    # Communication.
-
-    def _sent(
-        self, plan: Sequence[Bucket], stage: int, topology: Topology, micro_batches: int
-    ) -> SentBytes:
-        comm = self._options.comm
-        wire, gather = _ITEMSIZES[comm.wire_dtype], _ITEMSIZES[comm.gather_dtype]
-        travel = Travel(comm.algorithm, micro_batches, wire, gather)
-        hook = compression.select_hook(comm.compress, None)
-        if isinstance(hook, BetweenNodesHook) and len(topology.nodes) > 1:
-            return traffic.step(plan, stage, topology, travel, hook.code)
-        return traffic.step(plan, stage, topology, travel)
 
     def _note_on_cpu(self, what: str, subject: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,7 +1,7 @@
 """Options of `python -m mntrain plan`. Needs neither torch nor MPI."""
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -70,6 +70,4 @@ class PlanOptions(Config):
     )
 
 
-def parse(argv: Sequence[str]) -> PlanOptions:
-    """Return the options of a command line; errors as in `parse_options`."""
-    return parse_options(PlanOptions, argv, prog=_PROGRAM, description=_DESCRIPTION)
+parse = partial(parse_options, PlanOptions, prog=_PROGRAM, description=_DESCRIPTION)

@@ -1,12 +1,15 @@
 """The bytes that a step sends, within and between nodes. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from mntrain import compression
 from mntrain.comm import algorithms, world_collectives
 from mntrain.comm.topology import Topology
+from mntrain.options.config import CommConfig
+from mntrain.ranks import TRAVEL_DTYPES
+from zero.comm_hooks.between_nodes import BetweenNodesHook
 from zero.comm_hooks.codes import Code, aligned
 from zero.layout import Bucket
 
@@ -16,33 +19,6 @@ class SentBytes(NamedTuple):
 
     node: float  # within nodes
     cross: float  # between them
-
-
-@dataclass(frozen=True)
-class Travel:
-    """The way of a step's gradients and parameters between ranks."""
-
-    algorithm: str
-    micro_batches: int  # of a rank in a step; at stage 2 the gradients of each are sent
-    wire: int | None = None  # bytes of an element of gradients between nodes, if narrower
-    gather: int | None = None  # of parameters
-
-    def parts(self, stage: int, itemsize: int) -> list[tuple[str, int, int, int]]:
-        """Return the collectives on a bucket whose elements have so many bytes.
-
-        Each as its verb, the bytes of an element, those between nodes, and its number.
-        """
-        narrow, gathered = (
-            min(itemsize, self.wire or itemsize),
-            min(itemsize, self.gather or itemsize),
-        )
-        if not stage:
-            return [("all_reduce", itemsize, narrow, 1)]
-        times = self.micro_batches if stage == 2 else 1
-        return [
-            ("reduce_scatter", itemsize, narrow, times),
-            ("all_gather", gathered, gathered, 1),
-        ]
 
 
 def collective(
@@ -87,25 +63,31 @@ def _by_messages(verb: str, nbytes: int, topology: Topology, algorithm: str) -> 
 
 
 def step(
-    plan: Sequence[Bucket],
-    stage: int,
-    topology: Topology,
-    travel: Travel,
-    code: Code | None = None,
+    plan: Sequence[Bucket], stage: int, topology: Topology, comm: CommConfig, micro_batches: int
 ) -> SentBytes:
     """Return what the gradients and parameters of a step send.
 
-    With a `code` (--comm.compress), gradients cross nodes as codes.
+    A rank has so many `micro_batches` in a step; at stage 2 the gradients of each are sent.
     """
+    hook = compression.select_hook(comm.compress, None)
+    code = hook.code if isinstance(hook, BetweenNodesHook) and len(topology.nodes) > 1 else None
+    times = micro_batches if stage == 2 else 1
     node = cross = 0.0
     for bucket in plan:
-        for verb, own, wire, times in travel.parts(stage, bucket.dtype.itemsize):
+        itemsize = bucket.dtype.itemsize
+        wire, gathered = (
+            min(itemsize, dtype.itemsize) if (dtype := TRAVEL_DTYPES[name]) else itemsize
+            for name in (comm.wire_dtype, comm.gather_dtype)
+        )
+        calls = [("reduce_scatter", itemsize, wire, times), ("all_gather", gathered, gathered, 1)]
+        for verb, own, between, count in calls if stage else [("all_reduce", itemsize, wire, 1)]:
             if code is not None and verb != "all_gather":
                 sent = _coded(verb, bucket, topology, code)
             else:
-                sent = collective(verb, bucket, topology, travel.algorithm, itemsize=own, wire=wire)
-            node += sent.node * times
-            cross += sent.cross * times
+                name = comm.algorithm
+                sent = collective(verb, bucket, topology, name, itemsize=own, wire=between)
+            node += sent.node * count
+            cross += sent.cross * count
     return SentBytes(node, cross)
 
 

@@ -35,8 +35,8 @@ from zero.kernels import checksum
 from zero.optimizer import ZeroOptimizer
 from zero.sync_batchnorm import SyncBatchNorm
 
-# Runs the steps in a world, at a stage, and with the number of an order: 0 as it is.
-Run: TypeAlias = Callable[["RecordedWorld", int, int], Iterable[float] | None]
+# Runs the steps in a world, at a stage, and in the order of the world.
+Run: TypeAlias = Callable[["RecordedWorld", int], Iterable[float] | None]
 
 _CALLS = 64  # of modules in a step, whose inputs tell whether ranks see the same samples
 
@@ -97,16 +97,16 @@ class RecordedRun:
         self._inside = False  # an optimizer of the world, which makes or calls others
         self._handles = ExitStack()
 
-    def record(self, run: Run, world: "RecordedWorld", stage: int, order: int = 0) -> None:
+    def record(self, run: Run, world: "RecordedWorld", stage: int) -> None:
         """Run the steps in a world, from the same seeds each time. Collective in it."""
-        world.recorded, before = self, world.handed_out
+        world.recorded, before = self, world._shards.samples
         random.seed(0)
         torch.manual_seed(0)
         np.random.seed(0)
-        world.begin_anew()
+        world._shards.begin_anew()
         with self._hooks():
-            self.losses = [float(loss) for loss in run(world, stage, order) or ()]
-        self.samples = world.handed_out - before
+            self.losses = [float(loss) for loss in run(world, stage) or ()]
+        self.samples = world._shards.samples - before
         if self.first is None or not self.steps:
             return
         for number, (loss, other) in enumerate(zip(self.losses, self.first.losses, strict=False)):
@@ -345,15 +345,6 @@ class RecordedWorld(World):
             batches = _Batches(loader.batch_sampler, self.order)
             changed[key] = loader, rebuilt(loader, batch_sampler=batches)
         return super().shard(changed[key][1], *args, **options)
-
-    @property
-    def handed_out(self) -> int:
-        """Samples that `shard` has handed out on this rank."""
-        return self._shards.samples
-
-    def begin_anew(self) -> None:
-        """Let shards begin as in a new world. Local."""
-        self._shards.begin_anew()
 
     def leave(self, error: Exception, *, refused: bool) -> str | None:
         """Leave a loop that has failed on this rank, with all others. Local.

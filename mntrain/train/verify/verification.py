@@ -2,7 +2,8 @@
 
     one process          the steps, alone on rank 0
     other orders         the same three times, with the samples of a batch in another order and each
-                         gradient off by up to one rounding: what fp32 sums in another order give
+                         gradient off by up to one rounding: what fp32 sums in another order give,
+                         or what a 16-bit wire dtype does
     all ranks            the same at each stage
 
 A loss, gradient or weight of all ranks is right if its distance from one process is at most
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 MARGIN = 16  # four bits beyond what three other orders happen to show
 ORDERS = 3
 STAGES = (0, 1, 2)
-# One rounding to the wire dtype, beside that of the parameters' dtype.
-_JITTER = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
+# One rounding to the wire dtype, if it is more than that of the parameters' dtype.
+_ROUNDING = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
 
 class Verdict(NamedTuple):
@@ -78,7 +79,7 @@ def verify(
     for a loop that fails on one process, and on fewer than two ranks.
     """
 
-    def run(world: World, stage: int, order: int) -> Iterable[float] | None:
+    def run(world: World, stage: int) -> Iterable[float] | None:
         if not callable(train):
             raise ValueError(f"train is {train!r}: give a function, train(world, stage=...)")
         return train(world, stage=stage)
@@ -135,11 +136,10 @@ def examine(
 
 
 class _Alone(NamedTuple):
-    """The runs of one process, on rank 0."""
+    """The runs of one process, on rank 0: the first one, and those in other orders."""
 
     first: RecordedRun
-    orders: list[RecordedRun]  # in other orders
-    rounded: list[RecordedRun]  # the same, with gradients off by a rounding to the wire dtype
+    orders: list[RecordedRun]
 
 
 def _one_process(options: dict[str, Any]) -> RecordedWorld:
@@ -148,30 +148,21 @@ def _one_process(options: dict[str, Any]) -> RecordedWorld:
 
 def _run_alone(run: Run, options: dict[str, Any]) -> tuple[_Alone, str]:
     """Run the steps once, and then in other orders; return the runs, and what is wrong. Local."""
-    first = RecordedRun(keeps=True)
-    none = _Alone(first, [], [])
+    alone = _Alone(first := RecordedRun(keeps=True), [])
     with _one_process(options) as world:
-
-        def in_other_orders(jitter: float) -> list[RecordedRun]:
-            runs = []
-            for order in range(1, ORDERS + 1):
-                world.order = order
-                runs.append(RecordedRun(first, jitter=jitter))
-                runs[-1].record(run, world, 0, order)
-            return runs
-
         try:
             first.record(run, world, 0)
             if wrong := _nothing(first):
-                return none, wrong
+                return alone, wrong
             eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
-            jitter = _JITTER[options.get("wire_dtype", "fp32")]
-            orders = in_other_orders(eps)
-            rounded = in_other_orders(jitter) if jitter > eps else orders
+            eps = max(eps, _ROUNDING[options.get("wire_dtype", "fp32")])
+            for order in range(1, ORDERS + 1):
+                world.order = order
+                alone.orders.append(other := RecordedRun(first, jitter=eps))
+                other.record(run, world, 0)
         except NonFiniteGradientError as error:
-            return none, f"one process alone: {error}"
-        alone = _Alone(first, orders, rounded)
-        for other in orders:
+            return _Alone(first, []), f"one process alone: {error}"
+        for other in alone.orders:
             distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
             if not distance.relative <= eps**0.5:  # more than half of the digits
                 return alone, (
@@ -204,7 +195,7 @@ def _limits(alone: _Alone) -> Iterator[dict[str, float]]:
     """Yield, for each step, the largest distance by name that is right."""
     largest: dict[str, float] = {}
     for number in range(len(alone.first.steps)):
-        steps = [run.steps[number] for run in alone.rounded if number < len(run.steps)]
+        steps = [run.steps[number] for run in alone.orders if number < len(run.steps)]
         for name, distance in (item for step in steps for item in step.distances.items()):
             largest[name] = max(largest.get(name, 0.0), *distance)
         yield {name: MARGIN * value for name, value in largest.items()}

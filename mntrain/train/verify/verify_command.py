@@ -8,7 +8,7 @@ ranks divide a batch in other ways.
 
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,11 +33,7 @@ losses, gradients and weights, at stages 0, 1 and 2. All options of a job. For e
 Exits with 1 if a result is wrong."""
 
 
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> Config:
-    """Return the options of the command; arguments and errors as in `cli.parse_options`."""
-    return parse_options(
-        Config, argv, prog=_PROGRAM, description=_DESCRIPTION, print_errors=print_errors
-    )
+parse = partial(parse_options, Config, prog=_PROGRAM, description=_DESCRIPTION)
 
 
 def run(config: Config) -> int:
@@ -83,10 +79,10 @@ class _Runs:
         self._number = 0
         self._batch_size, self._batch_norm, self._stream = 1, False, False  # of the last run
 
-    def __call__(self, world: RecordedWorld, stage: int, order: int) -> Iterable[float]:
+    def __call__(self, world: RecordedWorld, stage: int) -> Iterable[float]:
         """Take the steps, and return their losses. Collective in the world."""
         micro = self._config.train.micro_batch_size
-        return self._steps(world, stage, micro, order, parts=self._ranks)
+        return self._steps(world, stage, micro, parts=self._ranks)
 
     def divide(self, world: RecordedWorld, first: RecordedRun) -> tuple[str, str]:
         """Return how results of one process depend on micro-batches, and if that is not known."""
@@ -103,7 +99,7 @@ class _Runs:
         if self._batch_norm:
             return "", "Loss.count: the statistics of batch norm are those of a micro-batch"
         other = RecordedRun(first)
-        other.record(lambda *_: self._steps(world, 0, size, 0, parts=1, divide=True), world, 0)
+        other.record(lambda *_: self._steps(world, 0, size, parts=1, divide=True), world, 0)
         distance = other.steps[0].distances.get("whole gradient", Distance(0.0, 0.0))
         if distance.relative <= max(distance.rounding, 0.0) ** 0.5:  # less than half of the digits
             return "", unseen
@@ -122,7 +118,6 @@ class _Runs:
         world: RecordedWorld,
         stage: int,
         micro: int,
-        order: int,
         *,
         parts: int,
         divide: bool = False,
@@ -153,7 +148,8 @@ class _Runs:
         self._stream = bool(job.data.stream)
         if world.size == 1 and not job.data.stream:
             self._batch_size = min(self._batch_size, job.data.samples)
-            reorder = _shuffle(order) if order else partial(_divide, micro) if divide else None
+            divided = partial(_divide, micro) if divide else None
+            reorder = _shuffle(world.order) if world.order else divided
             trainer.batches = job.data.batches_of_ranks(parts, steps, reorder)
         with job.directory, closing(trainer.batches):
             losses = [trainer.train_step(step).loss for step in range(1, steps + 1)]

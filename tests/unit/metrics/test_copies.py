@@ -30,7 +30,7 @@ def store(request, tmp_path, monkeypatch):
     else:
         pytest.importorskip("sqlalchemy")
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return copies._import_mlflow().MlflowClient()
+    return copies._load("mlflow").MlflowClient()
 
 
 def runs(client) -> list:

@@ -1,5 +1,6 @@
 """What is in the folder of a run before it begins, and after a loop or a job that was refused."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import mntrain
-from mntrain import AgreedError
+from mntrain import AgreedError, checkpoint
 from mntrain.checkpoint.format import FILE, read_manifest, write_manifest
 from mntrain.options.config import Config, ModelConfig, RunConfig, TrainConfig
 from mntrain.train.trainer import Trainer
@@ -79,6 +80,37 @@ def test_a_loop_with_an_optimizer_of_another_class_leaves_a_run_as_it_was(tmp_pa
     with mntrain.init(device="cpu") as world:
         *_, checkpoints, _ = begin(world, tmp_path, kind=torch.optim.AdamW)
         assert checkpoints.restore() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq AdamW amsgrad=True amsgrad=False"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer RMSprop momentum=0.9 momentum=0"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg RMSprop centered=True centered=False"),
+        (torch.optim.SGD, {"momentum": 0.9}, ""),  # which begins with the next gradient
+    ],
+)
+def test_a_loop_whose_optimizer_needs_state_that_was_not_saved_is_told_so(
+    tmp_path, kind, options, said
+):
+    train(tmp_path, kind=kind)
+    before, other = files_of(tmp_path), partial(kind, **options)
+    if not said:
+        train(tmp_path, kind=other)
+        return
+    key, name, now, was = said.split()
+    text = f"has no {key} in the optimizer's state, which {name} needs with {now}: give {was} as be"
+    with pytest.raises(AgreedError, match=text):
+        train(tmp_path, kind=other)
+    assert files_of(tmp_path) == before
+    with mntrain.init(device="cpu") as world:
+        model, optimizer, *_ = begin(world, tmp_path / "other", kind=other)
+        kept = checkpoint.newest(world, tmp_path)
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(AgreedError, match=text):
+            checkpoint.load(kept, model, optimizer, world)
+        assert all(torch.equal(weights[n], tensor) for n, tensor in model.state_dict().items())
 
 
 def test_metrics_alone_begin_a_run_at_once(tmp_path):
