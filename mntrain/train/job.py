@@ -17,9 +17,9 @@ from mntrain.data.randomness import mixed_seed
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.display import Display
-from mntrain.metrics.files import CONFIG_FILE, write_whole
-from mntrain.options.command_line import to_toml
+from mntrain.metrics.files import write_whole
 from mntrain.options.config import Config
+from mntrain.options.types import as_mapping
 from mntrain.output import print_warning
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.local_saving import passed_over, restored_from
@@ -186,10 +186,11 @@ class Job:
             directory.path, model=trained.model, optimizer=trained.optimizer, **options
         )
         self.checkpoints.on_checkpoint = task.on_checkpoint
-        self.metrics = world.metrics(directory.path, **copies)
+        written = as_mapping(resumption.with_absolute_paths(config))
+        del written["config"]
+        self.metrics = world.metrics(directory.path, written, **copies)
         with world.agreement():
-            toml = to_toml(resumption.with_absolute_paths(config)).encode()
-            files = {CONFIG_FILE: toml, **task.run_files()}
+            files = task.run_files()
         directory.when_begun(partial(_write_files, directory.path, files))
         self.display = display = Display(world.master, self.steps, task.items)
         world.output.show_by(display.note, display.warn)
