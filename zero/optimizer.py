@@ -42,7 +42,6 @@ from zero.parameter_watch import (
     check_free,
     dense_parts,
     finish_gathers,
-    leave,
     left_untrained,
     placement,
     take_over,
@@ -408,7 +407,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         In the parameter's shape, in fp32 or wider, without the loss scale. None if it has none.
         Raises ValueError for a parameter that this optimizer does not train.
         """
-        name = next((name for name, p in self._shard.named.items() if p is parameter), None)
+        name = next((name for name, p in self._named.items() if p is parameter), None)
         if name is None:
             raise ValueError("the tensor is no parameter of this optimizer")
         if name in self._means():
@@ -511,7 +510,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.closed:
             self.accumulation.close()
         self.closed = self.closed or why
-        leave(self, self._shard.named.values())
         self._shard.parameters.close()
 
     def finish_gathers(self) -> None:
@@ -562,7 +560,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = [piece._asdict() for piece in self.slices()]
         return {
             "slices": PartOfState(slices) if self.sharded else slices,
-            "param_groups": groups_of_names(self.param_groups, self._shard.named),
+            "param_groups": groups_of_names(self.param_groups, self._named),
             "unnamed_state": unnamed_state(self._inner.state),
             "loss_scale": self._scale.state_dict(),
             "comm_hook": self.accumulation.hook_state(),
@@ -583,7 +581,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for a state that does not fit.
         """
         self._check_open()
-        own_groups = groups_of_names(self.param_groups, self._shard.named)
+        own_groups = groups_of_names(self.param_groups, self._named)
         if "state" in state_dict and "slices" not in state_dict:
             trained = [group["params"] for group in own_groups]
             given = self._given_names()
@@ -621,7 +619,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         self._shard.take_changes()
         sharding, slices = self._shard.sharding, self.slices()
-        states = whole_states(sharding, self._shard.named, slices, sharded=self.sharded)
+        states = whole_states(sharding, self._named, slices, sharded=self.sharded)
         unnamed = whole_unnamed_state(sharding, self._inner.state, sharded=self.sharded)
         groups = [
             {**group, "params": names}
@@ -688,7 +686,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return predict(
             self._shard.buckets,
-            named_groups(self.param_groups, self._shard.named),
+            named_groups(self.param_groups, self._named),
             self._make_inner,
             stage=self.stage if stage is None else stage,
             shards=self._shard.sharding.size,
@@ -884,11 +882,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return groups of those parameters that require a gradient. Raises ValueError."""
         given = as_groups(parameters)
         groups = check_trainable(
-            given, sharded=self.stage > 0, known=self._shard.named, model=self._model
+            given, sharded=self.stage > 0, known=self._named, model=self._model
         )
         check_free(by_name(groups))
         if self.stage > 0:
-            known = named_groups(self.param_groups, self._shard.named) if self._constructed else []
+            known = named_groups(self.param_groups, self._named) if self._constructed else []
             check_partition(self._make_inner, [*known, *groups], self.partition)
         self._given += [[name for name, _ in group["params"]] for group in given]
         self._shard.watch.note_frozen(given)
@@ -950,19 +948,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard.add(added, named)
         self.accumulation.add(added, named)
 
+    @property
+    def _named(self) -> dict[str, Parameter]:
+        return self._shard.named
+
     def _given_names(self) -> list[list[str]]:
         """Return the names of the parameters that were given, by group, with frozen ones.
 
         Of those that joined another group when they were unfrozen, only in that.
         """
-        groups = groups_of_names(self.param_groups, self._shard.named)
+        groups = groups_of_names(self.param_groups, self._named)
         return [
-            [name for name in names if name in own or name not in self._shard.named]
+            [name for name in names if name in own or name not in self._named]
             for names, own in zip(self._given, (set(g["params"]) for g in groups), strict=True)
         ]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._shard.named.items()}
+        return {name: tuple(parameter.shape) for name, parameter in self._named.items()}
 
     def _warn_of_unfrozen(self) -> None:
         """Warn, once and on rank 0, of given parameters that require a gradient only now."""

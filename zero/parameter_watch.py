@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.kernels import order
 
-_TRAINED_BY: dict[Tensor, Any] = {}  # the `ZeroOptimizer` of each parameter, until it is closed
+_KEY = "zero: optimizer"
 BUFFERS = "buffers of the model"  # in errors about collectives that differ
 
 
@@ -214,14 +214,8 @@ def take_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Paramet
             f"when another one was made that trains {name}, since a parameter has one optimizer at "
             "a time: use the new one, or give each optimizer parameters of its own"
         )
-    _TRAINED_BY.update(dict.fromkeys(parameters.values(), optimizer))
-
-
-def leave(optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter]) -> None:
-    """Let others train the parameters that an optimizer has trained. Local."""
-    for parameter in parameters:
-        if _TRAINED_BY.get(parameter) is optimizer:
-            del _TRAINED_BY[parameter]
+    for parameter in parameters.values():
+        accumulation_node(parameter).metadata[_KEY] = optimizer
 
 
 def left_untrained(model: nn.Module, taken: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -232,12 +226,25 @@ def left_untrained(model: nn.Module, taken: Mapping[str, Parameter]) -> dict[str
     own = {id(parameter) for parameter in taken.values()}
     closing = [None, *(holder for _, holder in _holders(taken))]
     others = {name: p for name, p in model.named_parameters() if id(p) not in own}
-    return {n: p for n, p in others.items() if any(_TRAINED_BY.get(p) is each for each in closing)}
+    return {n: p for n, p in others.items() if any(_holder(p) is each for each in closing)}
 
 
 def is_trained(parameter: Parameter) -> bool:
     """Return whether an optimizer trains a parameter, which may be frozen meanwhile. Local."""
-    return parameter in _TRAINED_BY
+    return _holder(parameter) is not None
+
+
+def _holder(parameter: Parameter) -> Any:
+    """Return the optimizer that trains a parameter, which may be frozen meanwhile, or None."""
+    with torch._C.DisableTorchFunctionSubclass():  # one in flight is not read
+        real = parameter.is_floating_point() or parameter.is_complex()
+        if not real or parameter.is_inference() or is_traceable_wrapper_subclass(parameter):
+            return None
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # else autograd shows no node
+        holder = accumulation_node(parameter).metadata.get(_KEY)
+        parameter.requires_grad_(required)
+    return None if holder is None or holder.closed else holder
 
 
 def dense_parts(name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
@@ -286,6 +293,7 @@ def _holders(parameters: Mapping[str, Parameter]) -> list[tuple[str, Any]]:
     """Return the optimizers that train parameters now, each with the name of the first of these."""
     found: dict[int, tuple[str, Any]] = {}
     for name, parameter in parameters.items():
-        if (holder := _TRAINED_BY.get(parameter)) is not None:
+        holder = accumulation_node(parameter).metadata.get(_KEY)
+        if holder is not None and not holder.closed:
             found.setdefault(id(holder), (name, holder))
     return list(found.values())
