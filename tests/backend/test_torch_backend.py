@@ -13,7 +13,6 @@ from launch import mpirun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "torch_backend"
-MORE = pytest.mark.thorough
 RARE = pytest.mark.exhaustive
 
 
@@ -199,7 +198,7 @@ def test_lightning_with_other_numbers_than_mpi_is_refused(tmp_path):
         pytest.param("sender_gone", ": has left the world, or ended its script", marks=RARE),
         pytest.param("late", "in all_reduce of 4 float32 (collective 0 of torch's", marks=RARE),
         pytest.param("late_message", "in recv of 16 bytes from rank 1, tag 0 (mess", marks=RARE),
-        ("ddp_raises", "KeyError: 'a bug of rank one'"),
+        pytest.param("ddp_raises", "KeyError: 'a bug of rank one'", marks=RARE),
         ("ddp_differs", "rank 1: all_reduce of 1 float32, called at "),
         pytest.param("ddp_late", "all_reduce of 20 float32 (collective ", marks=RARE),
         pytest.param("ddp_first_step_late", " in ddp_first_step_late", marks=RARE),
