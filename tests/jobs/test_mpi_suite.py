@@ -10,19 +10,19 @@ UNDER_MPI = ("-m", "not simulated or both or processes")
 # On one rank, the tests whose subject differs there. On one to three ranks together, every test in
 # every combination with --all. On four, tests that depend on which rank is on which node.
 OF_ONE = ("shared_memory",)
-OF_NODES = ("exchanges", "levels", "transports")
+OF_NODES = ("levels", "transports")
 AT_TWO = ("shared_memory",)
 AT_THREE = ("balance", "jobs", "soak", "transports")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made; or
 # memory, processes that are forked, devices that are emulated, and long turns.
-_ABOVE = ("balance", "checkpoint", "compressed_gradients", "exchanges", "forked")
+_ABOVE = ("balance", "checkpoint", "compressed_gradients", "forked")
 _ABOVE += ("local_checkpoints", "metrics_over_ranks", "own_loop", "report")
 _ABOVE += ("shared_memory", "soak", "timeline", "transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.
 RARE = ("compressed_gradients", "forked", "report", "shared_memory", "soak", "timeline")
 RARE += ("verification",)
-AT_FOUR_ALONE = ("exchanges", "transports")
+AT_FOUR_ALONE = ("transports",)
 SUITES = {
     1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],

@@ -1,19 +1,16 @@
 """Training jobs whose nodes exchange parameters every few steps."""
 
-import signal
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from job import lines_of, metrics, summary
+from job import lines_of, summary
 from model_digest import model_digest
 from mpi4py import MPI
-from small_jobs import Signalling, Silent, small
-from torch.utils.data import IterableDataset
+from small_jobs import Silent, small
 from worlds import RANKS, make_world
 
-from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.display import Display
 from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig
@@ -103,26 +100,6 @@ def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, mo
         assert all(len(line["rank_step_s"]) == places for line in lines if "rank_step_s" in line)
 
 
-@pytest.mark.parametrize(("bound", "last"), [(2, 7), (0, 3)])
-def test_a_signal_ends_nodes_after_the_same_step_behind_which_they_go_on(
-    folder, monkeypatch, bound, last
-):
-    monkeypatch.setattr(Signalling, "signals", [signal.SIGTERM])
-    sync = replace(STALE, max_staleness=bound)
-    config = replace(small(folder, "small_jobs:Signalling", steps=50), sync=sync)
-    assert fit(config)[0] == 75
-    if RANK == 0:
-        # It arrives in step 2, is sent after step 3, and counts as many rounds later.
-        assert len(metrics(folder)) == last
-        (saved,) = list_checkpoints(folder / "run")
-        assert inspect(saved).step == last
-        assert summary(folder)["reason"] == f"SIGTERM on rank {RANKS - 1}"
-    monkeypatch.setattr(Signalling, "signals", [])
-    assert fit(replace(config, train=replace(config.train, steps=12))) == (0, 1)
-    if RANK == 0:
-        assert [line["step"] for line in lines_of(config.run.dir)] == [*range(1, 13)]
-
-
 class NotANumberLate(Silent):
     """Has a loss on the last rank that is not finite, in its fifth step."""
 
@@ -190,37 +167,3 @@ def test_a_metric_that_one_node_begins_to_report_is_of_that_node(folder):
         lines = lines_of(config.run.dir)
         found = [{name for name in line["metrics"] if name.startswith("half")} for line in lines]
         assert found == [set()] * 3 + [{"half of 0"}] * 3
-
-
-class StreamingJob(Silent):
-    """Trains on a stream of the built-in task's windows, of whose files nothing is compared."""
-
-    def compared_files(self):
-        return {}
-
-    def dataset(self, split):
-        windows = super().dataset(split)
-        return Windows(windows) if split == "train" else windows
-
-
-class Windows(IterableDataset):
-    def __init__(self, windows):
-        self.windows = windows
-
-    def __iter__(self):
-        return (self.windows[n] for n in range(len(self.windows)))
-
-
-def test_nodes_that_exchange_rarely_train_on_a_stream_and_resume_it(folder, capfd):
-    sync = SyncConfig(mode="local-sgd", every=2, warmup=1)
-    for name, stops in (("whole", [None]), ("parts", [3, None])):
-        for stop_after in stops:
-            run = RunConfig(dir=folder / name, stop_after=stop_after)
-            config = replace(small(folder, f"{__name__}:StreamingJob", steps=6), sync=sync, run=run)
-            assert fit(config)[0] == 0
-    said = capfd.readouterr()
-    if RANK == 0:
-        whole, parts = (lines_of(folder / name) for name in ("whole", "parts"))
-        assert [line["samples"] for line in whole] == [RANKS] * 6
-        assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
-        assert (said.out + said.err).count("the training data is a stream, whose content") == 1

@@ -1,6 +1,6 @@
-"""A model while updated parameters are on their way, and what a rank holds.
+"""Compiled steps and steps that are thrown away, and what a rank holds.
 
-tests/unit/zero/test_arriving.py has every way to read them.
+tests/unit/zero/test_arriving.py reads parameters while they are on their way.
 """
 
 import pytest
@@ -13,9 +13,6 @@ from worlds import RANKS
 from zero.gradients.slots import UnavailableGradient
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
-
-
-# Reading parameters right after a step.
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])

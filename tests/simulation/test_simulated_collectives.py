@@ -58,7 +58,7 @@ def test_every_collective_of_every_dtype_gives_its_closed_form(nodes):
 @pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize(
     "nodes",
-    [[1] * 5, [2, 1, 2, 3, 1, 1, 2], *(pytest.param([1] * n, marks=MORE) for n in (8, 12, 17, 36))],
+    [[1] * 5, [2, 1, 2, 3, 1, 1, 2], *(pytest.param([1] * n, marks=MORE) for n in (8, 17))],
     ids=lambda nodes: "+".join(map(str, nodes)),
 )
 def test_a_broadcast_from_any_rank_in_parts_reaches_all(nodes, private, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_broadcast_from_any_rank_in_parts_reaches_all(nodes, private, monkeypa
     size, choice = sum(nodes), AlgorithmChoice("lanes")
     calls = [
         Call("broadcast", numel, dtype, choice, root=root)
-        for root in {0, 1, size // 2, size - 1}
+        for root in {1, size - 1}
         for numel, dtype in [(3, torch.float32), (40_009, torch.float32), (5003, torch.bfloat16)]
     ]
     plan = algorithms.load("lanes").plan(SimulatedRanks(nodes).topology, 0)
@@ -83,7 +83,7 @@ def test_a_broadcast_from_any_rank_in_parts_reaches_all(nodes, private, monkeypa
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "kib", "most"),
-    [(16, 4, 256, 1.7), (16, 4, 1024, 1.9), pytest.param(64, 4, 1024, 2.2, marks=MORE)],
+    [(16, 4, 256, 1.7), pytest.param(16, 4, 1024, 1.9, marks=MORE)],
 )
 def test_broadcasts_of_middle_sizes_take_about_twice_their_bytes_and_latencies(
     nodes, per_node, kib, most
@@ -252,7 +252,7 @@ def test_a_large_all_reduce_by_several_lanes_takes_little_more_than_its_bytes():
 @pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
 def test_shards_of_a_large_tensor_by_several_lanes_take_little_more_than_their_bytes(verb):
     """Ranks that do not call at the same moment do not hold up each other's links."""
-    nodes, length, model = 16, 25 << 17, NetworkModel(message_s=1e-6)
+    nodes, length, model = 8, 25 << 17, NetworkModel(message_s=1e-6)
     choice = AlgorithmChoice("lanes", link=Link(7e-6, model.between.rate))
     options = {"watched": False, "threads": False, "switches": 0}
     ranks = SimulatedRanks([2] * nodes, network=model, choice=choice, **options)

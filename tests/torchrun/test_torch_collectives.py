@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import completed
-from launch import mpirun
 
 import zero
 
@@ -48,17 +46,6 @@ def test_every_collective_has_its_result(ranks):
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_training_equals_one_process_and_ddp(ranks):
     passed(torchrun(ranks, SCRIPTS / "zero_training.py"), ranks)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", ["collectives", pytest.param("zero_training", marks=pytest.mark.exhaustive)]
-)
-def test_both_hold_over_our_own_backend(name):
-    done = completed(
-        mpirun(2, [sys.executable, SCRIPTS / f"{name}.py"], timeout=250, env=ENVIRONMENT)
-    )
-    passed(done, 2)
 
 
 @pytest.mark.exhaustive

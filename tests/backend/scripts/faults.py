@@ -20,11 +20,6 @@ def averages(rank):
     dist.all_reduce(torch.ones(4), dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM)
 
 
-def averages_of_parts(rank):
-    operation = dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM
-    dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * 2, operation)
-
-
 def roots(rank):
     dist.reduce(torch.ones(4), dst=rank)
 

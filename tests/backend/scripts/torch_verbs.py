@@ -350,29 +350,6 @@ def test_a_monitored_barrier_names_who_is_late(group, ranks, own):
         dist.barrier(group=group)
 
 
-def test_roots(group, ranks, own):
-    for number, root in enumerate(ranks):
-        for dtype in DTYPES:
-            tensor = values(own, (3, 5), dtype)
-            dist.broadcast(tensor, root, group=group)
-            equal(tensor, values(root, (3, 5), dtype))
-        tensor = values(own, 1001)
-        dist.reduce(tensor, root, group=group)
-        is_root = own == root
-        equal(
-            tensor,
-            combined(torch.add, ranks, 1001, torch.float32) if is_root else values(own, 1001),
-        )
-        rows = [torch.zeros(7) for _ in ranks] if is_root else None
-        dist.gather(values(own, 7), rows, dst=root, group=group)
-        for rank, row in zip(ranks, rows or [], strict=False):
-            equal(row, values(rank, 7))
-        received = torch.zeros(2, 3).t()
-        inputs = [values(100 * number + place, (3, 2)) for place in range(len(ranks))]
-        dist.scatter(received, inputs if is_root else None, src=root, group=group)
-        equal(received, inputs[ranks.index(own)])
-
-
 def test_gathers(group, ranks, own):
     for dtype, numel in itertools.product((torch.float32, torch.bool, torch.bfloat16), (1, 20_001)):
         rows = [torch.zeros(numel, dtype=dtype) for _ in ranks]
@@ -446,40 +423,6 @@ def test_tensors_of_two_dtypes_are_refused(group, ranks, own):
         for whole in wholes:
             dist.all_gather_single(whole, torch.full((1,), own + 1).to(whole.dtype), group=group)
     assert all(whole.tolist() == [rank + 1 for rank in ranks] for whole in wholes)
-
-
-def test_scattered_sums(group, ranks, own):
-    place, size = ranks.index(own), len(ranks)
-    cases = itertools.product(OPERATIONS.items(), (torch.float32, torch.int64, torch.float16))
-    for (name, operation), dtype in cases:
-        for rows in (1, 4001):
-            whole = values(own, (rows * size, 2), dtype)
-            kept, output = whole.clone(), torch.zeros(rows, 2, dtype=dtype)
-            dist.reduce_scatter_single(output, whole, name, group=group)
-            total = combined(operation, ranks, (rows * size, 2), dtype)
-            equal(output, total[place * rows : (place + 1) * rows])
-            assert torch.equal(whole, kept)
-            output = torch.zeros(2, rows, dtype=dtype).t()
-            dist.reduce_scatter(output, list(whole.chunk(size)), name, group=group)
-            equal(output, total[place * rows : (place + 1) * rows])
-
-
-def test_exchanges(group, ranks, own):
-    place, size = ranks.index(own), len(ranks)
-    sent = values(own, (2 * size, 3))
-    received = torch.zeros(2 * size, 3)
-    dist.all_to_all_single(received, sent, group=group)
-    equal(received, torch.cat([values(r, (2 * size, 3))[2 * place : 2 * place + 2] for r in ranks]))
-    # Rank i sends i + j + 1 rows to rank j, none from 0 to 0.
-    lengths = [[i + j for j in range(size)] for i in range(size)]
-    inputs = [values(rank, (sum(lengths[i]), 2)) for i, rank in enumerate(ranks)]
-    received = torch.zeros(sum(lengths[place]), 2)
-    dist.all_to_all_single(received, inputs[place], lengths[place], lengths[place], group=group)
-    expected = torch.cat([inputs[i].split(lengths[i])[place] for i in range(size)])
-    equal(received, expected)
-    outputs = [torch.zeros(length, 2) for length in lengths[place]]
-    dist.all_to_all(outputs, list(inputs[place].split(lengths[place])), group=group)
-    equal(torch.cat(outputs), expected)
 
 
 def test_outputs_that_are_inputs(group, ranks, own):
