@@ -769,7 +769,7 @@ class Accumulation:
         if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
             raise RuntimeError(
                 "the ranks drew different samples for one global batch: seed the sampler alike on "
-                "all ranks"
+                "all ranks, and leave out a batch, or end a loop, on all of them or on none"
             )
         return totals
 
