@@ -17,6 +17,7 @@ import math
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.comm_hooks import CommHook, ReducibleBucket
 from zero.gradients.buckets import BucketGradients
-from zero.gradients.weights import BatchWeight, DrawnBatch
+from zero.gradients.weights import DIGEST_BITS, BatchWeight, DrawnBatch
 from zero.kernels import nan_unless_finite, order, power_sum, rescale
 from zero.layout import Bucket, ParameterSlice
 from zero.losses import RUNNING, ChangedLoss
@@ -77,6 +78,9 @@ class Means:
     scaled_by_others: bool = False  # a loss, by another loss scale than this optimizer's
     weighed_by_others: bool = False  # a loss, otherwise than it counts in this mean
     unused: bool = False  # it has left no gradient, since no rank has used a parameter
+    # At stages 1 and 2, a number of what it is made of: the reductions so far, and the parameters
+    # that have kept their means. Ranks differ in it if some alone have dropped a gradient.
+    kept: int = 0
     # The weight that another optimizer has given to the only loss that is not reduced yet; 0 if
     # none has, and NaN for one of several.
     weighed: float = 0.0
@@ -385,6 +389,10 @@ class Accumulation:
         if phase in (Phase.FILLING, Phase.REDUCING) and not self._pending:
             self._forget_held()
             self._gradients.begin()
+            if isinstance(self._gradients, BucketGradients) and self._shard.sharded:
+                names = self._gradients.aside
+                kept = zlib.crc32(repr((self.means.kept, names)).encode()) if names else 0
+                self.means.kept = kept % (1 << DIGEST_BITS)
         elif phase is Phase.EMPTY:
             self._arrived, self.means = _Arrived(), Means()
         elif phase is Phase.HELD:
@@ -631,6 +639,7 @@ class Accumulation:
             scaled_by_others=totals["scaled by others"] > 0,
             weighed_by_others=before.weighed_by_others or not math.isclose(*weighed),
             unused=not left,
+            kept=before.kept,
             finite_flag=before.finite_flag,
         )
         total = total if totals["averages"] else 0.0
@@ -680,8 +689,10 @@ class Accumulation:
             rescale(own, min(1.0, max_norm / (norm + 1e-6)))
 
     def _launch_next(self) -> None:
-        if self.announces and not self._launches.done:
-            self.message.announce(self.group, "running")
+        if not self._launches.done:
+            self.means.kept += self._shard.sharded
+            if self.announces:
+                self.message.announce(self.group, "running")
         self._send(self._launches.done)
         self._launches.done += 1
 
@@ -740,6 +751,9 @@ class Accumulation:
         message.put("checked", lambda: weight.mean.has_digest)
         message.put("digest", lambda: weight.mean.digest)
         message.put("squared digest", lambda: weight.mean.digest**2)
+        message.put("ranks", 1.0)
+        message.put("kept", lambda: self.means.kept)
+        message.put("squared kept", lambda: self.means.kept**2)
         return message
 
     def _ratio(self) -> float:
@@ -760,12 +774,18 @@ class Accumulation:
             totals = message.read()
             if not totals["running"]:
                 break
+            self.means.kept += 1
             for index in range(len(self._launches.missing)):  # zeros, in the micro-batch of others
                 self._send(index)
         if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
             raise RuntimeError(
                 "the ranks drew different samples for one global batch: seed the sampler alike on "
-                "all ranks"
+                "all ranks, and leave out a batch, or end a loop, on all of them or on none"
+            )
+        if totals["ranks"] * totals["squared kept"] != totals["kept"] ** 2:
+            raise RuntimeError(
+                "a gradient was dropped on some ranks alone, as by zero_grad(), after parts of it "
+                f"were sent to others (stage {self._shard.stage}): drop it on all ranks or on none"
             )
         return totals
 

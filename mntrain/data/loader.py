@@ -7,9 +7,9 @@ Each batch of the loader is a global batch:
 
 The ranks see the same batches because the default generators of torch, Python and numpy, from
 which a loader draws its shuffling, are seeded by (seed, epoch, dataset) while it draws. Ranks
-compare the first batch of every new loader (`mntrain.alike.sample_digest`). Where the batches are
-made of indices, a digest of them goes to the optimizers, which compare it between ranks in each
-step.
+compare the first batch of every new loader (`mntrain.alike.sample_digest`). A digest of the indices
+of a batch, or its number in the pass where it has none, goes to the optimizers, which compare it
+between ranks in each step.
 """
 
 import copy
@@ -65,7 +65,7 @@ from mntrain.data.source import (
 )
 from mntrain.data.streams import StreamSource
 from mntrain.ranks import Ranks
-from zero.gradients.weights import BatchSource, DrawnBatch
+from zero.gradients.weights import DIGEST_BITS, BatchSource, DrawnBatch
 from zero.optimizer import ZeroOptimizer
 
 
@@ -437,7 +437,9 @@ class ShardedLoader:
                 self._shards.samples += part.own
                 self.sizes = part.own, part.total
                 total = part.total if self._weight is None else None
-                self._shards.expect(self._drawn.latest(own, total, part.digest))
+                number = state["batches"] % (1 << DIGEST_BITS)
+                digest = number if part.digest is None else part.digest
+                self._shards.expect(self._drawn.latest(own, total, digest))
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)

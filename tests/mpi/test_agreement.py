@@ -120,6 +120,29 @@ def test_a_gradient_that_one_rank_changes_is_named(make, act, words, dtype):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(1, "all"), (1, "one"), (2, "all"), (2, "one"), (2, "under no_sync")]
+)
+def test_a_sent_gradient_that_one_rank_drops_is_an_error_in_the_next_backward(
+    world, make, stage, kind
+):
+    model = net()
+    optimizer, alone = make(model, SGD, stage=stage), PlainTraining(model, SGD)
+    with optimizer.no_sync() if kind == "under no_sync" else nullcontext():
+        loss(model).backward()
+    if ODD and kind == "one":
+        next(model.parameters()).grad = None
+    elif ODD:
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"dropped on some ranks alone.*on all ranks or on none"):
+        loss(model, step=1).backward()
+    optimizer.zero_grad()  # on all
+    batch = samples(12)
+    update(optimizer, loss_of(model, mine(world, batch)))
+    alone.step(loss_of(alone.model, batch))
+    assert_parity(world, model, alone)
+
+
 @stages
 @pytest.mark.parametrize("call", ["scale_gradients_", "clip_grad_norm_"])
 def test_a_factor_of_the_gradient_that_differs_is_named(make, stage, call):

@@ -256,6 +256,22 @@ def test_ranks_whose_samplers_draw_unlike_indices_are_told_so(world, make, stage
 
 
 @STAGES
+@pytest.mark.parametrize("kind", ["indices", "list", "stream"])
+def test_a_batch_that_one_rank_leaves_out_is_an_error_in_the_next_step(world, make, stage, kind):
+    model = net()
+    optimizer = make(model, SGD, stage=stage)
+    loader = DataLoader(Repeated(ALL_SAMPLES) if kind == "stream" else WHOLE, batch_size=6)
+    batches = iter(world.shard([*map(tuple, loader)] if kind == "list" else loader, train=True))
+    loss_of(model, next(batches)).backward()
+    optimizer.step()
+    if RANK == 1:
+        next(batches)  # as behind a loss that is not finite
+        optimizer.forget_batches()
+    with pytest.raises(RuntimeError, match="leave out a batch"):
+        loss_of(model, next(batches)).backward()
+
+
+@STAGES
 def test_an_optimizer_that_leaves_out_batches_uses_the_latest(world, make, stage):
     """A critic that is trained on every batch, and a generator on every third one and the last."""
     critic, generator = with_oracle(make, stage), with_oracle(make, stage)

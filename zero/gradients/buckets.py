@@ -111,6 +111,11 @@ class BucketGradients(Gradients):
 
     # A reduction.
 
+    @property
+    def aside(self) -> list[str]:
+        """The names of parameters whose held means are added to the coming ones, in order."""
+        return sorted(self._aside_names)
+
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
         if not self.slots.accumulate:
