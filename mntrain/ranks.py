@@ -439,18 +439,22 @@ class Ranks:
     def agreement(self) -> AbstractContextManager[None]:
         """Return the context of `errors.agreement` over all ranks. Its end is collective."""
         self._engine.check_open()
-        return errors.agreement(self.gather, self.rank)
+        return errors.agreement(partial(self._gather, "a check on all ranks"), self.rank)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""
-        self.gather(None)
+        self._gather("world.barrier", None)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank. Collective; for small picklable objects.
 
         Tensors among them arrive as new ones, on a device of the name that they had.
         """
-        gathered = self.gather_later(value)
+        return self._gather("world.gather", value)
+
+    def _gather(self, name: str, value: T) -> list[T]:
+        """Return every rank's object, for a call of this name, which ranks compare. Collective."""
+        gathered = self.collectives.gather_objects(value, name)
         with self.waits.waiting(gather=True):
             return gathered.wait()
 
@@ -469,7 +473,7 @@ class Ranks:
             stream = BytesIO()
             torch.save(value, stream)
             packed = stream.getvalue()
-        received = self.gather(packed)[0]
+        received = self._gather("world.broadcast", packed)[0]
         if self.master:
             return value
         assert received is not None

@@ -268,10 +268,25 @@ def test_a_sum_against_a_close_raises_one_error(small, one):
     assert f"rank {one}: world.sum" in text
 
 
-def test_a_gather_against_a_sum_raises_one_error(world):
-    text = refusal(partial(world.gather, 1) if RANK else partial(world.sum, [1.0]))
+def agree(world):
+    with world.agreement():
+        pass
+
+
+CALLS_BESIDE_A_GATHER = {
+    "world.sum: all_reduce of 1 float64": lambda world: world.sum([1.0]),
+    "world.barrier": lambda world: world.barrier(),
+    "world.broadcast": lambda world: world.broadcast(1),
+    "a check on all ranks": agree,
+}
+
+
+@pytest.mark.parametrize("other", CALLS_BESIDE_A_GATHER)
+def test_a_gather_against_another_call_raises_one_error(world, other):
+    call = CALLS_BESIDE_A_GATHER[other]
+    text = refusal(partial(world.gather, 1) if RANK else partial(call, world))
     assert "world.gather, called at" in text
-    assert "rank 0: world.sum: all_reduce of 1 float64, called at" in text
+    assert f"rank 0: {other}, called at" in text
 
 
 def test_ranks_of_a_group_that_disagree_raise_an_error_on_all_ranks():
