@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -701,6 +701,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "this optimizer is bound to its ranks, and neither copied nor pickled: copy its "
             "full_state_dict(), and load that into another optimizer, of the copied model"
         )
+
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: the states have slices, which hooks do not expect."""
+        raise NotImplementedError(
+            "this optimizer does not call hooks of state_dict and load_state_dict: change what "
+            "full_state_dict() has returned, and what load_state_dict is given"
+        )
+
+    register_state_dict_post_hook = register_state_dict_pre_hook
+    register_load_state_dict_pre_hook = register_state_dict_pre_hook
+    register_load_state_dict_post_hook = register_state_dict_pre_hook
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the torch optimizer's class has, such as `train`.

@@ -49,7 +49,8 @@ def check_trainable(
     call this first and agree on the result. `known` parameters are trained already.
 
     Raises ValueError for names or parameters that are given twice, for dtypes that do not train,
-    for parameters on different devices, and if there is nothing to train. With `sharded` they move
+    under `torch.inference_mode()`, for parameters on different devices, and if there is nothing to
+    train. With `sharded` they move
     to flat memory: then also for one that shares memory with another, with a given one that is
     frozen, with any parameter or buffer of a `model`, or with other processes.
     """
@@ -63,6 +64,11 @@ def check_trainable(
             raise ValueError(
                 f"parameter {name} is of {parameter.dtype}: only real floats, complex64 and "
                 "complex128 train"
+            )
+        if parameter.is_inference() or torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"parameter {name} has no gradient under torch.inference_mode(): make the model "
+                "and the optimizer outside of it"
             )
     devices = {p.device: name for name, p in named.items()}
     if len(devices) > 1:

@@ -162,6 +162,25 @@ def test_other_dtypes_are_refused_and_complex_ones_are_not_rounded_to_real_ones(
         assert master_dtype(trained, torch.bfloat16) is None
 
 
+@pytest.mark.parametrize("of", ["the model", "the optimizer"])
+def test_what_is_made_in_inference_mode_is_refused(of):
+    with torch.inference_mode(of == "the model"):
+        model = nn.Linear(2, 2)
+    with (
+        torch.inference_mode(of == "the optimizer"),
+        pytest.raises(ValueError, match=r"weight has no gradient under torch\.inference_mode"),
+    ):
+        plain_zero(model.named_parameters())
+
+
+@pytest.mark.parametrize("what", ["state_dict", "load_state_dict"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_that_nothing_would_call_are_refused(what, when):
+    optimizer = plain_zero(nn.Linear(2, 2).named_parameters())
+    with pytest.raises(NotImplementedError, match="change what full_state_dict"):
+        getattr(optimizer, f"register_{what}_{when}_hook")(print)
+
+
 class ScalesItsGroups(torch.optim.SGD):
     """An optimizer that sets what its groups hold whenever it gets some."""
 
