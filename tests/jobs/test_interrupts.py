@@ -14,7 +14,8 @@ SLOW_LIBRARY = """
 import os, pathlib, time
 pathlib.Path("importing", str(os.getpid())).touch()
 try:
-    time.sleep(1000)
+    for _ in range(10000):  # a signal that comes just before a sleep does not end it
+        time.sleep(0.1)
 except BaseException:
     raise RuntimeError("a broken library") from None
 """
