@@ -27,7 +27,8 @@ def command_of(cluster, folder):
 @pytest.mark.parametrize(
     ("loss", "spare", "options"),
     [
-        ("crash", 1, []),
+        # Under Slurm, tests/cluster/test_slurm.py shows the same.
+        pytest.param("crash", 1, [], marks=pytest.mark.exhaustive),
         pytest.param("stop", 0, ["--nodes", "1:2"], marks=pytest.mark.exhaustive),
         pytest.param("cut", 1, ["--spares", "1"], marks=pytest.mark.exhaustive),
         pytest.param("crash", 0, ["--nodes", "1:2"], marks=pytest.mark.exhaustive),

@@ -8,8 +8,6 @@ from launch import MPI_TESTS, mpirun, run_suite
 
 pytestmark = pytest.mark.cluster
 
-MORE = pytest.mark.exhaustive
-
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(330)
@@ -29,10 +27,8 @@ def test_mpi_suite_passes_on_nodes(make_cluster, ranks, name):
         pytest.fail(result.report(), pytrace=False)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("ranks", "algorithm"), [((2, 2), "lanes"), pytest.param((2, 1), "leader", marks=MORE)]
-)
+@pytest.mark.exhaustive  # continuous integration runs the first case with Open MPI
+@pytest.mark.parametrize(("ranks", "algorithm"), [((2, 2), "lanes"), ((2, 1), "leader")])
 def test_a_job_on_nodes_gives_the_losses_of_one_process(make_cluster, tmp_path, ranks, algorithm):
     options = ["--comm.algorithm", algorithm, "--zero.stage", "2", "--train.check-every", "1"]
     with make_cluster(ranks=ranks, link="1gbit") as cluster:
