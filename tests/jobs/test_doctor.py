@@ -55,7 +55,7 @@ def test_the_mpirun_of_another_mpi_is_one_sentence_with_the_fix(command, code):
 
 
 def test_silent_singletons_are_refused(tmp_path):
-    """As when mpirun and the Python's MPI are of different libraries: each process is alone."""
+    """Each process is alone if mpirun and the Python's MPI are of different libraries."""
     ended = alone([*MNTRAIN, *SMALL], SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()

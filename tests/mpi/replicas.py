@@ -69,7 +69,7 @@ class Exchanging(Replicas):
 
 
 class Means(Exchanging):
-    """Of local SGD, and of DiLoCo with torch's outer optimizer."""
+    """Replicas of local SGD, and of DiLoCo with torch's outer optimizer."""
 
     def begin(self):
         super().begin()

@@ -23,7 +23,7 @@ class SubWorlds:
         self._comms = {}
 
     def __call__(self, size=RANKS, algorithm="lanes", bucket_mb=SHARED):
-        """Of ranks 0 to size - 1; None on the others. Collective over all."""
+        """Return the world of ranks 0 to size - 1; None on the others. Collective over all."""
         if size not in self._comms:
             color = 0 if size > MPI.COMM_WORLD.rank else MPI.UNDEFINED
             self._comms[size] = MPI.COMM_WORLD.Split(color)

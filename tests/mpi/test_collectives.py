@@ -40,7 +40,7 @@ FASTER = ["flat", "leader", "lanes"]  # than the oracle
 @pytest.mark.both
 @pytest.mark.parametrize(("algorithm", "layout", "place"), EVERY_WAY)
 def test_every_verb_at_every_size_twice(ways, algorithm, layout, place):
-    """With `messages`, no rank copies from another's private memory."""
+    """No rank copies from another's private memory where the place is `messages`."""
     way = ways(algorithm, layout)
     apart, place = place == "messages", "plain" if place == "messages" else place
     several = cases(way, SIZES, place=place) + [

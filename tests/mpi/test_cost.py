@@ -61,14 +61,14 @@ def split(numel, parts):
 
 
 def in_lines(numel, parts):
-    """In parts of whole lines of 64 bytes, the last one as it comes."""
+    """Return the sizes of parts of whole lines of 64 bytes, the last one as it comes."""
     lines = split(-(-numel // 16), parts)
     ends = [min(16 * end, numel) for end in accumulate(lines)]
     return [end - start for start, end in pairwise([0, *ends])]
 
 
 def cut(numel, most):
-    """In parts of about one length, of so many elements at most."""
+    """Return the sizes of parts of about one length, of so many elements at most."""
     return split(numel, -(-numel // most)) if numel else []
 
 

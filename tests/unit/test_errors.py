@@ -13,7 +13,7 @@ from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError
 
 
 class AbortedError(Exception):
-    """In place of the end of the job."""
+    """An exception in place of the end of the job."""
 
 
 @pytest.fixture(autouse=True)

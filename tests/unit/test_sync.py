@@ -106,7 +106,7 @@ def test_a_description_brings_its_options(monkeypatch):
     @dataclass(frozen=True)
     @sync._with_options
     class MoreOptions:
-        """As `SyncConfig`."""
+        """Options made as those of `SyncConfig`."""
 
     options = MoreOptions.__pydantic_fields__
     assert options.keys() - SyncConfig.__pydantic_fields__.keys() == {"part"}

@@ -85,7 +85,7 @@ def fsdp_of_old():
 
 
 def sharded_checkpoint_of_old():
-    """With parameters of which some ranks have no part, and whose parts rank 0 gathers."""
+    """Save and load parameters of which some ranks have no part; rank 0 gathers the parts."""
     kind, cpu = FullyShardedDataParallel, torch.device("cpu")
     model = kind(make_model(), device_id=cpu)
     train(model)
@@ -127,7 +127,7 @@ def asynchronous_checkpoint():
 
 
 def batch_norm_of_all_ranks():
-    """In DDP, with samples of all ranks, as in one process."""
+    """Train DDP with the statistics of all ranks' samples, beside one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(2)
     batch, layers = torch.randn(5 * size, 8).double(), (nn.BatchNorm1d(8), nn.Linear(8, 1))

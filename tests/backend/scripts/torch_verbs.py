@@ -269,7 +269,7 @@ def test_expanded_tensors(group, ranks, own):
 
 
 def test_tensors_are_resized_after_calls(group, ranks, own):
-    """As torch's FSDP frees and enlarges the memory of what it has communicated."""
+    """FSDP frees and enlarges the memory of what it has communicated."""
     place, size, root = ranks.index(own), len(ranks), ranks[0]
     after, before = ranks[(place + 1) % size], ranks[place - 1]
 
@@ -374,7 +374,7 @@ def test_gathers(group, ranks, own):
 
 
 def test_tensors_of_two_dtypes_are_refused(group, ranks, own):
-    """In every verb with inputs and outputs, on each rank that sees both: none is cast."""
+    """No verb with inputs and outputs casts; each rank that sees both refuses them."""
     size, verbs = len(ranks), group or dist.group.WORLD
     rooted = type("Options", (), {"rootRank": ranks.index(own), "asyncOp": False})
 

@@ -176,7 +176,7 @@ def log_the_mean_loss(kit):
 
 @script()
 def gradients_of_zeros(kit):
-    """With zeros for gradients, momentum and weight decay go on where backward did not pass."""
+    """Momentum and weight decay go on where backward did not pass, since gradients are zeros."""
     model = kit.ddp(TwoHeads(), find_unused_parameters=True)
     optimizer = kit.optimizer(model, SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
     for turn, (x, y) in enumerate(kit.shard(batches(6))):
@@ -189,7 +189,7 @@ def gradients_of_zeros(kit):
 
 @script()
 def never_zero_gradients(kit):
-    """Without zero_grad, gradients add up over steps."""
+    """Gradients add up over steps that no zero_grad separates."""
     model, optimizer = make(kit, lr=0.1)
     for x, y in kit.shard(batches()):
         loss_of(model, x, y).backward()

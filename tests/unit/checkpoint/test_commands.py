@@ -84,7 +84,7 @@ def test_the_best_checkpoint_is_listed(tmp_path, ckpt, monkeypatch, metric, scor
 
 
 def expected_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """In fp64, by numpy; where both are the same infinity or NaN there is no difference."""
+    """Return the difference in fp64, by numpy; 0 where both are the same infinity or NaN."""
     a, b = (tensor.double().numpy() for tensor in (ours, theirs))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):

@@ -36,7 +36,7 @@ def copies(tmp_path):
 
 
 def sent(copies, folder):
-    """What the sending of a large file returns, within a time."""
+    """Return what the sending of a large file returns, within a time."""
     (folder / "step").mkdir()
     for name in FILES:
         (folder / "step" / name).write_bytes(bytes(NBYTES))
@@ -81,7 +81,7 @@ def left(partners, racks, lost):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, pytest.param(6, marks=pytest.mark.thorough)])
 def test_no_choice_of_partners_leaves_more_slices_after_the_loss_of_any_rack(count):
-    """In all racks of so many nodes, each of which keeps the copies of one other node."""
+    """Compare all choices for so many nodes, each of which keeps the copies of one other."""
     choices = [
         choice
         for choice in itertools.permutations(range(count))

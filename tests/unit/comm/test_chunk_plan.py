@@ -187,7 +187,7 @@ def test_a_broadcast_reaches_every_node_once(topology, algorithm, data):
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5, 16, 64, 100])
 @pytest.mark.parametrize("pieces", [1, 2, 3, 8, 50])
 def test_a_broadcast_is_not_slower_than_a_chain_or_a_tree(nodes, pieces):
-    """In units of the time in which a link carries one of so many pieces of a lane."""
+    """The unit is the time in which a link carries one of so many pieces of a lane."""
     topology = Topology(tuple((2 * node, 2 * node + 1) for node in range(nodes)))
     plans = [load("lanes").plan(topology, 2 * node) for node in range(nodes)]
     come, end = [[0] * pieces, *([None] * pieces for _ in range(nodes - 1))], 0

@@ -1,4 +1,4 @@
-"""What a run directory and the notes of rank 0 say of a start."""
+"""A run directory and the notes of rank 0, and what they say of a start."""
 
 import os
 import subprocess

@@ -96,7 +96,7 @@ def test_a_process_with_the_launchs_folder_in_another_variable_goes_on(tmp_path)
 
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_what_a_run_has_in_the_nodes_memory_is_removed_after_the_last_start(tmp_path, code):
-    """If that has ended well: after an error, it may have what was not saved elsewhere."""
+    """Only a start that has ended well removes it: after an error, it may be nowhere else."""
     own, other = tmp_path / "shm" / "a run's", tmp_path / "shm" / "another's"
     for folder in (own, other):
         (folder / "node-0").mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_two_starts_without_a_step_end_with_the_reason(tmp_path):
 
 
 def test_starts_that_come_no_further_than_those_before_end(tmp_path):
-    """However their last steps differ from each other."""
+    """Their last steps differ from each other."""
     metrics = """echo '{"step": '$(($1 - starts % 2))', "loss": 1}' >metrics.jsonl"""
     script = f"{STEP} {RUN_NOTE} {metrics}; kill -9 $$".replace("$1", "99")
     code, _, err = end(launch(tmp_path, script))
@@ -342,7 +342,7 @@ def test_a_stopped_host_is_lost_if_the_ranks_and_the_host_itself_say_so(tmp_path
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_launcher_that_waits_for_a_lost_host_after_a_signal_is_ended(tmp_path, answers):
-    """With all that it has started; but not while a job ends slowly."""
+    """All that it has started is ended with it; but not while a job ends slowly."""
     lost = ":" if answers else "[ -e cut ] && exit 255"
     write_agent(tmp_path, AGENT.replace("sleep 1000", lost))
     given = "-launcher-exec ./agent -hosts n1:1,n2:1"

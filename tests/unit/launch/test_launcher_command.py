@@ -1,4 +1,4 @@
-"""What the command lines of launchers say, and the same for other hosts."""
+"""The command lines of launchers, and the same for other hosts."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Whether a machine is to blame for the end of a command, by whose word."""
+"""The machine that has ended a command, if one has, and by whose word."""
 
 from types import SimpleNamespace
 

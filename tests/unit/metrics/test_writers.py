@@ -261,7 +261,7 @@ def test_a_directory_that_is_gone_is_not_made_anew_and_what_it_lacks_is_told(
 
 
 def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path, monkeypatch):
-    """Whoever may write in a directory could foresee its name, and so choose a victim."""
+    """A program that may write in the directory could foresee its name, and choose a victim."""
     victim, path = tmp_path / "victim", tmp_path / "summary.json"
     victim.write_text("words")
     (tmp_path / f".{path.name}.{os.getpid()}").symlink_to(victim)

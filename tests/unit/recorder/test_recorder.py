@@ -240,7 +240,7 @@ print(said, os.listdir(folder))
 
 
 def test_a_full_disk_does_not_end_the_process_and_leaves_no_file_of_an_earlier_job(tmp_path):
-    """On a real file system with room for one file."""
+    """The file system is a real one, with room for one file."""
     mount = f'mount -t tmpfs -o size=400k x {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
     command = ["unshare", "--mount", "sh", "-c", mount, FULL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
@@ -309,7 +309,7 @@ recorder.close()
     os.geteuid() != 0 or shutil.which("mkfs.btrfs") is None, reason="needs root and mkfs.btrfs"
 )
 def test_a_full_disk_that_copies_on_write_does_not_end_the_process(tmp_path):
-    """What the file lacks meanwhile, it gets when there is space again."""
+    """The file gets what it lacks when there is space again."""
     image, mount = tmp_path / "image", tmp_path / "mount"
     mount.mkdir()
     with image.open("wb") as file:

@@ -1,4 +1,4 @@
-"""What is in the folder of a run before it begins, and after a loop or a job that was refused."""
+"""The folder of a run before it begins, and after a loop or a job that was refused."""
 
 import copy
 from dataclasses import replace

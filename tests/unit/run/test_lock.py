@@ -44,7 +44,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
 
 
 def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path):
-    """Whoever may write in the directory could so have any file of the user's overwritten."""
+    """A program that may write in the directory could have any file of the user's overwritten."""
     victim, path = tmp_path / "victim", tmp_path / ".lock"
     victim.write_text("words")
     with closing(take(tmp_path)):

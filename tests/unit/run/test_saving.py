@@ -167,7 +167,7 @@ class TimedSaver:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_loss_at_any_step_costs_an_interval_and_a_save_at_most(monkeypatch, seed):
-    """If a save takes longer than the interval, that time counts in place of the interval."""
+    """The time of a save that takes longer than the interval counts in its place."""
     chance = random.Random(seed)
     every = chance.randint(1, 8)
     saver = TimedSaver(chance.randint(1, 8) for _ in range(300))

@@ -119,7 +119,7 @@ class ChannelsOfRanks:
         self.orders[rank].append(act)
 
     def texts(self, rank, source):
-        """What a rank has heard of another one."""
+        """Return what a rank has heard of another one."""
         return [m["kind"] for peer, m in self.heard[rank] if peer == source]
 
     def connected(self):

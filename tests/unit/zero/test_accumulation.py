@@ -512,7 +512,7 @@ def test_models_may_take_the_batches_of_a_loader_in_turn(stage, turns):
 
 @STAGES
 def test_models_may_share_a_batch_and_leave_others_out(stage):
-    """As a discriminator and a generator, which trains rarely; batches may be drawn ahead."""
+    """A discriminator, and a generator that trains rarely; batches may be drawn ahead."""
     (first, often), (second, rarely) = pairs = [one_weight(stage, FirstOfTwo) for _ in range(2)]
     source, both = BatchSource(), [optimizer for _, optimizer in pairs]
     for number, own in enumerate((5, 5, 2, 7)):

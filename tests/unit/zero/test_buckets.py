@@ -196,7 +196,7 @@ def test_a_backward_that_raises_after_a_nested_one_has_ended_is_not_continued(st
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("weights", [(), (500,), (300, 500, 200), (1, 1, 1)])
 def test_in_fp16_neither_addends_nor_their_sums_are_larger_than_the_mean(size, stage, weights):
-    """On `size` ranks of equal gradients, which add up before they are rounded."""
+    """The gradients of `size` ranks are equal, and add up before they are rounded."""
     largest, sums = 49152.0, []
 
     class Alike(SingleProcessCollectives):

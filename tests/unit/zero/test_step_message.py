@@ -1,4 +1,4 @@
-"""What a message of many numbers gives to those who read it, in one process."""
+"""A message of many numbers, and what its readers get, in one process."""
 
 import pytest
 
