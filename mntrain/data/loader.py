@@ -76,7 +76,7 @@ class Passes:
     epoch: int = 0  # of the next pass
     # By seed, which of the datasets that the world has had with it, in the order of their shards.
     numbers: dict[int, int] = field(default_factory=dict)
-    left_early: bool = False  # the last one
+    left_early: list[BatchSource] = field(default_factory=list)  # sources of those that were
     balance: LoaderBalancing | None = None  # if its batches are divided by the ranks' speeds
     compared: bool = False
 
@@ -203,11 +203,16 @@ class ShardRegistry:
         for optimizer in self._open():
             optimizer.accumulation.expect(batch)
 
-    def forget(self, *, drawn: bool) -> None:
-        """Tell the optimizers that a pass has ended; `drawn`: to drop batches not used yet."""
+    def end_pass(self) -> None:
+        """Tell the optimizers that a pass has ended."""
         self._batch = None
         for optimizer in self._open():
-            optimizer.forget_batches(drawn=drawn)
+            optimizer.forget_batches(drawn=False)
+
+    def drop(self, source: BatchSource) -> None:
+        """Tell the optimizers that batches of a source which were not used yet never will be."""
+        for optimizer in self._open():
+            optimizer.accumulation.weight.drop(source)
 
     def tell(self, optimizer: ZeroOptimizer) -> None:
         """Tell an optimizer that was just made of the batch that was drawn before. Local."""
@@ -342,9 +347,8 @@ class ShardedLoader:
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
         if not training:
             return self._evaluation(this)
-        if self._passes.left_early:
-            self._passes.left_early = False
-            self._shards.forget(drawn=True)
+        while self._passes.left_early:
+            self._shards.drop(self._passes.left_early.pop())
         self._state, self._resumes = state, False
         return self._training(this, state)
 
@@ -451,10 +455,10 @@ class ShardedLoader:
                     "train=False) to evaluate each sample once, or train=True"
                 )
         except GeneratorExit:
-            self._passes.left_early = True
+            self._passes.left_early.append(self._drawn)
             raise
         finally:
-            self._shards.forget(drawn=False)
+            self._shards.end_pass()
             if balance is not None:
                 balance.end_pass(this.number)
         if self._state is state:

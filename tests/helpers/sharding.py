@@ -56,7 +56,7 @@ class Log:
     trains = True
 
     def __init__(self):
-        self.expected, self.forgotten, self.ended, self.samples = [], 0, 0, 0
+        self.expected, self.dropped, self.ended, self.samples = [], [], 0, 0
         self.evaluations = set()
 
     def observe(self, name, start):
@@ -69,9 +69,11 @@ class Log:
     def check_exchanges(self):
         """There is no optimizer with a sync schedule."""
 
-    def forget(self, *, drawn):
-        self.forgotten += drawn
-        self.ended += not drawn
+    def end_pass(self):
+        self.ended += 1
+
+    def drop(self, source):
+        self.dropped.append(source)
 
     @property
     def shares(self):

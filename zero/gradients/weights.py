@@ -251,6 +251,10 @@ class BatchWeight:
         if drawn:
             self._drawn.clear()
 
+    def drop(self, source: BatchSource) -> None:
+        """Drop the batches of a source that no backward has followed yet."""
+        self._drawn = [batch for batch in self._drawn if batch.source is not source]
+
     def begin_backward(self) -> None:
         """Give the backward that begins its weight. RuntimeError if that is not certain."""
         stated, multiplier = self._stated, self._multiplier

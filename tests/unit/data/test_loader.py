@@ -61,7 +61,7 @@ def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():
                 break
     assert log.shares == [1, 2, *(n // 2 for n in UnevenBatches.SIZES)]
     assert [total for _, total, _ in log.expected[2:]] == list(UnevenBatches.SIZES)
-    assert log.forgotten == 1
+    assert len(log.dropped) == 1
 
 
 class UnevenBatches(Sampler):
@@ -156,13 +156,13 @@ def test_batches_of_a_pass_that_was_left_are_forgotten_when_the_next_begins():
     log = Log()
     parts = sharded(DataLoader(Numbers(6), batch_size=2), 0, 1, log)
     batch = next(iter(parts))  # its iterator is gone, but the batch may still be trained
-    assert (len(batch), log.shares, log.forgotten) == (2, [2], 0)
+    assert (len(batch), log.shares, log.dropped) == (2, [2], [])
     batches = iter(parts)
-    assert (log.shares, log.forgotten) == ([2], 1)
+    assert (log.shares, len(log.dropped)) == ([2], 1)
     next(batches)
-    assert (log.shares, log.forgotten) == ([2, 2], 1)
+    assert (log.shares, len(log.dropped)) == ([2, 2], 1)
     assert len(list(batches)) == 2
-    assert (len(list(parts)), log.forgotten) == (3, 1)
+    assert (len(list(parts)), len(log.dropped)) == (3, 1)
 
 
 def test_a_weight_takes_the_place_of_the_number_of_samples():
@@ -177,7 +177,7 @@ def test_a_weight_takes_the_place_of_the_number_of_samples():
         [([[1, 1, 0]], 2, None), ([[0, 0, 0]], 0, None)],
         [([[1, 0, 0], [1, 1, 1]], 4, None), ([[0, 0, 0]], 0, None)],
     ]
-    assert (log.forgotten, log.ended) == (0, 1)
+    assert (log.dropped, log.ended) == ([], 1)
     one = DataLoader(Numbers(1))
     list(sharded(one, 0, 2, log, weight=lambda batch: 1 / 0))  # a stand-in is not weighed
     assert log.shares[-1] == 0

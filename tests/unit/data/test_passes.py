@@ -164,6 +164,19 @@ def test_a_backward_in_a_pass_that_was_taken_for_an_evaluation_is_refused(mode):
         backward()
 
 
+def test_a_look_into_a_second_loader_drops_no_batch_of_the_first():
+    shards, (first, second) = registry(), (shuffled(7, 4), shuffled(8, 4))
+    model, weights = torch.nn.Linear(1, 1), []
+    optimizer = zero(model, lr=0.1)
+    shards._optimizers.append(optimizer)
+    for _ in shard(shards, first):
+        next(iter(shard(shards, second)))  # of 4 samples in each step
+        model(torch.ones(1, 1)).sum().backward()
+        weights.append(optimizer.step().weight)
+        optimizer.zero_grad()
+    assert weights == [4, 3]
+
+
 def test_train_is_true_false_or_left_out():
     with pytest.raises(ValueError, match="train='yes': give True or False"):
         shard(registry(), shuffled(), train="yes")
