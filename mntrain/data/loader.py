@@ -197,6 +197,10 @@ class ShardRegistry:
         """Return every rank's object, by rank. Collective."""
         return self._ranks.gather(value)
 
+    def warn(self, text: str) -> None:
+        """Print a warning on rank 0. Local."""
+        self._ranks.output.warn(text)
+
     def expect(self, batch: DrawnBatch) -> None:
         """Tell the optimizers of a batch that is handed out; its total is in samples, or None."""
         self._batch = batch
@@ -304,8 +308,9 @@ class ShardedLoader:
             self._source = _source(loader, shards, divider)
         # Of others, each step compares the indices of its samples.
         self._compares_passes = not divided and not _has_indices(loader)
-        generators = [getattr(sampler, "generator", None) for sampler in samplers]
-        self._generator: torch.Generator | None = next(filter(None, generators), None)
+        generators = [getattr(owner, "generator", None) for owner in (*samplers, batch_sampler)]
+        of_torch = (one for one in generators if isinstance(one, torch.Generator))
+        self._generator: torch.Generator | None = next(of_torch, None)
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
         self.sizes = 0, 0
@@ -344,7 +349,8 @@ class ShardedLoader:
         known = self._known is not None and self._known.compared
         due = not known or (training and self._compares_passes)
         compare = self._compare if due and self._shards.compare is not None else None
-        this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
+        check = self._check_skipped if resumes and state.get("digest") is not None else None
+        this = Pass(*seeds, state["batches"], state["stream"], training, number, compare, check)
         if not training:
             return self._evaluation(this)
         while self._passes.left_early:
@@ -374,7 +380,7 @@ class ShardedLoader:
     def _position(self) -> dict[str, Any]:
         """Return the position at the beginning of the next epoch, without that of a generator."""
         number = self._passes.numbers.get(self._seed, 0)
-        begin = {"batches": 0, "stream": None, "generator": None}
+        begin = {"batches": 0, "stream": None, "generator": None, "digest": None}
         return {"epoch": self.epoch, "dataset": number, **begin}
 
     def _is_over(self, state: dict[str, Any]) -> bool:
@@ -434,7 +440,7 @@ class ShardedLoader:
             for part in self._recorded(this):
                 empty, short = False, short or part.short
                 state["batches"] += 1
-                state["stream"] = part.stream
+                state["stream"], state["digest"] = part.stream, part.digest
                 own = self._own_weight(part)
                 self._drawn.drawn += 1
                 self._drawn.revision, self._drawn.samples = part.revision, part.own
@@ -481,6 +487,20 @@ class ShardedLoader:
             self._shards.latest = record
             yield part
         self._shards.latest = record
+
+    def _check_skipped(self, digest: int | None) -> None:
+        """Warn if the last batch that is skipped in a resumed pass is not the one of then. Local.
+
+        `digest` is that of its samples now.
+        """
+        if self._state is not None and digest != self._state["digest"]:
+            self._shards.warn(
+                f"epoch {self._state['epoch']} goes on behind {self._state['batches']} batches, and "
+                "these are not the ones that were drawn before, so samples are left out, or seen "
+                "twice: the data or the batch size has changed, or the sampler draws from a "
+                "generator that no checkpoint has. Let it draw from torch's default generators, or "
+                "from a torch.Generator that is its attribute `generator`"
+            )
 
     def _compare(self, first: FirstBatch) -> None:
         assert self._shards.compare is not None
@@ -591,7 +611,9 @@ def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
 
     def draw(this: Pass, parts: deque[Part]) -> Iterator[list[Any]]:
         """Yield the indices of this rank's part, or stand-in, of each batch."""
-        batches = _seeded(cast(Iterable[Any], loader.batch_sampler), this.seed, _sequence)
+        batches = _checked(
+            this, _seeded(cast(Iterable[Any], loader.batch_sampler), this.seed, _sequence)
+        )
         for indices, rows, part in shares(this, batches, length=len, describe=describe):
             parts.append(part._replace(digest=_digest(indices)))
             yield indices[rows]
@@ -607,6 +629,14 @@ def _indexed_source(loader: DataLoader[Any], shares: _Shares) -> Source:
             yield parts.popleft()._replace(batch=batch)
 
     return parts_of
+
+
+def _checked(this: Pass, batches: Iterator[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """Yield the indices of batches, and check those of the last one that a pass skips."""
+    for number, indices in enumerate(batches, 1):
+        if this.check is not None and number == this.done:
+            this.check(_digest(indices))
+        yield indices
 
 
 def _sequence(indices: Iterable[Any]) -> Sequence[Any]:

@@ -42,6 +42,7 @@ class Pass(NamedTuple):
     stand_ins: bool = True  # whether a rank without samples gets some of another
     number: int = 0  # of the training passes of its loader
     compare: Callable[[FirstBatch], None] | None = None  # for the first batch; collective
+    check: Callable[[int | None], None] | None = None  # for the digest of the last one skipped
 
 
 class Part(NamedTuple):

@@ -57,6 +57,8 @@ class Log:
 
     def __init__(self):
         self.expected, self.dropped, self.ended, self.samples = [], [], 0, 0
+        self.warnings = []
+        self.warn = self.warnings.append
         self.evaluations = set()
 
     def observe(self, name, start):

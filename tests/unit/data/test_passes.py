@@ -1,5 +1,6 @@
 """Passes over a shard: whether they train, the order of each, and where a resumed one begins."""
 
+import random
 import threading
 from functools import partial
 from itertools import chain
@@ -324,7 +325,7 @@ def test_a_position_in_a_later_dataset_is_resumed_where_it_is_the_first():
     resumed = shard(registry(), shuffled())
     resumed.load_state_dict(state)
     assert [drawn(resumed), drawn(resumed)] == rest
-    before = {name: value for name, value in state.items() if name != "dataset"}
+    before = {name: state[name] for name in ("epoch", "batches", "stream", "generator")}
     resumed.load_state_dict(before)  # of a version whose datasets all had one order
     assert resumed.state_dict() == before
     assert [drawn(resumed), drawn(resumed)] == [drawn(sharded_at(0))[3:], drawn(sharded_at(1))]
@@ -343,6 +344,23 @@ class Drawing(Sampler):
         return 21
 
 
+class Buckets(Sampler):
+    """Draws batches from a generator of its own, of torch or Python."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        if isinstance(self.generator, torch.Generator):
+            places = torch.randperm(21, generator=self.generator).tolist()
+        else:
+            places = self.generator.sample(range(21), 21)
+        return (places[start : start + 3] for start in range(0, 21, 3))
+
+    def __len__(self):
+        return 7
+
+
 class Shuffles:
     """A hand-written loader, in the style of torch.randperm(n).split(b)."""
 
@@ -350,9 +368,14 @@ class Shuffles:
         return iter(torch.randperm(21).split(3))
 
 
+def buckets(generator):
+    return DataLoader(Numbers(21), batch_sampler=Buckets(generator))
+
+
 LOADERS_OF_7 = {
     "shuffled": partial(shuffled, 21),
     "own generator": lambda: shuffled(21, generator=torch.Generator().manual_seed(5)),
+    "own batches": lambda: buckets(torch.Generator().manual_seed(5)),
     "lazy sampler": lambda: DataLoader(Numbers(21), 3, sampler=Drawing()),
     "workers": partial(shuffled, 21, num_workers=2, multiprocessing_context="fork"),
     "listed": lambda: list(DataLoader(Numbers(21), 3)),
@@ -391,11 +414,28 @@ def test_a_pass_is_resumed_behind_any_batch_on_any_number_of_ranks(kind, size, d
             assert parts.state_dict() == state
             start = first if count == "steps" else parts.epoch
             ranks.append([[b.tolist() for b in parts] for _ in range(start, epochs)])
+            assert parts._shards.warnings == []
         together = [
             [list(chain(*parts)) for parts in zip(*epoch, strict=True)]
             for epoch in zip(*ranks, strict=True)
         ]
         assert together == [expected[first][begun:], *expected[first + 1 :]]
+
+
+def test_a_resumed_pass_that_skips_other_batches_warns():
+    before = sharded(buckets(random.Random(3)))
+    drawn(before)
+    begun = iter(before)
+    next(begun)
+    for make in (partial(buckets, random.Random(3)), partial(shuffled, 21), partial(shuffled, 28)):
+        log = Log()
+        resumed = sharded(make(), log=log)
+        resumed.load_state_dict(before.state_dict())
+        assert len(drawn(resumed)) == len(make().dataset) - 3
+        (warning,) = log.warnings
+        assert warning.startswith("epoch 1 goes on behind 1 batches, and these are not the ones")
+        drawn(resumed)
+        assert len(log.warnings) == 1
 
 
 def test_a_balanced_loader_goes_on_with_the_next_epoch():
