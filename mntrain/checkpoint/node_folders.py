@@ -69,8 +69,9 @@ class Held(NamedTuple):
 class NodeFolders:
     """A run's folder on this rank's node, and those of virtual nodes that are no more.
 
-    Made by all ranks, within DIR, which is made unless it is there. `attempts` are those before
-    this start of the run. Raises AgreedError if any node cannot use DIR, or if nodes share it.
+    Made by all ranks, within DIR, which is made unless it is there. `attempts` are those of the
+    run, before what this start trains. Raises AgreedError if any node cannot use DIR, or if nodes
+    share it.
     """
 
     def __init__(self, world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) -> None:

@@ -495,9 +495,9 @@ class ShardedLoader:
         """
         if self._state is not None and digest != self._state["digest"]:
             self._shards.warn(
-                f"epoch {self._state['epoch']} goes on behind {self._state['batches']} batches, and "
-                "these are not the ones that were drawn before, so samples are left out, or seen "
-                "twice: the data or the batch size has changed, or the sampler draws from a "
+                f"epoch {self._state['epoch']} goes on behind {self._state['batches']} batches, "
+                "and these are not the ones that were drawn before, so samples are left out, or "
+                "seen twice: the data or the batch size has changed, or the sampler draws from a "
                 "generator that no checkpoint has. Let it draw from torch's default generators, or "
                 "from a torch.Generator that is its attribute `generator`"
             )

@@ -33,6 +33,12 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def seed_process(seed: int) -> None:
+    """Seed the default generators of torch (also of devices), Python and numpy."""
+    seed_all(seed)
+    torch.manual_seed(seed)
+
+
 class SeededDraws:
     """A context in which the default generators of torch (CPU), Python and numpy are seeded.
 

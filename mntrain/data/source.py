@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from mntrain.alike.sample_digest import FirstBatch
 from mntrain.alike.values import Peers
 from mntrain.balance.own_pace import BatchNumber
+from mntrain.errors import OF_ALL_RANKS, RemoteRankError
 from zero.layout import split
 
 # Of the 107 bytes of a socket's path, "/pymp-xxxxxxxx/listener-xxxxxxxx" of multiprocessing has 32.
@@ -170,18 +171,29 @@ def agreed(
 
     The batches of all ranks together are a global batch. A rank that has no more gets its last
     batch as a stand-in, or that of another rank. `positions` are where the ranks begin; each part
-    has {kind: those behind it}.
+    has {kind: those behind it}. An error of this rank's data is raised when the others go on as if
+    it had no more: they learn of it where the step ends.
     """
     stand_in: Any = None
     for number in count():
-        part = next(parts, None)
+        error: Exception | None = None
+        try:
+            part = next(parts, None)
+        except (*OF_ALL_RANKS, RemoteRankError):
+            raise
+        except Exception as raised:
+            part, error = None, raised
         everyone = peers.gather(None if part is None else (part.own, part.stream))
         if not any(everyone):
+            if error is not None:
+                raise error
             return
         if number == 0 and not all(everyone):
             donor = next(rank for rank, news in enumerate(everyone) if news)
             batch = part.batch if part is not None and peers.rank == donor else None
             stand_in = peers.gather(batch)[donor]
+        if error is not None:
+            raise error
         if part is not None:
             stand_in = part.batch
         pairs = zip(everyone, positions, strict=True)

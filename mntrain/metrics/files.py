@@ -36,6 +36,19 @@ def append_whole(path: Path, content: bytes) -> None:
             raise
 
 
+def end_last_line(path: Path) -> None:
+    """End a line that a kill has cut short, in a file of lines; make it if there is none.
+
+    Raises OSError.
+    """
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        cut = end and file.read(1) != b"\n"
+    if cut:
+        append_whole(path, b"\n")
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl, without one that a kill has cut short.
 

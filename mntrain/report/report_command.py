@@ -259,9 +259,12 @@ def _rank_curves(run: RunFiles, name: str) -> dict[str, Curve]:
     curves = {n.rpartition("/")[2]: curve for n in names if (curve := run.curve(n))}
     if len(curves) <= _MANY_RANKS:
         return {f"rank {rank}": curve for rank, curve in curves.items()}
-    steps = next(iter(curves.values()))[0]
-    spread = np.quantile([values for _, values in curves.values()], [0, 0.5, 1], axis=0)
-    return dict(zip(("least", "median", "most"), ((steps, part) for part in spread), strict=True))
+    rows = [dict(zip(*curve, strict=True)) for curve in curves.values()]  # jobs had other ranks
+    steps = sorted({step for row in rows for step, value in row.items() if np.isfinite(value)})
+    filled = [[row.get(step, np.nan) for step in steps] for row in rows]
+    spread = np.nanquantile(filled, [0, 0.5, 1], axis=0)
+    places = np.array(steps)
+    return dict(zip(("least", "median", "most"), ((places, part) for part in spread), strict=True))
 
 
 def _add_history(section: Section, run: RunFiles, of: str) -> None:

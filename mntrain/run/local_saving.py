@@ -13,7 +13,7 @@ from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.checkpoint.local_saver import LocalSaver
 from mntrain.checkpoint.node_folders import NodeFolders
 from mntrain.checkpoint.saver import Saved
-from mntrain.checks.local_folder import free_bytes
+from mntrain.checks.local_folder import Attempts, free_bytes
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 from mntrain.run.save_interval import SaveInterval
@@ -126,9 +126,13 @@ class LocalCheckpoints:
         """Return what this rank tells the others: that a save is due, or its part is ready."""
         return {"local due": self._due, "local ready": self.saver.ready}
 
-    def restored(self, found: FoundCheckpoint | None, attempt: str) -> None:
-        """Begin an attempt with what was restored, and remove all else of the run. Collective."""
-        self.saver.attempt, self._overdue = attempt, False
+    def restored(self, found: FoundCheckpoint | None, attempts: Attempts) -> None:
+        """Begin an attempt with what was restored, and remove all else of the run. Collective.
+
+        `attempts` are those of the run, this one too.
+        """
+        self._folders.attempts = attempts
+        self.saver.attempt, self._overdue = attempts.last, False
         try:
             self.saver.keep_only(found if found and found.from_nodes else None)
         except AgreedError as error:

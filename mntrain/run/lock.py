@@ -46,7 +46,8 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, on_lost: Callable[[str], None]) -> None:
-        self._path, self._own, self._on_lost = run_dir / FILE, describe_process(), on_lost
+        self._path = (run_dir / FILE).absolute()  # the working directory may change
+        self._own, self._on_lost = describe_process(), on_lost
         replaces = False
         while not _make(self._path, self._own):
             found = read(self._path)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mntrain.alike.naming import difference
 from mntrain.comm.delayed_sums import DelayedSums, Sums
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import METRICS_FILE, Line, append_whole, loss_text
+from mntrain.metrics.files import METRICS_FILE, Line, end_last_line, loss_text
 from mntrain.metrics.registry import PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
@@ -75,7 +75,7 @@ class MetricsLog:
         summary.json.
         """
         self._world, self._directory, self._log, self._summarize = world, directory, log, summarize
-        directory.when_begun(partial(append_whole, directory.path / METRICS_FILE, b""))
+        directory.when_begun(partial(end_last_line, directory.path / METRICS_FILE))
         self._files: MetricsFiles | None = None  # opened for the first line, on rank 0
         self._rewinds = 0  # of the directory, when they were opened
         self._early_end = directory.write_early_end
@@ -127,11 +127,16 @@ class MetricsLog:
         Raises AgreedError on all ranks.
         """
         lines = [self._lines.popleft() for _ in taken]
-        for line, (sums, _) in zip(lines, taken, strict=True):
+        for number, (line, (sums, _)) in enumerate(zip(lines, taken, strict=True)):
             if sums["digest"] ** 2 != sums["squared digest"] * self._world.size:
+                self._write_alike(lines[:number], taken[:number])
                 names = " and ".join(sorted(line.values)) or "no value"
                 told = self._world.gather(f"step {line.step} with {names}")
                 raise AgreedError(difference("metrics.log", told), self._world.rank)
+        self._write_alike(lines, taken)
+
+    def _write_alike(self, lines: Sequence["_Line"], taken: Sequence[Sums]) -> None:
+        """Write lines that all ranks have with the same names. Collective if names are new."""
         found, own = [sums for sums, _ in taken], [line.own() for line in lines]
         reduced = self._values.take(own, found, self._world.collectives)
         for line, values, (sums, by_rank) in zip(lines, reduced, taken, strict=True):

@@ -24,6 +24,7 @@ from mntrain.ranks import Ranks
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_from
+from mntrain.run.means import to_float
 from mntrain.run.save_interval import RETRY_S, SaveInterval, cheapest_interval_s
 from zero.step_message import Value
 
@@ -68,7 +69,7 @@ class Checkpoints:
         self._may_save = True
         self.on_checkpoint: Callable[[Path], object] = lambda path: None
         self._sums, self._uninterrupted = sums, uninterrupted
-        self._best_score = math.inf
+        self._best_score = self._best_saved = math.inf  # of all evaluations, and of saved ones
         self._warned_at = -math.inf  # of a failure
         self._last: Path | None = None  # the newest that is complete on the disk
         self._saved = self._failed = 0
@@ -101,6 +102,13 @@ class Checkpoints:
             self._local.finish()  # what a restart finds is still
         self._before_save()
         found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
+        if found is None and self._step:
+            raise AgreedError(
+                f"checkpoints.restore(): the run has no checkpoint, and this loop has taken "
+                f"{self._step} steps already: save one before, or make the model and the optimizer "
+                "anew",
+                self._world.rank,
+            )
         self._data = {"samples": self._digests()}
         passed = passed_over(found, self._directory.local)
         for text in passed:
@@ -120,14 +128,20 @@ class Checkpoints:
         saved and kept. If a save in the background fails, a warning is printed and training goes
         on; with `now`, AgreedError is raised, as for a wrong argument.
         """
+        score = None if eval_loss is None else to_float(eval_loss)
         if eval_loss is not None:
+            if score is None:
+                raise AgreedError(
+                    f"checkpoints.save({step}): eval_loss is {eval_loss!r}: give a number",
+                    self._world.rank,
+                )
             if step == self._step:
                 raise AgreedError(
                     f"checkpoints.save({step}) was called before: give eval_loss in the first call",
                     self._world.rank,
                 )
-            compare(self._world, {"eval_loss": repr(eval_loss)})
-        self.save_progress(self._describe(step, eval_loss), now=now)
+            compare(self._world, {"eval_loss": repr(score)})
+        self.save_progress(self._describe(step, score), now=now)
 
     def save_progress(self, progress: Manifest, *, now: bool = False) -> None:
         """Save as `save` does, for a loop that knows more of its run. `progress` has the step."""
@@ -211,6 +225,7 @@ class Checkpoints:
         if found is not None:
             saver, manifest = self._saver, found.manifest
             self._best_score = saver.best_score(manifest.step, scored_by)
+            self._best_saved = self._best_score
             self._resumed = found
             self.longest_s = max(self.longest_s, manifest.wrote_s)
             checkpoint.load(
@@ -223,11 +238,13 @@ class Checkpoints:
             )
             if found.from_nodes or path in found.path.resolve().parents:
                 step = manifest.step
+        if found is None or found.from_nodes or not self.has(step):
+            self._last = None  # behind what was restored
         self._directory.rewind(step, saves=saves)
         if found is not None:
             checkpoint.restore_randomness(found, self._world)
         if self._local:
-            self._local.restored(found, self._directory.attempts().last)
+            self._local.restored(found, self._directory.attempts())
         self._step = self._restored = step
         return step
 
@@ -308,6 +325,7 @@ class Checkpoints:
             if not warns:
                 raise
             self._failed += 1
+            self._best_score = self._best_saved  # the next better one is saved
             self._interval.failed()
             now = time.monotonic()
             if now >= self._warned_at + RETRY_S:
@@ -316,7 +334,9 @@ class Checkpoints:
             return
         if saved is None:
             return
-        self._last = saved.path
+        self._last, progress = saved.path, saved.manifest
+        if (score := progress.score_by(progress.scored_by)) is not None:
+            self._best_saved = min(self._best_saved, score)
         self._saved += 1
         self.longest_s = max(self.longest_s, saved.seconds)
         self._world.output.note(

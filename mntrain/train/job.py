@@ -6,14 +6,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from mntrain import tasks
 from mntrain.alike.compared_task import compare_task
 from mntrain.balance.shares import Shares
 from mntrain.checkpoint import Stateful
 from mntrain.data.balancing import StepBalancing
-from mntrain.data.randomness import mixed_seed
+from mntrain.data.randomness import mixed_seed, seed_process
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.display import Display
@@ -69,7 +67,7 @@ class Trained:
         with world.agreement():
             self.sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
             """How nodes exchange; None: every step is synchronous."""
-            torch.manual_seed(config.run.seed)
+            seed_process(config.run.seed)
             self.model = model = tasks.make_model(task).to(world.device, precision.parameters)
             freeze(model, config.init.freeze)
             name, bound = choose_optimizer(task, model, config.optim, world.device)
@@ -142,6 +140,7 @@ class Job:
         self.restored = restored_from(resumed, directory.last_step, passed) if looked else ""
         """The checkpoint in words, with the steps of metrics.jsonl that are taken again."""
         with world.agreement():
+            seed_process(config.run.seed)
             self.task = task = tasks.load(given, config)
         with world.agreement():
             self.data = data = JobData(world, config, task, resumed)
@@ -195,7 +194,7 @@ class Job:
         self.display = display = Display(world.master, self.steps, task.items)
         world.output.show_by(display.note, display.warn)
         world.watchdog.at_end.append(lambda *_: display.end())
-        torch.manual_seed(mixed_seed(config.run.seed, world.rank, self.done))  # of dropout
+        seed_process(mixed_seed(config.run.seed, world.rank, self.done))  # of dropout
         if resumed and "early stopping" not in resumed.manifest.objects:
             objects.pop("early stopping", None)  # it had no patience then
         if resumed and not trained.keeps_scheduler:  # whose state has a rate for each group

@@ -325,6 +325,19 @@ def test_saves_in_memory_go_on_while_the_run_directory_hangs(folder, monkeypatch
         assert_state(run, state)
 
 
+def test_a_run_is_rolled_back_to_the_last_step_in_memory(folder):
+    with running(folder, killed=True, every=0) as run:
+        run.train(4)
+        state = run.state()
+        run.train(5)
+        assert run.checkpoints.restore() == 4
+        assert_state(run, state)
+        run.done = 4
+        run.train(6)
+    with running(folder, killed=True, every=0) as run:
+        assert run.done == 6
+
+
 @pytest.mark.parametrize("every", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_step_is_saved_in_memory_also_if_it_is_saved_in_the_run_directory(folder, every):
     with running(folder, killed=True, every=every) as run:

@@ -427,6 +427,7 @@ def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
         log.log(1, loss=1.0)
         log.log(2, loss=1.0, **({"accuracy": 0.5} if RANK == 1 else {}))
         said = refusal(log.log, 3, loss=1.0)
+        assert column(folder, "step") == [1]  # what they have alike is written
         assert said.startswith("metrics.log differs between ranks: rank")
         assert "have step 2 with loss, rank 1" in said or "0 has step 2 with loss, rank 1" in said
         assert said.endswith("rank 1 has step 2 with accuracy and loss")

@@ -339,6 +339,33 @@ def test_a_stateful_stream_is_not_read_again():
     assert next(iter(resumed)).tolist() == [0, 1, 2, 3]
 
 
+class Torn(Parted):
+    """Cannot read its sixth sample on the first rank."""
+
+    def samples(self):
+        for place, sample in enumerate(super().samples()):
+            if place == 5 and get_worker_info().id == 0:
+                raise OSError("torn")
+            yield sample
+
+
+def test_other_ranks_go_on_to_the_end_of_a_step_in_which_one_cannot_read():
+    def body(parts, log):
+        seen = []
+        try:
+            for batch in parts:
+                seen.append(len(batch))
+                if len(seen) == 3:
+                    break
+        except OSError:
+            seen.append("torn")
+        return seen, log.shares
+
+    first, second = run(lambda: loader(Torn(30)), 2, body)
+    assert first == ([2, 2, "torn"], [2, 2])
+    assert second == ([2, 2, 2], [2, 2, 2])
+
+
 def test_streams_of_their_own_are_resumed_by_as_many_readers():
     state = run(
         partial(loader, Parted(30), 1),

@@ -19,7 +19,9 @@ from mntrain.metrics import files as files_module
 from mntrain.metrics import writers
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.files import (
+    METRICS_FILE,
     append_whole,
+    end_last_line,
     flatten,
     read_metrics,
     write_summary,
@@ -294,6 +296,17 @@ def test_a_forked_child_does_not_end_the_copies_of_its_parent(tmp_path, monkeypa
     files.close()
     assert ended.exists()
     assert [one["step"] for one in read_metrics(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 1}\n', '{"step": 1}\n{"step": 2, "los'])
+def test_a_line_behind_one_that_was_cut_short_is_whole(tmp_path, torn):
+    path = tmp_path / METRICS_FILE
+    path.write_text(torn)
+    end_last_line(path)
+    written = MetricsFiles(tmp_path, NONE, print)
+    written.write(line(3))
+    written.close()
+    assert [one["step"] for one in read_metrics(tmp_path)] == [1, 3][torn == "" :]
 
 
 def strict(text):

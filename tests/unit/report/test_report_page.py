@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -139,6 +140,23 @@ def own_loop(folder: Path) -> Path:
     lines = [{"step": step, "loss": 1 / step, "psnr": step, **own} for step in range(1, 5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def test_curves_of_many_ranks_are_of_those_that_each_step_had():
+    lines = [
+        {"step": step, **{f"memory/{rank}": float(step + rank) for rank in range(ranks)}}
+        for step, ranks in enumerate([10, 10, 12, 9], 1)
+    ]
+    run = SimpleNamespace(names=sorted({n for one in lines for n in one}))
+    run.curve = lambda name: tuple(
+        np.array([float(one[key]) for one in lines if name in one]) for key in ("step", name)
+    )
+    curves = report_command._rank_curves(run, "memory")
+    assert {name: (list(steps), list(values)) for name, (steps, values) in curves.items()} == {
+        "least": ([1, 2, 3, 4], [1, 2, 3, 4]),
+        "median": ([1, 2, 3, 4], [5.5, 6.5, 8.5, 8]),
+        "most": ([1, 2, 3, 4], [10, 11, 14, 12]),
+    }
 
 
 def test_what_a_run_lacks_is_said(tmp_path):

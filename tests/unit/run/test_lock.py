@@ -6,6 +6,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from waiting import until
@@ -94,6 +95,16 @@ def test_a_holder_on_another_host_that_counts_on_is_alive(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"in use by a job \(on far, process 7\)"):
         take(tmp_path)
     assert lock.read(tmp_path / ".lock")["place"] == "far"
+
+
+def test_a_job_that_changes_its_working_directory_keeps_a_relative_lock(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    with closing(take(Path("run"))):
+        monkeypatch.chdir("/")
+        count = lock.read(tmp_path / "run" / ".lock")["count"]
+        until(lambda: lock.read(tmp_path / "run" / ".lock")["count"] > count)
+    assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_a_file_system_that_hangs_for_longer_makes_no_holder_dead(tmp_path, monkeypatch):
