@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from statistics import fmean, median, variance
@@ -236,37 +236,6 @@ class LocalCheckpoints:
                     "partner's. Make it larger (of /dev/shm, mount -o remount,size=), or give one "
                     "on a disk"
                 )
-
-
-def passed_over(found: FoundCheckpoint | None, local: NodeFolders | None) -> list[str]:
-    """Return warnings of the steps that a restart has not taken, with reasons. Local.
-
-    Those that were not written are told if nothing was found.
-    """
-    skipped = found.skipped if found else local.passed_over if local else {}
-    return [f"{path.name} was passed over: {reason}" for path, reason in skipped.items()]
-
-
-def restored_from(found: FoundCheckpoint | None, last_step: int, passed: Sequence[str] = ()) -> str:
-    """Return what is told of a restart: what was used, and how many steps are lost. Pure.
-
-    `last_step` is that in metrics.jsonl, and `passed` is from `passed_over`. Empty where a run
-    begins: without a checkpoint, a step, and any that was passed over.
-    """
-    if not (found or last_step or passed):
-        return ""
-    step = found.manifest.step if found else 0
-    source = "nothing: no step is whole in the nodes' memory, and the run has no checkpoint"
-    if found:
-        source = f"the run's checkpoint of step {step}: no newer step is whole in the nodes' memory"
-        if found.from_nodes:
-            source = f"step {step} in the nodes' memory, {found.from_nodes}"
-    lost = last_step - step
-    again = "the steps after it are taken again"  # of a run without metrics, nobody knows how many
-    if lost >= 0:
-        again = f"{lost} step{'s' * (lost != 1)} of metrics.jsonl after it"
-        again += f" {'is' if lost == 1 else 'are'} taken again"
-    return f"restored {source}; {again}"
 
 
 def _own_bytes(world: Ranks, saver: LocalSaver) -> int:

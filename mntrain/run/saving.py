@@ -23,8 +23,9 @@ from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
-from mntrain.run.local_saving import LocalCheckpoints, passed_over, restored_from
+from mntrain.run.local_saving import LocalCheckpoints
 from mntrain.run.means import to_float
+from mntrain.run.restart import find_restart
 from mntrain.run.save_interval import RETRY_S, SaveInterval, cheapest_interval_s
 from zero.step_message import Value
 
@@ -101,7 +102,8 @@ class Checkpoints:
         if self._local:
             self._local.finish()  # what a restart finds is still
         self._before_save()
-        found = checkpoint.newest(self._world, self._directory.path, self._directory.local)
+        restart = find_restart(self._world, self._directory)
+        found = restart.found
         if found is None and self._step:
             raise AgreedError(
                 f"checkpoints.restore(): the run has no checkpoint, and this loop has taken "
@@ -110,13 +112,9 @@ class Checkpoints:
                 self._world.rank,
             )
         self._data = {"samples": self._digests()}
-        passed = passed_over(found, self._directory.local)
-        for text in passed:
-            self._world.output.warn(text)
+        restart.tell(self._world.print, self._world.output.warn)
         if found:
             self._warn_of_differences(found)
-        if self._local and (told := restored_from(found, self._directory.last_step, passed)):
-            self._world.print(told)
         return self.resume(found, self._saver.objects)
 
     def save(self, step: int, *, now: bool = False, eval_loss: float | None = None) -> None:

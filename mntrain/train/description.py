@@ -7,7 +7,6 @@ from mntrain.alike.naming import by_value, naming
 from mntrain.balance.cadence import Cadence
 from mntrain.balance.shares import CALIBRATION
 from mntrain.rank_info import Place
-from mntrain.run.local_saving import passed_over
 from mntrain.train.job import Job
 from mntrain.train.resumption import changed_options
 from mntrain.world import World
@@ -106,10 +105,7 @@ def _describe_balance(world: World, job: Job) -> None:
 
 def _describe_resumption(world: World, job: Job) -> None:
     resumed, note, warn = job.resumed, world.output.note, world.output.warn
-    if job.restored:
-        note(job.restored)
-    for text in passed_over(resumed, job.directory.local):
-        warn(text)
+    job.restart.tell(note, warn)
     if resumed is None:
         return
     manifest = resumed.manifest

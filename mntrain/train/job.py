@@ -20,7 +20,6 @@ from mntrain.options.config import Config
 from mntrain.options.types import as_mapping
 from mntrain.output import print_warning
 from mntrain.recorder.launch_notes import LaunchNotes
-from mntrain.run.local_saving import passed_over, restored_from
 from mntrain.sync import LocalSGD
 from mntrain.timeline import StepTimeline
 from mntrain.train import resumption
@@ -132,13 +131,11 @@ class Job:
     def _set_up(self, world: World, given: tasks.Given) -> None:
         config, directory = self.config, self.directory
         directory.open_local(config.checkpoint.local)
-        self.resumed = resumed = resumption.find_checkpoint(world, config, directory)
+        self.restart = resumption.find_checkpoint(world, config, directory)
+        """What the job resumes from, and what is told of it."""
+        self.resumed = resumed = self.restart.found
         self.done = resumed.manifest.step if resumed else 0
         """The steps before this job."""
-        looked = directory.local is not None and config.run.resume == "auto"
-        passed = passed_over(resumed, directory.local)
-        self.restored = restored_from(resumed, directory.last_step, passed) if looked else ""
-        """The checkpoint in words, with the steps of metrics.jsonl that are taken again."""
         with world.agreement():
             seed_process(config.run.seed)
             self.task = task = tasks.load(given, config)

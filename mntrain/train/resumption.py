@@ -15,6 +15,7 @@ from mntrain.options.config import Config, flag_of
 from mntrain.options.types import as_mapping
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
+from mntrain.run.restart import Restart, find_restart, passed_over
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
@@ -43,20 +44,18 @@ _CHANGEABLE = {
 _UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
 
 
-def find_checkpoint(
-    world: World, config: Config, directory: RunDirectory
-) -> FoundCheckpoint | None:
-    """Return the checkpoint that this job resumes from, if any. Collective.
+def find_checkpoint(world: World, config: Config, directory: RunDirectory) -> Restart:
+    """Return what this job resumes from. Collective.
 
     With `auto`, it may be one from the nodes' memory. A job that `mntrain launch` has started again
     goes on with what it has saved itself, whatever its first start began with. Raises AgreedError
     if the checkpoint that was asked for does not exist.
     """
-    resume, own = config.run.resume, None
+    resume, own = config.run.resume, Restart(None)
     notes = LaunchNotes.of(os.environ) if world.master else None
     has_begun = notes is not None and notes.has_begun(directory.path)
     if resume == "auto" or world.gather(has_begun)[0]:
-        own = checkpoint.newest(world, directory.path, directory.local)
+        own = find_restart(world, directory)
     if resume in ("auto", "never"):
         return own
     found = checkpoint.newest(world, Path(resume))
@@ -67,7 +66,8 @@ def find_checkpoint(
             world.rank,
         )
     # An older one was there before the job.
-    return own if own is not None and own.manifest.step > found.manifest.step else found
+    newer = own.found is not None and own.found.manifest.step > found.manifest.step
+    return own if newer else Restart(found, passed_over(found.skipped))
 
 
 def check_left(world: World, found: FoundCheckpoint | None, config: Config, steps: int) -> None:

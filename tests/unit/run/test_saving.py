@@ -12,7 +12,8 @@ import pytest
 from mntrain.checkpoint import FoundCheckpoint, Manifest
 from mntrain.options.config import CheckpointConfig
 from mntrain.run import local_saving
-from mntrain.run.local_saving import LocalCheckpoints, SaveCost, restored_from
+from mntrain.run.local_saving import LocalCheckpoints, SaveCost
+from mntrain.run.restart import restored_from
 from mntrain.run.save_interval import SaveInterval, cheapest_interval_s
 
 

@@ -72,11 +72,11 @@ def test_a_later_start_goes_on_with_what_the_run_has_saved(
 
     monkeypatch.setattr(resumption.checkpoint, "newest", newest)
     world = SimpleNamespace(rank=0, master=True, gather=lambda value: [value])
-    directory = SimpleNamespace(path=tmp_path / "run", local=None)
+    directory = SimpleNamespace(path=tmp_path / "run", local=None, last_step=0)
     for resume, step in taken.items():
         config = Config(run=RunConfig(resume=resume))
-        result = resumption.find_checkpoint(world, config, directory)
-        assert (result.manifest.step if result else 0) == step
+        found = resumption.find_checkpoint(world, config, directory).found
+        assert (found.manifest.step if found else 0) == step
 
 
 def test_a_run_whose_epochs_are_complete_is_not_resumed():
