@@ -36,7 +36,7 @@ from mntrain.data.sampling import LoaderOptions, as_it_is, cut_evenly, ignore_si
 from mntrain.data.source import Feed, Part, Pass, agreed, positions, rebuilt, share_of
 
 # Of a reader: {"samples": number read, "state": the dataset's `state_dict()`, if it has one}.
-Position: TypeAlias = dict[str, Any]
+ReaderState: TypeAlias = dict[str, Any]
 
 # What a reader makes: this rank's part of a batch, with the position behind it, and a total of 0 at
 # the end; the reader; and digests of its first batch, if it is compared.
@@ -52,7 +52,7 @@ class _Draw(NamedTuple):
     seed: int
     done: int  # global batches of a whole stream that are skipped
     first: int  # the reader whose turn it is at the start
-    start: dict[int, Position]  # by reader; absent: the beginning
+    start: dict[int, ReaderState]  # by reader; absent: the beginning
     compared: bool  # whether ranks compare the first batch
 
 
@@ -106,7 +106,7 @@ class StreamSource:
             if part.own or this.stand_ins:
                 yield part
 
-    def _places(self, stream: Any) -> tuple[list[dict[str, Any]], dict[int, Position]]:
+    def _places(self, stream: Any) -> tuple[list[dict[str, Any]], dict[int, ReaderState]]:
         """Return where the streams of each rank continue, and this rank's readers, but new ones."""
         begin = {"next": 0, "readers": [None] * self._readers}
         if stream is not None and "samples" in stream:  # all readers have one stream
@@ -262,7 +262,7 @@ class _Reader:
         finally:
             module._worker_info = before
 
-    def skip_to(self, place: Position) -> None:
+    def skip_to(self, place: ReaderState) -> None:
         """Continue where `position` was taken."""
         if place["state"] is not None:
             self.dataset.load_state_dict(place["state"])
@@ -291,7 +291,7 @@ class _Reader:
         self._read += len(taken)
         return taken
 
-    def position(self) -> Position:
+    def position(self) -> ReaderState:
         """Return where the stream continues."""
         state = getattr(self.dataset, "state_dict", None)
         return {"samples": self._read, "state": state() if state else None}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -256,13 +255,12 @@ class Checkpoints:
             self._report(self._saver.advance)
         improved = self._improves(progress)  # a checkpoint is due after the best evaluation
         due = flags["save due"] > 0 or self._interval.due_after(progress.step)
-        before_save = cache(self._before_save)  # once for both
         if due or (improved and self._interval.wanted):
-            before_save()
+            self._before_save()
             self._begin(progress)
         if local:
             known = replace(progress, wrote_s=self.longest_s)
-            if local.after_step(known, flags, before_save=before_save):
+            if local.after_step(known, flags, before_save=self._before_save):
                 self._sums.drop()
         asks = self._interval.by_clock or self._saver.saving or (local is not None and local.asks)
         if asks and not self._sums.waiting:
