@@ -125,7 +125,6 @@ class Cadence(BatchDivision):
 
     def bounds(self, samples: int, batch: BatchNumber) -> Sequence[int]:
         """Return the bounds of the ranks' parts, in the same proportion in a smaller last batch."""
-        self.drawn = max(self.drawn, batch)
         index = self.index(batch)
         counts = self.revisions[index].counts
         if samples < self.samples(index):

@@ -68,7 +68,7 @@ class BatchDivision:
 
     def __init__(self, first: Any) -> None:
         self.revisions: list[Any] = [first]
-        self.drawn: BatchNumber = first.first  # the last whose bounds this rank has asked for
+        self.drawn: BatchNumber = first.first  # the last that this rank has divided
         self._speeds: tuple[float, ...] | None = None  # measured, smoothed
         self._since, self._due = 0, CALIBRATION  # batches since the last revision, and to the next
 
@@ -83,6 +83,7 @@ class BatchDivision:
     def divide(self, samples: int, batch: BatchNumber, done: int = 0) -> tuple[Sequence[int], int]:
         """Return the `bounds` and the `index` of a batch, of a pass whose first one is `done`."""
         place = batch._replace(batch=done + batch.batch)
+        self.drawn = max(self.drawn, place)
         return self.bounds(samples, place), self.index(place)
 
     def _measured(self, paces: Sequence[Pace]) -> tuple[float, ...] | None:
@@ -131,7 +132,6 @@ class Shares(BatchDivision):
 
     def bounds(self, samples: int, batch: BatchNumber) -> tuple[int, ...]:
         """Return the bounds of the ranks' parts of a batch: see `share_bounds`."""
-        self.drawn = max(self.drawn, batch)
         revision = self.revisions[self.index(batch)]
         return share_bounds(samples, self._size, revision.speeds, revision.most)
 

@@ -1,8 +1,7 @@
 """Comparison of the ranks' paces: slow ranks are named, and their parts of batches revised."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -83,7 +82,7 @@ class Balancing:
 
 
 class StepBalancing(Balancing):
-    """Balancing of a job, whose batches are its steps. Own time is that of `computing`.
+    """Balancing of a job, whose batches are its steps. Own time is that from `begin` to `end`.
 
     All ranks wait for each other `every` few steps.
     """
@@ -94,21 +93,19 @@ class StepBalancing(Balancing):
         super().__init__(ranks, division, OwnPace(ranks.waits), **options)
         self._rarest = max(INTERVAL, every)
 
-    @contextmanager
-    def computing(
-        self, samples: Callable[[], int], times: Callable[[], Mapping[str, float]]
-    ) -> Iterator[None]:
-        """Measure the loading and computing of a step. Local; does not wait for a device.
-
-        At the end, `samples` returns those of this rank, and `times` its seconds by phase.
-        """
+    def begin(self) -> None:
+        """Begin to load and compute a step. Local."""
         self._own.begin()
-        yield
-        phases, rest = times(), "forward"
-        host = {"data": phases["data"], "backward": phases["backward"]}
+
+    def end(self, samples: int, times: Mapping[str, float]) -> None:
+        """Note what this rank has computed in a step, and its seconds by phase. Local.
+
+        Does not wait for a device.
+        """
+        host, rest = {"data": times["data"], "backward": times["backward"]}, "forward"
         if self._ranks.device.type == "cuda":  # computes behind its host
-            host, rest = {"data": phases["data"]}, "forward and backward"
-        self._own.end(samples(), host, rest)
+            host, rest = {"data": times["data"]}, "forward and backward"
+        self._own.end(samples, host, rest)
 
     def after_reduction(self, step: int) -> None:
         """Note that all ranks have the result of this step, and `compare`. Collective."""

@@ -120,11 +120,12 @@ class Trainer:
         """
         job, shared = self.job, self._shared
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        measured = job.balancing.computing(lambda: job.data.sizes[0], timer.times)
-        with shared.computing(step), measured:
+        with shared.computing(step):
+            job.balancing.begin()
             with timer("data"):
                 micro_batches = next(self.batches)
             self._forward_backward(step, micro_batches, timer)
+            job.balancing.end(job.data.sizes[0], timer.times())
         with timer("reduce_wait"):
             shared.before_update(step)
         shared.end_if_failed(step)

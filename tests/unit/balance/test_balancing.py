@@ -32,10 +32,11 @@ def test_own_time_is_that_of_a_step_without_waits(monkeypatch, device, phases):
     )
     balancing = StepBalancing(world, None)
     for step in range(1, 11):
-        with balancing.computing(lambda: 4, lambda: PHASES):
-            clock.now += 100.0 if step == 1 else 2.0  # the first step compiles
-            clock.now += 7.0  # waiting for other ranks
-            clock.waited += 7.0
+        balancing.begin()
+        clock.now += 100.0 if step == 1 else 2.0  # the first step compiles
+        clock.now += 7.0  # waiting for other ranks
+        clock.waited += 7.0
+        balancing.end(4, PHASES)
         clock.now += 0.5  # the rest of the step
         balancing.after_reduction(step)
         clock.now += 5.0  # an evaluation

@@ -91,7 +91,8 @@ def test_the_order_of_samples_does_not_depend_on_shares(batch_size, size, data):
 
 def test_shares_change_behind_the_last_batch_that_any_rank_has_drawn():
     shares = Shares(2, 12, (1.0, 0.5))  # a hint holds until speeds are measured
-    assert shares.bounds(12, BatchNumber(0, 14)) == (0, 8, 12)
+    assert shares.divide(12, BatchNumber(0, 14)) == ((0, 8, 12), 0)
+    shares.bounds(12, BatchNumber(0, 15))  # divides nothing
     assert shares.drawn == BatchNumber(0, 14)
     by_rank = [Pace(100, 100.0, BatchNumber(0, 14)), Pace(100, 50.0, BatchNumber(0, 17))]
     assert shares.revise(by_rank).first == BatchNumber(0, 18)
