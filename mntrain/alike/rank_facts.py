@@ -44,6 +44,8 @@ class RankFacts:
     findings: dict[str, Finding]  # of the checks of its host, by name
     pid: int = 0  # in its pid_namespace
     pid_namespace: str = ""
+    quota: float = math.inf  # CPUs that its cgroup may use
+    launcher_cores: int = 0  # of Open MPI's daemon, which may have bound its ranks to fewer; else 0
 
 
 Facts = Sequence[RankFacts]
@@ -86,7 +88,47 @@ def collect(
         },
         pid=os.getpid(),
         pid_namespace=pid_namespace(),
+        quota=cpu_quota(),
+        launcher_cores=_launcher_cores() if known else 0,
     )
+
+
+def _launcher_cores() -> int:
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        return 0
+    try:
+        return len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # of another user, or ended
+        return 0
+
+
+def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the CPUs that this process's cgroup may use, such as a container's. Local.
+
+    Infinity without a limit. Of both versions of cgroups (man cgroups; cpu.max, cpu.cfs_quota_us).
+    """
+    least = math.inf
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        place = top / path.lstrip("/")
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(top):
+                quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+                quota = quota or _text(folder / "cpu.cfs_quota_us").strip()
+                period = period or _text(folder / "cpu.cfs_period_us").strip()
+                if quota.isdigit() and period.isdigit():  # neither "max" nor -1
+                    least = min(least, int(quota) / int(period))
+    return least
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _version(package: str) -> str:
@@ -127,7 +169,7 @@ def _source_digest() -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    return hashlib.blake2b(b"\0".join(parts), digest_size=4).hexdigest()
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:8]  # which FIPS allows
 
 
 def by_host(facts: Facts) -> list[list[int]]:
@@ -169,7 +211,28 @@ def cores(facts: Facts) -> Finding:
                 "srun --cpu-bind=cores --cpus-per-task=N; or start fewer ranks there"
             )
         return Finding("warn", f"{len(crowded)} ranks share {where}, so each is slower", fix)
-    return passed("every rank can have a core")
+    return _limited(facts) or passed("every rank can have a core")
+
+
+def _limited(facts: Facts) -> Finding | None:
+    """Find a host whose ranks may use fewer CPUs than they could, by a quota or their launcher."""
+    for ranks in by_host(facts):
+        own = facts[ranks[0]]
+        used = frozenset[int]().union(*(facts[rank].cores for rank in ranks))
+        if own.quota < len(ranks) - _ROUNDING:
+            return Finding(
+                "warn",
+                f"the cgroup of the {len(ranks)} ranks on {own.host} may use {own.quota:.3g} CPUs",
+                "start fewer ranks there, or raise the limit (docker --cpus, limits.cpu)",
+            )
+        if 0 < 2 * len(used) <= own.launcher_cores:
+            return Finding(
+                "warn",
+                f"Open MPI has bound the {len(ranks)} rank{'s' * (len(ranks) > 1)} on {own.host} "
+                f"to {len(used)} of {own.launcher_cores} cores, as it does with two ranks or fewer",
+                "mpirun --bind-to none, or --map-by slot:PE=N for N cores a rank",
+            )
+    return None
 
 
 def threads(facts: Facts) -> Finding:
@@ -284,8 +347,9 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (versions, names, cores, thread
 
 def fair_threads(facts: Facts, rank: int) -> int:
     """Return a rank's share of the physical cores that it may use, at least 1."""
-    own = facts[rank]
+    own, ranks = facts[rank], next(ranks for ranks in by_host(facts) if rank in ranks)
     share = core_shares(facts)[rank] * own.physical / len(own.cores)
+    share = min(share, own.quota / len(ranks))
     return max(1, math.floor(share + _ROUNDING))
 
 

@@ -57,7 +57,7 @@ def protocol(environment: Mapping[str, str], library: str, bin_dir: Path) -> Fin
     several = (first_number(environment, SIZE_VARIABLES) or 1) > 1
     if mpich and speaks_pmix and not speaks_pmi and _knows_pmix(library) is False:
         theirs, end = "PMIx", "it would end in MPI_Init"
-    elif library.startswith("Open MPI") and speaks_pmi and not speaks_pmix and several:
+    elif _is_open_mpi_5(library) and speaks_pmi and not speaks_pmix and several:
         theirs, end = "PMI", "every rank would train alone"
     else:
         return passed("the launcher and the MPI library know each other")
@@ -76,6 +76,12 @@ def protocol(environment: Mapping[str, str], library: str, bin_dir: Path) -> Fin
         f"not know: {end}",
         f"start the job with {fix}",
     )
+
+
+def _is_open_mpi_5(library: str) -> bool:
+    """Return whether a library is Open MPI 5 or newer, which knows PMIx alone."""
+    version = re.match(r"Open MPI v(\d+)", library)
+    return version is not None and int(version[1]) >= 5
 
 
 def _knows_pmix(library: str) -> bool | None:

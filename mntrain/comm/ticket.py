@@ -127,7 +127,7 @@ def call_site() -> str:
 @lru_cache(maxsize=1024)
 def digest_of(words: str | Signature) -> int:
     """Return 63 bits that depend on the words only; those of `hash` depend on the process."""
-    digest = hashlib.blake2b(repr(tuple(words)).encode(), digest_size=8).digest()
+    digest = hashlib.sha256(repr(tuple(words)).encode()).digest()[:8]
     return int.from_bytes(digest, "big") & _MASK
 
 

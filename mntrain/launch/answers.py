@@ -17,6 +17,7 @@ LIMIT_S = 17.0  # for all hosts
 ENOUGH_S = 3.0  # after which silent hosts are not waited for if enough others have answered
 SILENT = 2  # questions in a row that a host leaves unanswered before it counts as lost
 _ASK_S = 3.0  # from one of them to the next, at least
+_PART, _MOST_S = 0.1, 30.0  # of the time for which hosts are asked, and at most
 _AT_ONCE = 256  # hosts that are asked
 _MARK = "mntrain-answers"
 # The processes of former starts have the variable with this launch's folder ($0), those of mpirun
@@ -66,6 +67,7 @@ class Hosts:
         """The names that hosts have for themselves: this one, and those that have ever answered."""
         self._early: _Question | None = None
         self._regular: list[_Question] = []  # those of `silent`, the newest last
+        self._since = 0.0  # when the first of them began
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
         self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
@@ -92,7 +94,13 @@ class Hosts:
             return ["flux", "exec", "-n", f"--rank={self.all.index(host)}", *script_words]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT_S:.0f}"]
         ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]
-        return [*ssh, host.name, shlex.join(script_words)]
+        # Another shell may get the line, such as csh, to which ! and ends of lines mean something.
+        octal = "".join(
+            c if c.isascii() and (c.isalnum() or c in " /._-") else f"\\0{ord(c):03o}"
+            for c in script
+        )
+        decoding = 'eval "$(printf %b "$1")"'
+        return [*ssh, host.name, shlex.join(["sh", "-c", decoding, argument, octal])]
 
     def begin(self, folder: str) -> None:
         """Begin to ask which hosts answer, for the next `free`. Returns at once."""
@@ -103,17 +111,24 @@ class Hosts:
 
         They have answered before: others may not be reached from here at all. A host does not
         answer on which processes of the launch with a folder are stopped. Called again and again;
-        returns at once, and asks anew every _ASK_S, whether or not all have answered: so the second
+        returns at once, and asks anew after _ASK_S, whether or not all have answered: so the second
         question to a host that is cut off is over with the first. No other host is asked, for that
-        may be one that was lost earlier.
+        may be one that was lost earlier. The longer it goes on, the rarer it asks, up to _MOST_S.
         """
         now = time.monotonic()
-        if not self._regular or now > self._regular[-1].began + _ASK_S:
+        if not self._regular:
+            self._since = now
+        apart_s = min(_MOST_S, max(_ASK_S, (now - self._since) * _PART))
+        if not self._regular or now > self._regular[-1].began + apart_s:
             self._regular.append(_Question(self, hosts, _LOOKING, folder, _ANSWERING))
             if len(self._regular) > SILENT and self._regular[0].over:
                 self._regular.pop(0).end()
-        # A question to which nobody answers could not be asked from here.
-        heard = [asked for asked in self._regular if asked.found]
+        # A question to which nobody answers could not be asked from here. Nor could one to all
+        # other hosts, if these are several: a busy scheduler or file server delays them all.
+        others = {host for host in self.names if host.name not in self._here}
+        several = len(others) > 1 and others <= {*hosts}
+        telling = others if several else {_HERE, *hosts}
+        heard = [asked for asked in self._regular if asked.found.keys() & telling]
         return [host for host in hosts if host in self.names and _is_silent(host, heard)]
 
     def watch_no_more(self) -> None:

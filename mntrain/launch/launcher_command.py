@@ -36,6 +36,8 @@ _ONE = {
         *("r", "relative", "q", "qos", "M", "clusters", "w", "mem", "mpi", "ntasks-per-node"),
         *("gpus-per-node", "gpus-per-task", "gres", "export", "cpu-bind", "mem-per-cpu", "signal"),
         *("jobid", "constraint", "C", "S", "core-spec", "W", "wait", "reservation", "network"),
+        *("container-image", "container-workdir", "container-name", "container-mounts"),
+        *("environment", "prolog", "epilog", "task-prolog", "task-epilog", "bcast", "open-mode"),
     },
     "flux": {
         *("n", "ntasks", "N", "nodes", "c", "cores-per-task", "g", "gpus-per-task", "t", "o"),
@@ -43,6 +45,11 @@ _ONE = {
         *("input", "cwd", "q", "queue", "B", "bank", "tasks-per-node", "label-io", "urgency"),
     },
 }
+# Hostfiles that are not given on the command line: Kubeflow's MPI operator sets these.
+_FILE_VARIABLES = (
+    *("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE"),
+    *("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
+)
 _TWO = {"genv", "env", "mca", "prtemca", "pmixmca", "gmca", "gprtemca", "gpmixmca"}
 _OPEN_MPI_AGENTS = ("plm_ssh_agent", "plm_rsh_agent")
 _AGENT_VARIABLES = (
@@ -98,7 +105,10 @@ class LauncherCommand:
             )
         self.options = self._read_options()
         self._given = [one for one in self.options if one.name in _FILES | _LISTS]
-        if self.kind != "mpirun" or not self._given:
+        files = [self.environment[name] for name in _FILE_VARIABLES if name in self.environment]
+        if self.kind == "mpirun" and files and not self._given:
+            self.hosts = merged(read_hostfile(Path(files[0]).read_text()))
+        elif self.kind != "mpirun" or not self._given:
             self.hosts = of_scheduler(self.environment)
             if asked := self._value("w", "nodelist") if self.kind == "srun" else "":
                 names = of_scheduler({"SLURM_JOB_NODELIST": asked})

@@ -150,7 +150,7 @@ def _slurm_state(jobs: dict[str, str]) -> str:
     """Return the state of the job's step or allocation in Slurm, "" if it is not known."""
     if not (job := jobs.get("SLURM_JOB_ID")):
         return ""
-    output = _ask("sacct", "--parsable2", "--noheader", "--format=JobID,State", f"--jobs={job}")
+    output = _ask("sacct", "--parsable2", "--noheader", "--format=JobIDRaw,State", f"--jobs={job}")
     states = dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
     state = states.get(f"{job}.{jobs.get('SLURM_STEP_ID')}") or states.get(job)
     if not state:

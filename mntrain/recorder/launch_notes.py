@@ -9,6 +9,7 @@ FOLDER/hosts         written by `launch` itself: the hostfile of a start
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -131,6 +132,7 @@ def changed_ns(path: Path) -> int:
 
 def _text(path: Path) -> str:
     try:
+        os.listdir(path.parent)  # or NFS may know for a minute that there is no such file
         return path.read_text()
     except OSError:
         return ""

@@ -1,5 +1,6 @@
 """Checks over the facts of all ranks: facts that pass, that warn, and that fail."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,48 @@ def test_ranks_with_less_than_a_core_are_one_warning(sets, text):
     found = rank_facts.cores(facts)
     assert found.text.startswith(text)
     assert ("mpirun --bind-to" in found.fix) == ("bound" in text)
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ([fact(quota=2.0)] * 2, ""),
+        ([fact(quota=1.5)] * 2, "the cgroup of the 2 ranks on n1 may use 1.5 CPUs"),
+        ([fact([0], launcher_cores=1)], ""),
+        ([fact([0], launcher_cores=4)], "Open MPI has bound the 1 rank on n1 to 1 of 4 cores, "),
+        ([fact([0], launcher_cores=3), fact([1], launcher_cores=3)], ""),
+        ([fact([n], launcher_cores=4) for n in range(2)], "Open MPI has bound the 2 ranks on n1 "),
+    ],
+)
+def test_ranks_that_may_use_fewer_cpus_than_their_host_has_are_one_warning(facts, text):
+    assert names(facts) == ({"cores"} if text else set())
+    assert rank_facts.cores(facts).text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota"),
+    [
+        ("0::/\n", {}, math.inf),
+        ("0::/\n", {"cpu.max": "800000 100000\n"}, 8.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            "4:memory:/x\n3:cpu,cpuacct:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "200000\n", "cpu/x/cpu.cfs_period_us": "100000\n"},
+            2.0,
+        ),
+        ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1\n"}, math.inf),
+    ],
+)
+def test_the_quota_is_the_least_of_the_cgroups(tmp_path, cgroup, files, quota):
+    own = tmp_path / "own"
+    own.write_text(cgroup)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert rank_facts.cpu_quota(own, tmp_path) == quota
+    assert rank_facts.cpu_quota(tmp_path / "none", tmp_path) == math.inf
+    allowed = fact(range(8), physical=8, quota=quota)
+    assert rank_facts.fair_threads([allowed] * 2, 0) == max(1, int(min(8.0, quota) / 2))
 
 
 @pytest.mark.parametrize(

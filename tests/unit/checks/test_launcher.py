@@ -94,6 +94,7 @@ NOWHERE = Path("/nowhere")
         ({**HYDRA, **PRTE}, OPEN_MPI, ""),
         ({**HYDRA, "PMI_SIZE": "1"}, OPEN_MPI, ""),  # one rank alone is what was asked for
         (SRUN_PMIX, MPICH, "srun --mpi=pmix passes the ranks by PMIx.*(MPICH).*srun --mpi=pmi2"),
+        (SRUN_PMI2, OPEN_MPI.replace("v5.0.11", "v4.1.6"), ""),  # which may speak PMI-2
         (SRUN_PMI2, OPEN_MPI, "srun --mpi=pmi2 passes the ranks by PMI,.*srun --mpi=pmix"),
         (PRTE, MPICH, "this mpirun passes the ranks by PMIx.*with the mpirun of MPICH"),
         (HYDRA, OPEN_MPI, "this mpirun passes the ranks by PMI,.*with the mpirun of Open MPI"),

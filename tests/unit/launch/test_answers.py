@@ -1,5 +1,8 @@
-"""When a host counts as silent: pure."""
+"""Hosts that count as silent, and how they are asked."""
 
+import shlex
+import subprocess
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -44,3 +47,49 @@ def test_a_host_is_silent_after_two_failures_in_a_row_or_when_the_first_takes_to
     assert answers._is_silent(host, questions) == silent
     elsewhere = question("x", Host("n2"))
     assert answers._is_silent(host, [elsewhere, *questions, elsewhere]) == silent
+
+
+def test_where_no_other_host_answers_none_is_silent_unless_it_is_asked_by_itself(monkeypatch):
+    """A busy scheduler delays the questions to all other hosts, and none to this one."""
+    own, others = Host("localhost"), [Host("n1"), Host("n2")]
+    way = answers.Hosts([own, *others], {}, "agent")
+    way.names = {host: host.name for host in (own, *others)}
+    failed = [question("x", others[0]) for _ in range(2)]
+    for asked in failed:
+        asked.hosts, asked.found = [own, *others], {own: "localhost"}
+        asked.began = answers.time.monotonic() + 100
+    way._regular = failed
+    assert way.silent("folder", [own, *others]) == []
+    assert way.silent("folder", others[:1]) == others[:1]  # which ranks wait for
+    for asked in failed:
+        asked.found = {own: "localhost", others[1]: "n2"}
+    assert way.silent("folder", [own, *others]) == others[:1]
+
+
+def test_questions_become_rare(monkeypatch):
+    now, asked = [0.0], []
+
+    def ask(*_):
+        asked.append(now[0])
+        return SimpleNamespace(began=now[0], over=True, hosts=[], found={}, end=dict)
+
+    monkeypatch.setattr(answers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(answers, "_Question", ask)
+    way = answers.Hosts([Host("n1")], {}, "agent")
+    while now[0] < 3600:
+        way.silent("folder", [])
+        now[0] += 0.5
+    apart = [after - before for before, after in pairwise(asked)]
+    assert (apart[0], max(apart), sorted(apart) == apart) == (3.5, 30.5, True)
+
+
+@pytest.mark.parametrize("argument", ["/tmp/a folder", "it's"])
+def test_a_script_reaches_sh_through_another_shell_in_one_line(argument):
+    way = answers.Hosts([Host("n1")], {}, "agent")
+    script = "for i in 1 2; do\n! false && printf '%s;' \"$0 $i\\n\"\ndone"
+    agent, host, line = way.words(Host("n1"), script, argument)
+    assert (agent, host) == ("agent", "n1")
+    assert not {"\n", "!"} & {*line}
+    assert all(word.isprintable() for word in shlex.split(line))
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{argument} 1\\n;{argument} 2\\n;"

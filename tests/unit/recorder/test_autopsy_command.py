@@ -113,7 +113,12 @@ def test_slurm_is_asked_for_the_step_then_the_job_then_scontrol(
     def state():
         return examine(tmp_path, slurm_header).scheduler
 
-    program(tmp_path / "bin", "sacct", "echo '17|RUNNING'; echo '17.2|OUT_OF_MEMORY'")
+    program(
+        tmp_path / "bin",
+        "sacct",
+        # Only the raw numbers of an array's tasks are those of their environment.
+        """[ "$3" = --format=JobIDRaw,State ]; echo '17|RUNNING'; echo '17.2|OUT_OF_MEMORY'""",
+    )
     program(tmp_path / "bin", "scontrol", "echo 'JobId=17 JobState=TIMEOUT Reason=None'")
     assert state() == "OUT_OF_MEMORY"
     program(tmp_path / "bin", "sacct", "echo '17|CANCELLED by 1000'; echo '17.0|FAILED'")
