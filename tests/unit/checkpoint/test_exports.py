@@ -18,7 +18,7 @@ from mntrain.tasks.lm import LanguageModel
 from mntrain.tasks.transformer import Transformer
 
 # Of several workers, one imports the libraries, which takes seconds.
-pytestmark = pytest.mark.xdist_group("hugging face")
+pytestmark = pytest.mark.xdist_group("large libraries")
 
 VOCABULARY = 37
 HF = manifest(task="hf")

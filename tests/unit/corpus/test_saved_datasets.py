@@ -10,7 +10,7 @@ from mntrain.corpus.training_tokens import open_training_tokens
 from mntrain.tasks.hf import read_labelled
 
 # Of several workers, one imports the libraries, which takes seconds.
-pytestmark = pytest.mark.xdist_group("hugging face")
+pytestmark = pytest.mark.xdist_group("large libraries")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.first_of_two import FirstOfTwo
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.errors import ADVICE, advise
@@ -23,14 +22,23 @@ from mntrain.run.other_libraries import (
 from zero.collectives import SingleProcessCollectives
 from zero.optimizer import ZeroOptimizer
 
+# Of several workers, one imports the libraries, which takes seconds.
+pytestmark = pytest.mark.xdist_group("large libraries")
 
-class Sharded(FSDPModule, nn.Linear):
-    """A layer after fully_shard."""
+
+def sharded_class(name):
+    """A class of torch.distributed.fsdp, or that of a layer after fully_shard."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return {
+        "FullyShardedDataParallel": FullyShardedDataParallel,
+        "Sharded": type("Sharded", (FSDPModule, nn.Linear), {}),
+    }[name]
 
 
 def like(kind):
     """An instance of a wrapper that no process group has made."""
-    made = object.__new__(kind)
+    made = object.__new__(sharded_class(kind) if isinstance(kind, str) else kind)
     nn.Module.__init__(made)
     return made
 
@@ -40,8 +48,8 @@ def like(kind):
     [
         (DistributedDataParallel, "is wrapped in DistributedDataParallel: give the module"),
         (DataParallel, "is wrapped in DataParallel: give the module"),
-        (FullyShardedDataParallel, "is sharded by torch.distributed: leave"),
-        (Sharded, "is sharded by torch.distributed: leave"),
+        ("FullyShardedDataParallel", "is sharded by torch.distributed: leave"),
+        ("Sharded", "is sharded by torch.distributed: leave"),
     ],
 )
 def test_what_others_distribute_is_refused_as_a_whole_or_in_part(kind, said):

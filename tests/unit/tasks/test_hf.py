@@ -18,7 +18,7 @@ from mntrain.tasks import load
 from mntrain.tasks.hf import pad_batch
 
 # Of several workers, one imports the library, which takes seconds.
-pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("hugging face")]
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("large libraries")]
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 classifier = partial(task, head="classification")

@@ -9,7 +9,7 @@ from text_tasks import hf_task, language_model, write_reviews
 from mntrain.corpus.tokenizer import FileTokenizer
 
 # Of several workers, one imports the libraries, which takes seconds.
-pytestmark = pytest.mark.xdist_group("hugging face")
+pytestmark = pytest.mark.xdist_group("large libraries")
 
 
 def lm(path, valid, vocab=0):
