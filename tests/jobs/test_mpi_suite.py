@@ -24,7 +24,7 @@ AT_THREE = ("balance", "jobs", "soak", "transports")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made; or
 # memory, processes that are forked, devices that are emulated, and long turns.
 _ABOVE = ("balance", "checkpoint", "compressed_gradients", "forked")
-_ABOVE += ("local_checkpoints", "metrics_over_ranks", "own_loop", "report")
+_ABOVE += ("local_checkpoints", "own_loop", "report")
 _ABOVE += ("shared_memory", "soak", "timeline", "transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.
