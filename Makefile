@@ -88,7 +88,8 @@ clean:
 
 # Without compiling every module, which takes half of pip's time: what jobs import is compiled here, once.
 INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
-COMPILE = $(BIN)/python -c "import mntrain.train.entry, torch._dynamo"
+# Tests that depend on the MPI library need no compiler.
+COMPILE = $(BIN)/python -c "import mntrain.train.entry$(if $(filter test,$(TESTS)),,$(COMMA) torch._dynamo)"
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"
