@@ -43,7 +43,9 @@ RANKS := $(shell $(PYTHON) -c "import os; print(min(4, 2 * (os.cpu_count() or 1)
 
 # JOBS=0 runs one test after the other.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+# tests/site makes imports of torch cheaper, in pytest's own process, too.
+PYTEST := PYTHONPATH="$(CURDIR)/tests/site$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest
+PARALLEL := --numprocesses $(JOBS) --dist loadgroup
 
 .PHONY: train test test-more test-all lint gpu bench clean system-mpi
 .DELETE_ON_ERROR:
@@ -52,13 +54,13 @@ train: $(VENV)/.ready $(SYSTEM)
 	$(MPIRUN) $(MPIRUN_OPTIONS) -n $(RANKS) $(BIN)/python -m mntrain --comm.ranks-per-node 2 $(ARGS)
 
 test: $(VENV)/.ready-dev $(SYSTEM)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-more: $(VENV)/.ready-dev $(SYSTEM)
-	$(BIN)/python -m pytest --more tests $(ARGS)
+	$(PYTEST) --more tests $(ARGS)
 
 test-all: $(VENV)/.ready-dev $(SYSTEM)
-	$(PYTEST) --all tests $(ARGS)
+	$(PYTEST) $(PARALLEL) --all tests $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
@@ -86,7 +88,8 @@ clean:
 
 # Without compiling every module, which takes half of pip's time: what jobs import is compiled here, once.
 INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
-COMPILE = $(BIN)/python -c "import mntrain.train.entry, torch._dynamo"
+# Tests that depend on the MPI library need no compiler.
+COMPILE = $(BIN)/python -c "import mntrain.train.entry$(if $(filter test,$(TESTS)),,$(COMMA) torch._dynamo)"
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from corpora import stories, write_bpe
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 VOCABULARY = 300
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -14,6 +13,8 @@ BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 def write_gpt2(folder: Path, *, weights: bool = False, **options: object) -> Path:
     """A GPT-2 of two layers that takes 32 tokens, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # it takes seconds
+
     folder.mkdir(parents=True, exist_ok=True)
     write_bpe(folder, vocabulary=VOCABULARY).rename(folder / "tokenizer.json")
     given = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 304}
@@ -24,6 +25,8 @@ def write_gpt2(folder: Path, *, weights: bool = False, **options: object) -> Pat
 
 def write_bert(folder: Path, *, weights: bool = False, **options: object) -> Path:
     """A BERT of two layers that takes 24 tokens, without dropout."""
+    from transformers import BertConfig, BertForMaskedLM  # it takes seconds
+
     folder.mkdir(parents=True, exist_ok=True)
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

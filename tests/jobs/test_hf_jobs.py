@@ -9,11 +9,6 @@ from hf_models import write_bert, write_gpt2
 from job import ckpt, completed, losses, metrics, summary, train
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
 
 from mntrain.checkpoint.reader import list_checkpoints
 
@@ -53,6 +48,8 @@ def alone(tmp_path):
 @torch.no_grad()
 @pytest.mark.exhaustive
 def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss(tmp_path, text):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     options = [*HF, *text, "--hf.model", str(write_gpt2(tmp_path / "gpt2"))]
     completed(train(2, tmp_path, *options))
     completed(train(1, alone(tmp_path), *options))
@@ -78,6 +75,8 @@ def test_gpt2_learns_on_two_ranks_as_on_one_and_its_exported_folder_has_its_loss
 @pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_classifier_has_the_accuracy_that_the_library_finds_in_its_exported_folder(tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     words = {"neg": ("7 and 8 make", "9 and"), "pos": ("That is all", "That")}
     records = [
         {"body": words[label][i % 2] + " 12" * (i % 5), "kind": label}

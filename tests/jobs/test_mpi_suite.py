@@ -1,12 +1,20 @@
 """Run the tests of tests/mpi under mpirun, one pytest test for each number of ranks."""
 
+import re
 from pathlib import Path
 
 import pytest
 from launch import MPI_TESTS, run_suite
 
-# tests/simulation/test_ranks.py runs the others.
+# tests/simulation/test_ranks.py runs the others; ranks need not import files that have no more.
+SIMULATED = [
+    path
+    for path in sorted(MPI_TESTS.glob("test_*.py"))
+    if "pytest.mark.simulated" in (text := path.read_text())
+    and not {"mark.both", "mark.processes"} & {*re.findall(r"\bmark\.\w+", text)}
+]
 UNDER_MPI = ("-m", "not simulated or both or processes")
+UNDER_MPI += tuple(f"--ignore={path}" for path in SIMULATED)
 # On one rank, the tests whose subject differs there. On one to three ranks together, every test in
 # every combination with --all. On four, tests that depend on which rank is on which node.
 OF_ONE = ("shared_memory",)
@@ -16,7 +24,7 @@ AT_THREE = ("balance", "jobs", "soak", "transports")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made; or
 # memory, processes that are forked, devices that are emulated, and long turns.
 _ABOVE = ("balance", "checkpoint", "compressed_gradients", "forked")
-_ABOVE += ("local_checkpoints", "metrics_over_ranks", "own_loop", "report")
+_ABOVE += ("local_checkpoints", "own_loop", "report")
 _ABOVE += ("shared_memory", "soak", "timeline", "transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.

@@ -2,7 +2,7 @@
 
 import copy
 import math
-import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -235,28 +235,13 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
         assert "1 of them stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
 
 
-@pytest.mark.processes
-def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(world):
-    logits, targets = (torch.randn(4, 3), torch.arange(4) % 3)
-
-    Own, Other = (type(name, (MulticlassPrecision,), {}) for name in ("Own", "Other"))  # noqa: N806
-
-    def warnings_of(metric):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            metric(logits, targets)  # the value of a batch
-            metric.compute()
-        told = [warning for warning in found if "computes over the samples" in str(warning.message)]
-        assert all(warning.filename == __file__ for warning in told)
-        return [str(warning.message) for warning in told]
-
-    assert not warnings_of(world.metric(Own(3)))
-    assert not warnings_of(Own(3, sync_on_compute=False))
-    first = warnings_of(Own(3)) + warnings_of(Own(3))
-    assert len(first) == (RANK == 0 and RANKS > 1)
-    assert all(text.startswith("Own computes over the samples") for text in first)
-    assert all("use world.metric(metric)" in text for text in first)
-    assert len(warnings_of(Other(3))) == len(first)
+def test_rank_0_of_several_warns_of_metrics_of_its_samples(monkeypatch):
+    warning = []
+    monkeypatch.setattr(
+        mntrain.world, "warn_of_local_metrics", lambda: nullcontext(warning.append(RANK))
+    )
+    with mntrain.init(device="cpu"):
+        assert warning == ([0] if RANK == 0 and RANKS > 1 else [])
 
 
 # Means of a job's steps.

@@ -5,11 +5,13 @@ the folder of the launch. The handler is C code: it needs no GIL, so a process t
 library call answers too, and no permission to trace it is needed.
 
 Torch imports much that few tests need, and that is half of the processor time of a short job's
-start: its compiler torch._dynamo, which its optimizers tell what need not be compiled, and, for the
-meta device, operations that are written in Python. A stand-in takes what the optimizers say, and
-whoever wants anything else of the compiler gets the real one; another takes the place of the
-operations until a module is imported that needs them. While torch is imported, the search for
-garbage, which would find none, takes a sixth of a start more: there is none then.
+start, and of one with DDP two thirds: its compiler torch._dynamo, which its optimizers tell what
+need not be compiled, and of which DDP and checkpoints read an option; and, for the meta device,
+operations that are written in Python. A stand-in takes what the optimizers say and has the defaults
+of these options, and whoever wants anything else of the compiler gets the real one; another takes
+the place of the operations until a module is imported that needs them. The first comparison of
+tensors would take as long again. While torch is imported, the search for garbage, which would find
+none, takes a sixth of a start more: there is none then.
 """
 
 import contextlib
@@ -45,8 +47,31 @@ class StandIn(ModuleType):
         self.__spec__.loader.exec_module(self)
 
 
+class CompilerPart:
+    """What others read and call of a module of torch._dynamo; the rest is the real one's."""
+
+    def __init__(self, name, **known):
+        self.__dict__.update(known, _name=name)
+
+    def __getattr__(self, name):
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name, value):
+        setattr(self._real(), name, value)
+
+    def _real(self):
+        compiler = sys.modules["torch._dynamo"]
+        if isinstance(compiler, StandIn):
+            compiler.load()
+        return getattr(compiler, self._name)
+
+
 class CompilerStandIn(StandIn):
-    """What torch.optim and jobs call of torch._dynamo until something else of it is needed."""
+    """What much of torch reads and calls of torch._dynamo until something else is needed of it."""
+
+    config = CompilerPart("config", error_on_nested_fx_trace=True)  # which checkpoints read
+    utils = CompilerPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    trace_rules = CompilerPart("trace_rules", clear_lru_cache=lambda: None)
 
     def graph_break(self, *_, **__):
         pass
@@ -138,6 +163,18 @@ class TorchLoader:
         finally:
             gc.enable()
         gc.freeze()
+        compare_plain_tensors(importlib.import_module("torch.testing._comparison"))
+
+
+def compare_plain_tensors(comparison):
+    """Let comparisons import torch.distributed.tensor no more: without it, there is no DTensor."""
+    unwrap = getattr(comparison, "_unwrap_dtensor_for_comparison", None)  # of newer versions
+
+    def unwrapped(*compared):
+        return unwrap(*compared) if "torch.distributed.tensor" in sys.modules else compared
+
+    if unwrap is not None:
+        comparison._unwrap_dtensor_for_comparison = unwrapped
 
 
 if "MPI_LAUNCH_FOLDER" in os.environ:

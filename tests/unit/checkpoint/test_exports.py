@@ -9,13 +9,6 @@ from manifests import manifest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-)
 
 from mntrain.checkpoint.exports import export_folder
 from mntrain.corpus.tokenizer import FileTokenizer
@@ -24,6 +17,9 @@ from mntrain.options.types import as_mapping
 from mntrain.tasks.lm import LanguageModel
 from mntrain.tasks.transformer import Transformer
 
+# Of several workers, one imports the libraries, which takes seconds.
+pytestmark = pytest.mark.xdist_group("large libraries")
+
 VOCABULARY = 37
 HF = manifest(task="hf")
 
@@ -31,6 +27,8 @@ HF = manifest(task="hf")
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def saved(request, tmp_path):
     """A checkpoint of a model with tied weights, and the model."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=11)
     model = GPT2LMHeadModel(config).to(request.param)
     path, run_files = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "run" / "hf"
@@ -45,6 +43,8 @@ def saved(request, tmp_path):
 
 
 def test_an_exported_folder_has_the_tensors_and_the_dtype_of_the_checkpoint(saved, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     path, model = saved
     size = export_folder(path, HF, tmp_path / "out", force=False)
     assert size == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
@@ -113,6 +113,8 @@ def described(given):
 
 def opened(folder):
     """The exported model, of which no tensor may be missing or unexpected."""
+    from transformers import AutoModelForCausalLM
+
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return model.eval()
@@ -129,6 +131,8 @@ def opened(folder):
 )
 @torch.no_grad()
 def test_the_exported_llama_has_the_same_weights_and_logits(tmp_path, heads, kv_heads, dtype):
+    from transformers import LlamaForCausalLM
+
     given = shape(heads, kv_heads)
     path, ours = save(tmp_path, given, dtype)
     size = export_folder(path, described(given), tmp_path / "out", force=False)
@@ -151,6 +155,8 @@ def test_the_exported_llama_has_the_same_weights_and_logits(tmp_path, heads, kv_
 
 
 def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokenizer = bpe(tmp_path)
     (tmp_path / "a.txt").write_text("".join(stories(200)))
@@ -168,6 +174,8 @@ def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path
 
 
 def test_the_exported_tokenizer_adds_no_token_that_training_has_not_seen(tmp_path):
+    from transformers import AutoTokenizer
+
     made = Tokenizer.from_file(str(bpe(tmp_path).path))
     made.add_special_tokens(["<s>"])
     start = made.token_to_id("<s>")

@@ -1,7 +1,6 @@
 import pickle
 import sys
 
-import datasets
 import pytest
 from corpora import ids, stories, write_bpe, write_records
 
@@ -9,6 +8,9 @@ from mntrain.corpus.text_files import find_files
 from mntrain.corpus.tokenizer import load_tokenizer
 from mntrain.corpus.training_tokens import open_training_tokens
 from mntrain.tasks.hf import read_labelled
+
+# Of several workers, one imports the libraries, which takes seconds.
+pytestmark = pytest.mark.xdist_group("large libraries")
 
 
 @pytest.fixture
@@ -26,6 +28,8 @@ def expected(given, texts):
 
 
 def test_the_tokens_are_those_of_each_text_with_an_end_in_the_order_of_the_rows(tmp_path, given):
+    import datasets
+
     texts = [*stories(2500), None, "", "日本 <|endoftext|>"]  # of several chunks
     saved = write_records(tmp_path / "saved", texts, field="story")
     whole = datasets.load_from_disk(saved)
@@ -82,6 +86,8 @@ def test_labelled_records_have_their_texts_and_labels(tmp_path):
 
 
 def test_what_has_no_such_text_and_damaged_folders_are_refused(tmp_path, given, monkeypatch):
+    import datasets
+
     saved = write_records(tmp_path / "saved", stories(3))
     for field, tokenizer, message in (
         ("story", given, "has no field 'story': its fields are id, text; name another"),

@@ -1,6 +1,7 @@
 """Models that other trainers have made, and saves without a process group."""
 
 import sys
+import warnings
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import SimpleNamespace
@@ -9,7 +10,6 @@ import pytest
 import torch
 from helpers.first_of_two import FirstOfTwo
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.errors import ADVICE, advise
@@ -17,20 +17,31 @@ from mntrain.run.other_libraries import (
     check_model,
     checked,
     checked_once_imported,
+    gather_states,
     guard_torch_checkpoints,
     lone_accelerator,
+    warn_of_local_metrics,
 )
 from zero.collectives import SingleProcessCollectives
 from zero.optimizer import ZeroOptimizer
 
+# Of several workers, one imports the libraries, which takes seconds.
+pytestmark = pytest.mark.xdist_group("large libraries")
 
-class Sharded(FSDPModule, nn.Linear):
-    """A layer after fully_shard."""
+
+def sharded_class(name):
+    """A class of torch.distributed.fsdp, or that of a layer after fully_shard."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return {
+        "FullyShardedDataParallel": FullyShardedDataParallel,
+        "Sharded": type("Sharded", (FSDPModule, nn.Linear), {}),
+    }[name]
 
 
 def like(kind):
     """An instance of a wrapper that no process group has made."""
-    made = object.__new__(kind)
+    made = object.__new__(sharded_class(kind) if isinstance(kind, str) else kind)
     nn.Module.__init__(made)
     return made
 
@@ -40,8 +51,8 @@ def like(kind):
     [
         (DistributedDataParallel, "is wrapped in DistributedDataParallel: give the module"),
         (DataParallel, "is wrapped in DataParallel: give the module"),
-        (FullyShardedDataParallel, "is sharded by torch.distributed: leave"),
-        (Sharded, "is sharded by torch.distributed: leave"),
+        ("FullyShardedDataParallel", "is sharded by torch.distributed: leave"),
+        ("Sharded", "is sharded by torch.distributed: leave"),
     ],
 )
 def test_what_others_distribute_is_refused_as_a_whole_or_in_part(kind, said):
@@ -172,3 +183,28 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
     for name, state in alone.full_state_dict()["state"].items():
         for key, value in state.items():
             assert torch.equal(whole["optimizer"]["state"][name][key], value)
+
+
+def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
+    from torchmetrics.classification import MulticlassPrecision
+
+    logits, targets = torch.randn(4, 3), torch.arange(4) % 3
+    Own, Other = (type(name, (MulticlassPrecision,), {}) for name in ("Own", "Other"))  # noqa: N806
+
+    def warnings_of(metric):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            metric(logits, targets)  # the value of a batch
+            metric.compute()
+        told = [warning for warning in found if "computes over the samples" in str(warning.message)]
+        assert all(warning.filename == __file__ for warning in told)
+        return [str(warning.message) for warning in told]
+
+    with warn_of_local_metrics():
+        assert not warnings_of(gather_states(Own(3), lambda state: [state]))
+        assert not warnings_of(Own(3, sync_on_compute=False))
+        (told,) = warnings_of(Own(3)) + warnings_of(Own(3))
+        assert told.startswith("Own computes over the samples")
+        assert "use world.metric(metric)" in told
+        assert len(warnings_of(Other(3))) == 1
+    assert not warnings_of(type("Third", (MulticlassPrecision,), {})(3))

@@ -10,7 +10,6 @@ from hf_models import write_bert, write_gpt2
 from text_tasks import hf_task as task
 from text_tasks import write_reviews
 from torch.utils.data import default_collate
-from transformers import RobertaConfig, ViTConfig
 
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.options.config import Config, DataConfig
@@ -18,7 +17,8 @@ from mntrain.options.huggingface import HuggingFaceConfig
 from mntrain.tasks import load
 from mntrain.tasks.hf import pad_batch
 
-pytestmark = pytest.mark.thorough  # transformers takes long to import
+# Of several workers, one imports the library, which takes seconds.
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("large libraries")]
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 classifier = partial(task, head="classification")
@@ -126,6 +126,8 @@ def test_the_example_predicts_masks_that_the_seed_decides_with_the_loss_of_the_l
 
 
 def test_positions_behind_the_padding_token_count(tmp_path):
+    from transformers import RobertaConfig
+
     folder = write_bert(tmp_path / "roberta")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 26}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
@@ -184,6 +186,8 @@ def test_texts_are_cut_to_the_length_of_the_model_and_padded_with_its_token(tmp_
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Folders of models in the current directory."""
+    from transformers import ViTConfig
+
     monkeypatch.chdir(tmp_path)
     for name in ("text", "odd"):
         Path(name).mkdir()

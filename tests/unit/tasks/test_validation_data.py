@@ -8,6 +8,9 @@ from text_tasks import hf_task, language_model, write_reviews
 
 from mntrain.corpus.tokenizer import FileTokenizer
 
+# Of several workers, one imports the libraries, which takes seconds.
+pytestmark = pytest.mark.xdist_group("large libraries")
+
 
 def lm(path, valid, vocab=0):
     return language_model(path, vocab=vocab, valid_path=valid)
