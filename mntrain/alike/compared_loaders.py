@@ -61,6 +61,13 @@ def compare_samples(ranks: Peers, first: FirstBatch, of: str, fix: str) -> None:
         return
     gathered: list[tuple[Content, set[str]]]
     gathered = ranks.gather((dict(first.content), _changing(first)))
+    failures = {rank: text for rank, text in enumerate(ranks.gather(first.failure)) if text}
+    if 0 < len(failures) < ranks.size:
+        raise AgreedError(
+            f"{naming('rank', failures)} cannot read samples of {of} that others can: "
+            f"{next(iter(failures.values()))}",
+            ranks.rank,
+        )
     changing = set[str]().union(*(names for _, names in gathered))
     odd: dict[str, list[int]] = {}  # by field, the ranks that have another value than rank 0
     for name in dict.fromkeys(name for own, _ in gathered for name in own):

@@ -57,6 +57,7 @@ class FirstBatch:
     `indices` is a digest of the samples' indices, if they have any. `again` reads the samples of
     `content` once more, in the same states of the default generators: what changes is random. None
     if that is impossible. Samples `may_be_random` altogether where their order cannot differ.
+    `failure` is the first exception of a sample that could not be read.
     """
 
     sizes: Mapping[str, object]
@@ -64,6 +65,7 @@ class FirstBatch:
     content: Content = field(default_factory=dict)
     again: Callable[[], Content] | None = None
     may_be_random: bool = False
+    failure: str = ""
 
 
 def of_samples(
@@ -83,10 +85,13 @@ def of_samples(
     except Exception:
         return FirstBatch(sizes or {}, digest)
 
-    def read() -> Content:
-        return fields_of([_read(copied, index) for index in indices])
+    failures: list[str] = []
 
-    return FirstBatch(sizes or {}, digest, read(), read, may_be_random=True)
+    def read() -> Content:
+        return fields_of([_read(copied, index, failures) for index in indices])
+
+    content, failure = read(), next(iter(failures), "")
+    return FirstBatch(sizes or {}, digest, content, read, may_be_random=True, failure=failure)
 
 
 def spread_digest(data: Any) -> dict[str, str]:
@@ -149,12 +154,15 @@ def can_be_read_again(dataset: Any) -> bool:
     )
 
 
-def _read(dataset: Any, index: Any) -> Any:
+def _read(dataset: Any, index: Any, failures: list[str]) -> Any:
+    """Return a sample, or the type of the exception that it raises, which `failures` then has."""
     try:
         with SeededDraws(0):
             return dataset[index]
     except Exception as error:
-        return type(error).__name__
+        kind, text = type(error).__name__, str(error).partition("\n")[0]
+        failures.append(f"{kind}: {text} (sample {index})")
+        return kind
 
 
 def detached(dataset: Any) -> Any:

@@ -41,9 +41,10 @@ def parse(words: Sequence[str]) -> Options:
         help="take MAX hosts, and go on with as few as MIN (default: as many as at first)",
     )
     own = list(words[: words.index("--")]) if "--" in words else list(words)
-    options, command = parser.read(own), list(words[len(own) + 1 :])
-    if not command:
+    command = list(words[len(own) + 1 :])
+    if not command and not {"-h", "--help"} & set(own):
         raise ValueError("launch: no command: give one after --, such as -- mpirun -n 4 python ...")
+    options = parser.read(own)
     nodes = re.fullmatch(r"(\d+)(?::(\d+))?", options.nodes or "1")
     spares = "0" if options.spares is None else options.spares
     if not spares.isdecimal():

@@ -52,7 +52,8 @@ def end_last_line(path: Path) -> None:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl, without one that a kill has cut short.
 
-    Empty if the run has none. Raises OSError if it cannot be read.
+    Nor with one that has no step, of another program. Empty if the run has none. Raises OSError if
+    it cannot be read.
     """
     lines = []
     try:
@@ -60,11 +61,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     for line in text.splitlines():
-        try:
+        with suppress(ValueError):
             lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
+    return [x for x in lines if isinstance(x, dict) and isinstance(x.get("step"), int | float)]
 
 
 def flatten(line: Mapping[str, Any]) -> dict[str, Any]:

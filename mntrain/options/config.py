@@ -49,6 +49,13 @@ MAY_DIFFER = {
 RANK_OPTIONS = {"rank", "global_rank", "local_rank", "node_rank", "host", "hostname", "gpu"}
 
 
+def _check_metric(value: str) -> str:
+    name, colon, mode = value.partition(":")
+    if not name or (colon and mode not in ("min", "max")):
+        raise ValueError("must be a metric, such as eval_loss or accuracy:max")
+    return value
+
+
 def _check_link(value: str) -> str:
     Link.of(value)
     return value
@@ -430,9 +437,8 @@ class CheckpointConfig:
     keep: int = Field(
         default=3, ge=1, description="checkpoints to keep: the newest, and the best one."
     )
-    best: str = Field(
+    best: Annotated[str, AfterValidator(_check_metric)] = Field(
         default="eval_loss",
-        pattern=r"^[^:]+(:min|:max)?$",
         description="metric whose best checkpoint is kept: eval_loss, or one of the task's, such "
         "as accuracy:max. The lowest value is the best, unless :max follows.",
     )

@@ -40,7 +40,7 @@ class RunFiles:
             raise ValueError(f"{path} has no {', '.join(names)}: give the folder of a run")
         self.label, self.path = label, path
         self.missing = missing = list[str]()
-        lines = [flatten(line) for line in read_metrics(path) if _is_number(line.get("step"))]
+        lines = [flatten(line) for line in read_metrics(path)]
         self.lines = lines  # of metrics.jsonl
         if not lines:
             missing.append("No step is in metrics.jsonl.")

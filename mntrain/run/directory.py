@@ -79,7 +79,9 @@ class RunDirectory:
                 self._make(new=path is None)
                 self._lock = RunLock(self.path, world.watchdog.lose_directory)
         self.path = world.gather(self.path)[0]
-        self.last_step = world.gather(_last_step(self.path) if world.master else 0)[0]
+        with world.agreement():
+            last = _last_step(self.path) if world.master else 0
+        self.last_step = world.gather(last)[0]
 
     def _make(self, *, new: bool) -> None:
         """Make the folder. No other process can get the same `new` one.

@@ -264,17 +264,21 @@ def class_name(kind: type) -> str:
 
 @contextmanager
 def errors_of_task(task: Task, work: str) -> Iterator[None]:
-    """Raise ValueError for an exception of the block: one line, with the line of the task."""
+    """Raise ValueError for an exception of the block: one line, with the line that raised it.
+
+    That is the last one of the task, if any; of a check of mntrain's, there is none.
+    """
     try:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = inspect.getsourcefile(type(task))
         frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
-        text = str(error).partition("\n")[0]
+        file, text = Path(frame.filename), str(error).partition("\n")[0]
+        ours = frame.filename != own and file.is_relative_to(Path(__file__).parents[1])
+        where = "" if ours else f" ({file.name}, line {frame.lineno})"  # of what it has returned
         raise ValueError(
-            f"--task {name_of(task)}: {work}: {type(error).__name__}: {text} "
-            f"({Path(frame.filename).name}, line {frame.lineno})"
+            f"--task {name_of(task)}: {work}: {type(error).__name__}: {text}{where}"
         ) from error
 
 

@@ -41,9 +41,9 @@ class ModelFolder:
         file = given / CONFIG_FILE if given is not None and given.is_dir() else given
         if file is None or not file.is_file():
             raise ValueError(
-                f"--hf.model {given or ''}: there is no {CONFIG_FILE}, and nothing is downloaded: "
-                "give a folder that has one, such as that of `hf download MODEL --local-dir "
-                "FOLDER` where there is a network"
+                f"--hf.model {given or 'none'}: there is no {CONFIG_FILE}, and nothing is "
+                "downloaded: give a folder that has one, such as that of `hf download MODEL "
+                "--local-dir FOLDER` where there is a network"
             )
         self._options, self._auto = options, _AUTO[options.head]
         self.path, self.config_file = file.parent, file

@@ -13,6 +13,8 @@ from mntrain.tasks import Loss, Split
 from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
 from mntrain.tasks.transformer import Transformer
 
+_MOST = 1 << 31  # ids of a vocabulary that is taken from the data
+
 
 class LanguageModel(TextTask):
     """Next-token prediction over bytes or token ids, by a small transformer.
@@ -88,7 +90,7 @@ class LanguageModel(TextTask):
 def _vocabulary(data: TrainingTokens, given: int) -> int:
     """Return the vocabulary size: as given, or for 0 that of the tokenizer or of the ids.
 
-    Raises ValueError if it is less than the tokenizer's.
+    Raises ValueError if it is less than the tokenizer's, or of ids that are none.
     """
     least = data.tokenizer.size if data.tokenizer else 0
     if 0 < given < least:
@@ -96,4 +98,11 @@ def _vocabulary(data: TrainingTokens, given: int) -> int:
             f"--model.vocab {given}: the tokens of the text have ids below {least}: give 0 or at "
             f"least {least}"
         )
-    return given or least or 1 + data.tokens.id_range()[1]
+    if given or least:
+        return given or least
+    if (highest := data.tokens.id_range()[1]) >= _MOST:
+        raise ValueError(
+            f"the data has token id {highest}, and the vocabulary would have as many ids: give a "
+            f"file of token ids below {_MOST:,}, or a --model.vocab"
+        )
+    return 1 + highest

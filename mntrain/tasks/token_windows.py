@@ -136,8 +136,9 @@ class TokenSplits:
             )
         if self._config.balance.mode == "cadence":
             epochs = ""  # their batches follow the speeds of ranks
+        ids = f"; ids are below {self._windows.vocab:,}" if self._data.tokenizer is None else ""
         lines = [
-            f"data: {self._data.describe()}",
+            f"data: {self._data.describe()}{ids}",
             f"{windows:,} training{valid} windows of {self._windows.context} tokens{epochs}",
             self._data.sources.describe_skipped(),
             *self._lines,

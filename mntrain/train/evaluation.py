@@ -14,6 +14,7 @@ from mntrain.checkpoint import random_states, set_random_states
 from mntrain.data.phase_notes import noted
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepRecord
+from mntrain.run.means import to_float
 from mntrain.tasks import Task, check_loss, errors_of_task, evaluating, name_of
 from mntrain.train.forward import Precision
 from mntrain.train.job_data import JobData
@@ -49,9 +50,24 @@ def evaluate(
                 reason = f"{where}, the loss is {found.nonfinite}"
                 raise TrainingStoppedError(reason, world.rank)
             with noted(world.rank, f"metrics {where}"):
-                metrics = task.derive(found.loss, found.metrics)
+                metrics = derived(task, found)
             by_set[name] = replace(found, metrics=metrics)
     return merge_sets(by_set)
+
+
+def derived(task: Task, means: GlobalMeans) -> dict[str, float]:
+    """Return the metrics that a task derives from the means over all ranks, as floats. Local.
+
+    Raises TypeError for what is no number: files and reports would have it as a text.
+    """
+    given = task.derive(means.loss, means.metrics)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"derive() returned a {type(given).__name__}: return a dict of numbers")
+    numbers = {name: to_float(value) for name, value in given.items()}
+    for name, number in numbers.items():
+        if number is None:
+            raise TypeError(f"derive() returned {given[name]!r} as {name}: return a number")
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def merge_sets(by_set: Mapping[str, GlobalMeans]) -> tuple[float, dict[str, float]]:
@@ -94,6 +110,7 @@ class BestMetric:
         if record.eval_loss is None:
             return None
         values = {EVAL_LOSS: record.eval_loss, **(record.eval_metrics or {})}
+        values[EVAL_LOSS] = record.eval_loss  # also if a metric has that name
         self.check(values)
         value = values[self._name]
         return None if math.isnan(value) else self._sign * value
@@ -169,7 +186,7 @@ def try_evaluation(
         try:
             for which, means in sums.items():
                 found = means.reduce(SingleProcessCollectives(), "in an evaluation")
-                by_set[which] = replace(found, metrics=task.derive(found.loss, found.metrics))
+                by_set[which] = replace(found, metrics=derived(task, found))
         except (ArithmeticError, LookupError, ValueError):
             return  # of a batch without a positive, say: the first evaluation checks it
         names = [EVAL_LOSS, *merge_sets(by_set)[1]] if by_set else []

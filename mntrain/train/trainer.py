@@ -23,7 +23,7 @@ from mntrain.rank_info import memory_now
 from mntrain.run.signals import Stop
 from mntrain.train import ending
 from mntrain.train.description import describe_job
-from mntrain.train.evaluation import evaluate
+from mntrain.train.evaluation import derived, evaluate
 from mntrain.train.job import Job
 from mntrain.train.optimization import advance
 from mntrain.train.shared_step import SharedStep, errors_stop
@@ -183,7 +183,7 @@ class Trainer:
         if job.config.log.per_rank:
             self._shared.measured = of_this_rank(times, memory_now(self._world.device))
         with noted(self._world.rank, f"metrics of step {step}"):
-            metrics = job.task.derive(means.loss, means.metrics)
+            metrics = derived(job.task, means)
         return StepRecord(
             step=step,
             loss=means.loss,

@@ -105,6 +105,11 @@ def test_options_of_the_command_line(line, expected):
             "--train.batch-size: Input should be greater than or equal to 1, not 0",
         ),
         (
+            "--checkpoint.best accuracy:MAX",
+            "--checkpoint.best: must be a metric, such as eval_loss or accuracy:max, not "
+            "'accuracy:MAX'",
+        ),
+        (
             "--train.precision fp8",
             "--train.precision: Input should be 'fp32', 'bf16', 'bf16-pure' or 'fp16', not 'fp8'",
         ),

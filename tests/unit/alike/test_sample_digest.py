@@ -126,7 +126,9 @@ def test_a_sample_that_cannot_be_drawn_counts_as_its_exception_and_a_whole_datas
     def draw(index):
         raise FileNotFoundError(f"/node1/{index}.png")
 
-    assert of_samples(Generating(1, draw), [0]).content == fields_of(["FileNotFoundError"])
+    found = of_samples(Generating(1, draw), [0])
+    assert found.content == fields_of(["FileNotFoundError"])
+    assert found.failure == "FileNotFoundError: /node1/0.png (sample 0)"
     assert of_samples(Whole(3), [0]).content == {}
 
 

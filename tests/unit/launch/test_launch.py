@@ -393,6 +393,7 @@ def test_too_few_hosts_are_left(tmp_path):
     ("words", "said"),
     [
         ("", "launch: no command: give one after --"),
+        ("--nodes 1 mpirun -n 2 x", "launch: no command: give one after --"),
         ("--spares -1 -- true", "--spares -1: give a number, 0 or more"),
         ("--spares two -- true", "--spares two: give a number, 0 or more"),
         ("--spares 1 -- true", "--spares 1: there is 1 host in all"),

@@ -5,19 +5,23 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from mntrain.checks import storage
+from mntrain.errors import AgreedError, agreement
 from mntrain.run import directory
 from mntrain.run.directory import RunDirectory, rewind
 
 
 def test_rewinding_removes_what_later_steps_have_left(tmp_path):
     lines = [json.dumps({"step": step, "loss": 1 / step}) for step in (1, 2, 3, 4)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    foreign = ["5", "[4]", "null", '{"loss": 1}', '{"step": "4"}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines + foreign) + '\n{"step": 5, "lo')
+    assert RunDirectory(alone(), tmp_path).last_step == 4
     (tmp_path / "summary.json").write_text("{}")
     for step in (2, 3, 4):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
@@ -33,6 +37,14 @@ def alone():
     world = SimpleNamespace(rank=0, size=1, master=True, watchdog=Mock(), recorder=recorder)
     world.gather, world.agreement = lambda x: [x], nullcontext
     return world
+
+
+def test_metrics_that_cannot_be_read_are_an_error_of_all_ranks(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    world = alone()
+    world.agreement = partial(agreement, world.gather, 0)
+    with pytest.raises(AgreedError, match=r"Is a directory: '.*/metrics.jsonl'$"):
+        RunDirectory(world, tmp_path)
 
 
 def names(folder):

@@ -144,6 +144,12 @@ def test_the_vocabulary_is_that_of_data_and_tokenizer_or_as_given(text, tmp_path
         language_model(tmp_path / "a.npy", tokenizer=given)
 
 
+def test_ids_that_no_vocabulary_has_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([5, 2**63, 7] * 9, np.uint64))
+    with pytest.raises(ValueError, match=f"token id {2**63}, and the vocabulary would have as"):
+        language_model(tmp_path / "a.npy")
+
+
 @pytest.mark.parametrize("bad", [50, -1])
 def test_a_token_outside_the_vocabulary_is_named(tmp_path, bad):
     np.save(tmp_path / "a.npy", np.array([1] * 9 + [bad] + [1] * 9))

@@ -44,7 +44,8 @@ def test_train_bin_trains_as_a_whole_and_val_bin_validates(tmp_path):
         "--data.path": tmp_path / "train.bin",
         "--data.valid-path": tmp_path / "val.bin",
     }
-    assert made.describe_data().splitlines()[1:] == [
+    assert made.describe_data().splitlines() == [
+        "data: 1 file, 41 token ids without a tokenizer; ids are below 41",
         "10 training windows of 4 tokens; 200 steps of 32 windows are 200 epochs",
         "validation: 1 file, 10 token ids without a tokenizer, 2 windows",
     ]

@@ -5,6 +5,7 @@ import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +14,10 @@ from torch.utils.data import TensorDataset
 from mntrain.checkpoint.objects import encode_objects, merge, select
 from mntrain.options.config import Config, TrainConfig
 from mntrain.tasks import Loss, Mean, Sum, Task
-from mntrain.train.evaluation import BestMetric, try_evaluation
+from mntrain.train.evaluation import BestMetric, derived, try_evaluation
 from mntrain.train.forward import Precision
 from mntrain.train.job_data import JobData
+from mntrain.train.step_means import GlobalMeans
 
 
 def record(loss, **metrics):
@@ -29,6 +31,7 @@ def record(loss, **metrics):
 def test_the_lowest_score_is_the_best_evaluation_if_there_is_one(text, score):
     assert BestMetric(text).score(record(2.0, accuracy=0.75, errors=9.0)) == score
     assert BestMetric(text).score(record(None)) is None
+    assert BestMetric().score(record(2.0, eval_loss=9.0)) == 2.0  # not a metric of that name
     nan = math.nan
     assert BestMetric(text).score(record(nan, accuracy=nan, errors=nan)) is None
     refused = r"--checkpoint.best acc: .* they have eval_loss, accuracy$"
@@ -209,6 +212,18 @@ class ReturnsNothing(Points):
         metrics["root"] = loss**0.5
 
 
+class ReturnsText(Points):
+    def derive(self, loss, metrics):
+        return {"root": f"{loss**0.5:.3f}"}
+
+
+def test_derived_metrics_are_numbers_of_any_kind_and_become_floats():
+    values = {"a": np.float32(0.5), "b": torch.tensor([2]), "c": True, "d": np.int64(3), "e": 4}
+    found = derived(SimpleNamespace(derive=lambda *_: values), GlobalMeans(1.0, {}, 5, ""))
+    assert found == {"a": 0.5, "b": 2.0, "c": 1.0, "d": 3.0, "e": 4.0}
+    assert {type(value) for value in found.values()} == {float}
+
+
 @pytest.mark.parametrize(
     ("kind", "best", "names"),
     [
@@ -241,15 +256,15 @@ def test_a_best_metric_that_evaluations_will_not_have_is_refused_at_the_start(ki
         (Fails, "an evaluation of the validation data fails: AssertionError: points must be"),
         (OfNoLoss, "returned a Tensor: return mntrain.tasks.Loss"),
         (Misspells, "derive() fails in an evaluation: AttributeError: 'float' object has no"),
-        (ReturnsNothing, "derive() fails in an evaluation: TypeError: Value after * must be an"),
+        (ReturnsNothing, "derive() returned a NoneType: return a dict of numbers"),
+        (ReturnsText, "' as root: return a number"),
     ],
 )
 def test_an_error_of_the_task_is_one_line_with_its_place(kind, sentence):
     with pytest.raises(ValueError, match=f"^--task own:Points: .*{re.escape(sentence)}") as raised:
         check(kind)
-    # Their calls have returned.
-    where = {OfNoLoss: "__init__.py", ReturnsNothing: "evaluation.py"}.get(
-        kind, "test_evaluation.py"
-    )
-    assert re.search(rf"\({where}, line \d+\)$", str(raised.value))
+    has_returned = kind in (OfNoLoss, ReturnsNothing, ReturnsText)
+    line = re.search(r"\(\w+\.py, line \d+\)$", str(raised.value))
+    assert has_returned == (line is None)
+    assert has_returned or line[0].startswith("(test_evaluation.py,")
     assert "\n" not in str(raised.value)
