@@ -172,3 +172,17 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
     for name, state in alone.full_state_dict()["state"].items():
         for key, value in state.items():
             assert torch.equal(whole["optimizer"]["state"][name][key], value)
+
+
+def test_states_by_parameter_are_neither_read_nor_set_by_torch():
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(model, torch.optim.Adam, SingleProcessCollectives(), lr=0.1)
+    words = r"cannot read or set .* use optimizer\.full_state_dict"
+    with guard_torch_checkpoints(rank=0):
+        with pytest.raises(RuntimeError, match=words):
+            get_state_dict(model, optimizer)
+        with pytest.raises(RuntimeError, match=words):
+            set_optimizer_state_dict(model, optimizer, optimizer.full_state_dict())
+    assert not optimizer.state  # torch takes a step where there is none
