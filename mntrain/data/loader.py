@@ -15,6 +15,7 @@ between ranks in each step.
 import copy
 import math
 import time
+import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -47,7 +48,7 @@ from mntrain.alike.sample_digest import (
 from mntrain.alike.values import Peers
 from mntrain.balance.own_pace import BatchNumber
 from mntrain.data.balancing import LoaderBalancing
-from mntrain.data.cutting import cut, length_of
+from mntrain.data.cutting import cut, length_of, rows_of_tensors
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import GlobalBatch
 from mntrain.data.source import (
@@ -301,6 +302,8 @@ class ShardedLoader:
         self._compares_passes = not divided and not _has_indices(loader)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         self._generator: torch.Generator | None = next(filter(None, generators), None)
+        collates = getattr(loader, "collate_fn", default_collate) is not default_collate
+        self._may_drop = shards.size > 1 and collates
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
         self.sizes = 0, 0
@@ -486,11 +489,27 @@ class ShardedLoader:
 
     def _own_weight(self, part: Part) -> float:
         if self._weight is None or not part.own:
+            self._warn_of_dropped(part)
             return part.own
         weight = float(self._weight(part.batch))
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight() returned {weight}: return a finite number, 0 or more")
         return weight
+
+    def _warn_of_dropped(self, part: Part) -> None:
+        """Warn, once, of a batch with fewer rows than the samples that it counts as."""
+        if not self._may_drop or not part.own:
+            return
+        rows = rows_of_tensors(part.batch)
+        if rows is not None and rows < part.own:
+            self._may_drop = False
+            warnings.warn(
+                f"collate_fn made {rows} rows of the {part.own} samples of rank "
+                f"{self._shards.rank}, whose loss counts as a mean over {part.own}: if it leaves "
+                "samples out, give world.shard(loader, weight=) a function that returns the number "
+                "of those in a batch",
+                stacklevel=4,
+            )
 
 
 def _source(loader: Any, peers: Peers, divider: Divider | None) -> Source:
