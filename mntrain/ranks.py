@@ -528,13 +528,19 @@ class Ranks:
 
         Of a number a float; of a list, of the same length on all ranks, a list, elementwise; of a
         tensor, of the same shape on all ranks, a new one, elementwise, and dense. Of complex
-        numbers, on all ranks, complex ones: a complex128 tensor of a tensor.
+        numbers, on all ranks, complex ones: a complex128 tensor of a tensor. Raises TypeError for
+        anything else.
         """
         dtype = wide_dtype(values)
         if isinstance(values, Tensor):
             totals = dense(values).to(dtype, copy=True).contiguous()
         else:
-            totals = torch.tensor(values, dtype=dtype, device="cpu")
+            try:
+                totals = torch.tensor(values, dtype=dtype, device="cpu")
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"world.sum of {values!r}: give a number, a list of numbers or a tensor"
+                ) from error
         name = named_by_shape("world.sum", values)
         self.collectives.named(name).all_reduce(as_reals(totals)).wait()
         if isinstance(values, Tensor):

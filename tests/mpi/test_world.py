@@ -108,6 +108,12 @@ def test_sum_adds_in_double_precision(world):
     assert world.sum(torch.tensor(2.5, requires_grad=True)).item() == 2.5 * RANKS
 
 
+@pytest.mark.parametrize("value", [None, {"loss": 1.0}, "1"])
+def test_sums_of_what_is_no_number_are_refused(world, value):
+    with pytest.raises(TypeError, match="give a number, a list of numbers or a tensor"):
+        world.sum(value)
+
+
 def test_sums_and_means_of_sparse_tensors_are_dense(world):
     eye = torch.eye(3).double()
     assert world.sum(eye.to_sparse() if RANK else eye).equal(RANKS * eye)
