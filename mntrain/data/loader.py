@@ -14,6 +14,7 @@ between ranks in each step.
 
 import copy
 import math
+import threading
 import time
 import warnings
 import zlib
@@ -23,8 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any, TypeGuard, cast
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -103,6 +105,10 @@ class ShardOptions:
             )
         if self.train is not None and not isinstance(self.train, bool):
             raise ValueError(f"train={self.train!r}: give True or False, or leave it out")
+        if not (isinstance(self.seed, Integral) and self.seed >= 0):
+            raise ValueError(f"seed={self.seed!r}: give a whole number, 0 or more")
+        if not (self.weight is None or callable(self.weight)):
+            raise ValueError(f"weight={self.weight!r}: give a function of a batch, or None")
 
 
 def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
@@ -119,6 +125,16 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
             continue
         return known.setdefault(id(owner), Passes())
     return None
+
+
+class _Registries(threading.local):
+    """The registries of the worlds that this thread has made."""
+
+    def __init__(self) -> None:
+        self.made = WeakSet["ShardRegistry"]()
+
+
+_REGISTRIES = _Registries()
 
 
 class ShardRegistry:
@@ -148,6 +164,7 @@ class ShardRegistry:
         self._balances: list[LoaderBalancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
+        _REGISTRIES.made.add(self)
 
     def shard(self, loader: Iterable[Any], options: ShardOptions) -> "ShardedLoader":
         """Return the shard of a loader. See `World.shard`."""
@@ -215,6 +232,18 @@ class ShardRegistry:
         optimizer.accumulation.evaluations = self.evaluations
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
+
+    def check_optimizers(self) -> None:
+        """Raise ValueError if only other worlds have optimizers, which learn of no batch. Local."""
+        others = (other for other in _REGISTRIES.made if other is not self)
+        if self.size == 1 or any(self._open()) or not any(any(each._open()) for each in others):
+            return
+        raise ValueError(
+            "this world has no optimizer, and another world of this process has: the batches of "
+            "world.shard have their weights in optimizers of the same world alone; call "
+            "mntrain.init() once and pass the world on, or give train=False to batches that are "
+            "not trained"
+        )
 
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
@@ -345,6 +374,7 @@ class ShardedLoader:
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare)
         if not training:
             return self._evaluation(this)
+        self._shards.check_optimizers()
         if self._passes.left_early:
             self._passes.left_early = False
             self._shards.forget(drawn=True)
