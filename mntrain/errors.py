@@ -243,11 +243,10 @@ class ExceptionWatch:
         """Print what this rank had raised, if other ranks had not: by then their calls differed."""
         first = None if self.others is None else self.others.communication_error
         before = error.__cause__ or error.__context__
-        while error is first and before is not None:
-            if isinstance(before, AgreedError) and before is not error:
-                print(f"mntrain: error: {self._place} had raised: {before}", file=sys.stderr)
-                return
-            before = before.__cause__ or before.__context__
+        if error is first and before is not None:
+            of_all = isinstance(before, AgreedError)
+            text = str(before) if of_all else "\n" + "".join(traceback.format_exception(before))
+            print(f"mntrain: error: {self._place} had raised: {text}", file=sys.stderr)
 
     def _handle_in_thread(self, args: threading.ExceptHookArgs) -> None:
         """End the job for threads of this package; let others end with a report, as Python does."""

@@ -6,6 +6,7 @@ MPI -> topology -> devices -> checks and threads -> engine -> transport -> colle
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -85,6 +86,18 @@ def wide_dtype(values: Any) -> torch.dtype:
     else:
         found = np.iscomplexobj(values)
     return torch.complex128 if found else torch.float64
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor without gradient, and dense if it is sparse. May be a view."""
+    own = tensor.detach()
+    return own if own.layout is torch.strided else own.to_dense()
+
+
+def named_by_shape(name: str, value: object) -> str:
+    """Return the name of a call, with the shape of a tensor whose order of elements it decides."""
+    several = isinstance(value, Tensor) and value.ndim > 1
+    return f"{name} of shape {tuple(value.shape)}" if several else name
 
 
 def as_reals(tensor: Tensor) -> Tensor:
@@ -450,7 +463,10 @@ class Ranks:
 
         Tensors among them arrive as new ones, on a device of the name that they had.
         """
-        return self._gather("world.gather", value)
+        caller, name = sys._getframe(1), "world.gather"
+        if caller.f_code.co_filename.startswith(INTERNAL):  # beside the user's, an error of ranks
+            name = f"a gather in {caller.f_globals['__name__']}"
+        return self._gather(name, value)
 
     def _gather(self, name: str, value: T) -> list[T]:
         """Return every rank's object, for a call of this name, which ranks compare. Collective."""
@@ -459,7 +475,10 @@ class Ranks:
             return gathered.wait()
 
     def gather_later(self, value: T) -> Future[list[T]]:
-        """Start a `gather`, and return a future whose `wait` returns its result. Collective."""
+        """Start a `gather`, and return a future whose `wait` returns its result. Collective.
+
+        The value is taken as it is now, and may change at once.
+        """
         return self.collectives.gather_objects(value, "world.gather")
 
     def broadcast(self, value: T) -> T:
@@ -508,15 +527,22 @@ class Ranks:
         """Return the sum over all ranks, in fp64. Collective.
 
         Of a number a float; of a list, of the same length on all ranks, a list, elementwise; of a
-        tensor, of the same shape on all ranks, a new one, elementwise. Of complex numbers, on all
-        ranks, complex ones: a complex128 tensor of a tensor.
+        tensor, of the same shape on all ranks, a new one, elementwise, and dense. Of complex
+        numbers, on all ranks, complex ones: a complex128 tensor of a tensor. Raises TypeError for
+        anything else.
         """
         dtype = wide_dtype(values)
         if isinstance(values, Tensor):
-            totals = values.detach().to(dtype, copy=True).contiguous()
+            totals = dense(values).to(dtype, copy=True).contiguous()
         else:
-            totals = torch.tensor(values, dtype=dtype, device="cpu")
-        self.collectives.named("world.sum").all_reduce(as_reals(totals)).wait()
+            try:
+                totals = torch.tensor(values, dtype=dtype, device="cpu")
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"world.sum of {values!r}: give a number, a list of numbers or a tensor"
+                ) from error
+        name = named_by_shape("world.sum", values)
+        self.collectives.named(name).all_reduce(as_reals(totals)).wait()
         if isinstance(values, Tensor):
             return totals
         return totals.item() if isinstance(values, Complex) else totals.tolist()

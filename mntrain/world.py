@@ -66,8 +66,7 @@ class World(Ranks):
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         self._guards = ExitStack()  # of other libraries' functions
-        if self.size > 1:
-            self._guards.enter_context(guard_torch_checkpoints(self.rank))
+        self._guards.enter_context(guard_torch_checkpoints(self.rank))
         if self.master and self.size > 1:
             self._guards.enter_context(warn_of_local_metrics())
         world = proxy(self)

@@ -746,6 +746,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns the names of parameters without a gradient.
         """
         self._check_open()
+        if self._collectives.size > 1 and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "a hook of a backward calls step() or asks for the whole gradient, which is a mean "
+                "over ranks only when the backward has returned: call it behind loss.backward()"
+            )
         self._shard.watch.check_groups(self.param_groups)
         self._shard.watch.check()
         self.accumulation.synchronize()

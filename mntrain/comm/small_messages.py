@@ -10,8 +10,9 @@ Message-Passing Systems", IEEE TPDS 1997, for the all-gather.
 
 import pickle
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from mntrain.comm.mpi import Bytes
 
 T = TypeVar("T")
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 DIRECT_RANKS = 8  # up to so many ranks, each sends to all others
 
 
@@ -141,9 +144,40 @@ def barrier(comm: Communicator, tag: int) -> Steps[None]:
     yield from all_gather(comm, np.zeros(comm.size, np.uint8), tag, counted=False)
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles of any dtype, in which a tensor has its own elements, not all of those it views."""
+
+    def reducer_override(self, value: object) -> Any:
+        """Return how to make a tensor anew; NotImplemented for what torch pickles so itself."""
+        if type(value) is not Tensor or value.layout is not torch.strided or vars(value):
+            return NotImplemented
+        own, needs = value.detach(), value.requires_grad
+        if own.dtype in torch.storage._new_dtypes():  # which only torch.save can write
+            return _viewed, (own.view(_INTEGERS[own.element_size()]), own.dtype, needs)
+        if own.untyped_storage().nbytes() > own.nbytes:
+            return own.clone().requires_grad_(needs).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _viewed(integers: Tensor, dtype: torch.dtype, needs_gradient: bool) -> Tensor:
+    return integers.view(dtype).requires_grad_(needs_gradient)
+
+
+def pack(value: object) -> bytes:
+    """Return a pickle of an object as it is now, for `gather_packed`. Raises what pickle raises."""
+    stream = BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
 def gather_objects(comm: Communicator, value: T, tag: int) -> Steps[list[T]]:
     """Return every rank's picklable object, by rank. Collective. Not counted as traffic."""
-    packed = np.frombuffer(pickle.dumps(value), np.uint8)
+    return (yield from gather_packed(comm, pack(value), tag))
+
+
+def gather_packed(comm: Communicator, own: bytes, tag: int) -> Steps[list[Any]]:
+    """Return every rank's object, which it has packed, by rank. As `gather_objects`."""
+    packed = np.frombuffer(own, np.uint8)
     lengths = np.zeros(comm.size, np.int64)
     lengths[comm.rank] = len(packed)
     yield from all_gather(comm, lengths.view(np.uint8), tag, counted=False)

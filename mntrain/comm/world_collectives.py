@@ -213,12 +213,14 @@ class WorldCollectives:
     def gather_objects(self, value: T, what: str) -> Future[list[T]]:
         """Start to gather every rank's small picklable object, by rank, on every rank. Collective.
 
-        `what` names the call, the same on all ranks.
+        As it is now: it may change before the work has ended. `what` names the call, the same on
+        all ranks.
         """
+        packed = small_messages.pack(value)
 
         def steps(ticket: Ticket) -> Steps[list[T]]:
             tag = self._host.comm.tag(ticket.digest)
-            return (yield from small_messages.gather_objects(self._host.comm, value, tag))
+            return (yield from small_messages.gather_packed(self._host.comm, packed, tag))
 
         return self._submit(steps, what)
 

@@ -16,8 +16,8 @@ number of dimensions: it may have one entry a sample, or be fields.
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from numbers import Number
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def length_of(batch: Any) -> int:
     lengths = set()
 
     def count(column: Any) -> Any:
-        lengths.add(len(column))
+        lengths.add(column.size(0) if isinstance(column, Tensor) else len(column))
         return column
 
     map_columns(batch, count)
@@ -46,9 +46,39 @@ def length_of(batch: Any) -> int:
     return lengths.pop()
 
 
+def rows_of_tensors(batch: Any) -> int | None:
+    """Return the number of rows of all tensors and arrays of a batch; None if it is not clear."""
+    lengths = set()
+
+    def count(column: Any) -> Any:
+        if isinstance(column, Tensor | np.ndarray):
+            lengths.add(column.size(0) if isinstance(column, Tensor) else len(column))
+        return column
+
+    try:
+        map_columns(batch, count)
+    except TypeError:
+        return None
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def cut(batch: Any, rows: slice) -> Any:
-    """Return the rows of a batch: views of its tensors and arrays, and new containers."""
-    return map_columns(batch, itemgetter(rows))
+    """Return the rows of a batch: views of its tensors and arrays, and new containers.
+
+    Raises TypeError for a tensor that is sparse or nested.
+    """
+    return map_columns(batch, partial(_rows_of, rows))
+
+
+def _rows_of(rows: slice, column: Any) -> Any:
+    if isinstance(column, Tensor) and (column.is_nested or column.layout is not torch.strided):
+        kind = "nested" if column.is_nested else "sparse"
+        raise TypeError(
+            f"a batch with a {kind} tensor cannot be cut into samples: use dense tensors or lists "
+            "of samples, or a DataLoader of torch whose collate_fn makes it, of which each rank "
+            "loads its own samples alone"
+        )
+    return column[rows]
 
 
 def join(parts: Sequence[Any]) -> Any:

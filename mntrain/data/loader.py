@@ -14,7 +14,9 @@ between ranks in each step.
 
 import copy
 import math
+import threading
 import time
+import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -22,8 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any, TypeGuard, cast
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -47,7 +50,7 @@ from mntrain.alike.sample_digest import (
 from mntrain.alike.values import Peers
 from mntrain.balance.own_pace import BatchNumber
 from mntrain.data.balancing import LoaderBalancing
-from mntrain.data.cutting import cut, length_of
+from mntrain.data.cutting import cut, length_of, rows_of_tensors
 from mntrain.data.randomness import SeededDraws, mixed_seed
 from mntrain.data.sampling import GlobalBatch
 from mntrain.data.source import (
@@ -102,6 +105,10 @@ class ShardOptions:
             )
         if self.train is not None and not isinstance(self.train, bool):
             raise ValueError(f"train={self.train!r}: give True or False, or leave it out")
+        if not (isinstance(self.seed, Integral) and self.seed >= 0):
+            raise ValueError(f"seed={self.seed!r}: give a whole number, 0 or more")
+        if not (self.weight is None or callable(self.weight)):
+            raise ValueError(f"weight={self.weight!r}: give a function of a batch, or None")
 
 
 def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
@@ -118,6 +125,16 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
             continue
         return known.setdefault(id(owner), Passes())
     return None
+
+
+class _Registries(threading.local):
+    """The registries of the worlds that this thread has made."""
+
+    def __init__(self) -> None:
+        self.made = WeakSet["ShardRegistry"]()
+
+
+_REGISTRIES = _Registries()
 
 
 class ShardRegistry:
@@ -147,6 +164,7 @@ class ShardRegistry:
         self._balances: list[LoaderBalancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
+        _REGISTRIES.made.add(self)
 
     def shard(self, loader: Iterable[Any], options: ShardOptions) -> "ShardedLoader":
         """Return the shard of a loader. See `World.shard`."""
@@ -223,6 +241,18 @@ class ShardRegistry:
         optimizer.accumulation.evaluations = self.evaluations
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
+
+    def check_optimizers(self) -> None:
+        """Raise ValueError if only other worlds have optimizers, which learn of no batch. Local."""
+        others = (other for other in _REGISTRIES.made if other is not self)
+        if self.size == 1 or any(self._open()) or not any(any(each._open()) for each in others):
+            return
+        raise ValueError(
+            "this world has no optimizer, and another world of this process has: the batches of "
+            "world.shard have their weights in optimizers of the same world alone; call "
+            "mntrain.init() once and pass the world on, or give train=False to batches that are "
+            "not trained"
+        )
 
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
@@ -311,6 +341,8 @@ class ShardedLoader:
         generators = [getattr(owner, "generator", None) for owner in (*samplers, batch_sampler)]
         of_torch = (one for one in generators if isinstance(one, torch.Generator))
         self._generator: torch.Generator | None = next(of_torch, None)
+        collates = getattr(loader, "collate_fn", default_collate) is not default_collate
+        self._may_drop = shards.size > 1 and collates
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
         self.sizes = 0, 0
@@ -353,6 +385,7 @@ class ShardedLoader:
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare, check)
         if not training:
             return self._evaluation(this)
+        self._shards.check_optimizers()
         while self._passes.left_early:
             self._shards.drop(self._passes.left_early.pop())
         self._state, self._resumes = state, False
@@ -510,11 +543,27 @@ class ShardedLoader:
 
     def _own_weight(self, part: Part) -> float:
         if self._weight is None or not part.own:
+            self._warn_of_dropped(part)
             return part.own
         weight = float(self._weight(part.batch))
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight() returned {weight}: return a finite number, 0 or more")
         return weight
+
+    def _warn_of_dropped(self, part: Part) -> None:
+        """Warn, once, of a batch with fewer rows than the samples that it counts as."""
+        if not self._may_drop or not part.own:
+            return
+        rows = rows_of_tensors(part.batch)
+        if rows is not None and rows < part.own:
+            self._may_drop = False
+            warnings.warn(
+                f"collate_fn made {rows} rows of the {part.own} samples of rank "
+                f"{self._shards.rank}, whose loss counts as a mean over {part.own}: if it leaves "
+                "samples out, give world.shard(loader, weight=) a function that returns the number "
+                "of those in a batch",
+                stacklevel=4,
+            )
 
 
 def _source(loader: Any, peers: Peers, divider: Divider | None) -> Source:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError, combined_refusals
-from mntrain.ranks import as_reals, wide_dtype
+from mntrain.ranks import as_reals, dense, named_by_shape, wide_dtype
 
 
 def weighted_mean(
@@ -23,14 +23,16 @@ def weighted_mean(
         number = complex(value) if is_complex else to_float(value)
     if number is None:
         problem, number = f"the value is {value!r}: give a number or a tensor", 0.0
-    own = torch.as_tensor(number, dtype=dtype, device="cpu").detach().contiguous()
+    if isinstance(number, Tensor):
+        number = dense(number)
+    own = torch.as_tensor(number, dtype=dtype, device="cpu").contiguous()
     parts = as_reals(own)
     sums = torch.zeros(parts.numel() + 1, dtype=torch.float64, device="cpu")
     if problem:
         sums[-1] = math.nan  # which all ranks see in the sum
     elif weight:
         sums[:-1], sums[-1] = parts * weight, weight
-    collectives.all_reduce(sums).wait()
+    collectives.named(named_by_shape("world.mean", value)).all_reduce(sums).wait()
     total = float(sums[-1])
     if not total > 0:
         problems = collectives.gather_objects(problem, "world.mean").wait()

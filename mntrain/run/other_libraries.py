@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zero.optimizer import ZeroOptimizer
 from zero.param_groups import check_undistributed
 from zero.state import PartOfState
 from zero.sync_batchnorm import SyncBatchNorm
@@ -133,6 +134,8 @@ def lone_accelerator(size: int) -> str:
 def guard_torch_checkpoints(rank: int) -> ExitStack:
     """Refuse what `torch.distributed.checkpoint` would save or load wrongly, until it is closed.
 
+    It looks for the state of each parameter in that of an optimizer, which has slices here.
+
     Without a process group, torch takes each rank for a single process. All would `save` the same
     files, so what one has saved would be lost: only rank 0 may save. With a process group, any rank
     may. One rank's part of an optimizer's state is neither saved nor loaded: torch would take that
@@ -152,10 +155,20 @@ def guard_torch_checkpoints(rank: int) -> ExitStack:
     def check_load(state_dict: Any, *_: Any, **__: Any) -> None:
         _expect_no_part(state_dict, "load")
 
+    def check_optimizers(model: nn.Module, optimizers: Sequence[object], *_: Any) -> None:
+        if any(isinstance(one, ZeroOptimizer) for one in optimizers):
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict cannot read or set the state of an "
+                "optimizer of world.optimizer: use optimizer.full_state_dict(), on all ranks, and "
+                "optimizer.load_state_dict, or world.checkpoints"
+            )
+
     package, guards = "torch.distributed.checkpoint", ExitStack()
     for module, function, check in (
         ("state_dict_saver", "_save_state_dict", check_save),
         ("state_dict_loader", "_load_state_dict", check_load),
+        ("state_dict", "_get_optim_state_dict", check_optimizers),
+        ("state_dict", "_load_optim_state_dict", check_optimizers),
     ):
         guards.enter_context(checked_once_imported(f"{package}.{module}", function, check))
     return guards

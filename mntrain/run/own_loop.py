@@ -123,6 +123,9 @@ class OwnLoop:
             log: LogConfig = construct(LogConfig, copies, {name: name for name in copies})
             if world.master:
                 expect_installed(log, "world.metrics({}=)")
+            if not (config is None or isinstance(config, Mapping)):
+                kind = type(config).__name__
+                raise ValueError(f"config is of type {kind}: give a mapping, such as vars(args)")
         compare_config(world, config)
         with world.agreement():
             text = None if config is None else toml_text(config).encode()

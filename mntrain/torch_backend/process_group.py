@@ -254,8 +254,9 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Combine tensors over all ranks, in place on the root; others keep theirs."""
         (tensor,) = tensors
         result = tensor.detach().reshape(-1).clone()
-        work, copies = self._combine(result, opts, f"reduce to rank {opts.rootRank}")
-        if self._rank == opts.rootRank:
+        root = self._root(opts)
+        work, copies = self._combine(result, opts, f"reduce to rank {root}")
+        if self._rank == root:
             copies.append((tensor, result))
         return Call([work], [tensor], copies)
 
@@ -263,7 +264,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Call:
         """Copy the root's tensors to all ranks, in place."""
         flat, copies = _joined(tensors)
-        root = opts.rootRank
+        root = self._root(opts)
         return Call([self._start(opts).broadcast(flat, root)], list(tensors), copies)
 
     @_collective
@@ -416,7 +417,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Call:
         """Copy every rank's tensor to the output of its number on the root."""
-        root, (own,) = opts.rootRank, inputs
+        root, (own,) = self._root(opts), inputs
         rows: Sequence[Tensor] = ()
         if self._rank == root:
             (rows,) = outputs
@@ -437,7 +438,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Call:
         """Copy each input of the root to the output of the rank of its number."""
-        root, (own,) = opts.rootRank, outputs
+        root, (own,) = self._root(opts), outputs
         rows: Sequence[Tensor] = ()
         if self._rank == root:
             (rows,) = inputs
@@ -551,6 +552,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             raise ValueError(
                 f"rank {peer} is not in a group of {self._size}: give 0 to {self._size - 1}"
             )
+
+    def _root(self, opts: Any) -> int:
+        """Return the root of a call. Raises ValueError for one that is in no place of the group."""
+        root: int = opts.rootRank
+        self._check_peer(root)
+        return root
 
     def _start(self, opts: Any, label: str = "") -> WorldCollectives:
         """Return the collectives for one call, whose caller may wait for it at once.

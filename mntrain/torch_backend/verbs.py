@@ -35,6 +35,11 @@ def check(operation: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
         raise ValueError(f"{operation} is no operation of this backend: give {_names()}")
     if operation == ReduceOp.AVG and dtype == torch.bool:
         raise ValueError("AVG takes numbers, not torch.bool")
+    if dtype in torch.storage._new_dtypes() and not dtype.is_complex:
+        raise ValueError(
+            f"{operation} takes no {dtype}, with which torch does not compute: give another dtype, "
+            "such as torch.int64 or torch.float32"
+        )
     whole = not (dtype.is_floating_point or dtype.is_complex)
     if operation in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and not whole:
         raise ValueError(f"{operation} takes integers and bool, not {dtype}")

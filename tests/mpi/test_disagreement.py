@@ -278,6 +278,7 @@ CALLS_BESIDE_A_GATHER = {
     "world.barrier": lambda world: world.barrier(),
     "world.broadcast": lambda world: world.broadcast(1),
     "a check on all ranks": agree,
+    "a gather in mntrain.alike.values": lambda world: list(world.shard([torch.ones(2, 1)])),
 }
 
 
@@ -287,6 +288,13 @@ def test_a_gather_against_another_call_raises_one_error(world, other):
     text = refusal(partial(world.gather, 1) if RANK else partial(call, world))
     assert "world.gather, called at" in text
     assert f"rank 0: {other}, called at" in text
+
+
+@pytest.mark.parametrize("verb", ["sum", "mean"])
+def test_shapes_of_as_many_elements_that_differ_raise_one_error(world, verb):
+    rows = torch.ones(2, 3) if RANK else torch.ones(3, 2)
+    text = refusal(getattr(world, verb), rows)
+    assert f"rank 0: world.{verb} of shape (3, 2)" in text
 
 
 def test_ranks_of_a_group_that_disagree_raise_an_error_on_all_ranks():

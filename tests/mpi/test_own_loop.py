@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,6 +439,8 @@ def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
 @pytest.mark.thorough
 def test_wrong_arguments_of_log_are_refused(folder):
     with world_of() as world:
+        words = refusal(world.metrics, folder, config=SimpleNamespace(lr=0.1))
+        assert words == "config is of type SimpleNamespace: give a mapping, such as vars(args)"
         log = world.metrics(folder)
         log.log(1, loss=1.0)
         wrong = {"loss": "low", "norm": torch.ones(2), "accuracy": 0.5}

@@ -75,6 +75,26 @@ def test_gather_returns_the_objects_of_all_ranks(world):
     assert world.gather(None) == [None] * RANKS
 
 
+def test_gather_later_takes_values_as_they_are(world):
+    value, list_of_one, futures = torch.zeros(2), [0], []
+    for number in range(4):
+        value.fill_(number)
+        list_of_one[0] = number
+        futures.append(world.gather_later((value, list_of_one)))
+    for number, future in enumerate(futures):
+        for gathered, (one,) in future.wait():
+            assert gathered.tolist() == [number, number]
+            assert one == number
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.complex32, torch.float8_e4m3fn], ids=str)
+def test_gather_takes_tensors_of_every_dtype(world, dtype):
+    bits = torch.arange(8, dtype=torch.uint8) + RANK
+    for rank, found in enumerate(world.gather({"of": bits.view(dtype)})):
+        assert found["of"].dtype == dtype
+        assert found["of"].view(torch.uint8).equal(torch.arange(8, dtype=torch.uint8) + rank)
+
+
 def test_sum_adds_in_double_precision(world):
     tiny = 2.0**-40
     assert world.sum([1.0, world.rank + tiny]) == [RANKS, sum(range(RANKS)) + RANKS * tiny]
@@ -86,6 +106,18 @@ def test_sum_adds_in_double_precision(world):
     assert total.tolist() == [[sum(range(RANKS))], [RANKS]]
     assert (total.dtype, values.tolist()) == (torch.float64, [[world.rank], [1]])
     assert world.sum(torch.tensor(2.5, requires_grad=True)).item() == 2.5 * RANKS
+
+
+@pytest.mark.parametrize("value", [None, {"loss": 1.0}, "1"])
+def test_sums_of_what_is_no_number_are_refused(world, value):
+    with pytest.raises(TypeError, match="give a number, a list of numbers or a tensor"):
+        world.sum(value)
+
+
+def test_sums_and_means_of_sparse_tensors_are_dense(world):
+    eye = torch.eye(3).double()
+    assert world.sum(eye.to_sparse() if RANK else eye).equal(RANKS * eye)
+    assert world.mean(eye.to_sparse()).equal(eye)
 
 
 KINDS = (torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -188,14 +188,22 @@ def test_what_cpp_made_of_an_error_is_reported_as_that_error(rank, of_all, monke
 
 
 @pytest.mark.parametrize("ends_communication", [True, False])
-def test_what_one_rank_had_raised_is_told_where_ranks_disagree_after_it(capsys, ends_communication):
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (AgreedError("metrics.log(3): acc is no number", 1), "metrics.log(3): acc is no number\n"),
+        (ValueError("of the user's"), "\nValueError: of the user's\n\n"),
+    ],
+)
+def test_what_one_rank_had_raised_is_told_where_ranks_disagree_after_it(
+    capsys, ends_communication, before, said
+):
+    """As where `finally` has a collective, which other ranks do not call."""
     watch = installed()
-    before = AgreedError("metrics.log(3): acc is no number", 1)
     error = AgreedError("ranks disagree", 1)
-    error.__context__ = RuntimeError("in between")
-    error.__context__.__context__ = before
+    error.__context__ = before
     others = SimpleNamespace(communication_error=error if ends_communication else None)
     watch.others = others
     leave_uncaught(error)
-    told = f"mntrain: error: rank 1 of 4 on host had raised: {before}\n"
+    told = f"mntrain: error: rank 1 of 4 on host had raised: {said}"
     assert capsys.readouterr().err == told * ends_communication

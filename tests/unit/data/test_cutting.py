@@ -111,6 +111,9 @@ class Opaque:
     pass
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("error", "batch", "message"),
     [
@@ -128,6 +131,8 @@ class Opaque:
             "a batch with a Opaque cannot",
         ),
         (TypeError, {1, 2, 3}, "a batch with a set cannot be cut"),
+        (TypeError, (torch.eye(3).to_sparse(), torch.zeros(3)), "with a sparse tensor cannot be"),
+        (TypeError, {"x": NESTED}, "a batch with a nested tensor cannot be cut"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(error, batch, message):

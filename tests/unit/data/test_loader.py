@@ -2,6 +2,7 @@
 
 import random
 import tempfile
+import warnings
 from itertools import chain
 
 import numpy as np
@@ -47,6 +48,31 @@ def test_a_rank_loads_its_own_samples_by_the_loaders_collate_or_a_stand_in_of_no
     assert epoch_of(loader, rank=0, size=4) == [([1], 1), ([6], 0)]
     assert data.asked == ([0, 5] if not workers else [])
     assert epoch_of(loader, rank=1, size=4) == [([2], 1), ([6], 1)]
+
+
+@pytest.mark.parametrize(
+    ("collate", "said"),
+    [
+        (lambda samples: (torch.zeros(len(samples) - 1, 2), ["a"]), "made 2 rows of the 3 samples"),
+        (lambda samples: {"x": np.zeros((1, 5)), "n": len(samples)}, "made 1 rows of the 3"),
+        (lambda samples: (torch.zeros(2, 3), torch.zeros(3)), ""),
+        (lambda samples: torch.zeros(2 * len(samples), 3), ""),
+        (lambda samples: [{"x": torch.zeros(2)}], ""),
+        (lambda samples: None, ""),
+    ],
+)
+def test_a_batch_of_fewer_rows_than_samples_is_told_once_unless_weighed(collate, said):
+    def train(weight, size):
+        loader = DataLoader(Numbers(12), 6, collate_fn=collate)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            list(sharded(loader, 0, size, Log(), weight=weight))
+        return [str(one.message) for one in told]
+
+    told = train(None, 2)
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+    assert train(lambda batch: 1, 2) == train(None, 1) == []
 
 
 def test_the_share_matches_the_yielded_batch_while_workers_load_ahead():

@@ -178,9 +178,18 @@ def test_a_look_into_a_second_loader_drops_no_batch_of_the_first():
     assert weights == [4, 3]
 
 
-def test_train_is_true_false_or_left_out():
-    with pytest.raises(ValueError, match="train='yes': give True or False"):
-        shard(registry(), shuffled(), train="yes")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train": "yes"}, "train='yes': give True or False"),
+        ({"seed": None}, "seed=None: give a whole number, 0 or more"),
+        ({"seed": -1}, "seed=-1: give a whole number"),
+        ({"weight": "tokens"}, "weight='tokens': give a function of a batch, or None"),
+    ],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        shard(registry(), shuffled(), **options)
 
 
 def test_shards_of_one_loader_that_train_and_evaluate_have_one_count_of_epochs():

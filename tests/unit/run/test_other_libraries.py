@@ -208,3 +208,17 @@ def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
         assert "use world.metric(metric)" in told
         assert len(warnings_of(Other(3))) == 1
     assert not warnings_of(type("Third", (MulticlassPrecision,), {})(3))
+
+
+def test_states_by_parameter_are_neither_read_nor_set_by_torch():
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(model, torch.optim.Adam, SingleProcessCollectives(), lr=0.1)
+    words = r"cannot read or set .* use optimizer\.full_state_dict"
+    with guard_torch_checkpoints(rank=0):
+        with pytest.raises(RuntimeError, match=words):
+            get_state_dict(model, optimizer)
+        with pytest.raises(RuntimeError, match=words):
+            set_optimizer_state_dict(model, optimizer, optimizer.full_state_dict())
+    assert not optimizer.state  # torch takes a step where there is none

@@ -317,6 +317,18 @@ def test_a_hook_that_sets_a_gradient_without_reading_it_trains_as_in_torch_or_is
     assert torch.equal(model.weight, alone.weight)
 
 
+@STAGES
+def test_a_step_within_a_backward_is_refused_on_several_ranks(stage):
+    model = nn.Linear(2, 1)
+    optimizers = [
+        zero([named], world=FirstOfTwo, stage=stage, lr=0.1) for named in model.named_parameters()
+    ]
+    for parameter, optimizer in zip(model.parameters(), optimizers, strict=True):
+        parameter.register_post_accumulate_grad_hook(lambda _, own=optimizer: own.step())
+    with pytest.raises(RuntimeError, match=r"call it behind loss\.backward\(\)$"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
 KEPT = {
     "views": (lambda p: p.grad.view(-1), True),
     "detached": (lambda p: p.grad.detach(), True),
