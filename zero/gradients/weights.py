@@ -156,7 +156,7 @@ class BatchWeight:
         if self._every_micro_batch:
             return False
         if self._multiplier is not None:
-            return self._multiplier != self._base_of(self._multiplier)
+            return self._multiplier != self._base_of(self._multiplier, averages=True)
         if self._alone or not self._drawn:
             return False
         batch, first = self._drawn[-1], self.mean.first
@@ -298,15 +298,15 @@ class BatchWeight:
                 "is not known (share(n), world.shard(weight=) and sync= do not say it): call "
                 "optimizer.backward(loss, weight=n) for every micro-batch"
             )
-        self.mean.base = self._base_of(self.mean.latest)
+        self.mean.base = self._base_of(self.mean.latest, averages=self.mean.averages)
         self.mean.count += 1
         self.mean.samples += part.own
 
-    def _base_of(self, latest: float) -> float:
+    def _base_of(self, latest: float, *, averages: bool) -> float:
         """Return the weight to which that of another micro-batch is taken."""
         if self.mean.count and self.mean.base:
             return self.mean.base
-        return max(latest, self._usual) if latest and self.in_fp16 else latest
+        return max(latest, self._usual) if latest and averages and self.in_fp16 else latest
 
     def agree_on(self, divisor: float) -> None:
         """Let the sum of the ranks' divisors count for the unit. The same on all ranks."""

@@ -21,9 +21,9 @@ from zero.gradients.weights import BatchSource
 SOURCES = weakref.WeakKeyDictionary()  # of batches, by optimizer
 
 
-def one_weight(stage=0, world=SingleProcessCollectives, **options):
+def one_weight(stage=0, world=SingleProcessCollectives, dtype=torch.float32, **options):
     """One weight of 1, whose gradient is the mean of the inputs, and its optimizer."""
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
     nn.init.ones_(model.weight)
     # By parameter, so it is the first rank's to update.
     options = {"stage": stage, "partition": "parameter", "lr": 1.0, **options}
@@ -31,7 +31,7 @@ def one_weight(stage=0, world=SingleProcessCollectives, **options):
 
 
 def mean(model, *inputs):
-    return model(torch.tensor(inputs, dtype=torch.float32).view(-1, 1)).mean()
+    return model(torch.tensor(inputs, dtype=model.weight.dtype).view(-1, 1)).mean()
 
 
 def expect(optimizer, own, total):
@@ -178,6 +178,15 @@ def test_one_batch_weighs_every_backward_until_the_next(stage, world):
             mean(model, 3).backward()
             assert optimizer.step().weight == batch
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("weigh", [("share", 2), ("expect", 2, 4)])
+@WORLDS
+@STAGES
+def test_a_mean_in_fp16_is_not_taken_to_the_weights_of_one_over_all_samples(stage, world, weigh):
+    model, optimizer = one_weight(stage, world, torch.float16)
+    play(model, optimizer, [("weighted", 8, 3), ("step",), ("zero_grad",), weigh, ("backward", 3)])
+    assert optimizer.step().grad_norm == 3.0
 
 
 PASS = [("expect", 7, 14), ("backward", 3), ("step",), ("zero_grad",)]
