@@ -286,7 +286,7 @@ class Accumulation:
             self._gradients.separate()
 
     def pass_backward(self) -> None:
-        """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
+        """Count a backward that makes no gradient here. Collective outside of `no_sync`."""
         self._enter(Phase.FILLING)
         if self.evaluations:
             raise RuntimeError(EVALUATES)

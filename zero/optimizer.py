@@ -328,6 +328,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             for handle in noted:
                 handle.remove()
+        if self.accumulation.weight.stated:  # the loss reaches none of these parameters
+            self.accumulation.pass_backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Enclose the backward passes of an accumulation but the last.

@@ -62,6 +62,9 @@ def play(model, optimizer, steps):
                 weight, *inputs = given
                 with optimizer.no_sync():
                     optimizer.backward(mean(model, *inputs), weight=weight)
+            case "elsewhere kept":  # a loss of none of this optimizer's parameters
+                with optimizer.no_sync():
+                    optimizer.backward(torch.zeros((), requires_grad=True), weight=given[0])
             case "expect":
                 expect(optimizer, *given)
             case "model.zero_grad":
@@ -96,6 +99,7 @@ STEPS = {
     ),
     "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
     "weights of micro-batches": ([("weighted kept", 6, 3), ("weighted", 2, 7)], (4, 8)),
+    "a loss of other parameters": ([("elsewhere kept", 4), ("weighted", 4, 3)], (1.5, 8)),
     "every micro-batch synchronized": (
         [("weighted", 6, 3), ("weighted", 2, 7), ("weighted", 8, 8)],
         (6, 16),
