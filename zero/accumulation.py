@@ -317,7 +317,7 @@ class Accumulation:
         self._gradients.clear(set_to_none)
         self.weight.discard()
         self._enter(Phase.EMPTY)
-        if not self._launches.done:
+        if not self._launches.done or self.group.size == 1:
             self._end_backward()
             self._begin_launches()
         self._hook.end_step(taken=False)

@@ -313,6 +313,25 @@ def test_a_loss_that_cannot_run_backward_leaves_no_half_of_a_step(stage, world):
 
 
 @STAGES
+def test_one_rank_goes_on_after_a_hook_of_backward_has_raised(stage):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    expected = [layer.weight.item() for layer in reversed(model)]
+    optimizer = zero(model, stage=stage, lr=1.0, bucket_bytes=4)
+
+    def fail(_):
+        raise KeyError("after the last layer's bucket")
+
+    handle = model[0].weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        model(torch.ones(1, 1)).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    model(torch.ones(1, 1)).backward()
+    assert [layer.weight.grad.item() for layer in model] == pytest.approx(expected)
+    optimizer.step()
+
+
+@STAGES
 def test_clipping_hides_no_overflow(stage):
     model, optimizer = one_weight(stage)
     mean(model, math.inf).backward()
