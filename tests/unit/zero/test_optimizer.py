@@ -516,9 +516,12 @@ def test_what_is_written_into_a_parameter_replaces_its_master_weights_and_others
     assert torch.equal(after["0.weight"], before["0.weight"])
 
 
+@pytest.mark.parametrize("scales", [False, True])
 @WORLDS
 @STAGES
-def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_another(stage, world):
+def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_another(
+    stage, world, scales
+):
     model, x = nn.Linear(2, 1), torch.ones(1, 2)
     optimizer = zero(model, world=world, stage=stage, lr=0.1, loss_scale=8.0)
     for _ in range(2):
@@ -526,8 +529,11 @@ def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_ano
         (gradient,) = torch.autograd.grad(optimizer.scale(out.sum()), out)
         model(x).backward(gradient)
         optimizer.step()
+        loss = model(x).sum()
+        if scales:
+            optimizer.scale(loss)  # which is not the one that runs backward
         with pytest.raises(RuntimeError, match="the loss was not multiplied by it"):
-            model(x).sum().backward()
+            loss.backward()
         optimizer.zero_grad()
 
 
