@@ -647,7 +647,7 @@ class Accumulation:
         return False
 
     def _agree_on_unit(self) -> None:
-        """Let the weights of all ranks in their first mean set the unit, for fp16. Collective."""
+        """Let the weights of all ranks in this mean set the unit, for fp16. Collective."""
         small_range = self.weight.in_fp16 or self._hook.wire_dtype == torch.float16
         if self.group.size == 1 or self.weight.agreed or not small_range:
             return

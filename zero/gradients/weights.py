@@ -76,13 +76,14 @@ class BatchWeight:
     is summed over ranks by itself, times `scale`. Without, it is multiplied by `factor` as it
     arrives, and their sum by `scale`.
 
-    Multipliers are divided by `unit`, the power of two nearest above the largest weight that the
-    ranks of a group had together in a mean: so the sum over ranks is no larger than the mean, which
-    matters in fp16. With equal weights that are powers of two, as the number of ranks, the sum is
-    the mean, and no pass over memory is left to divide it. A power of two changes no bits, so
-    `unit` is not part of the state of a run. One rank alone never multiplies: its unit is its
-    weight. For the small range of fp16, ranks `agree_on` the unit of their first mean, and with
-    `in_fp16` micro-batches of a mean over all samples are taken to the weight of the one before.
+    Multipliers are divided by `unit`, the power of two nearest above the weight that the ranks of a
+    group had together in the last mean. With equal weights that are powers of two, as the number of
+    ranks, the sum is the mean, and no pass over memory is left to divide it. A power of two changes
+    no bits in the range of a dtype, so `unit` is not part of the state of a run. One rank alone
+    never multiplies: its unit is its weight. The range of fp16 is small, so there ranks `agree_on`
+    the unit when a mean begins: the sum over ranks is no larger than the mean, and does not vanish
+    beside it. With `in_fp16` micro-batches of a mean over all samples are taken to the weight that
+    a rank had in the one before, since that of the whole is not known yet.
     """
 
     def __init__(
@@ -309,8 +310,8 @@ class BatchWeight:
         return max(latest, self._usual) if latest and averages and self.in_fp16 else latest
 
     def agree_on(self, divisor: float) -> None:
-        """Let the sum of the ranks' divisors count for the unit. The same on all ranks."""
-        self._unit, self.agreed = max(self._unit, _power_of_two(divisor or 1.0)), True
+        """Take the unit of the sum of the ranks' divisors. The same on all ranks."""
+        self._unit, self.agreed = _power_of_two(divisor or 1.0), True
 
     def _relative(self, part: DrawnBatch) -> float:
         """Return this rank's weight in a micro-batch, taken to the total of the first one."""
@@ -345,7 +346,7 @@ class BatchWeight:
         It is `whole` if a batch is divided between its ranks only.
         """
         self._ranks, self._unit, self._whole = ranks, _power_of_two(ranks), whole
-        self.agreed = False  # whether the unit is that of the ranks' weights
+        self.agreed = False  # whether the unit is that of this mean
         self._usual = 0.0  # mean weight of a rank in the last mean over all samples, or 0
 
     def discard(self) -> None:
@@ -358,6 +359,7 @@ class BatchWeight:
         if usual:
             self.agree_on(usual * self._ranks)
             self._usual = _power_of_two(usual) if self.mean.averages else self._usual
+        self.agreed = False
         self.mean = Mean()
         self.held = held
 

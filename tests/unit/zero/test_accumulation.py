@@ -279,6 +279,17 @@ def test_an_assigned_gradient_is_not_weighed_and_zero_grad_forgets_it(stage, wor
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize(("before", "weight", "value"), [(2**20, 1, 1e-3), (1, 2**20, 3.0)])
+@STAGES
+def test_a_mean_in_fp16_neither_vanishes_nor_overflows_by_the_weight_of_the_one_before(
+    stage, before, weight, value
+):
+    model, optimizer = one_weight(stage, FirstOfTwo, torch.float16)
+    play(model, optimizer, [("weighted", before, 3), ("step",), ("zero_grad",)])
+    play(model, optimizer, [("backward", value) if weight == 1 else ("weighted", weight, value)])
+    assert optimizer.step().grad_norm == pytest.approx(value, rel=1e-3)
+
+
 @WORLDS
 @STAGES
 @pytest.mark.parametrize("how", ["share", "tokens"])
