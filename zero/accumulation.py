@@ -223,6 +223,8 @@ class Accumulation:
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
         self._names += [frozenset(e.spec.name for e in b.entries if e.numel) for b in buckets]
         self._begin_launches()
+        self._stop_weighing()  # hooks that lack the new parameters
+        self._weigh_if_needed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,12 +259,17 @@ class Accumulation:
         self.weight.expect(batch)
         self._weigh_if_needed()
 
-    def _weigh_if_needed(self) -> None:
-        """Multiply gradients before they are added, where the factor may not be 1.
+    def clip_own(self, max_norm: float | None) -> None:
+        """Clip this rank's own mean in every reduction that follows; None: no longer. Local."""
+        self.own_limit = max_norm
+        self._weigh_if_needed()
 
-        Nowhere else, since a hook takes time.
+    def _weigh_if_needed(self) -> None:
+        """Let hooks run before gradients are added, where the factor may not be 1.
+
+        Or where each reduction is clipped by itself. Nowhere else, since a hook takes time.
         """
-        if self.weight.may_change and not self._weighing:
+        if (self.weight.may_change or self.own_limit) and not self._weighing:
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def state_weight(self, weight: float, multiplier: float) -> None:
@@ -281,7 +288,15 @@ class Accumulation:
             )
         self.weight.state(weight, multiplier)
         self._weigh_if_needed()
-        if begins and self._slots.filled and not self._shard.sharded:
+        self._set_held_aside()
+
+    def _set_held_aside(self) -> None:
+        """Let the coming backward not add to means that are held, as at stages 1 and 2."""
+        if (
+            self._gradients.held
+            and self._slots.filled
+            and not (self._pending or self._shard.sharded)
+        ):
             self._gradients.collect()
             self._gradients.separate()
 
@@ -446,6 +461,8 @@ class Accumulation:
         """
         task = torch._C._current_graph_task_id()
         if task not in self._backward.tasks:
+            if self.own_limit:
+                self._set_held_aside()
             self._begin_backward(task)
             if not (self.weight.multiplied or self._shard.sharded):
                 self._slots.void()
@@ -644,6 +661,7 @@ class Accumulation:
         )
         total = total if totals["averages"] else 0.0
         self.weight.reset(divisor / self.group.size, total if left else None)
+        self._weigh_if_needed()
         return False
 
     def _agree_on_unit(self) -> None:

@@ -353,22 +353,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
 
         Local; between steps, alike on all ranks, or `step` raises RuntimeError on all. None: no
-        longer. Gradients are sent when the last backward of a step ends, when the norm is known.
+        longer. Gradients are sent when a backward outside of `no_sync` ends, when the norm of what
+        was not sent before is known; means that are held then are not clipped again.
         Raises ValueError for a limit that is not above 0, and at stage 2, where each micro-batch is
         reduced by itself.
         """
         self._check_open()
-        if max_norm is None:
-            self.accumulation.own_limit = self._comparison.own_limit = None
-            return
-        if not is_positive(max_norm):
+        if max_norm is not None and not is_positive(max_norm):
             raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
-        if self._shard.stage == 2:
+        if max_norm is not None and self._shard.stage == 2:
             raise ValueError(
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        self.accumulation.own_limit = self._comparison.own_limit = float(max_norm)
+        self._comparison.own_limit = max_norm = None if max_norm is None else float(max_norm)
+        self.accumulation.clip_own(max_norm)
 
     @_disable_dynamo
     @torch.no_grad()

@@ -351,6 +351,32 @@ def test_clipping_hides_no_overflow(stage):
         optimizer.step()
 
 
+# With a limit of 2 for each rank's own: the calls of a step, and the norm.
+CLIPPED = [
+    ([("kept", 3), ("backward", 1)], 2),
+    ([("backward", 3), ("backward", 1)], 3),
+    ([("backward", 3), ("kept", 3), ("backward", 1)], 4),
+    ([("backward", 3), ("step",), ("backward", 1)], 3),
+    ([("weighted", 6, 3), ("weighted", 2, 1)], 1.75),
+]
+
+
+@pytest.mark.parametrize(("steps", "norm"), CLIPPED)
+@WORLDS
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_each_reduction_adds_is_clipped_by_itself(stage, world, steps, norm):
+    model, optimizer = one_weight(stage, world)
+    optimizer.clip_each_rank(2.0)
+    play(model, optimizer, steps)
+    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-5)
+    if stage == 0:  # what is done to a mean between counts
+        optimizer.zero_grad()
+        mean(model, 3).backward()
+        model.weight.grad.mul_(2)
+        mean(model, 1).backward()
+        assert model.weight.grad.item() == pytest.approx(5, rel=1e-5)
+
+
 # Weights act on gradients as they are taken, and on nothing before.
 
 
