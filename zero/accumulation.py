@@ -766,12 +766,8 @@ class Accumulation:
         message.put("scaled by others", lambda: self.means.scaled_by_others)
         message.put("weighed", self._ratio)
         message.put("squared weighed", lambda: self._ratio() ** 2)
-        message.put("checked", lambda: weight.mean.has_digest)
-        message.put("digest", lambda: weight.mean.digest)
-        message.put("squared digest", lambda: weight.mean.digest**2)
-        message.put("ranks", 1.0)
-        message.put("kept", lambda: self.means.kept)
-        message.put("squared kept", lambda: self.means.kept**2)
+        message.put_same("digest", lambda: weight.mean.digest)
+        message.put_same("kept", lambda: self.means.kept)
         return message
 
     def _ratio(self) -> float:
@@ -795,12 +791,12 @@ class Accumulation:
             self.means.kept += 1
             for index in range(len(self._launches.missing)):  # zeros, in the micro-batch of others
                 self._send(index)
-        if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
+        if not message.same("digest"):
             raise RuntimeError(
                 "the ranks drew different samples for one global batch: seed the sampler alike on "
                 "all ranks, and leave out a batch, or end a loop, on all of them or on none"
             )
-        if totals["ranks"] * totals["squared kept"] != totals["kept"] ** 2:
+        if not message.same("kept"):
             raise RuntimeError(
                 "a gradient was dropped on some ranks alone, as by zero_grad(), after parts of it "
                 f"were sent to others (stage {self._shard.stage}): drop it on all ranks or on none"

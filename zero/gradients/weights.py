@@ -52,8 +52,7 @@ class Mean:
     samples: float = 0.0  # in them
     latest: float = 1.0  # weight of the latest part, beside those of other ranks
     base: float = 1.0  # of the first part that has one
-    digest: int = 0  # of the batches
-    has_digest: bool = False
+    digest: int | None = None  # of the batches
 
 
 class BatchWeight:
@@ -329,8 +328,8 @@ class BatchWeight:
             self._drawn.remove(batch)
             batch.source.used = max(batch.source.used, batch.number)
             if batch.digest is not None:
-                self.mean.digest = (self.mean.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
-                self.mean.has_digest = True
+                before = self.mean.digest or 0
+                self.mean.digest = (before * 31 + batch.digest) % (1 << DIGEST_BITS)
 
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
