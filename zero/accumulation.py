@@ -619,7 +619,9 @@ class Accumulation:
         self._agree_on_unit()
         self._launch_remaining()
         totals = self._totals()
-        weight, divisor = totals["weight"], totals["divisor"]
+        # In a mean over samples, a rank without a backward has none; else it is one of the ranks.
+        absent = 0.0 if totals["averages"] else totals["absent"]
+        weight, divisor = totals["weight"] + absent, totals["divisor"] + absent
         # Of the mean over all samples that is held, to which this one is added.
         held = (self.weight.held or 0.0) if totals["averages"] else 0.0
         unused = self._unused() if totals["missing"] else frozenset()
@@ -758,6 +760,7 @@ class Accumulation:
         message.put("running", 0.0)
         message.put("weight", lambda: weight.weight)
         message.put("divisor", lambda: weight.divisor)
+        message.put("absent", lambda: weight.mean.absent)
         message.put("averages", lambda: weight.mean.averages)
         message.put(
             "missing", lambda: sum(map(len, self._launches.missing)) - len(self._arrived.used)

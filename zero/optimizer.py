@@ -296,7 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Collective outside of `no_sync`, for one micro-batch. The gradient of a step is the mean
         over the samples of all its micro-batches, also if it is read between two of them. A rank
-        without samples in a step calls `share(0)` instead. The weight acts on gradients, as they
+        without a backward in a step adds no sample to it. The weight acts on gradients, as they
         are taken. Another optimizer of the loss takes its own as those of `loss.backward()`, and
         its `step` raises RuntimeError where that gives another mean.
         Raises RuntimeError beside gradients of `loss.backward()` in the step.

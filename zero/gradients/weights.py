@@ -46,6 +46,7 @@ class Mean:
     """The parts of batches that a mean is over, so far."""
 
     begun: bool = False  # a backward of it has begun
+    absent: bool = False  # it ends without a backward, a batch and a statement
     averages: bool = False  # it is over all samples of the accumulation
     first: DrawnBatch | None = None  # part
     count: int = 0  # of parts
@@ -121,6 +122,8 @@ class BatchWeight:
     @property
     def weight(self) -> float:
         """This rank's weight so far, in samples."""
+        if self.mean.absent:
+            return 0.0
         return self.mean.samples if self.mean.count else 1.0
 
     @property
@@ -131,7 +134,7 @@ class BatchWeight:
     @property
     def divisor(self) -> float:
         """This rank's addend of what the sum over ranks is divided by."""
-        if self.mean.averages:
+        if self.mean.averages or self.mean.absent:
             return self.mean.samples
         return self.multiplied if self.mean.first is None else self.mean.first.own * self._means
 
@@ -337,6 +340,7 @@ class BatchWeight:
             held, self.held, self._over = self.held, None, False
             self.begin_backward()
             self.held = held
+            self.mean.absent = self.mean.first is None
         self._stated = self._multiplier = None  # of a backward that did not follow
 
     def begin_group(self, ranks: int, *, whole: bool) -> None:
