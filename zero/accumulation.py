@@ -770,6 +770,7 @@ class Accumulation:
         message.put("weighed", self._ratio)
         message.put("squared weighed", lambda: self._ratio() ** 2)
         message.put_same("digest", lambda: weight.mean.digest)
+        message.put_same("micro-batches", lambda: weight.micro_batches)
         message.put_same("kept", lambda: self.means.kept)
         return message
 
@@ -798,6 +799,12 @@ class Accumulation:
             raise RuntimeError(
                 "the ranks drew different samples for one global batch: seed the sampler alike on "
                 "all ranks, and leave out a batch, or end a loop, on all of them or on none"
+            )
+        if not message.same("micro-batches"):
+            raise RuntimeError(
+                "the ranks have different numbers of micro-batches in a step, by which share(n) "
+                "weighs, and at stage 2 each is reduced before its rank knows the number: call "
+                "optimizer.backward(loss, weight=n) for every one, or use stage 0 or 1"
             )
         if not message.same("kept"):
             raise RuntimeError(

@@ -147,6 +147,28 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 @pytest.mark.mpi(min_size=2)
 @STAGES
+def test_shares_of_unequal_numbers_of_micro_batches_are_a_mean_over_samples_or_refused(make, stage):
+    loss, optimizer = one_weight(make, stage)
+    values = [3.0, 5.0] if RANK == 0 else [10.0]
+
+    def accumulate():
+        for value in values:
+            optimizer.share(2)
+            with nullcontext() if value == values[-1] else optimizer.no_sync():
+                (loss(value) / len(values)).backward()
+
+    if stage == 2:
+        with pytest.raises(RuntimeError, match=r"different numbers of micro-batches .* or 1$"):
+            accumulate()
+        return
+    accumulate()
+    result, weight = optimizer.step(), 4 + 2 * LAST
+    assert result.weight == weight
+    assert result.grad_norm == pytest.approx((4 * 4 + 2 * LAST * 10) / weight)
+
+
+@pytest.mark.mpi(min_size=2)
+@STAGES
 def test_a_rank_without_a_backward_adds_nothing_to_a_mean_over_samples(make, stage):
     loss, optimizer = one_weight(make, stage)
     if RANK == 0:

@@ -139,6 +139,17 @@ class BatchWeight:
         return self.multiplied if self.mean.first is None else self.mean.first.own * self._means
 
     @property
+    def micro_batches(self) -> int | None:
+        """The number of them in a sum of means, which must be that of other ranks; else None.
+
+        Where each is reduced by itself, their number comes too late to weigh in it, as it does in
+        `_means`. A rank without samples has any number.
+        """
+        if not self._every_micro_batch or self.mean.averages or not self.mean.base:
+            return None
+        return max(self.mean.count, 1)
+
+    @property
     def _means(self) -> int:
         """Number of micro-batches by which losses that were accumulated were divided already."""
         return 1 if self._every_micro_batch or self.mean.averages else max(self.mean.count, 1)
