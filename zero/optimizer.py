@@ -486,7 +486,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return a context in which all ranks hold the means of their parameters. Collective.
 
         Buffers are rank 0's in it, and must not be changed, nor parameters. At its end every rank
-        gets back its own. Yields whether they differ.
+        gets back its own, at stages 1 and 2 not after an exception that may be of this rank alone:
+        then `step` raises RuntimeError. Yields whether they differ.
         """
         return nullcontext(False) if self.replicas is None else self.replicas.averaged()
 

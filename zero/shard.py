@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero.collectives import Collectives, gather_objects
+from zero.collectives import AllRanksError, Collectives, gather_objects
 from zero.gradients.buckets import BucketGradients, BucketsInTurns
 from zero.gradients.single_rank import LocalGradients
 from zero.kernels import power_sum, rescale, view
@@ -38,7 +38,7 @@ ParamGroup = dict[str, Any]
 NEAR_UNITS = 8  # in the last place, by which a script may change a parameter without replacing it
 
 
-class NonFiniteGradientError(ArithmeticError):
+class NonFiniteGradientError(AllRanksError, ArithmeticError):
     """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
 
 
