@@ -782,9 +782,8 @@ class Accumulation:
     def _totals(self) -> dict[str, float]:
         """Wait until all ranks have finished, and return sums over them. Collective.
 
-        Of the samples ("weight"), the divisors of the sum of gradients, the ranks with a mean over
-        all samples ("averages"), the parameters without a gradient ("missing"), and the gradients
-        that need another reduction ("late").
+        Under the names that `_begin_message` gives. Raises RuntimeError on all ranks if they differ
+        in the samples of a batch, the number of micro-batches, or the gradients that they keep.
         """
         message = self.message
         while True:

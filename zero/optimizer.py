@@ -550,12 +550,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return this rank's slices, the hyperparameters and the rest of the state.
 
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
-        and applies it. Plain containers and tensors of the
-        optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
-        state; "unnamed_state", what the torch optimizer keeps under a key that is no parameter, and
-        "comm_hook" are of this rank only, and "sync_weights" of its replica. At stages 1 and
-        2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
-        `full_state_dict`.
+        and applies it. Plain containers and tensors of the optimizer's own memory. The "slices"
+        (`zero.state`) of all ranks together are the whole state; "unnamed_state", what the torch
+        optimizer keeps under a key that is no parameter, and "comm_hook" are of this rank only, and
+        "sync_weights" of its replica. At stages 1 and 2 of several ranks, "slices" refuses to be
+        pickled, since one rank's are not the whole: see `full_state_dict`.
         """
         if self.replicas is not None:
             self.replicas.apply_sent()
