@@ -15,8 +15,6 @@ from zero.precision import is_16_bit
 
 Named: TypeAlias = tuple[str, Parameter]
 
-STAGES = (0, 1, 2)
-PARTITIONS = ("auto", "element", "parameter")
 OWN_MEMORY = "make them one Parameter (as tied weights are), or give each its own"
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
@@ -152,16 +150,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     numel = 1 + sum((length - 1) * stride for length, stride in strides)
     return tensor.data_ptr(), tensor.data_ptr() + numel * tensor.element_size()
-
-
-def check_sharding(stage: int, partition: str) -> None:
-    """Raise ValueError for a stage or partition that is unknown."""
-    if type(stage) is not int or stage not in STAGES:
-        known = ", ".join(map(str, STAGES))
-        raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
-    if partition not in PARTITIONS:
-        known = ", ".join(PARTITIONS)
-        raise ValueError(f"partition {partition!r} is unknown: choose one of {known}")
 
 
 def check_undistributed(model: nn.Module, size: int) -> None:
