@@ -251,8 +251,7 @@ class OptimizerShard:
 
     def wait(self) -> None:
         """Wait for parameters in flight. Raises RuntimeError if any was changed or replaced."""
-        if self.sharded:
-            self.parameters.wait()
+        self.parameters.wait()
         self.watch.check()
 
     @torch.no_grad()
@@ -265,8 +264,7 @@ class OptimizerShard:
         of a load, replaces it. Waits for parameters in flight, and if there are master weights, for
         the device.
         """
-        if self.sharded:
-            self.parameters.wait()
+        self.parameters.wait()
         changed = [owned.home != owned.rounded() for owned in self.with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
             for owned, mask in zip(self.with_master, changed, strict=True):
@@ -288,8 +286,7 @@ class OptimizerShard:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
         self._rounded = True
-        if self.sharded:
-            self.parameters.launch()
+        self.parameters.launch()
 
     @contextmanager
     def gradients_set(self, unused: Collection[str]) -> Iterator[None]:
