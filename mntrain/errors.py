@@ -20,8 +20,7 @@ from mntrain.alike.naming import by_value, naming
 from mntrain.checks import launcher
 from mntrain.checks.host import StartError
 from mntrain.comm import mpi
-from zero.comparison import DifferentWeightsError
-from zero.shard import NonFiniteGradientError
+from zero.collectives import AllRanksError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,7 +33,7 @@ REPORT_S = 5.0  # that other ranks give the one that prints why MPI cannot start
 _MAX_TRACEBACK, _MAX_MESSAGE = 20_000, 4_000  # characters that other ranks get
 
 
-class AgreedError(ValueError):
+class AgreedError(AllRanksError, ValueError):
     """An error that every rank raises together; the world stays usable.
 
     `rank` is the raising rank: rank 0 reports the error to the user, the others stay silent.
@@ -63,9 +62,6 @@ _WITH_BACKEND = (
 )
 _NO_GROUP = ("process group has not been initialized", "MASTER_ADDR expected", "RANK expected")
 
-# Errors that every rank raises: rank 0 alone prints them.
-OF_ALL_RANKS = (AgreedError, NonFiniteGradientError, DifferentWeightsError)
-
 
 def raised_by_all(error: BaseException | None) -> bool:
     """Return True if all ranks leave a block together: without an error, or with one of all.
@@ -73,7 +69,7 @@ def raised_by_all(error: BaseException | None) -> bool:
     False in a forked child of a rank, whose parent is in the block still.
     """
     clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-    together = error is None or isinstance(error, OF_ALL_RANKS) or clean_exit
+    together = error is None or isinstance(error, AllRanksError) or clean_exit
     return together and not mpi.of_parent()
 
 
@@ -224,7 +220,7 @@ class ExceptionWatch:
 
     def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         error = self._unwrapped(error)
-        of_all = isinstance(error, OF_ALL_RANKS)
+        of_all = isinstance(error, AllRanksError)  # rank 0 alone prints it
         if self._process != os.getpid():
             self._previous[sys](kind, error, trace)
             return

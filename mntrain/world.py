@@ -40,6 +40,7 @@ from mntrain.run.saving import Checkpoints
 from mntrain.run.signals import Stop
 from mntrain.sync import LocalSGD
 from mntrain.timeline import Timeline
+from zero.collectives import AllRanksError
 from zero.comm_hooks import CommHook
 from zero.optimizer import ZeroOptimizer
 
@@ -468,7 +469,7 @@ class World(Ranks):
         elif not isinstance(first, SystemExit):
             self.recorder.error_raised(first)
         self._close()
-        if isinstance(first, errors.OF_ALL_RANKS):
+        if isinstance(first, AllRanksError):
             self._watch.install()  # lets rank 0 alone print it if nobody catches it
         if first is not None and first is not error:
             raise first from error

@@ -223,6 +223,8 @@ class Accumulation:
         self.weight.in_fp16 |= any(bucket.dtype == torch.float16 for bucket in buckets)
         self._names += [frozenset(e.spec.name for e in b.entries if e.numel) for b in buckets]
         self._begin_launches()
+        self._stop_weighing()  # hooks that lack the new parameters
+        self._weigh_if_needed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,12 +259,17 @@ class Accumulation:
         self.weight.expect(batch)
         self._weigh_if_needed()
 
-    def _weigh_if_needed(self) -> None:
-        """Multiply gradients before they are added, where the factor may not be 1.
+    def clip_own(self, max_norm: float | None) -> None:
+        """Clip this rank's own mean in every reduction that follows; None: no longer. Local."""
+        self.own_limit = max_norm
+        self._weigh_if_needed()
 
-        Nowhere else, since a hook takes time.
+    def _weigh_if_needed(self) -> None:
+        """Let hooks run before gradients are added, where the factor may not be 1.
+
+        Or where each reduction is clipped by itself. Nowhere else, since a hook takes time.
         """
-        if self.weight.may_change and not self._weighing:
+        if (self.weight.may_change or self.own_limit) and not self._weighing:
             self._weighing = [node.register_prehook(self._weigh) for node in self._nodes]
 
     def state_weight(self, weight: float, multiplier: float) -> None:
@@ -281,12 +288,20 @@ class Accumulation:
             )
         self.weight.state(weight, multiplier)
         self._weigh_if_needed()
-        if begins and self._slots.filled and not self._shard.sharded:
+        self._set_held_aside()
+
+    def _set_held_aside(self) -> None:
+        """Let the coming backward not add to means that are held, as at stages 1 and 2."""
+        if (
+            self._gradients.held
+            and self._slots.filled
+            and not (self._pending or self._shard.sharded)
+        ):
             self._gradients.collect()
             self._gradients.separate()
 
     def pass_backward(self) -> None:
-        """Do what ends a backward, for a loss without weight. Collective outside of `no_sync`."""
+        """Count a backward that makes no gradient here. Collective outside of `no_sync`."""
         self._enter(Phase.FILLING)
         if self.evaluations:
             raise RuntimeError(EVALUATES)
@@ -317,7 +332,7 @@ class Accumulation:
         self._gradients.clear(set_to_none)
         self.weight.discard()
         self._enter(Phase.EMPTY)
-        if not self._launches.done:
+        if not self._launches.done or self.group.size == 1:
             self._end_backward()
             self._begin_launches()
         self._hook.end_step(taken=False)
@@ -446,6 +461,8 @@ class Accumulation:
         """
         task = torch._C._current_graph_task_id()
         if task not in self._backward.tasks:
+            if self.own_limit:
+                self._set_held_aside()
             self._begin_backward(task)
             if not (self.weight.multiplied or self._shard.sharded):
                 self._slots.void()
@@ -602,7 +619,9 @@ class Accumulation:
         self._agree_on_unit()
         self._launch_remaining()
         totals = self._totals()
-        weight, divisor = totals["weight"], totals["divisor"]
+        # In a mean over samples, a rank without a backward has none; else it is one of the ranks.
+        absent = 0.0 if totals["averages"] else totals["absent"]
+        weight, divisor = totals["weight"] + absent, totals["divisor"] + absent
         # Of the mean over all samples that is held, to which this one is added.
         held = (self.weight.held or 0.0) if totals["averages"] else 0.0
         unused = self._unused() if totals["missing"] else frozenset()
@@ -644,10 +663,11 @@ class Accumulation:
         )
         total = total if totals["averages"] else 0.0
         self.weight.reset(divisor / self.group.size, total if left else None)
+        self._weigh_if_needed()
         return False
 
     def _agree_on_unit(self) -> None:
-        """Let the weights of all ranks in their first mean set the unit, for fp16. Collective."""
+        """Let the weights of all ranks in this mean set the unit, for fp16. Collective."""
         small_range = self.weight.in_fp16 or self._hook.wire_dtype == torch.float16
         if self.group.size == 1 or self.weight.agreed or not small_range:
             return
@@ -740,6 +760,7 @@ class Accumulation:
         message.put("running", 0.0)
         message.put("weight", lambda: weight.weight)
         message.put("divisor", lambda: weight.divisor)
+        message.put("absent", lambda: weight.mean.absent)
         message.put("averages", lambda: weight.mean.averages)
         message.put(
             "missing", lambda: sum(map(len, self._launches.missing)) - len(self._arrived.used)
@@ -748,12 +769,9 @@ class Accumulation:
         message.put("scaled by others", lambda: self.means.scaled_by_others)
         message.put("weighed", self._ratio)
         message.put("squared weighed", lambda: self._ratio() ** 2)
-        message.put("checked", lambda: weight.mean.has_digest)
-        message.put("digest", lambda: weight.mean.digest)
-        message.put("squared digest", lambda: weight.mean.digest**2)
-        message.put("ranks", 1.0)
-        message.put("kept", lambda: self.means.kept)
-        message.put("squared kept", lambda: self.means.kept**2)
+        message.put_same("digest", lambda: weight.mean.digest)
+        message.put_same("micro-batches", lambda: weight.micro_batches)
+        message.put_same("kept", lambda: self.means.kept)
         return message
 
     def _ratio(self) -> float:
@@ -764,9 +782,8 @@ class Accumulation:
     def _totals(self) -> dict[str, float]:
         """Wait until all ranks have finished, and return sums over them. Collective.
 
-        Of the samples ("weight"), the divisors of the sum of gradients, the ranks with a mean over
-        all samples ("averages"), the parameters without a gradient ("missing"), and the gradients
-        that need another reduction ("late").
+        Under the names that `_begin_message` gives. Raises RuntimeError on all ranks if they differ
+        in the samples of a batch, the number of micro-batches, or the gradients that they keep.
         """
         message = self.message
         while True:
@@ -777,12 +794,18 @@ class Accumulation:
             self.means.kept += 1
             for index in range(len(self._launches.missing)):  # zeros, in the micro-batch of others
                 self._send(index)
-        if totals["checked"] * totals["squared digest"] != totals["digest"] ** 2:
+        if not message.same("digest"):
             raise RuntimeError(
                 "the ranks drew different samples for one global batch: seed the sampler alike on "
                 "all ranks, and leave out a batch, or end a loop, on all of them or on none"
             )
-        if totals["ranks"] * totals["squared kept"] != totals["kept"] ** 2:
+        if not message.same("micro-batches"):
+            raise RuntimeError(
+                "the ranks have different numbers of micro-batches in a step, by which share(n) "
+                "weighs, and at stage 2 each is reduced before its rank knows the number: call "
+                "optimizer.backward(loss, weight=n) for every one, or use stage 0 or 1"
+            )
+        if not message.same("kept"):
             raise RuntimeError(
                 "a gradient was dropped on some ranks alone, as by zero_grad(), after parts of it "
                 f"were sent to others (stage {self._shard.stage}): drop it on all ranks or on none"

@@ -13,6 +13,10 @@ T = TypeVar("T")
 Bounds: TypeAlias = Sequence[int] | None
 
 
+class AllRanksError(Exception):
+    """Base class of errors that all ranks raise together, so that they may go on together."""
+
+
 class Work(Protocol):
     """An asynchronous operation that was started."""
 

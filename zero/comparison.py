@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero.collectives import Collectives, gather_objects
+from zero.collectives import AllRanksError, Collectives, gather_objects
 from zero.gradients.weights import DIGEST_BITS
 from zero.kernels import checksum, without_repeats
 from zero.layout import Bucket
@@ -55,7 +55,7 @@ TRAIN_OR_FREEZE = (
 )
 
 
-class DifferentWeightsError(RuntimeError):
+class DifferentWeightsError(AllRanksError, RuntimeError):
     """Error for weights that differ between ranks, and must not. Raised by every rank alike."""
 
 

@@ -179,14 +179,21 @@ def uses(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
-def expect_flat(tensor: Tensor) -> None:
-    """Raise ValueError for a tensor that no collective takes. Local."""
+def expect_flat(tensor: Tensor, wire: torch.dtype | None = None) -> None:
+    """Raise ValueError for a tensor that no collective takes, or not with a wire dtype. Local."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"a collective takes a flat contiguous tensor, not one of shape "
             f"{tuple(tensor.shape)} and strides {tensor.stride()}: give the view(-1) of a "
             "contiguous one"
         )
+    if tensor.is_conj() or tensor.is_neg():  # bytes travel
+        raise ValueError(
+            "a collective takes no lazily conjugated or negated tensor: give its "
+            "resolve_conj().resolve_neg()"
+        )
+    if wire is not None and tensor.is_complex():
+        raise ValueError(f"{tensor.dtype} does not travel in {wire}: leave wire= out")
 
 
 @cache

@@ -4,7 +4,7 @@ A backward may reach parameters of several optimizers. Autograd gives each one a
 of other threads that run at the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -30,10 +30,10 @@ RUNNING: WeakValueDictionary[int, ChangedLoss] = WeakValueDictionary()
 """The changed losses of running backward passes, by autograd's number of each."""
 
 
-def note_scale(loss: Tensor, scale: float) -> None:
-    """Let backward passes of a loss know by how much it was multiplied. Local."""
+def note_scale(loss: Tensor, scale: float, begun: Callable[[], None]) -> None:
+    """Let backward passes of a loss know by how much it was multiplied, and call `begun`. Local."""
     if loss.requires_grad:
-        loss.register_hook(partial(_note_scale, scale))
+        loss.register_hook(partial(_note_scale, scale, begun))
 
 
 def note_weight(nodes: Sequence[Node], owner: object, weight: float) -> list[RemovableHandle]:
@@ -41,8 +41,9 @@ def note_weight(nodes: Sequence[Node], owner: object, weight: float) -> list[Rem
     return [node.register_prehook(partial(_note_weight, (owner, weight))) for node in nodes]
 
 
-def _note_scale(scale: float, _: Tensor) -> None:
+def _note_scale(scale: float, begun: Callable[[], None], _: Tensor) -> None:
     _changes().scale = scale
+    begun()
 
 
 def _note_weight(weighed: tuple[object, float], _: object) -> None:

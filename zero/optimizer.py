@@ -296,7 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Collective outside of `no_sync`, for one micro-batch. The gradient of a step is the mean
         over the samples of all its micro-batches, also if it is read between two of them. A rank
-        without samples in a step calls `share(0)` instead. The weight acts on gradients, as they
+        without a backward in a step adds no sample to it. The weight acts on gradients, as they
         are taken. Another optimizer of the loss takes its own as those of `loss.backward()`, and
         its `step` raises RuntimeError where that gives another mean.
         Raises RuntimeError beside gradients of `loss.backward()` in the step.
@@ -328,6 +328,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             for handle in noted:
                 handle.remove()
+        if self.accumulation.weight.stated:  # the loss reaches none of these parameters
+            self.accumulation.pass_backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Enclose the backward passes of an accumulation but the last.
@@ -351,22 +353,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scale each rank's own mean gradient to a norm of at most `max_norm` before the reduction.
 
         Local; between steps, alike on all ranks, or `step` raises RuntimeError on all. None: no
-        longer. Gradients are sent when the last backward of a step ends, when the norm is known.
+        longer. Gradients are sent when a backward outside of `no_sync` ends, when the norm of what
+        was not sent before is known; means that are held then are not clipped again.
         Raises ValueError for a limit that is not above 0, and at stage 2, where each micro-batch is
         reduced by itself.
         """
         self._check_open()
-        if max_norm is None:
-            self.accumulation.own_limit = self._comparison.own_limit = None
-            return
-        if not is_positive(max_norm):
+        if max_norm is not None and not is_positive(max_norm):
             raise ValueError(f"max_norm is {max_norm!r}: give a number above 0, or None")
-        if self._shard.stage == 2:
+        if max_norm is not None and self._shard.stage == 2:
             raise ValueError(
                 "at stage 2, no rank has the whole of its own gradient, so it cannot be clipped: "
                 "use stage 0 or 1"
             )
-        self.accumulation.own_limit = self._comparison.own_limit = float(max_norm)
+        self._comparison.own_limit = max_norm = None if max_norm is None else float(max_norm)
+        self.accumulation.clip_own(max_norm)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -485,7 +486,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return a context in which all ranks hold the means of their parameters. Collective.
 
         Buffers are rank 0's in it, and must not be changed, nor parameters. At its end every rank
-        gets back its own. Yields whether they differ.
+        gets back its own, at stages 1 and 2 not after an exception that may be of this rank alone:
+        then `step` raises RuntimeError. Yields whether they differ.
         """
         return nullcontext(False) if self.replicas is None else self.replicas.averaged()
 
@@ -548,12 +550,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return this rank's slices, the hyperparameters and the rest of the state.
 
         Local, unless a sync schedule has an exchange in flight: then collective, and waits for it,
-        and applies it. Plain containers and tensors of the
-        optimizer's own memory. The "slices" (`zero.state`) of all ranks together are the whole
-        state; "unnamed_state", what the torch optimizer keeps under a key that is no parameter, and
-        "comm_hook" are of this rank only, and "sync_weights" of its replica. At stages 1 and
-        2 of several ranks, "slices" refuses to be pickled, since one rank's are not the whole: see
-        `full_state_dict`.
+        and applies it. Plain containers and tensors of the optimizer's own memory. The "slices"
+        (`zero.state`) of all ranks together are the whole state; "unnamed_state", what the torch
+        optimizer keeps under a key that is no parameter, and "comm_hook" are of this rank only, and
+        "sync_weights" of its replica. At stages 1 and 2 of several ranks, "slices" refuses to be
+        pickled, since one rank's are not the whole: see `full_state_dict`.
         """
         if self.replicas is not None:
             self.replicas.apply_sent()

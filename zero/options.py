@@ -6,8 +6,10 @@ from typing import Literal
 import torch
 
 from zero.layout import MIB
-from zero.param_groups import check_sharding
 from zero.precision import check_travel_dtype, is_positive
+
+STAGES = (0, 1, 2)
+PARTITIONS = ("auto", "element", "parameter")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,14 @@ class Options:
     check_every: int = 100
 
     def __post_init__(self) -> None:
-        check_sharding(self.stage, self.partition)
+        if type(self.stage) is not int or self.stage not in STAGES:
+            known = ", ".join(map(str, STAGES))
+            raise ValueError(
+                f"ZeRO stage {self.stage!r} does not exist here: choose one of {known}"
+            )
+        if self.partition not in PARTITIONS:
+            known = ", ".join(PARTITIONS)
+            raise ValueError(f"partition {self.partition!r} is unknown: choose one of {known}")
         check_travel_dtype("gather_dtype", self.gather_dtype)
         if self.non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip")

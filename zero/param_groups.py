@@ -11,11 +11,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from zero.parameter_watch import dense_parts
+from zero.precision import is_16_bit
 
 Named: TypeAlias = tuple[str, Parameter]
 
-STAGES = (0, 1, 2)
-PARTITIONS = ("auto", "element", "parameter")
+OWN_MEMORY = "make them one Parameter (as tied weights are), or give each its own"
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
@@ -49,10 +49,10 @@ def check_trainable(
     call this first and agree on the result. `known` parameters are trained already.
 
     Raises ValueError for names or parameters that are given twice, for dtypes that do not train,
-    under `torch.inference_mode()`, for parameters on different devices, and if there is nothing to
-    train. With `sharded` they move
-    to flat memory: then also for one that shares memory with another, with a given one that is
-    frozen, with any parameter or buffer of a `model`, or with other processes.
+    under `torch.inference_mode()`, for parameters on different devices, for several of 16 bits in
+    one memory, which have a master weight each, and if there is nothing to train. With `sharded`
+    they move to flat memory: then also for one that shares memory with another, with a given one
+    that is frozen, with any parameter or buffer of a `model`, or with other processes.
     """
     groups = list(groups)
     found = [{**g, "params": [(n, p) for n, p in g["params"] if p.requires_grad]} for g in groups]
@@ -74,6 +74,8 @@ def check_trainable(
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"parameters lie on different devices ({where}): move the model to one")
+    with_master = {name: p for name, p in named.items() if is_16_bit(p.dtype)}
+    _check_overlaps(with_master, (), f"and the updates of one would be lost: {OWN_MEMORY}")
     if sharded:
         given = [pair for group in groups for pair in group["params"]]
         tensors = () if model is None else (*model.named_parameters(), *model.named_buffers())
@@ -107,8 +109,7 @@ def _is_pair(pair: Any) -> bool:
 def _check_memory(moved: Mapping[str, Parameter], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError for memory that parameters would leave and other `tensors` would keep.
 
-    Also for memory of several parameters, and for that of other processes. A tensor with gaps
-    counts as if it had none.
+    Also for memory of several parameters, and for that of other processes.
     """
     for name, parameter in moved.items():
         if parameter.device.type == "cpu" and parameter.is_shared():  # on a GPU, all say so
@@ -123,18 +124,25 @@ def _check_memory(moved: Mapping[str, Parameter], tensors: Iterable[tuple[str, T
         if id(tensor) not in own and tensor.device in devices
         for part in dense_parts(name, tensor)
     ]
-    spans = [(*_span(p), name, True) for name, p in moved.items() if p.numel()]
-    spans += [(*_span(t), name, False) for name, t in others if t.numel()]
-    ends = {True: (0, ""), False: (0, "")}  # the highest so far, of what moves and of what stays
-    for start, end, name, moves in sorted(spans):
-        for last, other in (ends[True], ends[False]) if moves else (ends[True],):
+    why = "which trained parameters leave at stages 1 and 2"
+    _check_overlaps(moved, others, f"{why}: {OWN_MEMORY}, or use stage=0")
+
+
+def _check_overlaps(
+    trained: Mapping[str, Tensor], others: Iterable[tuple[str, Tensor]], why: str
+) -> None:
+    """Raise ValueError for memory of a trained tensor that another one, or one of others, has.
+
+    A tensor with gaps counts as if it had none, and one on the meta device has no memory.
+    """
+    every = [*((*pair, True) for pair in trained.items()), *((*pair, False) for pair in others)]
+    spans = [(*_span(t), name, mine) for name, t, mine in every if t.numel() and not t.is_meta]
+    ends = {True: (0, ""), False: (0, "")}  # the highest so far, of the trained and of the others
+    for start, end, name, is_trained in sorted(spans):
+        for last, other in (ends[True], ends[False]) if is_trained else (ends[True],):
             if start < last:
-                raise ValueError(
-                    f"{other} and {name} share memory, which trained parameters leave at stages 1 "
-                    "and 2: make them one Parameter (as tied weights are), give each its own, or "
-                    "use stage=0"
-                )
-        ends[moves] = max(ends[moves], (end, name))
+                raise ValueError(f"{other} and {name} share memory, {why}")
+        ends[is_trained] = max(ends[is_trained], (end, name))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -142,16 +150,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     numel = 1 + sum((length - 1) * stride for length, stride in strides)
     return tensor.data_ptr(), tensor.data_ptr() + numel * tensor.element_size()
-
-
-def check_sharding(stage: int, partition: str) -> None:
-    """Raise ValueError for a stage or partition that is unknown."""
-    if type(stage) is not int or stage not in STAGES:
-        known = ", ".join(map(str, STAGES))
-        raise ValueError(f"ZeRO stage {stage!r} does not exist here: choose one of {known}")
-    if partition not in PARTITIONS:
-        known = ", ".join(PARTITIONS)
-        raise ValueError(f"partition {partition!r} is unknown: choose one of {known}")
 
 
 def check_undistributed(model: nn.Module, size: int) -> None:

@@ -65,20 +65,22 @@ class LossScale:
             )
         self.value = FIRST_SCALE if self.dynamic else float(fixed)
         self.scales = self.dynamic or self.value != 1.0  # the factor is not constantly 1
-        self.applied = False  # whether a loss was multiplied since the last backward
+        self.applied = False  # whether a backward of a multiplied loss has begun, and not ended
         self._good_steps = 0
 
     def apply(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale, whose backward passes tell of it."""
         if not self.scales:
             return loss
-        self.applied = True
         scaled = loss * self.value
-        note_scale(scaled, self.value)
+        note_scale(scaled, self.value, self._note_applied)
         return scaled
 
+    def _note_applied(self) -> None:
+        self.applied = True
+
     def expect_applied(self) -> None:
-        """Raise RuntimeError if no loss was multiplied since the last backward."""
+        """Raise RuntimeError if no backward of a multiplied loss has begun."""
         if not self.applied:
             raise RuntimeError(
                 "the optimizer has a loss_scale=, by which it divides the gradient, and the loss "

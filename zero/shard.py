@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero.collectives import Collectives, gather_objects
+from zero.collectives import AllRanksError, Collectives, gather_objects
 from zero.gradients.buckets import BucketGradients, BucketsInTurns
 from zero.gradients.single_rank import LocalGradients
 from zero.kernels import power_sum, rescale, view
@@ -38,7 +38,7 @@ ParamGroup = dict[str, Any]
 NEAR_UNITS = 8  # in the last place, by which a script may change a parameter without replacing it
 
 
-class NonFiniteGradientError(ArithmeticError):
+class NonFiniteGradientError(AllRanksError, ArithmeticError):
     """The gradient holds an infinity or a NaN. Raised by every rank alike; nothing was updated."""
 
 
@@ -251,8 +251,7 @@ class OptimizerShard:
 
     def wait(self) -> None:
         """Wait for parameters in flight. Raises RuntimeError if any was changed or replaced."""
-        if self.sharded:
-            self.parameters.wait()
+        self.parameters.wait()
         self.watch.check()
 
     @torch.no_grad()
@@ -265,8 +264,7 @@ class OptimizerShard:
         of a load, replaces it. Waits for parameters in flight, and if there are master weights, for
         the device.
         """
-        if self.sharded:
-            self.parameters.wait()
+        self.parameters.wait()
         changed = [owned.home != owned.rounded() for owned in self.with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
             for owned, mask in zip(self.with_master, changed, strict=True):
@@ -288,8 +286,7 @@ class OptimizerShard:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
         self._rounded = True
-        if self.sharded:
-            self.parameters.launch()
+        self.parameters.launch()
 
     @contextmanager
     def gradients_set(self, unused: Collection[str]) -> Iterator[None]:

@@ -58,6 +58,10 @@ class StateByParameter(MutableMapping[Any, Any]):
         """Return the state under a key, or `default`."""
         return self.by_tensor.get(self._key(key), default)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the state under a key; `default`, from now on, if there is none."""
+        return self.by_tensor.setdefault(self._key(key), default)
+
     def pop(self, key: Any, default: Any = _ABSENT) -> Any:
         """Remove the state under a key and return it, or `default`."""
         given = () if default is _ABSENT else (default,)

@@ -48,6 +48,15 @@ class StepMessage:
         assert name not in self._values, f"{name} is put twice"
         self._values[name] = value, reduce == "max"
 
+    def put_same(self, name: str, value: Callable[[], float | None]) -> None:
+        """Add an integer of at most 16 bits, which is exact in `same`; None for a rank without one.
+
+        Local.
+        """
+        self.put(f"ranks with {name}", lambda: value() is not None)
+        self.put(name, lambda: value() or 0.0)
+        self.put(f"squared {name}", lambda: (value() or 0.0) ** 2)
+
     def announce(self, group: Collectives, name: str) -> None:
         """Send 1 for a name and 0 for all others, where other ranks may send the whole message.
 
@@ -78,6 +87,11 @@ class StepMessage:
             self._parts = dict(zip(self._values, self._numbers.split(widths), strict=True))
             self._sums = {name: float(part.max()) for name, part in self._parts.items()}
         return self._sums
+
+    def same(self, name: str) -> bool:
+        """Return whether all ranks that have a number of `put_same` have the same. After `read`."""
+        ranks, squares = self._sums[f"ranks with {name}"], self._sums[f"squared {name}"]
+        return ranks * squares == self._sums[name] ** 2
 
     def by_rank(self, name: str) -> dict[str, float]:
         """Return the numbers that a maximum is taken of, by rank. After `read`."""

@@ -100,7 +100,7 @@ class TorchCollectives:
 
     def all_reduce(self, tensor: Tensor, wire: torch.dtype | None = None) -> Work:
         """Start to sum a tensor over all ranks, in place. Collective."""
-        expect_flat(tensor)
+        expect_flat(tensor, wire)
         if self.size == 1:
             return CompletedWork()
         tensor, what = tensor.detach(), self._describe("all_reduce", tensor)
@@ -114,7 +114,7 @@ class TorchCollectives:
         self, tensor: Tensor, bounds: Bounds = None, wire: torch.dtype | None = None
     ) -> Work:
         """Start to sum over all ranks, in place; valid in this rank's shard alone. Collective."""
-        expect_flat(tensor)
+        expect_flat(tensor, wire)
         cut = shard_bounds(bounds, tensor.numel(), self.size)
         if self.size == 1:
             return CompletedWork()

@@ -292,7 +292,7 @@ class WorldCollectives:
         root: int = 0,
         wire: torch.dtype | None = None,
     ) -> Work:
-        expect_flat(tensor)
+        expect_flat(tensor, wire)
         engine = self._engine
         engine.check_open()
         if self.size == 1:

@@ -49,9 +49,8 @@ _FRAMES = 7  # from a verb to the function of torch that calls it, at most: not 
 
 # In profiles, where they are not as the method's.
 _TITLES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-_thread = (
-    threading.local()
-)  # its `in_verb` is True while a profiler sees a verb, which calls others
+# Its `in_verb` is True while a profiler sees a verb, which calls others.
+_thread = threading.local()
 
 Started = tuple[Work, Copies]
 VerbSteps = Callable[[Communicator, Sequence[int]], Steps[None]]

@@ -249,6 +249,13 @@ def refused():
     )
     for verb, tensor in product(VERBS, odd):
         yield verb, tensor, (), words
+    number = torch.zeros(3, dtype=torch.complex64)
+    words = r"lazily conjugated or negated .*: give its resolve_conj\(\)\.resolve_neg\(\)$"
+    for verb, tensor in product(VERBS, (number.conj(), torch._neg_view(torch.zeros(3)))):
+        yield verb, tensor, (), words
+    words = r"torch\.complex64 does not travel in torch\.bfloat16: leave wire= out"
+    yield "all_reduce", number, (torch.bfloat16,), words
+    yield "reduce_scatter", number, (None, torch.bfloat16), words
     for root in (-1, RANKS):
         words = f"root {root} is no rank of this world: 0 to {RANKS - 1}"
         yield "broadcast", torch.zeros(1), (root,), words

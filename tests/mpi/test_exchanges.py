@@ -38,6 +38,7 @@ from replicas import Means, Sparse
 from torch import nn
 from worlds import RANKS, refusal
 
+from mntrain.errors import AgreedError
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.comm_hooks.codes import ChunkCode
 from zero.exchange.exchange import EXCHANGED
@@ -515,6 +516,34 @@ def test_buffers_are_those_of_rank_0_after_an_exchange(world, cut):
         with optimizer.averaged():
             torch.testing.assert_close(buffer, of_first)
         torch.testing.assert_close(buffer, of_first if step else of_node)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_exception_of_one_rank_leaves_the_means_without_waiting_for_others(world, cut, stage):
+    model = net()
+    optimizer = cut(model, sync=LocalSGD(every=4), stage=stage, overlap_forward=False)
+    update(optimizer, loss_of(model, mine(world, samples(12))))
+    own = model_digest(model)
+
+    def leave(error, *, late):
+        with optimizer.averaged() as differ:
+            assert differ == (model_digest(model) != own)
+            if late:
+                world.barrier()
+            raise error
+
+    with pytest.raises(AgreedError):
+        leave(AgreedError("of all ranks", RANK), late=True)
+    assert model_digest(model) == own
+    with pytest.raises(KeyError):
+        leave(KeyError("of this rank"), late=RANK > 0)
+    if RANK == 0:
+        world.barrier()  # the others are in the block still
+    if stage and NODES > 1 and PER_NODE > 1:
+        with pytest.raises(RuntimeError, match=r"in a block of optimizer\.averaged\(\), .*catch"):
+            optimizer.step()
+    else:
+        assert model_digest(model) == own
 
 
 def test_a_teacher_that_follows_is_that_of_rank_0_after_an_exchange(world, cut):

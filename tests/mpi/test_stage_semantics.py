@@ -135,6 +135,61 @@ def test_the_micro_batches_of_a_loader_may_differ_in_size(world, pair, mode, syn
     both.check()
 
 
+def one_weight(make, stage):
+    """A weight whose gradient is the mean of the inputs, as a loss of one, and its optimizer."""
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = make(model, torch.optim.SGD, stage=stage, lr=0.0)
+    return lambda value: model(torch.full((1, 1), value, dtype=torch.float64)).mean(), optimizer
+
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+
+
+@pytest.mark.mpi(min_size=2)
+@STAGES
+def test_shares_of_unequal_numbers_of_micro_batches_are_a_mean_over_samples_or_refused(make, stage):
+    loss, optimizer = one_weight(make, stage)
+    values = [3.0, 5.0] if RANK == 0 else [10.0]
+
+    def accumulate():
+        for value in values:
+            optimizer.share(2)
+            with nullcontext() if value == values[-1] else optimizer.no_sync():
+                (loss(value) / len(values)).backward()
+
+    if stage == 2:
+        with pytest.raises(RuntimeError, match=r"different numbers of micro-batches .* or 1$"):
+            accumulate()
+        return
+    accumulate()
+    result, weight = optimizer.step(), 4 + 2 * LAST
+    assert result.weight == weight
+    assert result.grad_norm == pytest.approx((4 * 4 + 2 * LAST * 10) / weight)
+
+
+@pytest.mark.mpi(min_size=2)
+@STAGES
+def test_a_rank_without_a_backward_adds_nothing_to_a_mean_over_samples(make, stage):
+    loss, optimizer = one_weight(make, stage)
+    if RANK == 0:
+        optimizer.backward(loss(3.0), weight=1)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (3.0, 1)
+
+
+@pytest.mark.mpi(min_size=2)
+@STAGES
+def test_a_loss_that_reaches_no_parameter_on_one_rank_counts_in_the_same_mean(make, stage):
+    loss, optimizer = one_weight(make, stage)
+    for number in range(2):
+        elsewhere = RANK == LAST and number == 0
+        used = torch.zeros((), requires_grad=True) if elsewhere else loss(3.0)
+        optimizer.backward(used, weight=4)
+    result = optimizer.step()
+    assert result.weight == 8 * RANKS
+    assert result.grad_norm == pytest.approx(3 * (2 * RANKS - 1) / (2 * RANKS))
+
+
 @pytest.mark.mpi(min_size=2)
 @modes
 def test_a_share_of_nothing_hides_a_nan(pair, mode):

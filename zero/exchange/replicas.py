@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.collectives import Collectives, broadcast_from_rank_0
+from zero.collectives import AllRanksError, Collectives, broadcast_from_rank_0
 from zero.comparison import StepComparison, agree
 from zero.exchange.exchange import Exchange
 from zero.kernels import checksum
@@ -48,7 +48,8 @@ class Replicas:
         if self._averaging:
             raise RuntimeError(
                 "parameters are means over nodes in a block of optimizer.averaged(), after which "
-                "they get their own values back: call this after the block"
+                "they get their own values back: call this after the block, and catch exceptions "
+                "within it"
             )
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
@@ -145,7 +146,9 @@ class Replicas:
     def averaged(self) -> Iterator[bool]:
         """Return a context in which parameters are means over replicas. Collective.
 
-        Yields whether they are other ones outside.
+        Yields whether they are other ones outside. Where shards have to be gathered at its end, an
+        exception that is no `AllRanksError` is raised without that: it may be of this rank alone,
+        and others would be waited for before anyone sees it. Parameters stay means then.
         """
         if self.in_sync:
             yield False
@@ -161,18 +164,22 @@ class Replicas:
             self._overwrite(others)
             self._shard.publish()
             self._shard.wait()
-        self._averaging = True
+        self._averaging = ends = True
         try:
             yield True
+        except BaseException as error:
+            ends = isinstance(error, AllRanksError) or not self._shard.sharded
+            raise
         finally:
-            self._averaging = False
-            with torch.no_grad():
-                for tensor, own in self._local.items():
-                    tensor.copy_(own)
-                for tensor, own in zip(others, own_others, strict=True):
-                    tensor.copy_(own)
-                self._local = {}
-                self._shard.publish()
+            if ends:
+                self._averaging = False
+                with torch.no_grad():
+                    for tensor, own in self._local.items():
+                        tensor.copy_(own)
+                    for tensor, own in zip(others, own_others, strict=True):
+                        tensor.copy_(own)
+                    self._local = {}
+                    self._shard.publish()
 
     @torch.no_grad()
     def apply_sent(self) -> None:

@@ -117,7 +117,7 @@ class BucketGradients(Gradients):
         return sorted(self._aside_names)
 
     def begin(self) -> None:
-        """Prepare for the first gradient of a reduction."""
+        """Begin a reduction, apart from held means unless autograd adds to these."""
         if not self.slots.accumulate:
             self.set_aside()
         self.renew()
@@ -254,7 +254,7 @@ class BucketGradients(Gradients):
     # The memory.
 
     def renew(self) -> None:
-        """Prepare for the first gradient of a reduction."""
+        """Let the buckets take other gradients: those that were widened are no longer read."""
         self._wide.clear()
 
     def place(self, index: int, entry: ParameterSlice) -> Tensor:

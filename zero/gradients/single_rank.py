@@ -24,7 +24,8 @@ class LocalGradients(Gradients):
     def __init__(self) -> None:
         super().__init__(OwnSlots())
         self._aside: dict[str, Tensor] = {}  # means of earlier reductions, by parameter name
-        self._addresses: dict[int, str] = {}  # of gradients in this reduction, with their names
+        # By storage, the first and the next byte of gradients in this reduction, by name.
+        self._memory: dict[int, dict[str, tuple[int, int]]] = {}
 
     def add(self, buckets: Sequence[Bucket], parameters: Mapping[str, Parameter]) -> None:
         """Hold the gradients of more buckets, of parameters by name."""
@@ -33,7 +34,7 @@ class LocalGradients(Gradients):
 
     def begin(self) -> None:
         """Prepare for the first gradient of a reduction."""
-        self._addresses.clear()
+        self._memory.clear()
 
     @torch.no_grad()
     def take(self, index: int, entry: ParameterSlice, scale: float) -> Tensor | None:
@@ -47,8 +48,12 @@ class LocalGradients(Gradients):
         if gradient is None:
             return None
         own = in_memory_order(gradient, parameter)
-        if self._addresses.setdefault(own.data_ptr(), name) != name:
+        start, stop = own.data_ptr(), own.data_ptr() + own.nbytes
+        others = self._memory.setdefault(own.untyped_storage().data_ptr(), {})
+        if any(low < stop and start < high for o, (low, high) in others.items() if o != name):
             own = own.clone()
+        else:
+            others[name] = start, stop
         if scale == 0:
             own.zero_()
         self.slots.publish(name, own)

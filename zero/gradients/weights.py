@@ -46,14 +46,14 @@ class Mean:
     """The parts of batches that a mean is over, so far."""
 
     begun: bool = False  # a backward of it has begun
+    absent: bool = False  # it ends without a backward, a batch and a statement
     averages: bool = False  # it is over all samples of the accumulation
     first: DrawnBatch | None = None  # part
     count: int = 0  # of parts
     samples: float = 0.0  # in them
     latest: float = 1.0  # weight of the latest part, beside those of other ranks
     base: float = 1.0  # of the first part that has one
-    digest: int = 0  # of the batches
-    has_digest: bool = False
+    digest: int | None = None  # of the batches
 
 
 class BatchWeight:
@@ -76,13 +76,14 @@ class BatchWeight:
     is summed over ranks by itself, times `scale`. Without, it is multiplied by `factor` as it
     arrives, and their sum by `scale`.
 
-    Multipliers are divided by `unit`, the power of two nearest above the largest weight that the
-    ranks of a group had together in a mean: so the sum over ranks is no larger than the mean, which
-    matters in fp16. With equal weights that are powers of two, as the number of ranks, the sum is
-    the mean, and no pass over memory is left to divide it. A power of two changes no bits, so
-    `unit` is not part of the state of a run. One rank alone never multiplies: its unit is its
-    weight. For the small range of fp16, ranks `agree_on` the unit of their first mean, and with
-    `in_fp16` micro-batches of a mean over all samples are taken to the weight of the one before.
+    Multipliers are divided by `unit`, the power of two nearest above the weight that the ranks of a
+    group had together in the last mean. With equal weights that are powers of two, as the number of
+    ranks, the sum is the mean, and no pass over memory is left to divide it. A power of two changes
+    no bits in the range of a dtype, so `unit` is not part of the state of a run. One rank alone
+    never multiplies: its unit is its weight. The range of fp16 is small, so there ranks `agree_on`
+    the unit when a mean begins: the sum over ranks is no larger than the mean, and does not vanish
+    beside it. With `in_fp16` micro-batches of a mean over all samples are taken to the weight that
+    a rank had in the one before, since that of the whole is not known yet.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class BatchWeight:
     @property
     def weight(self) -> float:
         """This rank's weight so far, in samples."""
+        if self.mean.absent:
+            return 0.0
         return self.mean.samples if self.mean.count else 1.0
 
     @property
@@ -131,9 +134,20 @@ class BatchWeight:
     @property
     def divisor(self) -> float:
         """This rank's addend of what the sum over ranks is divided by."""
-        if self.mean.averages:
+        if self.mean.averages or self.mean.absent:
             return self.mean.samples
         return self.multiplied if self.mean.first is None else self.mean.first.own * self._means
+
+    @property
+    def micro_batches(self) -> int | None:
+        """The number of them in a sum of means, which must be that of other ranks; else None.
+
+        Where each is reduced by itself, their number comes too late to weigh in it, as it does in
+        `_means`. A rank without samples has any number.
+        """
+        if not self._every_micro_batch or self.mean.averages or not self.mean.base:
+            return None
+        return max(self.mean.count, 1)
 
     @property
     def _means(self) -> int:
@@ -156,7 +170,7 @@ class BatchWeight:
         if self._every_micro_batch:
             return False
         if self._multiplier is not None:
-            return self._multiplier != self._base_of(self._multiplier)
+            return self._multiplier != self._base_of(self._multiplier, averages=True)
         if self._alone or not self._drawn:
             return False
         batch, first = self._drawn[-1], self.mean.first
@@ -298,19 +312,19 @@ class BatchWeight:
                 "is not known (share(n), world.shard(weight=) and sync= do not say it): call "
                 "optimizer.backward(loss, weight=n) for every micro-batch"
             )
-        self.mean.base = self._base_of(self.mean.latest)
+        self.mean.base = self._base_of(self.mean.latest, averages=self.mean.averages)
         self.mean.count += 1
         self.mean.samples += part.own
 
-    def _base_of(self, latest: float) -> float:
+    def _base_of(self, latest: float, *, averages: bool) -> float:
         """Return the weight to which that of another micro-batch is taken."""
         if self.mean.count and self.mean.base:
             return self.mean.base
-        return max(latest, self._usual) if latest and self.in_fp16 else latest
+        return max(latest, self._usual) if latest and averages and self.in_fp16 else latest
 
     def agree_on(self, divisor: float) -> None:
-        """Let the sum of the ranks' divisors count for the unit. The same on all ranks."""
-        self._unit, self.agreed = max(self._unit, _power_of_two(divisor or 1.0)), True
+        """Take the unit of the sum of the ranks' divisors. The same on all ranks."""
+        self._unit, self.agreed = _power_of_two(divisor or 1.0), True
 
     def _relative(self, part: DrawnBatch) -> float:
         """Return this rank's weight in a micro-batch, taken to the total of the first one."""
@@ -328,8 +342,8 @@ class BatchWeight:
             self._drawn.remove(batch)
             batch.source.used = max(batch.source.used, batch.number)
             if batch.digest is not None:
-                self.mean.digest = (self.mean.digest * 31 + batch.digest) % (1 << DIGEST_BITS)
-                self.mean.has_digest = True
+                before = self.mean.digest or 0
+                self.mean.digest = (before * 31 + batch.digest) % (1 << DIGEST_BITS)
 
     def finish(self) -> None:
         """Note that nothing more is added to this mean: a rank may have had no backward in it."""
@@ -337,6 +351,7 @@ class BatchWeight:
             held, self.held, self._over = self.held, None, False
             self.begin_backward()
             self.held = held
+            self.mean.absent = self.mean.first is None
         self._stated = self._multiplier = None  # of a backward that did not follow
 
     def begin_group(self, ranks: int, *, whole: bool) -> None:
@@ -345,7 +360,7 @@ class BatchWeight:
         It is `whole` if a batch is divided between its ranks only.
         """
         self._ranks, self._unit, self._whole = ranks, _power_of_two(ranks), whole
-        self.agreed = False  # whether the unit is that of the ranks' weights
+        self.agreed = False  # whether the unit is that of this mean
         self._usual = 0.0  # mean weight of a rank in the last mean over all samples, or 0
 
     def discard(self) -> None:
@@ -358,6 +373,7 @@ class BatchWeight:
         if usual:
             self.agree_on(usual * self._ranks)
             self._usual = _power_of_two(usual) if self.mean.averages else self._usual
+        self.agreed = False
         self.mean = Mean()
         self.held = held
 

@@ -19,7 +19,7 @@ import torch
 
 from mntrain.alike.naming import by_value, first_names, naming, odd_ranks
 from mntrain.comm import mpi
-from mntrain.errors import OF_ALL_RANKS, AgreedError, combined_refusals
+from mntrain.errors import AgreedError, combined_refusals
 from mntrain.train.verify.recorded_steps import (
     Distance,
     RankSteps,
@@ -28,6 +28,7 @@ from mntrain.train.verify.recorded_steps import (
     Run,
 )
 from mntrain.world import World, init
+from zero.collectives import AllRanksError
 from zero.shard import NonFiniteGradientError
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def _compare(
             try:
                 recorded.record(run, world, stage)
                 by_rank = world.gather(recorded.to_ranks())
-            except OF_ALL_RANKS:
+            except AllRanksError:
                 raise
             except Exception as error:
                 failure = world.leave(error, refused=not recorded.steps)
@@ -236,7 +237,7 @@ def _compare(
             failures = world.gather((failure, bool(recorded.steps)))
         why = combined_refusals([text for text, _ in failures])
         begun = any(steps for _, steps in failures)
-    except OF_ALL_RANKS as error:
+    except AllRanksError as error:
         why, begun = str(error), bool(recorded.steps)
     row = (name, "", "", "")
     return _Outcome(row, wrong=why) if begun else _Outcome(row, refused=why)

@@ -200,6 +200,8 @@ def test_wrong_arguments_are_one_sentence(world):
     for call, words in [
         (lambda: collectives.all_reduce(torch.ones(2, 2)), "takes a flat contiguous tensor"),
         (lambda: collectives.all_gather(torch.ones(4)[::2]), "takes a flat contiguous tensor"),
+        (lambda: collectives.all_gather(torch.ones(4).cfloat().conj()), "takes no lazily conjug"),
+        (lambda: collectives.all_reduce(torch.ones(4).cfloat(), torch.half), "does not travel in"),
         (lambda: collectives.reduce_scatter(torch.ones(4), [0, 4, 3]), "do not cut 4 elements"),
         (lambda: collectives.all_gather(torch.ones(4), [0]), "do not cut 4 elements"),
         (lambda: collectives.broadcast(torch.ones(4), 9), "root 9 is no rank of this group"),

@@ -21,9 +21,9 @@ from zero.gradients.weights import BatchSource
 SOURCES = weakref.WeakKeyDictionary()  # of batches, by optimizer
 
 
-def one_weight(stage=0, world=SingleProcessCollectives, **options):
+def one_weight(stage=0, world=SingleProcessCollectives, dtype=torch.float32, **options):
     """One weight of 1, whose gradient is the mean of the inputs, and its optimizer."""
-    model = nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
     nn.init.ones_(model.weight)
     # By parameter, so it is the first rank's to update.
     options = {"stage": stage, "partition": "parameter", "lr": 1.0, **options}
@@ -31,7 +31,7 @@ def one_weight(stage=0, world=SingleProcessCollectives, **options):
 
 
 def mean(model, *inputs):
-    return model(torch.tensor(inputs, dtype=torch.float32).view(-1, 1)).mean()
+    return model(torch.tensor(inputs, dtype=model.weight.dtype).view(-1, 1)).mean()
 
 
 def expect(optimizer, own, total):
@@ -62,6 +62,9 @@ def play(model, optimizer, steps):
                 weight, *inputs = given
                 with optimizer.no_sync():
                     optimizer.backward(mean(model, *inputs), weight=weight)
+            case "elsewhere kept":  # a loss of none of this optimizer's parameters
+                with optimizer.no_sync():
+                    optimizer.backward(torch.zeros((), requires_grad=True), weight=given[0])
             case "expect":
                 expect(optimizer, *given)
             case "model.zero_grad":
@@ -96,6 +99,7 @@ STEPS = {
     ),
     "no_sync behind a synchronized pass": ([("backward", 3), ("kept", 5)], (8, 2)),
     "weights of micro-batches": ([("weighted kept", 6, 3), ("weighted", 2, 7)], (4, 8)),
+    "a loss of other parameters": ([("elsewhere kept", 4), ("weighted", 4, 3)], (1.5, 8)),
     "every micro-batch synchronized": (
         [("weighted", 6, 3), ("weighted", 2, 7), ("weighted", 8, 8)],
         (6, 16),
@@ -178,6 +182,15 @@ def test_one_batch_weighs_every_backward_until_the_next(stage, world):
             mean(model, 3).backward()
             assert optimizer.step().weight == batch
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("weigh", [("share", 2), ("expect", 2, 4)])
+@WORLDS
+@STAGES
+def test_a_mean_in_fp16_is_not_taken_to_the_weights_of_one_over_all_samples(stage, world, weigh):
+    model, optimizer = one_weight(stage, world, torch.float16)
+    play(model, optimizer, [("weighted", 8, 3), ("step",), ("zero_grad",), weigh, ("backward", 3)])
+    assert optimizer.step().grad_norm == 3.0
 
 
 PASS = [("expect", 7, 14), ("backward", 3), ("step",), ("zero_grad",)]
@@ -266,6 +279,17 @@ def test_an_assigned_gradient_is_not_weighed_and_zero_grad_forgets_it(stage, wor
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize(("before", "weight", "value"), [(2**20, 1, 1e-3), (1, 2**20, 3.0)])
+@STAGES
+def test_a_mean_in_fp16_neither_vanishes_nor_overflows_by_the_weight_of_the_one_before(
+    stage, before, weight, value
+):
+    model, optimizer = one_weight(stage, FirstOfTwo, torch.float16)
+    play(model, optimizer, [("weighted", before, 3), ("step",), ("zero_grad",)])
+    play(model, optimizer, [("backward", value) if weight == 1 else ("weighted", weight, value)])
+    assert optimizer.step().grad_norm == pytest.approx(value, rel=1e-3)
+
+
 @WORLDS
 @STAGES
 @pytest.mark.parametrize("how", ["share", "tokens"])
@@ -300,12 +324,57 @@ def test_a_loss_that_cannot_run_backward_leaves_no_half_of_a_step(stage, world):
 
 
 @STAGES
+def test_one_rank_goes_on_after_a_hook_of_backward_has_raised(stage):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    expected = [layer.weight.item() for layer in reversed(model)]
+    optimizer = zero(model, stage=stage, lr=1.0, bucket_bytes=4)
+
+    def fail(_):
+        raise KeyError("after the last layer's bucket")
+
+    handle = model[0].weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        model(torch.ones(1, 1)).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    model(torch.ones(1, 1)).backward()
+    assert [layer.weight.grad.item() for layer in model] == pytest.approx(expected)
+    optimizer.step()
+
+
+@STAGES
 def test_clipping_hides_no_overflow(stage):
     model, optimizer = one_weight(stage)
     mean(model, math.inf).backward()
     assert optimizer.clip_grad_norm_(1.0).isinf()
     with pytest.raises(ArithmeticError):
         optimizer.step()
+
+
+# With a limit of 2 for each rank's own: the calls of a step, and the norm.
+CLIPPED = [
+    ([("kept", 3), ("backward", 1)], 2),
+    ([("backward", 3), ("backward", 1)], 3),
+    ([("backward", 3), ("kept", 3), ("backward", 1)], 4),
+    ([("backward", 3), ("step",), ("backward", 1)], 3),
+    ([("weighted", 6, 3), ("weighted", 2, 1)], 1.75),
+]
+
+
+@pytest.mark.parametrize(("steps", "norm"), CLIPPED)
+@WORLDS
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_each_reduction_adds_is_clipped_by_itself(stage, world, steps, norm):
+    model, optimizer = one_weight(stage, world)
+    optimizer.clip_each_rank(2.0)
+    play(model, optimizer, steps)
+    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-5)
+    if stage == 0:  # what is done to a mean between counts
+        optimizer.zero_grad()
+        mean(model, 3).backward()
+        model.weight.grad.mul_(2)
+        mean(model, 1).backward()
+        assert model.weight.grad.item() == pytest.approx(5, rel=1e-5)
 
 
 # Weights act on gradients as they are taken, and on nothing before.

@@ -76,6 +76,22 @@ def test_gradients_that_share_memory_or_lie_otherwise_count_once(stage, loss, li
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
 
 
+@STAGES
+def test_a_gradient_that_begins_within_the_memory_of_another_counts_once(stage):
+    torch.manual_seed(1)
+    shapes = {"a": (2, 3), "b": (3,), "c": (3,)}
+    named = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    optimizer = zero(list(named.items()), stage=stage, lr=1.0, max_grad_norm=0.5)
+    x = torch.randn(6)
+    both = torch.cat([named["b"], named["c"]])
+    ((named["a"].view(-1) + both) * x).sum().backward()
+    coef = optimizer.step().clip_coef
+    assert coef < 1
+    for name, gradient in {"a": x.view(2, 3), "b": x[:3], "c": x[3:]}.items():
+        torch.testing.assert_close(named[name].detach(), before[name] - coef * gradient)
+
+
 def loss_with_graph():
     """A model whose gradient depends on its weights."""
     return Sums(lambda a, b, c: (a * b).square().sum() + c.square().sum())

@@ -228,6 +228,29 @@ def test_parameters_that_share_memory_are_refused(stage):
     assert pairs[0][1].data_ptr() == whole.data_ptr()  # nothing was moved
 
 
+@WORLDS
+@STAGES
+def test_16_bit_parameters_that_share_memory_are_refused_at_every_stage(stage, world):
+    def two(dtype):
+        whole = torch.ones(4, dtype=dtype)
+        return [("a", nn.Parameter(whole)), ("b", nn.Parameter(whole[2:]))]
+
+    first, second = two(torch.bfloat16)
+    words = r"^a and b share memory.*: make them one Parameter .*, or give each its own$"
+    with pytest.raises(ValueError, match=words):
+        zero([first, second], world=world, stage=stage)
+    if stage > 0:
+        return
+    optimizer = zero([first], world=world)
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [second]})
+    (_, a), (_, b) = pairs = two(torch.float32)
+    optimizer = zero(pairs, torch.optim.SGD, world=world, lr=0.25)
+    (a.sum() + 2 * b.sum()).backward()
+    optimizer.step()
+    assert a.tolist() == [0.75, 0.75, 0.25, 0.25]  # as in torch
+
+
 def in_two(model, stage):
     return zero(model, SGD, world=FirstOfTwo, model=model, stage=stage)
 
@@ -493,9 +516,12 @@ def test_what_is_written_into_a_parameter_replaces_its_master_weights_and_others
     assert torch.equal(after["0.weight"], before["0.weight"])
 
 
+@pytest.mark.parametrize("scales", [False, True])
 @WORLDS
 @STAGES
-def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_another(stage, world):
+def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_another(
+    stage, world, scales
+):
     model, x = nn.Linear(2, 1), torch.ones(1, 2)
     optimizer = zero(model, world=world, stage=stage, lr=0.1, loss_scale=8.0)
     for _ in range(2):
@@ -503,8 +529,11 @@ def test_each_loss_needs_the_scale_but_one_backward_may_pass_its_gradient_to_ano
         (gradient,) = torch.autograd.grad(optimizer.scale(out.sum()), out)
         model(x).backward(gradient)
         optimizer.step()
+        loss = model(x).sum()
+        if scales:
+            optimizer.scale(loss)  # which is not the one that runs backward
         with pytest.raises(RuntimeError, match="the loss was not multiplied by it"):
-            model(x).sum().backward()
+            loss.backward()
         optimizer.zero_grad()
 
 

@@ -575,6 +575,9 @@ def test_state_of_master_weights_has_the_keys_of_plain_torch():
         optimizer.state.pop(first)
     assert optimizer.state[first] == {}
     del optimizer.state[first]
+    given = {"a": 1}
+    assert optimizer.state.setdefault(first, given) is given
+    assert optimizer.state.setdefault(first, {}) is given is optimizer.state.pop(first)
     optimizer.state["mine"] = {"a": 1}
     assert len(optimizer.state) == len(others) + 1
     assert len(copy.copy(optimizer.state)) == len(copy.deepcopy(optimizer.state)) == 4

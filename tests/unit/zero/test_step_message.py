@@ -22,6 +22,29 @@ def test_several_readers_share_one_result(message):
     assert message.by_rank("most") == {"0": 5.0}
 
 
+@pytest.mark.parametrize(
+    ("numbers", "same"),
+    [([7, 7, 7], True), ([7, 7, 8], False), ([7, None, 7], True), ([None] * 3, True)],
+)
+def test_ranks_that_have_a_number_have_the_same_one_or_not(numbers, same):
+    class Rank(SingleProcessCollectives):
+        size = len(numbers)
+
+        def all_reduce(self, tensor):
+            """Add what the ranks before have sent."""
+            sent.append(tensor.clone())
+            tensor.copy_(sum(sent))
+            return super().all_reduce()
+
+    sent = []
+    for number in numbers:
+        message = StepMessage()
+        message.put_same("digest", lambda number=number: number)
+        message.send(Rank())
+    message.read()
+    assert message.same("digest") is same
+
+
 def test_a_message_that_is_sent_again_has_the_values_of_then(message):
     group = SingleProcessCollectives()
     message.send(group)
