@@ -528,6 +528,10 @@ class ProgressEngine:
         if asleep:  # it was not woken for them yet
             self._wake()
 
+    def progress_all(self) -> None:
+        """Let the engine's thread progress all that is pending, until it is done. Local."""
+        self._wake()
+
     def expect(self, futures: Iterable[Future[Any]]) -> None:
         """Let pending futures count as waited for from now on, and progress. Local.
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from mntrain.comm.engine import ProgressEngine, steps_of
 from mntrain.launch.verdict import silent_hosts
 from mntrain.watchdog import thread as watchdogs
 from mntrain.watchdog.monitor import Limits
@@ -28,8 +29,7 @@ class WatchedJob:
             for key in keys
         ]
         found = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
-        engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
-        engine.progress = lambda futures: None
+        self.engine = ProgressEngine()
         self.ranks = []
         for rank in range(3):
             channel = SideChannel(rank, SECRET, listeners.get(rank), lost_after=lost_after)
@@ -40,7 +40,7 @@ class WatchedJob:
                 "fail": None,
                 "recorder": recorder,
             }
-            self.ranks.append(Watchdog(rank, facts, engine, Limits(1.0, 100.0), **options))
+            self.ranks.append(Watchdog(rank, facts, self.engine, Limits(1.0, 100.0), **options))
 
     def connected(self):
         """Return whether the monitors have a connection to each other rank."""
@@ -50,6 +50,7 @@ class WatchedJob:
         """Close all."""
         for rank in self.ranks:
             rank.close()
+        self.engine.close()
 
 
 @pytest.fixture
@@ -135,6 +136,13 @@ def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_
     finally:
         first.close()
         second.close()
+
+
+def test_what_wakes_no_thread_is_done_at_the_exit(job):
+    short = job.engine.submit(steps_of(lambda: "sent"), wake=False)
+    job.ranks[2].arrive_at_exit()
+    assert short.done
+    assert job.ranks[2]._idle
 
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
