@@ -483,7 +483,7 @@ class ProgressEngine:
         """
         if self._turn.acquire(blocking=False):
             try:
-                stream.progress()
+                self._progress([stream])
             finally:
                 self._turn.release()
 
@@ -692,11 +692,20 @@ class ProgressEngine:
         return bool(tasks) and all(task.gathers for task in tasks)
 
     def _test_all(self) -> bool:
-        """Progress everything once; return whether anything moved."""
+        """Progress everything once; return whether anything moved. Look for ranks that disagree."""
+        moved = self._progress(self.streams)
+        if not moved and self.watch is not None and self._backoff.waited_s > STALL_S:
+            error = self.watch.look(self._waits_in())
+            if error is not None:
+                self.stop(error)
+        return moved
+
+    def _progress(self, streams: Iterable[Stream]) -> bool:
+        """Progress some streams once; return whether anything moved, and note it."""
         if self._busy_since is None:
             self._backoff.begin()
         moved = False
-        for stream in self.streams:
+        for stream in streams:
             if stream.queue or stream.active:
                 moved = stream.progress() or moved
         if moved:
@@ -707,10 +716,6 @@ class ProgressEngine:
                 self._busy_before_s, self._busy_since = self.busy_s, None
             self._backoff.reset()
             self._moved_at = now
-        elif self.watch is not None and self._backoff.waited_s > STALL_S:
-            error = self.watch.look(self._waits_in())
-            if error is not None:
-                self.stop(error)
         return moved
 
     def _waits_in(self) -> str:

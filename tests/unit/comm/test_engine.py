@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from mntrain.comm import clock
 from mntrain.comm import engine as module
-from mntrain.comm.engine import Pipelined, ProgressEngine
+from mntrain.comm.engine import Pipelined, ProgressEngine, UnorderedStream
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.comm.world_collectives import CollectiveWork, expect, when_done
@@ -343,6 +344,26 @@ def test_ranks_do_not_compare_their_calls_in_a_short_wait(engine, monkeypatch):
     engine.submit(Steps([], "a", chunk=lambda: time.monotonic() > end).work).wait()
     engine.watch = None
     assert asked == []
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_long_wait_for_a_message_sleeps_is_busy_and_lets_ranks_compare(
+    engine, monkeypatch, wakes
+):
+    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 0.1)
+    asked, pauses, end = [], [], time.monotonic() + 0.5
+    stream, before, pause = UnorderedStream("messages"), engine.busy_s, clock.pause
+    monkeypatch.setattr(clock, "pause", lambda seconds: (pauses.append(seconds), pause(seconds)))
+    engine.streams.append(stream)
+    engine.watch = SimpleNamespace(look=asked.append)
+    message = engine.submit(
+        alone([], "a", lambda: time.monotonic() > end), stream=stream, wake=wakes
+    )
+    assert message.wait() == "a"
+    engine.watch = None
+    assert asked
+    assert max(pauses) > 0
+    assert engine.busy_s - before >= 0.3
 
 
 # Errors.
