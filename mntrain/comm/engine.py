@@ -415,6 +415,7 @@ class ProgressEngine:
         self._waiters: deque[tuple[Future[Any], float]] = deque()
         self._moved_at = 0.0  # when anything last made progress
         self._callers: set[int] = set()  # the threads that have submitted something
+        self._inside: set[int] = set()  # those that have the turn or want it, before they take it
         self._begin = begin
         # Released to wake the thread, on submissions and by callers that want the turn. (An Event
         # would allocate a lock for each wait.)
@@ -481,25 +482,43 @@ class ProgressEngine:
 
         To wake the engine's thread for it would cost more than the message.
         """
-        if self._turn.acquire(blocking=False):
-            try:
-                self._progress([stream])
-            finally:
-                self._turn.release()
+        thread = threading.get_ident()
+        if thread in self._inside:
+            return
+        try:
+            self._inside.add(thread)
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._progress([stream])
+                finally:
+                    self._turn.release()
+        finally:
+            self._inside.discard(thread)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing of the main stream is active, as `submit`."""
         return self.submit(steps_of(function))
 
     def drive_until(self, future: Future[Any]) -> None:
-        """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
+        """Progress collectives until a future is done. Raises RuntimeError after `abandon`.
+
+        Also in a signal handler that has interrupted this thread where it may have the turn.
+        """
         if future.done:
             return
         self._check_not_abandoned()
+        thread = threading.get_ident()
+        if thread in self._inside:
+            raise RuntimeError(
+                "a signal handler waits for other ranks, and has interrupted communication of this "
+                "thread, which cannot go on meanwhile: let the handler set a flag, and communicate "
+                "after the step, as world.stop_requested does"
+            )
         self._turn_to()
         waiter = future, clock.now()
         self._waiters.append(waiter)
         try:
+            self._inside.add(thread)
             if self._turn.locked():
                 self._wake()
             while not self._turn.acquire(timeout=TURN_S):
@@ -516,6 +535,7 @@ class ProgressEngine:
             finally:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
+            self._inside.discard(thread)
             self._waiters.remove(waiter)
             if self._thread_has_work():
                 self._wake()

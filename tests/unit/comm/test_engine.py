@@ -302,6 +302,32 @@ def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal,
         first.wait()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_signal_handler_that_communicates_within_a_wait_or_a_message_is_refused(engine, waits):
+    log, sent = [], []
+
+    def communicate(number, frame):
+        engine.submit(alone(log, "b"), stream=messages).wait()
+
+    def test():
+        if not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return True
+
+    messages = UnorderedStream("messages")
+    engine.streams.append(messages)
+    before = signal.signal(signal.SIGUSR1, communicate)
+    try:
+        with pytest.raises(RuntimeError, match=r"signal handler.* world\.stop_requested"):
+            engine.submit(
+                alone(log, "a", test), stream=None if waits else messages, wake=False
+            ).wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert engine.submit(alone(log, "c")).wait() == "c"
+
+
 # Streams.
 
 
