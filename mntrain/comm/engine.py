@@ -85,15 +85,13 @@ class Future(Generic[T_co]):
     message: MessageCall | None = None
     stream = ""
 
-    def __init__(
-        self, work: Steps[T_co] | Pipelined, drive_until: Callable[["Future[Any]"], None]
-    ) -> None:
+    def __init__(self, work: Steps[T_co] | Pipelined, engine: "ProgressEngine") -> None:
         self.alone = not isinstance(work, Pipelined)
         if isinstance(work, Pipelined):
             self._steps, self._max_in_flight, self.latency_bound = work
         else:
             self._steps, self._max_in_flight, self.latency_bound = work, 0, True
-        self._drive_until = drive_until
+        self._engine = engine
         self._test: Test | None = None
         self.passed = 0  # tests so far
         self._unstarted: Iterator[NumberedChunk] = iter(())
@@ -113,7 +111,7 @@ class Future(Generic[T_co]):
         At once if that is so already. The function must not raise, and may not wait for others.
         """
         self._callbacks.append(function)
-        if self.done:
+        if self.done or self._engine.abandoned:  # `_halt` tells after it has set that
             self.tell()
 
     def tell(self) -> None:
@@ -127,7 +125,7 @@ class Future(Generic[T_co]):
 
     def wait(self) -> T_co:
         """Block until the steps have run; return their result or raise their error. Repeatable."""
-        self._drive_until(self)
+        self._engine.drive_until(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
@@ -464,7 +462,7 @@ class ProgressEngine:
         """
         self.check_open()
         self._turn_to()
-        task: Future[T] = Future(work, self.drive_until)
+        task: Future[T] = Future(work, self)
         stream = stream or self.main
         task.wakes_thread, task.gathers, task.stream = wake, gather, stream.name
         task.ticket, task.message = ticket, message

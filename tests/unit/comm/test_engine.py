@@ -588,6 +588,18 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
     assert again.is_set()
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_what_follows_a_work_is_called_once_when_communication_ends_or_has_ended(engine, before):
+    called, never = [], threading.Event()
+    work = CollectiveWork(engine, [engine.submit(alone([], "a", never.is_set))])
+    if before:
+        when_done([work], lambda: called.append("before"))
+    engine.stop(OSError("rank 3 has failed"))
+    assert called == ["before"] * before
+    when_done([work], lambda: called.append("after"))
+    assert called == ["before"] * before + ["after"]
+
+
 @pytest.mark.parametrize("end", ["done", "failed", "stopped"])
 def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
     """Nobody calls `wait`, as where C++ waits for a future."""
