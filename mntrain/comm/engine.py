@@ -26,6 +26,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from inspect import CO_GENERATOR
+from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from mntrain.comm import clock
@@ -195,11 +197,14 @@ class Future(Generic[T_co]):
         return moved
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise an error, and release what the steps and chunks in flight hold."""
-        for (_, steps), _ in self.in_flight:
-            steps.close()
-        self.in_flight.clear()
-        self._steps.close()
+        """Make `wait` raise an error, and keep until the process ends what the steps hold.
+
+        MPI and other ranks may still write to it. The steps that have raised the error are over,
+        so their variables are kept.
+        """
+        frames = (frame for frame, _ in walk_tb(error.__traceback__))
+        over = [dict(it.f_locals) for it in frames if it.f_code.co_flags & CO_GENERATOR]
+        _keep(over, self._steps, self._test, self._next, *self.in_flight)
         self._error, self.done = error, True
         self.tell()
 
@@ -208,11 +213,12 @@ class Future(Generic[T_co]):
 
     def _continue(self, chunk: NumberedChunk) -> Test | None:
         """Run the steps of a chunk, and return the test for which it waits; None at its end."""
-        try:
-            return next((test for test in chunk[1] if not test()), None)
-        except BaseException:
-            chunk[1].close()
-            raise
+        return next((test for test in chunk[1] if not test()), None)
+
+
+def _keep(*kept: object) -> None:
+    """Keep objects for the life of the process."""
+    atexit.register(lambda *kept: None, *kept)
 
 
 def steps_of(function: Callable[[], T]) -> Steps[T]:
@@ -362,9 +368,11 @@ class UnorderedStream(Stream):
             try:
                 moved = task.advance() or moved
             except BaseException as error:
+                self.active.remove(task)
                 task.fail(error)
                 if _is_interrupt(error):
                     raise
+                moved = True
         if moved:
             self.active = deque(task for task in self.active if not task.done)
         return moved
@@ -663,7 +671,7 @@ class ProgressEngine:
         """Refuse all uses, and keep the tensors of pending collectives until the process ends."""
         self._closed = self._closed or error
         self._abandoned = True
-        atexit.register(lambda *kept: None, *self.streams)
+        _keep(*self.streams)
         for task in tuple(self._tasks()):
             task.tell()
         self._wake()

@@ -1,6 +1,5 @@
 """The resources of a collective: its tensor, reusable buffers, and the context of all calls."""
 
-import atexit
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +95,7 @@ class BufferPool:
     def lease(self) -> Iterator[Take]:
         """Yield a `Take`, whose buffers return to the pool together when the `with` block ends.
 
-        After an error they do not: MPI may still write to them.
+        After an error they do not: MPI may still write to them, and the engine keeps them.
         """
         taken: list[_Buffer] = []
 
@@ -113,11 +112,7 @@ class BufferPool:
                 view = views[rows, numel, dtype] = _view(memory[:nbytes], rows, numel, dtype)
             return view
 
-        try:
-            yield take
-        except BaseException:
-            atexit.register(lambda *kept: None, *taken)  # for the life of the process
-            raise
+        yield take
         for memory, views in taken:
             self._free[len(memory)].append((memory, views))
 

@@ -1,9 +1,11 @@
 """The progress engine, with operations of a test kind that need no MPI."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from contextlib import suppress
 from itertools import cycle
 from types import SimpleNamespace
@@ -433,32 +435,48 @@ def test_an_error_reaches_who_waits_for_those_behind_too_but_no_other_stream(eng
     assert good.wait() == "d"
 
 
-def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
-    returned = []
+@pytest.mark.parametrize("place", ["test", "steps"])
+@pytest.mark.parametrize("kind", ["chunks", "alone", "message"])
+def test_what_an_error_or_interrupt_ends_keeps_the_memory_that_others_write_to(engine, kind, place):
+    """The error is in a test of a collective, or in its steps; another one is in flight behind."""
+    kept, gate, messages = [], threading.Event(), UnorderedStream("messages")
+    engine.streams.append(messages)
 
-    class BorrowingPiece(Steps):
-        ask = staticmethod(lambda: False)
+    def interrupt():
+        if gate.is_set():
+            raise KeyboardInterrupt
+        return False
 
-        def chunk(self, index):
-            try:
-                yield self.ask
-            finally:
-                returned.append(index)
+    def steps(test):
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        yield test
+        interrupt()
 
-    class FailingPiece(BorrowingPiece):
-        ask = staticmethod(fail)
+    def work(test):
+        if kind != "chunks":
+            return steps(test)
+        one = Steps([], "a")
+        one.chunk = lambda index: steps(test)
+        return one.work
 
-    with pytest.raises(OSError, match="no way"):
-        engine.submit(FailingPiece([], "a").work, wake=False).wait()
-    assert returned == [0]
-    returned.clear()
-    gate = threading.Event()
-    engine.submit(BorrowingPiece([], "a", count=3).work)
-    last = engine.submit(Steps([], "b", chunk=lambda: gate.is_set() and fail()).work)
+    stream = messages if kind == "message" else engine.main
+    tests = [interrupt if place == "test" else gate.is_set, lambda: False]
+    futures = [engine.submit(work(test), wake=False, stream=stream) for test in tests]
+    driver = threading.Thread(target=suppressed(futures[0].wait, KeyboardInterrupt))
+    driver.start()
+    until(lambda: len(kept) == (1 if kind == "alone" else 2))
     gate.set()
-    with pytest.raises(OSError, match="no way"):
-        last.wait()
-    until(lambda: sorted(returned) == [0, 1, 2])
+    driver.join(120)
+    assert futures[0].done
+    engine.stop(OSError("no way"))
+    futures.clear()
+    gc.collect()
+    assert None not in [memory() for memory in kept]
+
+
+class Memory:
+    """What MPI writes to."""
 
 
 # Who moves them.
@@ -630,9 +648,9 @@ def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
     waiter.join()
 
 
-def suppressed(function):
+def suppressed(function, error=OSError):
     def call():
-        with suppress(OSError):
+        with suppress(error):
             function()
 
     return call
