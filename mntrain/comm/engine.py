@@ -30,6 +30,8 @@ from inspect import CO_GENERATOR
 from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
+
 from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
@@ -727,7 +729,13 @@ class ProgressEngine:
         return moved
 
     def _progress(self, streams: Iterable[Stream]) -> bool:
-        """Progress some streams once; return whether anything moved, and note it."""
+        """Progress some streams once; return whether anything moved, and note it.
+
+        Not in the inference mode of a caller: other threads could not write to tensors of it.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self._progress(streams)
         if self._busy_since is None:
             self._backoff.begin()
         moved = False

@@ -118,17 +118,15 @@ class BufferPool:
 
     def _allocate(self, size: int) -> Tensor:
         self._traffic.buffer_bytes += size
-        with torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait
             torch.cuda.current_stream(self._device).synchronize()
         return memory
 
 
 def _view(memory: Tensor, rows: int, numel: int, dtype: torch.dtype) -> BufferView:
-    with torch.inference_mode(False):  # the caller's: it may be driving a collective
-        tensor = memory.view(dtype)
-        return BufferView(tensor, as_bytes(tensor), tensor.view(rows, numel).unbind())
+    tensor = memory.view(dtype)
+    return BufferView(tensor, as_bytes(tensor), tensor.view(rows, numel).unbind())
 
 
 def no_fence() -> Steps[None]:

@@ -296,6 +296,7 @@ class WorldCollectives:
         if self.size == 1:
             return CompletedWork()
         tensor = tensor.detach() if tensor.requires_grad else tensor
+        tensor = _without_mode(tensor) if tensor.is_inference() else tensor
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
@@ -374,3 +375,14 @@ class WorldCollectives:
         for spans in chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole):
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
             yield ticket.copy(), staged, self._host
+
+
+def _without_mode(tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory of one of `torch.inference_mode()`, for any thread to write to.
+
+    A tensor of that mode refuses writes outside of it, and so do its views.
+    """
+    with torch.inference_mode(mode=False):
+        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return other.set_(tensor.untyped_storage(), *place)

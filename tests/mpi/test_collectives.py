@@ -219,6 +219,20 @@ def test_a_tensor_is_the_callers_again_when_its_work_is_done(ways):
         assert set(found.tolist()) == {RANKS * (RANKS - 1) / 2 + RANKS * turn}
 
 
+@pytest.mark.parametrize("turn", range(3))  # of the rank whose thread progresses it alone
+@pytest.mark.parametrize("algorithm", algorithms.names())
+def test_a_tensor_of_inference_mode_is_reduced_in_place_by_any_thread(ways, algorithm, turn):
+    world = ways(algorithm, VIRTUAL[-1]).collectives
+    for numel in (5, 100_000):
+        with torch.inference_mode():
+            whole = torch.full((numel,), 2.0**RANK)
+            works = [world.all_reduce(part) for part in (whole, whole.clone())]
+            time.sleep(0.5 * (turn == RANK))
+            works[0].wait()
+        works[1].wait()
+        assert set(whole.tolist()) == {2.0**RANKS - 1}
+
+
 def test_a_parameter_that_requires_grad_is_reduced_in_place(ways):
     tensor = torch.nn.Parameter(torch.ones(3))
     ways().collectives.all_reduce(tensor).wait()
