@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import index
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -279,7 +280,7 @@ class WorldCollectives:
         """Start to copy the root's tensor to all ranks, in place. Collective."""
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is no rank of this world: 0 to {self.size - 1}")
-        return self._start("broadcast", tensor, (0, tensor.numel()), root=root)
+        return self._start("broadcast", tensor, (0, tensor.numel()), root=index(root))
 
     def _start(
         self,

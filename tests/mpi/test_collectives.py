@@ -3,6 +3,7 @@ import time
 from contextlib import nullcontext
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -266,6 +267,18 @@ def refused():
     for root in (-1, RANKS):
         words = f"root {root} is no rank of this world: 0 to {RANKS - 1}"
         yield "broadcast", torch.zeros(1), (root,), words
+
+
+def test_calls_with_numbers_of_numpy_are_those_with_numbers_of_python(ways):
+    """Their digests are cached by value, and depend on the text."""
+    world = ways("lanes", VIRTUAL[-1]).collectives
+    bounds = cuts(17)[-1]
+    world.broadcast(junk(17), RANKS - 1).wait()
+    world.broadcast(junk(17), np.int64(RANKS - 1)).wait()
+    world.all_gather(junk(17), bounds).wait()
+    world.all_gather(junk(17), np.array(bounds)).wait()
+    calls = [repr(ticket.signature) for ticket in world._stream.history][-4:]
+    assert [calls[0], calls[2]] == [calls[1], calls[3]]
 
 
 def test_calls_that_cannot_be_made_are_refused(ways):
