@@ -362,6 +362,7 @@ class WorldCollectives:
         call, ready = ticket.signature, devices.copier.record_event()
         if self.transport == "cuda-aware" and not host_only:
             access = DeviceAccess(tensor, call.bounds, devices.copier, ready)
+            ticket.signature = call._replace(small=False)
             yield ticket, access, self._device
             return
         goes: Sequence[int] | None = None  # the slots to copy to host memory; None: all
@@ -373,7 +374,9 @@ class WorldCollectives:
             goes, comes = [own], [slot for slot in range(self.size) if slot != own]
         elif call.verb == "broadcast":
             goes, comes = (None, []) if call.root == self.rank else ([], None)
-        for spans in chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole):
+        several = chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole)
+        ticket.signature = call._replace(parts=len(several))
+        for spans in several:
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
             yield ticket.copy(), staged, self._host
 
