@@ -212,8 +212,17 @@ def fail_on_rank_1(node, device):
 
 def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
     one = rig(COMM.size)
-    reason = "rank 1: NCCL error: unhandled system error"
-    assert one.select("auto", connect=fail_on_rank_1) == f"host; not nccl: {reason}"
+    reason, used = "rank 1: NCCL error: unhandled system error", []
+
+    def use(group, device):
+        used.append(group)
+        if COMM.rank == 1:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    assert one.select("auto", connect=fail_on_rank_1, use=use) == f"host; not nccl: {reason}"
+    assert used == []  # the others would wait for rank 1
+    assert one.select("auto", use=use) == f"host; not nccl: {reason}"
+    assert len(used) == 1
     with pytest.raises(ValueError, match=f"transport nccl: {reason}; choose host"):
         one.select("nccl", connect=fail_on_rank_1)
 
