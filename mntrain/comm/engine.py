@@ -548,7 +548,7 @@ class ProgressEngine:
             if self._thread_has_work():
                 self._wake()
 
-    def progress(self, futures: Iterable[Future[Any]]) -> None:
+    def progress_in_thread(self, futures: Iterable[Future[Any]]) -> None:
         """Let the engine's thread progress futures while nobody waits for them. Local."""
         asleep = [future for future in futures if not future.wakes_thread]
         for future in asleep:
@@ -556,7 +556,7 @@ class ProgressEngine:
         if asleep:  # it was not woken for them yet
             self._wake()
 
-    def progress_all(self) -> None:
+    def progress_all_in_thread(self) -> None:
         """Let the engine's thread progress all that is pending, until it is done. Local."""
         self._wake()
 
@@ -569,7 +569,7 @@ class ProgressEngine:
         futures = list(futures)
         for future in futures:
             future.awaited_since = clock.now()
-        self.progress(futures)
+        self.progress_in_thread(futures)
 
     def finish(self, ticket: Ticket) -> Future[None]:
         """Finish what is queued, on all ranks; nothing may be queued after. Collective.

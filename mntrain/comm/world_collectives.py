@@ -61,7 +61,7 @@ class CollectiveWork:
         self._engine.check_open()
         pending = [future for future in self._futures if not future.done]
         if pending:
-            self._engine.progress(pending)
+            self._engine.progress_in_thread(pending)
         return not pending and all(work.done() for work in self._last_parts)
 
     def wait(self) -> None:

@@ -168,7 +168,7 @@ class Watchdog:
 
     def arrive_at_exit(self) -> None:
         """Finish the collectives in flight, and tell that this rank is at its exit. Local."""
-        self._engine.progress_all()
+        self._engine.progress_all_in_thread()
         deadline = time.monotonic() + DRAIN_S
         while not (self._engine.idle or self._engine.abandoned or time.monotonic() > deadline):
             time.sleep(1e-3)
