@@ -154,20 +154,20 @@ def test_a_job_ends_some_time_after_a_signal_or_at_a_second_one(job, monkeypatch
     assert rank.expect_signals(SIGNALS, 1000.0)
     try:
         rank._on_signal(signal.SIGHUP)
-        assert rank._late == []
+        assert rank._signals.end is None
         rank._on_signal(ending)
         name = signal.Signals(ending).name
         said = f"{name} on rank 2: the step has not ended within 1000 s "
         said += "(--run.grace, or grace of world.stop_requested)"
-        assert rank._late[0][1:] == (said, code)
+        assert rank._signals.end[1:] == (said, code)
         rank._on_signal(ending)  # passed on by a launcher and a scheduler
-        assert rank._late[0][0] >= now + 1000
+        assert rank._signals.end[0] >= now + 1000
         monkeypatch.setattr(watchdogs, "_SENDERS_S", 0.0)
         rank._on_signal(signal.SIGUSR1)
-        assert rank._late[0][0] >= now + 1000
+        assert rank._signals.end[0] >= now + 1000
         monkeypatch.setattr(rank, "_tell_waiting", lambda **how: None)
         rank._on_signal(signal.SIGINT)
-        until(lambda: not rank._late)  # at once
+        until(lambda: rank._signals.end is None)  # at once
     finally:
         rank.ignore_signals()
 
