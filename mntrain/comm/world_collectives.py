@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -111,6 +111,19 @@ def expect(works: Iterable[Work]) -> None:
             work._engine.expect(work._futures)
 
 
+class CollectiveOptions(TypedDict, total=False):
+    """The options of `WorldCollectives.replace`."""
+
+    choice: AlgorithmChoice
+    transport: Transport
+    node_first: NodeFirstCollectives | None
+    label: str
+    ratio: float
+    small_message_bytes: int
+    wakes: bool | None
+    gathers: bool
+
+
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 
@@ -118,7 +131,7 @@ class WorldCollectives:
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
     Construction is collective over the ranks, on the engine's thread. `devices` is given by all
     ranks or by none. `stream` is by default the engine's main one, and `memory` that of the node's
-    ranks, made here by default. All ranks give the same options, the last two to `replace` only:
+    ranks, made here by default. All ranks give the same options, the last five to `replace` only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -166,10 +179,10 @@ class WorldCollectives:
                 run=devices.run_on_side_stream,
             )
 
-    def replace(self, **options: Any) -> "WorldCollectives":
+    def replace(self, **options: Unpack[CollectiveOptions]) -> "WorldCollectives":
         """Return the same world's collectives with some of the options replaced. Local."""
         other = copy.copy(self)
-        assert options.keys() <= vars(self).keys()
+        assert options.keys() <= CollectiveOptions.__annotations__.keys()
         vars(other).update(options)
         return other
 
