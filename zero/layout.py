@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from operator import index
 
 import torch
 
@@ -40,13 +41,13 @@ def split(numel: int, parts: int) -> tuple[int, ...]:
 
 
 def shard_bounds(bounds: Sequence[int] | None, numel: int, size: int) -> tuple[int, ...]:
-    """Return a copy of a caller's bounds, or those of equal shards. Local.
+    """Return a caller's bounds, as a tuple of int, or those of equal shards. Local.
 
     Raises ValueError for bounds that do not cut `numel` elements into `size` shards.
     """
     if bounds is None:
         return split(numel, size)
-    cut = tuple(bounds)
+    cut = tuple(map(index, bounds))
     if (
         len(cut) != size + 1
         or (cut[0], cut[-1]) != (0, numel)

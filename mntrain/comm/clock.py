@@ -5,19 +5,27 @@ Its `Backoff` decides how long a thread sleeps between two tests of what it wait
 
 import ctypes
 import time
+from typing import NamedTuple
 
 _libc = ctypes.CDLL(None)
 
-# Policies: seconds of polling without sleeps; the share of the interval between answers that is
-# slept through first; and the longest sleep after that, in seconds and as a share of the interval:
-# the longer of both. Of a caller that waits for one collective only (if it slept through a share of
-# the interval, others would wait for it, and all would measure longer intervals); for one of
-# several, while other ranks may still compute on this core; of the engine's thread, while its own
-# rank computes.
-Policy = tuple[float, float, float, float]
-LATENCY_BOUND = 2e-3, 0.0, 0.3e-3, 1 / 16
-BANDWIDTH_BOUND = 0.0, 1 / 2, 1e-3, 1 / 4
-BACKGROUND = 0.0, 1 / 2, 4e-3, 1 / 4
+
+class Policy(NamedTuple):
+    """The sleeps of a thread between two tests."""
+
+    eager_s: float  # of polling without sleeps
+    first: float  # the share of the interval between answers that is slept through first
+    max_sleep_s: float  # the longest sleep after that
+    share: float  # it may be this share of the interval, if that is longer
+
+
+# Of a caller that waits for one collective only: if it slept through a share of the interval,
+# others would wait for it, and all would measure longer intervals.
+LATENCY_BOUND = Policy(2e-3, 0.0, 0.3e-3, 1 / 16)
+# Of one that waits for one of several, while other ranks may still compute on this core.
+BANDWIDTH_BOUND = Policy(0.0, 1 / 2, 1e-3, 1 / 4)
+# Of the engine's thread, while its own rank computes.
+BACKGROUND = Policy(0.0, 1 / 2, 4e-3, 1 / 4)
 MIN_SLEEP_S, MAX_INTERVAL_S = 20e-6, 16e-3
 LONG_SLEEP_S = 10e-3  # at most, in a long wait: sleeps are a thousandth of it
 QUICK_S = 0.5e-3  # where answers take longer, tests between them find nothing and cost a core

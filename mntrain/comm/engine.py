@@ -26,7 +26,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from inspect import CO_GENERATOR
+from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
 
 from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
@@ -85,15 +89,13 @@ class Future(Generic[T_co]):
     message: MessageCall | None = None
     stream = ""
 
-    def __init__(
-        self, work: Steps[T_co] | Pipelined, drive_until: Callable[["Future[Any]"], None]
-    ) -> None:
+    def __init__(self, work: Steps[T_co] | Pipelined, engine: "ProgressEngine") -> None:
         self.alone = not isinstance(work, Pipelined)
         if isinstance(work, Pipelined):
             self._steps, self._max_in_flight, self.latency_bound = work
         else:
             self._steps, self._max_in_flight, self.latency_bound = work, 0, True
-        self._drive_until = drive_until
+        self._engine = engine
         self._test: Test | None = None
         self.passed = 0  # tests so far
         self._unstarted: Iterator[NumberedChunk] = iter(())
@@ -113,7 +115,7 @@ class Future(Generic[T_co]):
         At once if that is so already. The function must not raise, and may not wait for others.
         """
         self._callbacks.append(function)
-        if self.done:
+        if self.done or self._engine.abandoned:  # `_halt` tells after it has set that
             self.tell()
 
     def tell(self) -> None:
@@ -127,7 +129,7 @@ class Future(Generic[T_co]):
 
     def wait(self) -> T_co:
         """Block until the steps have run; return their result or raise their error. Repeatable."""
-        self._drive_until(self)
+        self._engine.drive_until(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
@@ -197,11 +199,14 @@ class Future(Generic[T_co]):
         return moved
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise an error, and release what the steps and chunks in flight hold."""
-        for (_, steps), _ in self.in_flight:
-            steps.close()
-        self.in_flight.clear()
-        self._steps.close()
+        """Make `wait` raise an error, and keep until the process ends what the steps hold.
+
+        MPI and other ranks may still write to it. The steps that have raised the error are over,
+        so their variables are kept.
+        """
+        frames = (frame for frame, _ in walk_tb(error.__traceback__))
+        over = [dict(it.f_locals) for it in frames if it.f_code.co_flags & CO_GENERATOR]
+        _keep(over, self._steps, self._test, self._next, *self.in_flight)
         self._error, self.done = error, True
         self.tell()
 
@@ -210,11 +215,12 @@ class Future(Generic[T_co]):
 
     def _continue(self, chunk: NumberedChunk) -> Test | None:
         """Run the steps of a chunk, and return the test for which it waits; None at its end."""
-        try:
-            return next((test for test in chunk[1] if not test()), None)
-        except BaseException:
-            chunk[1].close()
-            raise
+        return next((test for test in chunk[1] if not test()), None)
+
+
+def _keep(*kept: object) -> None:
+    """Keep objects for the life of the process."""
+    atexit.register(lambda *kept: None, *kept)
 
 
 def steps_of(function: Callable[[], T]) -> Steps[T]:
@@ -364,9 +370,11 @@ class UnorderedStream(Stream):
             try:
                 moved = task.advance() or moved
             except BaseException as error:
+                self.active.remove(task)
                 task.fail(error)
                 if _is_interrupt(error):
                     raise
+                moved = True
         if moved:
             self.active = deque(task for task in self.active if not task.done)
         return moved
@@ -415,6 +423,7 @@ class ProgressEngine:
         self._waiters: deque[tuple[Future[Any], float]] = deque()
         self._moved_at = 0.0  # when anything last made progress
         self._callers: set[int] = set()  # the threads that have submitted something
+        self._inside: set[int] = set()  # those that have the turn or want it, before they take it
         self._begin = begin
         # Released to wake the thread, on submissions and by callers that want the turn. (An Event
         # would allocate a lock for each wait.)
@@ -463,7 +472,7 @@ class ProgressEngine:
         """
         self.check_open()
         self._turn_to()
-        task: Future[T] = Future(work, self.drive_until)
+        task: Future[T] = Future(work, self)
         stream = stream or self.main
         task.wakes_thread, task.gathers, task.stream = wake, gather, stream.name
         task.ticket, task.message = ticket, message
@@ -481,25 +490,43 @@ class ProgressEngine:
 
         To wake the engine's thread for it would cost more than the message.
         """
-        if self._turn.acquire(blocking=False):
-            try:
-                stream.progress()
-            finally:
-                self._turn.release()
+        thread = threading.get_ident()
+        if thread in self._inside:
+            return
+        try:
+            self._inside.add(thread)
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._progress([stream])
+                finally:
+                    self._turn.release()
+        finally:
+            self._inside.discard(thread)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function that runs when nothing of the main stream is active, as `submit`."""
         return self.submit(steps_of(function))
 
     def drive_until(self, future: Future[Any]) -> None:
-        """Progress collectives until a future is done. Raises RuntimeError after `abandon`."""
+        """Progress collectives until a future is done. Raises RuntimeError after `abandon`.
+
+        Also in a signal handler that has interrupted this thread where it may have the turn.
+        """
         if future.done:
             return
         self._check_not_abandoned()
+        thread = threading.get_ident()
+        if thread in self._inside:
+            raise RuntimeError(
+                "a signal handler waits for other ranks, and has interrupted communication of this "
+                "thread, which cannot go on meanwhile: let the handler set a flag, and communicate "
+                "after the step, as world.stop_requested does"
+            )
         self._turn_to()
         waiter = future, clock.now()
         self._waiters.append(waiter)
         try:
+            self._inside.add(thread)
             if self._turn.locked():
                 self._wake()
             while not self._turn.acquire(timeout=TURN_S):
@@ -516,17 +543,22 @@ class ProgressEngine:
             finally:
                 self._turn.release()
         finally:  # also after an interrupt, the thread takes over
+            self._inside.discard(thread)
             self._waiters.remove(waiter)
             if self._thread_has_work():
                 self._wake()
 
-    def progress(self, futures: Iterable[Future[Any]]) -> None:
+    def progress_in_thread(self, futures: Iterable[Future[Any]]) -> None:
         """Let the engine's thread progress futures while nobody waits for them. Local."""
         asleep = [future for future in futures if not future.wakes_thread]
         for future in asleep:
             future.wakes_thread = True
         if asleep:  # it was not woken for them yet
             self._wake()
+
+    def progress_all_in_thread(self) -> None:
+        """Let the engine's thread progress all that is pending, until it is done. Local."""
+        self._wake()
 
     def expect(self, futures: Iterable[Future[Any]]) -> None:
         """Let pending futures count as waited for from now on, and progress. Local.
@@ -537,7 +569,7 @@ class ProgressEngine:
         futures = list(futures)
         for future in futures:
             future.awaited_since = clock.now()
-        self.progress(futures)
+        self.progress_in_thread(futures)
 
     def finish(self, ticket: Ticket) -> Future[None]:
         """Finish what is queued, on all ranks; nothing may be queued after. Collective.
@@ -641,7 +673,7 @@ class ProgressEngine:
         """Refuse all uses, and keep the tensors of pending collectives until the process ends."""
         self._closed = self._closed or error
         self._abandoned = True
-        atexit.register(lambda *kept: None, *self.streams)
+        _keep(*self.streams)
         for task in tuple(self._tasks()):
             task.tell()
         self._wake()
@@ -688,11 +720,26 @@ class ProgressEngine:
         return bool(tasks) and all(task.gathers for task in tasks)
 
     def _test_all(self) -> bool:
-        """Progress everything once; return whether anything moved."""
+        """Progress everything once; return whether anything moved. Look for ranks that disagree."""
+        moved = self._progress(self.streams)
+        if not moved and self.watch is not None and self._backoff.waited_s > STALL_S:
+            error = self.watch.look(self._waits_in())
+            if error is not None:
+                self.stop(error)
+        return moved
+
+    def _progress(self, streams: Iterable[Stream]) -> bool:
+        """Progress some streams once; return whether anything moved, and note it.
+
+        Not in the inference mode of a caller: other threads could not write to tensors of it.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self._progress(streams)
         if self._busy_since is None:
             self._backoff.begin()
         moved = False
-        for stream in self.streams:
+        for stream in streams:
             if stream.queue or stream.active:
                 moved = stream.progress() or moved
         if moved:
@@ -703,10 +750,6 @@ class ProgressEngine:
                 self._busy_before_s, self._busy_since = self.busy_s, None
             self._backoff.reset()
             self._moved_at = now
-        elif self.watch is not None and self._backoff.waited_s > STALL_S:
-            error = self.watch.look(self._waits_in())
-            if error is not None:
-                self.stop(error)
         return moved
 
     def _waits_in(self) -> str:

@@ -64,7 +64,7 @@ def run_hierarchical(
     choice, dtype = call.choice, call.dtype
     assert choice is not None
     assert dtype is not None
-    if call.small and access.reachable:
+    if call.small:
         return small_collective(plan, ticket, access, context)
     narrowed = dtype.itemsize // (call.wire or dtype).itemsize
     lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice, narrowed)

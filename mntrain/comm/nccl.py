@@ -141,10 +141,10 @@ class NodeFirstCollectives:
 
 
 def connect(node: Communicator, device: torch.device) -> Any:
-    """Return torch's NCCL process group of a node's GPUs. Collective over the node; blocks.
+    """Return torch's NCCL process group of a node's GPUs, for `use`. Collective over the node.
 
-    Every rank has a GPU of its own. The ranks find each other over MPI; torch's default process
-    group is not used. Raises RuntimeError where torch has no NCCL or the ranks cannot connect.
+    Blocks. Every rank has a GPU of its own. The ranks find each other over MPI; torch's default
+    process group is not used. Raises RuntimeError where torch has no NCCL or a rank cannot join.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         raise RuntimeError("this build of torch has no NCCL")
@@ -158,11 +158,18 @@ def connect(node: Communicator, device: torch.device) -> Any:
         os.close(file)
         raise
     weakref.finalize(group, os.close, file)
-    token = torch.zeros(node.size, dtype=torch.uint8, device=device)
-    sent = list(torch.zeros_like(token).split(1))
-    group.alltoall(list(token.split(1)), sent).wait()  # NCCL connects at the first use
-    torch.cuda.synchronize(device)
     return group
+
+
+def use(group: "torch.distributed.ProcessGroup", device: torch.device) -> None:
+    """Use a group that all ranks of the node have, at which NCCL connects them. Collective; blocks.
+
+    Raises RuntimeError where they cannot connect.
+    """
+    token = torch.zeros(group.size(), dtype=torch.uint8, device=device)
+    sent = list(torch.zeros_like(token).split(1))
+    group.alltoall(list(token.split(1)), sent).wait()
+    torch.cuda.synchronize(device)
 
 
 def shared_store(node: Communicator) -> tuple[Any, int]:

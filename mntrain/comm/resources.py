@@ -1,6 +1,5 @@
 """The resources of a collective: its tensor, reusable buffers, and the context of all calls."""
 
-import atexit
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +95,7 @@ class BufferPool:
     def lease(self) -> Iterator[Take]:
         """Yield a `Take`, whose buffers return to the pool together when the `with` block ends.
 
-        After an error they do not: MPI may still write to them.
+        After an error they do not: MPI may still write to them, and the engine keeps them.
         """
         taken: list[_Buffer] = []
 
@@ -113,27 +112,21 @@ class BufferPool:
                 view = views[rows, numel, dtype] = _view(memory[:nbytes], rows, numel, dtype)
             return view
 
-        try:
-            yield take
-        except BaseException:
-            atexit.register(lambda *kept: None, *taken)  # for the life of the process
-            raise
+        yield take
         for memory, views in taken:
             self._free[len(memory)].append((memory, views))
 
     def _allocate(self, size: int) -> Tensor:
         self._traffic.buffer_bytes += size
-        with torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:  # kernels that used this memory before may still run; MPI does not wait
             torch.cuda.current_stream(self._device).synchronize()
         return memory
 
 
 def _view(memory: Tensor, rows: int, numel: int, dtype: torch.dtype) -> BufferView:
-    with torch.inference_mode(False):  # the caller's: it may be driving a collective
-        tensor = memory.view(dtype)
-        return BufferView(tensor, as_bytes(tensor), tensor.view(rows, numel).unbind())
+    tensor = memory.view(dtype)
+    return BufferView(tensor, as_bytes(tensor), tensor.view(rows, numel).unbind())
 
 
 def no_fence() -> Steps[None]:

@@ -63,7 +63,8 @@ class Signature(NamedTuple):
     root: int = 0
     wire: torch.dtype | None = None  # None: the tensor's own
     choice: AlgorithmChoice | None = None
-    small: bool = False  # whether every rank may gather the tensors of all ranks
+    small: bool = False  # whether every rank gathers the tensors of all ranks
+    parts: int = 1  # collectives that the call is made of: of a long tensor of a GPU, several
 
     def __str__(self) -> str:
         """Return the call in words: "bucket 3: all_reduce of 1024 float32"."""
@@ -83,6 +84,7 @@ class Signature(NamedTuple):
             f"wire dtype {wire}",
             str(self.choice),
             f"small={self.small}",
+            f"parts {self.parts}",
         )
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, Transport, WorldCollectives
 
+T = TypeVar("T")
 PROBE = (sys.executable, "-m", "mntrain.comm.transport")
 PROBE_S = 60.0
 PROBE_SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes: an MPI has several protocols
@@ -172,6 +173,20 @@ def _first_reason(context: TransportContext, own: str) -> str:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 
+def _attempt(context: TransportContext, function: Callable[[], T]) -> tuple[T | None, str]:
+    """Call a function on the communication threads of all ranks. Collective.
+
+    Return its result, None if it has failed here, and why it has on the first rank where it has.
+    """
+    result: T | None = None
+    reason = ""
+    try:
+        result = context.progress.call(function).wait()
+    except Exception as error:  # NCCL and its loader raise various types; all ranks must learn
+        reason = str(error) or type(error).__name__
+    return result, _first_reason(context, reason)
+
+
 def _connect_nccl(
     context: TransportContext, devices: Devices
 ) -> tuple[nccl.NodeFirstCollectives | None, str]:
@@ -182,12 +197,10 @@ def _connect_nccl(
     topology, world, progress = context.topology, context.world, context.progress
     if reason := why_not_nccl(topology, context.gpus):
         return None, reason
-    group: torch.distributed.ProcessGroup | None = None
-    try:
-        group = progress.call(lambda: nccl.connect(context.node, devices.device)).wait()
-    except Exception as error:  # NCCL and its loader raise various types; all ranks must learn
-        reason = str(error) or type(error).__name__
-    if (reason := _first_reason(context, reason)) or group is None:
+    group, reason = _attempt(context, lambda: nccl.connect(context.node, devices.device))
+    if group is not None and not reason:  # else some rank would wait for others in it
+        _, reason = _attempt(context, lambda: nccl.use(group, devices.device))
+    if reason or group is None:
         if group is not None:
             nccl.close(group)
         return None, reason

@@ -5,7 +5,8 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from operator import index
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class CollectiveWork:
         self._engine.check_open()
         pending = [future for future in self._futures if not future.done]
         if pending:
-            self._engine.progress(pending)
+            self._engine.progress_in_thread(pending)
         return not pending and all(work.done() for work in self._last_parts)
 
     def wait(self) -> None:
@@ -110,6 +111,19 @@ def expect(works: Iterable[Work]) -> None:
             work._engine.expect(work._futures)
 
 
+class CollectiveOptions(TypedDict, total=False):
+    """The options of `WorldCollectives.replace`."""
+
+    choice: AlgorithmChoice
+    transport: Transport
+    node_first: NodeFirstCollectives | None
+    label: str
+    ratio: float
+    small_message_bytes: int
+    wakes: bool | None
+    gathers: bool
+
+
 class WorldCollectives:
     """`zero.collectives.Collectives` over MPI, for flat tensors in host or CUDA memory.
 
@@ -117,7 +131,7 @@ class WorldCollectives:
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
     Construction is collective over the ranks, on the engine's thread. `devices` is given by all
     ranks or by none. `stream` is by default the engine's main one, and `memory` that of the node's
-    ranks, made here by default. All ranks give the same options, the last two to `replace` only:
+    ranks, made here by default. All ranks give the same options, the last five to `replace` only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -165,10 +179,10 @@ class WorldCollectives:
                 run=devices.run_on_side_stream,
             )
 
-    def replace(self, **options: Any) -> "WorldCollectives":
+    def replace(self, **options: Unpack[CollectiveOptions]) -> "WorldCollectives":
         """Return the same world's collectives with some of the options replaced. Local."""
         other = copy.copy(self)
-        assert options.keys() <= vars(self).keys()
+        assert options.keys() <= CollectiveOptions.__annotations__.keys()
         vars(other).update(options)
         return other
 
@@ -281,7 +295,7 @@ class WorldCollectives:
         """Start to copy the root's tensor to all ranks, in place. Collective."""
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is no rank of this world: 0 to {self.size - 1}")
-        return self._start("broadcast", tensor, (0, tensor.numel()), root=root)
+        return self._start("broadcast", tensor, (0, tensor.numel()), root=index(root))
 
     def _start(
         self,
@@ -298,6 +312,7 @@ class WorldCollectives:
         if self.size == 1:
             return CompletedWork()
         tensor = tensor.detach() if tensor.requires_grad else tensor
+        tensor = _without_mode(tensor) if tensor.is_inference() else tensor
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
         long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
@@ -362,6 +377,7 @@ class WorldCollectives:
         call, ready = ticket.signature, devices.copier.record_event()
         if self.transport == "cuda-aware" and not host_only:
             access = DeviceAccess(tensor, call.bounds, devices.copier, ready)
+            ticket.signature = call._replace(small=False)
             yield ticket, access, self._device
             return
         goes: Sequence[int] | None = None  # the slots to copy to host memory; None: all
@@ -373,6 +389,19 @@ class WorldCollectives:
             goes, comes = [own], [slot for slot in range(self.size) if slot != own]
         elif call.verb == "broadcast":
             goes, comes = (None, []) if call.root == self.rank else ([], None)
-        for spans in chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole):
+        several = chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole)
+        ticket.signature = call._replace(parts=len(several))
+        for spans in several:
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
             yield ticket.copy(), staged, self._host
+
+
+def _without_mode(tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory of one of `torch.inference_mode()`, for any thread to write to.
+
+    A tensor of that mode refuses writes outside of it, and so do its views.
+    """
+    with torch.inference_mode(mode=False):
+        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return other.set_(tensor.untyped_storage(), *place)

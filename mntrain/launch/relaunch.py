@@ -1,5 +1,6 @@
 """The starts of a command, one after the other, and the hosts of each."""
 
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
 from mntrain.launch.starts import Keeper, Signals, Start
 from mntrain.launch.verdict import EndCause, choose, judge
-from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes, Steps
+from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 
 AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
 _VERSION_S = 20.0  # for mpirun to say whose it is
@@ -54,7 +55,8 @@ class Launch:
         self._hosts = command.hosts[:full]  # of the present start
         self._number = self._idle = self._alike = 0
         self._highest = 0  # step in the metrics of all starts
-        self._step_at: float | None = None  # the last step of all starts before the present one
+        self._steps: int | None = None  # of the present start, as last seen
+        self._step_at: float | None = None  # when a step of any start was last seen, monotonic
 
     def run(self, *, as_given: bool) -> int:
         """Start the command until it ends without a fault of a machine; return the exit code.
@@ -147,13 +149,14 @@ class Launch:
         # It names itself before it begins, so that it ends with `launch` at any moment.
         start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
         self._signals.direct(start.process)
-        met, told, lost = False, number == 1, EndCause(None, "")
+        met, lost = False, EndCause(None, "")
+        self._steps = None
 
         def look() -> None:
-            nonlocal met, told, lost
-            steps = self._notes.steps
-            met = met or bool(steps or self._notes.run)
-            hosts, when = self._in_doubt(start, steps, met=met)
+            nonlocal met, lost
+            self._look_at_steps()
+            met = met or bool(self._steps or self._notes.run)
+            hosts, when = self._in_doubt(start, met=met)
             if start.lost:
                 self._answering.begin(str(self._folder))
             elif not when:
@@ -164,32 +167,40 @@ class Launch:
                 lost = EndCause(True, what, _OWN, names)
                 self._answering.begin(str(self._folder))
                 start.end()
-            if not told and steps is not None:
-                told = True
-                since = self._step_at
-                idle = f"; nothing was trained for {time.time() - since:.1f} s" if since else ""
-                _say(f"start {number} trains{idle}")
 
         code = start.wait(look)
         self._answering.watch_no_more()
         self._signals.direct(None)
         self._keeper.keep(None)
-        evidence, steps = Evidence.of(self._notes.run), self._notes.steps
+        self._look_at_steps()
+        evidence = Evidence.of(self._notes.run)
         said = judge(code, start.output, evidence.summary)
         verdict = lost if lost.fault else evidence.judge(said)
         if code == 0 and verdict.fault is None:
             verdict = EndCause(False, "the command has ended well", "the exit code")
         if verdict.fault is False and verdict.what.partition(" with ")[0] in start.output:
             verdict = replace(verdict, what="the error above")
-        if steps is None:
+        if self._steps is None:
             return code, verdict, False
-        self._step_at, before = steps.at, self._highest
+        before = self._highest
         self._highest = max(before, evidence.last_step)
         return code, verdict, self._highest > before or None
 
-    def _in_doubt(
-        self, start: Start, steps: Steps | None, *, met: bool
-    ) -> tuple[Sequence[Host], str]:
+    def _look_at_steps(self) -> None:
+        """Note when the number of steps has changed, and tell of the first step of a later start.
+
+        By the clock of this host: that of rank 0 may differ.
+        """
+        steps, now = self._notes.steps, time.monotonic()
+        if steps is None or steps == self._steps:
+            return
+        if self._steps is None and self._number > 1:
+            since = self._step_at
+            idle = f"; nothing was trained for {now - since:.1f} s" if since else ""
+            _say(f"start {self._number} trains{idle}")
+        self._steps, self._step_at = steps, now
+
+    def _in_doubt(self, start: Start, *, met: bool) -> tuple[Sequence[Host], str]:
         """Return the hosts that are to be asked whether they are lost, and when that is; or "".
 
         Once ranks have met, they notice most losses themselves, but not that a node is stopped.
@@ -203,7 +214,7 @@ class Launch:
             return self._hosts, f"{SIGNALLED_S:.0f} s after {signals.first.name}"
         if not met:
             return self._hosts, "before the ranks had met"
-        since = max(time.time() - _WORD_S, steps.at if steps else 0.0)
+        since = max(time.monotonic() - _WORD_S, self._step_at or -math.inf)
         if start.silent_at <= since:
             return [], ""
         named, names = {*start.silent}, self._answering.names

@@ -1,5 +1,6 @@
 """One start of the command: its processes, its output, and the signals that are passed on to it."""
 
+import math
 import os
 import signal
 import subprocess
@@ -119,8 +120,8 @@ class Start:
         self._lost_at: float | None = None  # when the ranks have reported a loss
         self.silent: list[str] = []
         """Hosts of which no rank answers, by the last warning of the ranks that says so."""
-        self.silent_at = 0.0
-        """Time of that warning, as time.time()."""
+        self.silent_at = -math.inf
+        """Time of that warning, as time.monotonic()."""
         self.process = subprocess.Popen(
             words,
             env=environment,
@@ -198,7 +199,7 @@ class Start:
         if self._lost_at is None and tells_loss(text):
             self._lost_at = time.monotonic()
         if silent := silent_hosts(text):
-            self.silent_at, self.silent = time.time(), silent
+            self.silent_at, self.silent = time.monotonic(), silent
 
 
 def _write(target: int, data: bytes) -> None:

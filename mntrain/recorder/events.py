@@ -21,13 +21,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from errno import ENOSPC
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 from mntrain.recorder.recording import (
     ALL_RANKS,
@@ -88,7 +89,9 @@ class Recorder:
         """Time at which this rank last began or ended a collective, or a part of a step."""
         self._closed = threading.Event()
         self._signs: threading.Thread | None = None
-        self._crashes = ExitStack()  # the file, in which faulthandler notes crashes of native code
+        # Closes the file in which faulthandler notes crashes of native code, once that is disabled
+        # or has another file: it alone holds this one.
+        self._crashes: finalize[Any, Any] | None = None
 
     @property
     def opened(self) -> bool:
@@ -105,18 +108,18 @@ class Recorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)  # of a process with this number that was killed
-            with ExitStack() as opened:
-                file = opened.enter_context(temporary.open("xb", buffering=0))  # follows no link
+            with temporary.open("xb", buffering=0) as file:  # follows no link
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
                 if file.write(self._header(job).to_bytes() + self._ring) < FILE_BYTES:
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
                 os.replace(temporary, path)
                 descriptor = os.dup(file.fileno())
                 if not faulthandler.is_enabled():  # as the user has it: then on stderr
-                    os.lseek(file.fileno(), FILE_BYTES, os.SEEK_SET)
-                    faulthandler.enable(file, all_threads=False)
-                    self._crashes = opened.pop_all()
-                    self._crashes.callback(faulthandler.disable)
+                    os.lseek(descriptor, FILE_BYTES, os.SEEK_SET)
+                    crashes = FileIO(os.dup(descriptor), "wb", closefd=False)
+                    self._crashes = finalize(crashes, os.close, crashes.fileno())
+                    self._crashes.atexit = False
+                    faulthandler.enable(crashes, all_threads=False)
         except (OSError, AttributeError) as error:  # not every system has posix_fallocate
             for left in (temporary, path):  # that of an earlier job would be taken for this one's
                 with suppress(OSError):
@@ -211,15 +214,19 @@ class Recorder:
         self._closed.set()
         if self._signs is not None and self._signs is not threading.current_thread():
             self._signs.join(CLOSE_S)
-        self._crashes.close()
+        self._note_no_crash()
         self._write_missing()
         self._close_file()
 
     def leave_to_parent(self) -> None:
         """Record nothing more in a forked child."""
         self._recording = False
-        self._crashes.close()
+        self._note_no_crash()
         self._close_file()
+
+    def _note_no_crash(self) -> None:
+        if self._crashes is not None and self._crashes.alive:
+            faulthandler.disable()
 
     def _close_file(self) -> None:
         file, self._file = self._file, -1

@@ -3,7 +3,7 @@
 FOLDER/run           number of the start that has recorded last, its run directory, and how it
                      was found
 FOLDER/local         path of what the run has on each node, with --checkpoint.local
-FOLDER/step          number of steps of any torch optimizer in this start, and the time of the last
+FOLDER/step          number of steps of any torch optimizer in this start
 FOLDER/start         written by `launch` itself: the number of the start
 FOLDER/hosts         written by `launch` itself: the hostfile of a start
 """
@@ -20,13 +20,6 @@ from mntrain.recorder.recording import recordings
 
 VARIABLE = "MNTRAIN_LAUNCH"
 _APART_S = 1.0  # between two notes of steps
-
-
-class Steps(NamedTuple):
-    """The steps that rank 0 has taken in a start, and the time of the last, as time.time()."""
-
-    number: int
-    at: float
 
 
 class FoundRun(NamedTuple):
@@ -80,7 +73,7 @@ class LaunchNotes:
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + _APART_S
             with suppress(OSError):
-                self._step.write_text(f"{self._count} {time.time()}\n")
+                self._step.write_text(f"{self._count}\n")
 
     @property
     def run(self) -> FoundRun | None:
@@ -104,11 +97,10 @@ class LaunchNotes:
         return Path(text) if text else None
 
     @property
-    def steps(self) -> Steps | None:
-        """The steps so far; None without any, or while they are being written."""
+    def steps(self) -> int | None:
+        """The number of steps so far; None without any, or while it is being written."""
         text = _text(self._step)
-        count, _, at = text.partition(" ")
-        return Steps(int(count), float(at)) if text.endswith("\n") else None
+        return int(text) if text.endswith("\n") else None
 
     @property
     def start(self) -> int:

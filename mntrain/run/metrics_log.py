@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from mntrain.alike.naming import difference
-from mntrain.comm.delayed_sums import DelayedSums, Sums
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import METRICS_FILE, Line, end_last_line, loss_text
 from mntrain.metrics.registry import PHASES, StepTimer, of_this_rank
@@ -20,6 +19,7 @@ from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
 from mntrain.rank_info import memory_now
 from mntrain.ranks import Ranks
+from mntrain.run.delayed_sums import DelayedSums, Sums
 from mntrain.run.directory import RunDirectory
 from mntrain.run.means import to_float, weight_problem
 from mntrain.run.named_sums import NamedSums, NamedValue

@@ -13,7 +13,6 @@ from typing import Any
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
 from mntrain.checkpoint import Saved
-from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
@@ -23,6 +22,7 @@ from mntrain.options.command_line import toml_text
 from mntrain.options.config import CheckpointConfig, LogConfig
 from mntrain.options.types import construct
 from mntrain.ranks import Ranks
+from mntrain.run.delayed_sums import DelayedSums
 from mntrain.run.directory import RunDirectory
 from mntrain.run.final_report import final_lines
 from mntrain.run.job_resources import resources

@@ -15,12 +15,12 @@ from mntrain.alike.values import compare
 from mntrain.checkpoint import DirectorySaver, FoundCheckpoint, Manifest, Save, Saved
 from mntrain.checkpoint.format import checkpoint_name
 from mntrain.checkpoint.objects import Stateful
-from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.options.config import CheckpointConfig
 from mntrain.ranks import Ranks
 from mntrain.recorder.launch_notes import LaunchNotes
+from mntrain.run.delayed_sums import DelayedSums
 from mntrain.run.directory import RunDirectory
 from mntrain.run.local_saving import LocalCheckpoints
 from mntrain.run.means import to_float

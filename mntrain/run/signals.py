@@ -14,9 +14,9 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
-from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
+from mntrain.run.delayed_sums import DelayedSums
 
 # SIGINT: a user at a terminal ends the job; Open MPI's mpirun turns it into SIGTERM for its ranks.
 INTERRUPT = signal.SIGINT

@@ -20,9 +20,9 @@ from typing import Any
 
 from mntrain.alike.naming import naming
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.comm.delayed_sums import DelayedSums
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
+from mntrain.run.delayed_sums import DelayedSums
 from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
 from zero.comparison import DifferentWeightsError

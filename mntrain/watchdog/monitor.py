@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from mntrain.alike.naming import by_value, naming
@@ -50,7 +51,8 @@ class Inquiry:
 
     `ends`: the job ends with the answers, by exit code `code`. `reason` is empty if it is asked for
     the time that ranks have waited. `idle_s`: seconds after which it is asked since rank 0 takes
-    part in nothing. `left` are ranks that have left the world or ended their script.
+    part in nothing. `left` are ranks that have left the world or ended their script. Waits and
+    what follows from them are asked for after `close` alone, when no more answers come.
     """
 
     facts: Sequence[RankFacts]
@@ -97,13 +99,13 @@ class Inquiry:
         found = (self.statuses[rank].network for rank in sorted(self.statuses))
         return list(dict.fromkeys(filter(None, found)))
 
-    @property
+    @cached_property
     def waits(self) -> Mapping[int, Wait]:
         """The waits of ranks. One at the exit counts only if there is no other."""
         waits = {rank: s.wait for rank, s in self.statuses.items() if s.wait is not None}
         return {r: wait for r, wait in waits.items() if wait.stream != EXIT} or waits
 
-    @property
+    @cached_property
     def culprits(self) -> set[int]:
         """The ranks for which the others wait in the end.
 
@@ -115,7 +117,7 @@ class Inquiry:
         late = {rank: late_ranks(wait, begun, absent) for rank, wait in self.waits.items()}
         return find_culprits(late, {r for r, why in self.silent.items() if why in _UNKNOWN})
 
-    @property
+    @cached_property
     def silent_hosts(self) -> list[str]:
         """The hosts of awaited ranks that acknowledge messages, but of which no rank answers."""
         found, culprits = [], () if self.networks else sorted(self.culprits)  # else one may be lost

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -57,6 +58,16 @@ DRAIN_S = 5.0  # at the exit, for collectives in flight
 _SENDERS_S = 1.0  # in which a launcher and a scheduler may both pass on one signal
 _ENDING = (signal.SIGINT, signal.SIGTERM)  # one of these ends a job that has had a signal
 _of_process = WeakSet["Watchdog"]()  # those that are not closed
+
+
+@dataclass
+class _ExpectedSignals:
+    """The signals that end a job, some seconds after the first or at the second."""
+
+    numbers: Collection[int]
+    grace_s: float
+    first_at: float | None = None  # when the first has come
+    end: tuple[float, str, int] | None = None  # of the job: when, why, and its exit code
 
 
 class Watchdog:
@@ -132,9 +143,7 @@ class Watchdog:
         self._last_call: Future[None] | None = None
         self._closed = False
         self._ending = threading.Lock()  # taken by the first that says how the run ends
-        self._signals: Collection[int] = ()  # that are expected
-        self._signalled_at: float | None = None  # the first of them
-        self._late: list[tuple[float, str, int]] = []  # when the job ends for one, why, its code
+        self._signals: _ExpectedSignals | None = None
         self._looked_at = time.monotonic()
         self._tick = min(
             MAX_TICK_S, limits.warn_after / 8, (limits.timeout or limits.warn_after) / 8
@@ -168,7 +177,7 @@ class Watchdog:
 
     def arrive_at_exit(self) -> None:
         """Finish the collectives in flight, and tell that this rank is at its exit. Local."""
-        self._engine.progress(())
+        self._engine.progress_all_in_thread()
         deadline = time.monotonic() + DRAIN_S
         while not (self._engine.idle or self._engine.abandoned or time.monotonic() > deadline):
             time.sleep(1e-3)
@@ -255,15 +264,14 @@ class Watchdog:
         if previous != -1:
             signal.set_wakeup_fd(previous)
             return False
-        self._grace_s = grace_s
-        self._signals, self._signalled_at, self._late = numbers, None, []
+        self._signals = _ExpectedSignals(numbers, grace_s)
         return True
 
     def ignore_signals(self) -> None:
         """End what `expect_signals` has begun. Local."""
-        if self._signals:
+        if self._signals is not None:
             signal.set_wakeup_fd(-1)
-        self._signals, self._late = (), []  # not emptied: the thread may be about to write there
+        self._signals = None
 
     def _tell(self, message: Message) -> None:
         """Let the thread send a message to the monitors."""
@@ -323,8 +331,10 @@ class Watchdog:
         self._look_at_monitors()
         if self._rank == 0 and not self.alone:
             self._look_at_idleness(passed)
-        if (late := self._late) and now >= late[0][0]:
-            _, reason, code = late.pop()
+        signals = self._signals
+        if signals is not None and signals.end is not None and now >= signals.end[0]:
+            _, reason, code = signals.end
+            signals.end = None
             self._tell_waiting(ends=True, reason=reason, code=code)
         if self._monitor is not None:
             self._monitor.look(now)
@@ -518,21 +528,21 @@ class Watchdog:
 
     def _on_signal(self, number: int) -> None:
         """End the job some time after the first signal, or at a second one in a larger world."""
-        now, late = time.monotonic(), self._late
-        if number not in self._signals:
+        now, signals = time.monotonic(), self._signals
+        if signals is None or number not in signals.numbers:
             return
         name, code = signal.Signals(number).name, 130 if number == signal.SIGINT else 1
-        if self._signalled_at is None:
-            self._signalled_at = now
+        if signals.first_at is None:
+            signals.first_at = now
             reason = (
-                f"{name} on rank {self._rank}: the step has not ended within {self._grace_s:g} s "
+                f"{name} on rank {self._rank}: the step has not ended within {signals.grace_s:g} s "
                 "(--run.grace, or grace of world.stop_requested)"
             )
-            late[:] = [(now + self._grace_s, reason, code)]
-        elif not self.alone and number in _ENDING and now > self._signalled_at + _SENDERS_S:
-            code = late[0][2] if late else code
+            signals.end = now + signals.grace_s, reason, code
+        elif not self.alone and number in _ENDING and now > signals.first_at + _SENDERS_S:
+            code = signals.end[2] if signals.end is not None else code
             reason = f"a second signal, {name} on rank {self._rank}, ends the job at once"
-            late[:] = [(now, reason, code)]
+            signals.end = now, reason, code
 
     def _end_job(self, report: str, reason: str, status: str, code: int) -> None:
         """Print a report, and end the job."""
@@ -549,7 +559,7 @@ class Watchdog:
 
     def _leave_to_parent(self) -> None:
         """Close the sockets in a forked child, whose signals are its own."""
-        if self._signals:
+        if self._signals is not None:
             with suppress(ValueError):
                 signal.set_wakeup_fd(-1)
         self._closed = True

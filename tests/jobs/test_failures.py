@@ -242,10 +242,10 @@ import mntrain, torch
 world = mntrain.init(device="cpu", warn_after=0.5, ranks_per_node=1)
 def trained(**options):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(301, 301) for _ in range(4)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(4)])
     optimizer = world.optimizer(model, torch.optim.AdamW, **options)
     for _ in range(2):
-        model(torch.ones(2, 301)).square().sum().backward()
+        model(torch.ones(2, 30)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model

@@ -44,7 +44,14 @@ class Rig:
     def connect(self, node, device):
         return LateGlooGroup(node, self.device) if self.late else GlooGroup(node, device)
 
-    def select(self, name, gpus=None, connect=None, probe=lambda device: ""):
+    def select(
+        self,
+        name,
+        gpus=None,
+        connect=None,
+        use=lambda group, device: None,
+        probe=lambda device: "",
+    ):
         """Use a transport and return its explanation."""
         context = TransportContext(
             self.comm,
@@ -57,6 +64,7 @@ class Rig:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nccl, "connect", connect or self.connect)
+            patch.setattr(nccl, "use", use)
             patch.setattr(transport, "probe_device_memory", probe)
             selected = select_transport(name, context)
         self.collectives = self.collectives.replace(

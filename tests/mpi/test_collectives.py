@@ -3,6 +3,7 @@ import time
 from contextlib import nullcontext
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -219,6 +220,20 @@ def test_a_tensor_is_the_callers_again_when_its_work_is_done(ways):
         assert set(found.tolist()) == {RANKS * (RANKS - 1) / 2 + RANKS * turn}
 
 
+@pytest.mark.parametrize("turn", range(3))  # of the rank whose thread progresses it alone
+@pytest.mark.parametrize("algorithm", algorithms.names())
+def test_a_tensor_of_inference_mode_is_reduced_in_place_by_any_thread(ways, algorithm, turn):
+    world = ways(algorithm, VIRTUAL[-1]).collectives
+    for numel in (5, 100_000):
+        with torch.inference_mode():
+            whole = torch.full((numel,), 2.0**RANK)
+            works = [world.all_reduce(part) for part in (whole, whole.clone())]
+            time.sleep(0.5 * (turn == RANK))
+            works[0].wait()
+        works[1].wait()
+        assert set(whole.tolist()) == {2.0**RANKS - 1}
+
+
 def test_a_parameter_that_requires_grad_is_reduced_in_place(ways):
     tensor = torch.nn.Parameter(torch.ones(3))
     ways().collectives.all_reduce(tensor).wait()
@@ -259,6 +274,18 @@ def refused():
     for root in (-1, RANKS):
         words = f"root {root} is no rank of this world: 0 to {RANKS - 1}"
         yield "broadcast", torch.zeros(1), (root,), words
+
+
+def test_calls_with_numbers_of_numpy_are_those_with_numbers_of_python(ways):
+    """Their digests are cached by value, and depend on the text."""
+    world = ways("lanes", VIRTUAL[-1]).collectives
+    bounds = cuts(17)[-1]
+    world.broadcast(junk(17), RANKS - 1).wait()
+    world.broadcast(junk(17), np.int64(RANKS - 1)).wait()
+    world.all_gather(junk(17), bounds).wait()
+    world.all_gather(junk(17), np.array(bounds)).wait()
+    calls = [repr(ticket.signature) for ticket in world._stream.history][-4:]
+    assert [calls[0], calls[2]] == [calls[1], calls[3]]
 
 
 def test_calls_that_cannot_be_made_are_refused(ways):

@@ -162,6 +162,24 @@ def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     assert one.device.pinned_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "numel", "alike"),
+    [("host", 100, True), ("host", 5003, False), ("cuda-aware", 9, False)],
+)
+def test_ranks_compare_how_a_tensor_of_a_device_travels_where_one_of_the_host_does_not(
+    rig, name, numel, alike
+):
+    """A long one is staged in chunks, and MPI takes a small one in other steps."""
+    one = rig(2)
+    collectives, calls = one.use(name).replace(small_message_bytes=4096), []
+    for tensor in (one.device.tensor(numel), torch.zeros(numel)):
+        collectives.all_reduce(tensor).wait()
+        one.device.synchronize()
+        calls.append(one.progress.main.history[-1].signature)
+    assert (calls[0] == calls[1]) == alike
+    assert (calls[0].details == calls[1].details) == alike
+
+
 # Selection.
 
 
@@ -194,8 +212,17 @@ def fail_on_rank_1(node, device):
 
 def test_a_group_that_one_rank_cannot_make_is_refused_on_all_ranks(rig):
     one = rig(COMM.size)
-    reason = "rank 1: NCCL error: unhandled system error"
-    assert one.select("auto", connect=fail_on_rank_1) == f"host; not nccl: {reason}"
+    reason, used = "rank 1: NCCL error: unhandled system error", []
+
+    def use(group, device):
+        used.append(group)
+        if COMM.rank == 1:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    assert one.select("auto", connect=fail_on_rank_1, use=use) == f"host; not nccl: {reason}"
+    assert used == []  # the others would wait for rank 1
+    assert one.select("auto", use=use) == f"host; not nccl: {reason}"
+    assert len(used) == 1
     with pytest.raises(ValueError, match=f"transport nccl: {reason}; choose host"):
         one.select("nccl", connect=fail_on_rank_1)
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from processes import Processes
 from virtual_time import Threading, VirtualTime, current
 
-from mntrain.comm import clock, engine, peer_memory, resources, shared_memory
+from mntrain.comm import clock, engine, peer_memory, shared_memory
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.mpi import Communicator
@@ -202,8 +202,7 @@ class SimulatedRanks:
         patch.setattr(
             shared_memory, "PrivateCopies", lambda: SimpleNamespace(add=lambda tensor: None)
         )
-        for kept in (engine, resources):
-            patch.setattr(kept, "atexit", SimpleNamespace(register=lambda *given: None))
+        patch.setattr(engine, "_keep", lambda *given: None)
         # Memory of the other ranks of a node is memory of this process.
         segments: dict[bytes, NDArray[np.uint8]] = {}
         patch.setattr(shared_memory, "_create", partial(_create, segments))

@@ -83,7 +83,8 @@ def test_unequal_calls_have_unequal_digests_and_equal_ones_have_one_in_any_proce
             ("root", 1),
             ("wire", torch.float16),
             ("small", True),
+            ("parts", 2),
         ]
     ]
-    assert len({digest_of(each) for each in [equal, *others]}) == 8
-    assert digest_of(equal) == 3218657938213354222  # in any process
+    assert len({digest_of(each) for each in [equal, *others]}) == 9
+    assert digest_of(equal) == 431196893600130232  # in any process

@@ -1,9 +1,11 @@
 """The progress engine, with operations of a test kind that need no MPI."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from contextlib import suppress
 from itertools import cycle
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from mntrain.comm import clock
 from mntrain.comm import engine as module
-from mntrain.comm.engine import Pipelined, ProgressEngine
+from mntrain.comm.engine import Pipelined, ProgressEngine, UnorderedStream
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.comm.world_collectives import CollectiveWork, expect, when_done
@@ -301,6 +304,32 @@ def test_what_a_signal_handler_raises_reaches_who_drives(engine, raising_signal,
         first.wait()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_signal_handler_that_communicates_within_a_wait_or_a_message_is_refused(engine, waits):
+    log, sent = [], []
+
+    def communicate(number, frame):
+        engine.submit(alone(log, "b"), stream=messages).wait()
+
+    def test():
+        if not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return True
+
+    messages = UnorderedStream("messages")
+    engine.streams.append(messages)
+    before = signal.signal(signal.SIGUSR1, communicate)
+    try:
+        with pytest.raises(RuntimeError, match=r"signal handler.* world\.stop_requested"):
+            engine.submit(
+                alone(log, "a", test), stream=None if waits else messages, wake=False
+            ).wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert engine.submit(alone(log, "c")).wait() == "c"
+
+
 # Streams.
 
 
@@ -345,6 +374,26 @@ def test_ranks_do_not_compare_their_calls_in_a_short_wait(engine, monkeypatch):
     assert asked == []
 
 
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_long_wait_for_a_message_sleeps_is_busy_and_lets_ranks_compare(
+    engine, monkeypatch, wakes
+):
+    monkeypatch.setattr("mntrain.comm.engine.STALL_S", 0.1)
+    asked, pauses, end = [], [], time.monotonic() + 0.5
+    stream, before, pause = UnorderedStream("messages"), engine.busy_s, clock.pause
+    monkeypatch.setattr(clock, "pause", lambda seconds: (pauses.append(seconds), pause(seconds)))
+    engine.streams.append(stream)
+    engine.watch = SimpleNamespace(look=asked.append)
+    message = engine.submit(
+        alone([], "a", lambda: time.monotonic() > end), stream=stream, wake=wakes
+    )
+    assert message.wait() == "a"
+    engine.watch = None
+    assert asked
+    assert max(pauses) > 0
+    assert engine.busy_s - before >= 0.3
+
+
 # Errors.
 
 
@@ -386,32 +435,48 @@ def test_an_error_reaches_who_waits_for_those_behind_too_but_no_other_stream(eng
     assert good.wait() == "d"
 
 
-def test_an_error_gives_back_what_a_piece_has_borrowed(engine):
-    returned = []
+@pytest.mark.parametrize("place", ["test", "steps"])
+@pytest.mark.parametrize("kind", ["chunks", "alone", "message"])
+def test_what_an_error_or_interrupt_ends_keeps_the_memory_that_others_write_to(engine, kind, place):
+    """The error is in a test of a collective, or in its steps; another one is in flight behind."""
+    kept, gate, messages = [], threading.Event(), UnorderedStream("messages")
+    engine.streams.append(messages)
 
-    class BorrowingPiece(Steps):
-        ask = staticmethod(lambda: False)
+    def interrupt():
+        if gate.is_set():
+            raise KeyboardInterrupt
+        return False
 
-        def chunk(self, index):
-            try:
-                yield self.ask
-            finally:
-                returned.append(index)
+    def steps(test):
+        memory = Memory()
+        kept.append(weakref.ref(memory))
+        yield test
+        interrupt()
 
-    class FailingPiece(BorrowingPiece):
-        ask = staticmethod(fail)
+    def work(test):
+        if kind != "chunks":
+            return steps(test)
+        one = Steps([], "a")
+        one.chunk = lambda index: steps(test)
+        return one.work
 
-    with pytest.raises(OSError, match="no way"):
-        engine.submit(FailingPiece([], "a").work, wake=False).wait()
-    assert returned == [0]
-    returned.clear()
-    gate = threading.Event()
-    engine.submit(BorrowingPiece([], "a", count=3).work)
-    last = engine.submit(Steps([], "b", chunk=lambda: gate.is_set() and fail()).work)
+    stream = messages if kind == "message" else engine.main
+    tests = [interrupt if place == "test" else gate.is_set, lambda: False]
+    futures = [engine.submit(work(test), wake=False, stream=stream) for test in tests]
+    driver = threading.Thread(target=suppressed(futures[0].wait, KeyboardInterrupt))
+    driver.start()
+    until(lambda: len(kept) == (1 if kind == "alone" else 2))
     gate.set()
-    with pytest.raises(OSError, match="no way"):
-        last.wait()
-    until(lambda: sorted(returned) == [0, 1, 2])
+    driver.join(120)
+    assert futures[0].done
+    engine.stop(OSError("no way"))
+    futures.clear()
+    gc.collect()
+    assert None not in [memory() for memory in kept]
+
+
+class Memory:
+    """What MPI writes to."""
 
 
 # Who moves them.
@@ -541,6 +606,18 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
     assert again.is_set()
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_what_follows_a_work_is_called_once_when_communication_ends_or_has_ended(engine, before):
+    called, never = [], threading.Event()
+    work = CollectiveWork(engine, [engine.submit(alone([], "a", never.is_set))])
+    if before:
+        when_done([work], lambda: called.append("before"))
+    engine.stop(OSError("rank 3 has failed"))
+    assert called == ["before"] * before
+    when_done([work], lambda: called.append("after"))
+    assert called == ["before"] * before + ["after"]
+
+
 @pytest.mark.parametrize("end", ["done", "failed", "stopped"])
 def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
     """Nobody calls `wait`, as where C++ waits for a future."""
@@ -571,9 +648,9 @@ def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
     waiter.join()
 
 
-def suppressed(function):
+def suppressed(function, error=OSError):
     def call():
-        with suppress(OSError):
+        with suppress(error):
             function()
 
     return call

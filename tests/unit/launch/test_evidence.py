@@ -141,8 +141,7 @@ def test_rank_0_notes_its_first_step_and_later_ones_once_a_second(tmp_path, monk
     for step in range(1, 6):
         notes.take_step()
         now[0] += 0.4
-        assert reader.steps.number == {1: 1, 2: 1, 3: 1, 4: 4, 5: 4}[step]
-    assert abs(reader.steps.at - time.time()) < 60
+        assert reader.steps == {1: 1, 2: 1, 3: 1, 4: 4, 5: 4}[step]
     notes.use_run(tmp_path / "run")
     assert reader.run == (tmp_path / "run", 0, 0)
     assert notes.start == 0

@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 # Takes a step in each start, as rank 0 does; $starts counts them.
-STEP = 'echo >>starts; starts=$(wc -l <starts); echo "1 1.0" >"$MNTRAIN_LAUNCH/step"\n'
+STEP = 'echo >>starts; starts=$(wc -l <starts); echo 1 >"$MNTRAIN_LAUNCH/step"\n'
 LOST = "mntrain: error: rank 1 on n2 is lost: its process has ended without a word"
 # Tells of the run directory, and when its summary was changed, as rank 0 does; nothing is recorded.
 RUN_NOTE = """changed=$(stat -c %.9Y summary.json 2>/dev/null | tr -d .)
@@ -107,7 +107,7 @@ def test_what_a_run_has_in_the_nodes_memory_is_removed_after_the_last_start(tmp_
 
 
 def test_how_long_nothing_was_trained_is_told_at_the_first_step(tmp_path):
-    step = 'echo "1 $(date +%s.%N)" >"$MNTRAIN_LAUNCH/step"'
+    step = 'echo 1 >"$MNTRAIN_LAUNCH/step"'
     script = f"""[ -e lost ] || {{ {step}; touch lost; echo '{LOST}'; exit 1; }}
         sleep 0.4; {step}; sleep 1; exit 0"""
     process = launch(tmp_path, script)
@@ -326,11 +326,11 @@ def test_a_stopped_host_is_lost_if_the_ranks_and_the_host_itself_say_so(tmp_path
     write_agent(tmp_path, agent)
     word = "" if kind == "only the host" else f"echo '{SILENT}';"
     stops = ":" if kind == "only the ranks" else "touch stopped"
-    steps = 'sleep 0.2; echo "9 $(date +%s)9.0" >"$MNTRAIN_LAUNCH/step"' * (kind == "ranks go on")
+    steps = 'sleep 0.2; echo 9 >"$MNTRAIN_LAUNCH/step"' * (kind == "ranks go on")
     if kind.endswith("stopped, too"):
         stops = "sleep 1000 & kill -STOP $!; touch stopped"
     script = f"""[ "$1" = -f ] && {{ tail -n 1 "$2"; exit; }}
-        sleep 1; {STEP} {word} {stops}; {steps}
+        sleep 1; {STEP} sleep 1; {word} {stops}; {steps}
         sleep 4; echo n2"""
     code, out, err = end(launch(tmp_path, script, program="mpirun", words=f"{given} -n 2 train.py"))
     assert (code, out.splitlines()[-1].partition(":")[0]) == (0, hosts), err

@@ -382,7 +382,9 @@ recorder = Recorder(0, 1)
 os.register_at_fork(after_in_child=recorder.leave_to_parent)
 recorder.open(Path(sys.argv[1]), "job")
 recorder.begin_phase("forward", 1)
-if sys.argv[2] == "closed":
+if sys.argv[2] == "the user's, set later":
+    faulthandler.enable()
+if sys.argv[2] in ("closed", "the user's, set later"):
     recorder.close()
 if sys.argv[2] != "child" or not os.fork():
     ctypes.string_at(0)
@@ -390,14 +392,14 @@ os.wait()
 """
 
 
-@pytest.mark.parametrize("kind", ["own", "the user's", "closed", "child"])
+@pytest.mark.parametrize("kind", ["own", "the user's", "the user's, set later", "closed", "child"])
 def test_a_crash_of_native_code_is_recorded_with_its_line(tmp_path, kind):
     program = tmp_path / "program.py"
     program.write_text(CRASH)
     environment = {n: v for n, v in os.environ.items() if n != "PYTHONFAULTHANDLER"}
     ended = run(program, tmp_path, kind, env=environment)
     assert ended.returncode == (0 if kind == "child" else -signal.SIGSEGV)
-    assert ("Segmentation fault" in ended.stderr) == (kind == "the user's")
+    assert ("Segmentation fault" in ended.stderr) == kind.startswith("the user's")
     recorded = events(tmp_path, 0)
     found = [event for event in recorded if event.kind == Kind.CRASH]
     if kind != "own":

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
+from mntrain.comm.engine import ProgressEngine, steps_of
 from mntrain.launch.verdict import silent_hosts
 from mntrain.watchdog import thread as watchdogs
 from mntrain.watchdog.monitor import Limits
@@ -28,8 +29,7 @@ class WatchedJob:
             for key in keys
         ]
         found = {rank: addresses(own.getsockname()) for rank, own in listeners.items()}
-        engine = SimpleNamespace(awaited=lambda: None, streams=[], idle=True, abandoned=False)
-        engine.progress = lambda futures: None
+        self.engine = ProgressEngine()
         self.ranks = []
         for rank in range(3):
             channel = SideChannel(rank, SECRET, listeners.get(rank), lost_after=lost_after)
@@ -40,7 +40,7 @@ class WatchedJob:
                 "fail": None,
                 "recorder": recorder,
             }
-            self.ranks.append(Watchdog(rank, facts, engine, Limits(1.0, 100.0), **options))
+            self.ranks.append(Watchdog(rank, facts, self.engine, Limits(1.0, 100.0), **options))
 
     def connected(self):
         """Return whether the monitors have a connection to each other rank."""
@@ -50,6 +50,7 @@ class WatchedJob:
         """Close all."""
         for rank in self.ranks:
             rank.close()
+        self.engine.close()
 
 
 @pytest.fixture
@@ -137,6 +138,13 @@ def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_
         second.close()
 
 
+def test_what_wakes_no_thread_is_done_at_the_exit(job):
+    short = job.engine.submit(steps_of(lambda: "sent"), wake=False)
+    job.ranks[2].arrive_at_exit()
+    assert short.done
+    assert job.ranks[2]._idle
+
+
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
@@ -146,20 +154,20 @@ def test_a_job_ends_some_time_after_a_signal_or_at_a_second_one(job, monkeypatch
     assert rank.expect_signals(SIGNALS, 1000.0)
     try:
         rank._on_signal(signal.SIGHUP)
-        assert rank._late == []
+        assert rank._signals.end is None
         rank._on_signal(ending)
         name = signal.Signals(ending).name
         said = f"{name} on rank 2: the step has not ended within 1000 s "
         said += "(--run.grace, or grace of world.stop_requested)"
-        assert rank._late[0][1:] == (said, code)
+        assert rank._signals.end[1:] == (said, code)
         rank._on_signal(ending)  # passed on by a launcher and a scheduler
-        assert rank._late[0][0] >= now + 1000
+        assert rank._signals.end[0] >= now + 1000
         monkeypatch.setattr(watchdogs, "_SENDERS_S", 0.0)
         rank._on_signal(signal.SIGUSR1)
-        assert rank._late[0][0] >= now + 1000
+        assert rank._signals.end[0] >= now + 1000
         monkeypatch.setattr(rank, "_tell_waiting", lambda **how: None)
         rank._on_signal(signal.SIGINT)
-        until(lambda: not rank._late)  # at once
+        until(lambda: rank._signals.end is None)  # at once
     finally:
         rank.ignore_signals()
 
