@@ -33,7 +33,9 @@ def length_of(batch: Any) -> int:
     lengths = set()
 
     def count(column: Any) -> Any:
-        lengths.add(column.size(0) if isinstance(column, Tensor) else len(column))
+        if isinstance(column, Tensor) and column.is_nested:
+            raise _no_rows("nested")
+        lengths.add(len(column))
         return column
 
     map_columns(batch, count)
@@ -65,20 +67,23 @@ def rows_of_tensors(batch: Any) -> int | None:
 def cut(batch: Any, rows: slice) -> Any:
     """Return the rows of a batch: views of its tensors and arrays, and new containers.
 
-    Raises TypeError for a tensor that is sparse or nested.
+    Raises TypeError for a tensor that is sparse.
     """
     return map_columns(batch, partial(_rows_of, rows))
 
 
 def _rows_of(rows: slice, column: Any) -> Any:
-    if isinstance(column, Tensor) and (column.is_nested or column.layout is not torch.strided):
-        kind = "nested" if column.is_nested else "sparse"
-        raise TypeError(
-            f"a batch with a {kind} tensor cannot be cut into samples: use dense tensors or lists "
-            "of samples, or a DataLoader of torch whose collate_fn makes it, of which each rank "
-            "loads its own samples alone"
-        )
+    if isinstance(column, Tensor) and column.layout is not torch.strided:
+        raise _no_rows("sparse")
     return column[rows]
+
+
+def _no_rows(kind: str) -> TypeError:
+    return TypeError(
+        f"a batch with a {kind} tensor cannot be cut into samples: use dense tensors or lists of "
+        "samples, or a DataLoader of torch whose collate_fn makes it, of which each rank loads its "
+        "own samples alone"
+    )
 
 
 def join(parts: Sequence[Any]) -> Any:
