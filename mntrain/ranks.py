@@ -96,8 +96,9 @@ def dense(tensor: Tensor) -> Tensor:
 
 def named_by_shape(name: str, value: object) -> str:
     """Return the name of a call, with the shape of a tensor whose order of elements it decides."""
-    several = isinstance(value, Tensor) and value.ndim > 1
-    return f"{name} of shape {tuple(value.shape)}" if several else name
+    if isinstance(value, Tensor) and value.ndim > 1:
+        return f"{name} of shape {tuple(value.shape)}"
+    return name
 
 
 def as_reals(tensor: Tensor) -> Tensor:

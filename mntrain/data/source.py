@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from mntrain.alike.sample_digest import FirstBatch
 from mntrain.alike.values import Peers
 from mntrain.balance.own_pace import BatchNumber
-from mntrain.errors import OF_ALL_RANKS, RemoteRankError
+from mntrain.errors import RemoteRankError
+from zero.collectives import AllRanksError
 from zero.layout import split
 
 # Of the 107 bytes of a socket's path, "/pymp-xxxxxxxx/listener-xxxxxxxx" of multiprocessing has 32.
@@ -179,7 +180,7 @@ def agreed(
         error: Exception | None = None
         try:
             part = next(parts, None)
-        except (*OF_ALL_RANKS, RemoteRankError):
+        except (AllRanksError, RemoteRankError):
             raise
         except Exception as raised:
             part, error = None, raised
