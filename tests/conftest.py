@@ -2,9 +2,10 @@
 
 Of a parametrized test, as few cases as show every value of every parameter at least once. Tests
 marked `thorough` run with --thorough, and those marked `exhaustive` with --all, which runs every
-combination of parameters, and gives tests of hypothesis more examples. Without paths on the command
-line, pytest runs those of pyproject.toml: unit tests, simulated ranks, and those of tests/mpi on
-three ranks. With --more, these quick tests are left out.
+combination of parameters, and gives tests of hypothesis more examples. The suites that mpirun runs
+have tests with either mark with --all alone. Without paths on the command line, pytest runs those
+of pyproject.toml: unit tests, simulated ranks, and those of tests/mpi on three ranks. With --more,
+these quick tests are left out.
 """
 
 import gc

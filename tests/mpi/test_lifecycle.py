@@ -69,7 +69,7 @@ def communicators(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_communicators_are_named_and_freed(communicators, count):
     before = communication_threads()
     refusal(mntrain.init, device="cpu", algorithm="no such")
