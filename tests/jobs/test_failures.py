@@ -68,12 +68,6 @@ class Slow(LanguageModel):
     def loss(self, model, batch):
         time.sleep(0.05)
         return super().loss(model, batch)
-
-class NeedsMore(LanguageModel):
-    def __init__(self, config):
-        if RANK == 1:
-            raise FileNotFoundError("no /data on this node")
-        super().__init__(config)
 """
 )
 
@@ -128,15 +122,6 @@ def test_an_exception_loses_no_complete_step(folder, ranks, task, stage):
     (whole / "broken.py").write_text(TASKS)
     completed(train(ranks, whole, *common, env={"FIXED": "1"}))
     assert losses(folder) == losses(whole)
-
-
-@pytest.mark.thorough
-def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
-    result = train(2, folder, "--task", "broken:NeedsMore")
-    assert result.returncode == 2, result.report()
-    assert result.stderr.count("rank 1: no /data on this node") == 1, result.report()
-    assert "Traceback" not in result.stderr
-    assert not (folder / "run").exists()
 
 
 @pytest.mark.parametrize(
