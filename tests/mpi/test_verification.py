@@ -250,14 +250,20 @@ FAULTS = {
         {"before_step": fail_on_the_last_rank},
         "stage 0: rank {last}: KeyError: 'no such batch'",
     ),
-    "weights of one rank": ({"before_step": spoil_on_the_last_rank}, "stage 0: "),
+    "weights of one rank": (
+        {"before_step": spoil_on_the_last_rank},
+        "stage 0: after step 0, the weights differ between ranks",
+    ),
     "another seed": ({"prepare": noise_of_rank}, "the difference in the"),
     "functional dropout": (
         {"loss_of": lambda y, t: functional.mse_loss(functional.dropout(y, 0.3), t)},
         "random numbers are drawn in forward",
     ),
     "a buffer on one rank": ({"prepare": shift_on_one_rank}, "the difference in the"),
-    "statistics of all parameters": ({"kind": partial(DividedByNorm, lr=0.1)}, "stage 1: "),
+    "statistics of all parameters": (
+        {"kind": partial(DividedByNorm, lr=0.1)},
+        "stage 1: in step 1, the difference in the weights of layers.0.",
+    ),
     "a sum": ({"loss_of": partial(functional.mse_loss, reduction="sum")}, "a sum in place of a m"),
     "the same samples": ({"batches": lambda world, loader: loader}, "train on the same samples"),
     "a parameter is skipped": ({"prepare": skip_on_one_rank}, "in the gradient of layers.0.bias"),
