@@ -117,6 +117,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if serial and for_ranks else None
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no variable of a launcher: tests of single processes run the same in a job."""
+    for name in [*os.environ]:
+        if name == "RANK" or name.startswith(("PMI", "OMPI_COMM", "SLURM")):
+            monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Launched processes inherit it; a rank that was launched has the launch's folder."""
