@@ -78,12 +78,14 @@ def have(ranks):
 
 BUT_LAST = have(range(max(RANKS - 1, 1)))
 
+# Of a comparison of weights, where the last rank's differ: of two, nobody can tell who is right.
+SIDES = "rank 0 against rank 1" if RANKS == 2 else f"rank {RANKS - 1} against the others"
 
-def refusal(function, *args, **kwargs):
-    """Call what every rank must refuse alike, and return the words."""
-    with pytest.raises(AgreedError) as error:
+def refusal(function, *args, error=AgreedError, **kwargs):
+    """Call what every rank must refuse alike, with an error of a class, and return the words."""
+    with pytest.raises(error) as raised:
         function(*args, **kwargs)
-    words = str(error.value)
+    words = str(raised.value)
     assert MPI.COMM_WORLD.allgather(words) == [words] * RANKS
     return words
 
