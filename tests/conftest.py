@@ -2,9 +2,10 @@
 
 Of a parametrized test, as few cases as show every value of every parameter at least once. Tests
 marked `thorough` run with --thorough, and those marked `exhaustive` with --all, which runs every
-combination of parameters, and gives tests of hypothesis more examples. Without paths on the command
-line, pytest runs those of pyproject.toml: unit tests, simulated ranks, and those of tests/mpi on
-three ranks. With --more, these quick tests are left out.
+combination of parameters, and gives tests of hypothesis more examples. The suites that mpirun runs
+have tests with either mark with --all alone. Without paths on the command line, pytest runs those
+of pyproject.toml: unit tests, simulated ranks, and those of tests/mpi on three ranks. With --more,
+these quick tests are left out.
 """
 
 import gc
@@ -114,6 +115,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     for_ranks = collection_path.is_relative_to(MPI_TESTS) or collection_path.name == "ranks"
     # None leaves the decision to pytest's other rules.
     return True if serial and for_ranks else None
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no variable of a launcher: tests of single processes run the same in a job."""
+    for name in [*os.environ]:
+        if name == "RANK" or name.startswith(("PMI", "OMPI_COMM", "SLURM")):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -141,6 +141,7 @@ def main():
         ranks_per_node=1 if options.rarely else None,
         timeout=options.timeout,
         warn_after=5.0,
+        **({"lost_after": 8.0} if options.kind in NODES else {}),
     ) as world:
         try:
             if options.kind in NODES:

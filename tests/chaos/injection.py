@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import Result, is_open_mpi, mpirun
+from launch import Result, is_open_mpi, mpirun, processes
 from nodes import Cluster
 
 from chaos.kinds import KINDS
@@ -96,9 +96,9 @@ def lose_node(fault: Fault, cluster: Cluster, stamp: Path) -> None:
         return
     cluster.crash(host)
     if until(stamp.with_name("stamp.reported").exists, LOST_S):
-        if not until(lambda: not processes(stamp, "python"), END_S):
+        if not until(lambda: not python_processes(stamp), END_S):
             stamp.with_name("survivors").touch()
-        for pid in processes(stamp, ""):
+        for pid in processes(stamp, STAMP):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -113,13 +113,12 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-def processes(stamp: Path, program: str) -> list[int]:
-    """Return the processes of the job whose program's name contains a text."""
+def python_processes(stamp: Path) -> list[int]:
+    """Return the living processes of the job that run Python."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{STAMP}={stamp}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if program in os.path.basename(words[0].decode(errors="replace")):
-                    found.append(int(entry.name))
+    for pid in processes(stamp, STAMP):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            program, *_ = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"python" in os.path.basename(program):
+                found.append(pid)
     return found

@@ -8,6 +8,7 @@ from chaos.injection import Fault, inject
 from chaos.kinds import KINDS
 
 QUICK = {("killed", 1), ("continues", 0), ("hang", 1)}
+RARE = {"raises"}  # with --all alone: test_failures.py has it, and simulated ranks
 THREE = {"hang", "raises"}  # on three ranks, of which two wait; the others on two
 TIMEOUT_S = 15.0  # also for a rank that a busy machine delays
 
@@ -30,6 +31,7 @@ def run(*fault, **options):
             number % 3,
             marks=[
                 *([] if (kind, rank) in QUICK else [pytest.mark.thorough]),
+                *([pytest.mark.exhaustive] if kind in RARE else []),
                 *([pytest.mark.xdist_group("cluster")] if KINDS[kind].nodes else []),
             ],
         )

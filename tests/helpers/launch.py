@@ -239,9 +239,9 @@ def with_site(paths: str) -> str:
     )
 
 
-def processes(folder: Path) -> list[int]:
-    """Return the ids of the living processes of the launch with this folder."""
-    mark = f"{FOLDER}={folder}".encode()
+def processes(folder: Path, variable: str = FOLDER) -> list[int]:
+    """Return the ids of the living processes that have a path in a variable: a launch's folder."""
+    mark = f"{variable}={folder}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

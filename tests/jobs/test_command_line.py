@@ -13,12 +13,7 @@ RANK_VARIABLES = ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID
 BAD = ["--train.batchsize", "32"]
 MESSAGE = "mntrain: --train.batchsize: no such option; did you mean --train.batch-size?\n"
 
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    """The tests run the same inside a Slurm job."""
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def code_of(argv):

@@ -68,12 +68,6 @@ class Slow(LanguageModel):
     def loss(self, model, batch):
         time.sleep(0.05)
         return super().loss(model, batch)
-
-class NeedsMore(LanguageModel):
-    def __init__(self, config):
-        if RANK == 1:
-            raise FileNotFoundError("no /data on this node")
-        super().__init__(config)
 """
 )
 
@@ -130,15 +124,6 @@ def test_an_exception_loses_no_complete_step(folder, ranks, task, stage):
     assert losses(folder) == losses(whole)
 
 
-@pytest.mark.thorough
-def test_what_one_rank_lacks_is_said_once_with_its_rank(folder):
-    result = train(2, folder, "--task", "broken:NeedsMore")
-    assert result.returncode == 2, result.report()
-    assert result.stderr.count("rank 1: no /data on this node") == 1, result.report()
-    assert "Traceback" not in result.stderr
-    assert not (folder / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("phase", "said"),
     [
@@ -162,23 +147,22 @@ def test_an_error_of_the_task_says_the_rank_the_phase_and_the_samples(folder, ph
 
 
 def interrupted(
-    folder: Path, signals: int, *more: str, task: str = "Slow", lines: int = 2, pause: float = 0
+    folder: Path, *more: str, task: str = "Slow", lines: int = 2, pause: float = 0
 ) -> subprocess.CompletedProcess:
-    """Start a long job, press Ctrl-C so many times once it has taken some steps, and wait."""
+    """Start a long job, press Ctrl-C once it has taken some steps, and wait for its end."""
     options = ["--train.steps", "100000", "--task", f"broken:{task}", *more]
     command = job_words(folder, *options)
     with in_own_group(command, folder, ranks=2) as process:
         log = folder / "run" / "metrics.jsonl"
         until(lambda: log.exists() and log.read_text().count("\n") >= lines, process)
-        for _ in range(signals):
-            time.sleep(pause)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
+        time.sleep(pause)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
         out, err = process.communicate(timeout=250)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_ctrl_c_ends_the_job_cleanly_once(folder):
-    done = interrupted(folder, signals=1)
+    done = interrupted(folder)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     if is_open_mpi() and not (folder / "run" / "summary.json").exists():
@@ -191,15 +175,8 @@ def test_ctrl_c_ends_the_job_cleanly_once(folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("signals", "grace"), [(1, "3"), pytest.param(2, "600", marks=pytest.mark.exhaustive)]
-)
-def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder, signals, grace):
-    done = interrupted(folder, signals, "--run.grace", grace, task="Hangs", lines=1, pause=2)
-    # It has ended. At the second signal, MPICH's mpirun may kill the ranks before their report is
-    # out, and fail itself, with any exit code.
-    if signals == 2 and not is_open_mpi():
-        return
+def test_a_job_that_hangs_ends_after_a_signal_and_says_whom_it_waits_for(folder):
+    done = interrupted(folder, "--run.grace", "1", task="Hangs", lines=1, pause=1)
     assert done.returncode != 0
     if is_open_mpi():
         return  # its mpirun kills a second after the signal

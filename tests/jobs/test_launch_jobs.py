@@ -60,7 +60,7 @@ def losses_alone():
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive  # its parts are in unit/launch/test_launch.py and test_slurm.py
 @pytest.mark.timeout(600)
 def test_a_script_for_ddp_that_saves_by_itself_goes_on_as_an_undisturbed_one(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

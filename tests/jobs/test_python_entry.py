@@ -72,23 +72,6 @@ closed()
 """
 
 
-REFUSED = """
-import mntrain.train
-
-mntrain.train.run("lm", {"train.steps": "many"})
-"""
-
-
-@pytest.mark.thorough
-def test_options_that_are_refused_are_one_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(REFUSED)
-    result = mpirun(2, [sys.executable, script], timeout=250, cwd=tmp_path)
-    assert result.returncode == 1, result.report()
-    said = "mntrain: error: train.steps: Input should be a valid integer, not 'many'"
-    assert result.stderr.strip() == said, result.report()
-
-
 @pytest.mark.exhaustive
 def test_the_example_runs_and_leaves_nothing_behind(tmp_path):
     script = tmp_path / "script.py"

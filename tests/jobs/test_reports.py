@@ -18,7 +18,7 @@ from mntrain.metrics.files import flatten
 PHASES = ["data", "forward", "backward", "reduce_wait", "optimizer"]
 OPTIONS = [
     *("--train.steps", "13", "--train.eval-every", "3", "--checkpoint.every", "100"),
-    "--log.per-rank",
+    *("--log.per-rank", "--comm.ranks-per-node", "1", "--zero.stage", "2"),
     *(["--log.tensorboard"] if find_spec("tensorboard") else []),
 ]
 PAGE = ["--log.report"] if find_spec("matplotlib") else []
@@ -70,6 +70,32 @@ def test_the_summary_is_what_its_lines_add_up_to(jobs, job):
     inner = [whole["world"], whole["checkpoints"], whole["ranks"][0]]
     for name in [*whole, *(name for part in inner for name in part)]:
         assert f"`{name}`" in page
+
+
+def test_a_job_says_and_records_what_it_was(jobs):
+    folder, found = jobs
+    lines, whole, said = found[1]
+    wanted = {"step", "loss", "lr", "grad_norm", "clip_coef", "samples", "tokens_per_s", "step_s"}
+    assert all(wanted <= set(line) for line in lines)
+    assert (whole["world"]["size"], whole["world"]["nodes"]) == (2, 2)
+    assert (whole["stage"], whole["compress"], whole["sync"]) == (2, "none", "every-step")
+    assert [rank["node"] for rank in whole["ranks"]] == [0, 1]
+    assert all(rank["peak_memory"] > 50e6 for rank in whole["ranks"])
+    assert all(rank["cross_bytes"] > 0 for rank in whole["ranks"])
+    assert (whole["utilisation"], whole["computes_in"]) == (None, "fp32")  # of a CPU: unknown
+    assert "FLOP/s of the model" in said
+    memory = whole["memory"]
+    assert memory["process_peak"]["least"] > 50e6
+    for role in ("parameters", "gradients", "state", "total"):
+        sizes = memory[role]
+        assert 0 < sizes["least"] <= sizes["median"] <= sizes["most"]
+    # Adam keeps two numbers for every parameter, and a rank has half of them.
+    assert memory["state"]["most"] < 1.1 * memory["parameters"]["least"]
+    assert "2 ranks on 2 nodes of 1" in said
+    assert "zero: stage 2, by element; precision fp32" in said
+    assert "optimizer state" in said
+    assert "\nsample\n" in said
+    assert said.strip().endswith(str(folder / "run"))
 
 
 @pytest.mark.parametrize("job", [0, 1])

@@ -76,7 +76,7 @@ def test_remaining_ranks_train_on_in_another_world(stage):
     optimizer.wait_for_parameters()
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     if COMM.rank != LAST:
-        with limit(1.0):
+        with limit(0.3):
             train(world, model, optimizer, 1)
     world.abandon()
     assert communication_threads() == before

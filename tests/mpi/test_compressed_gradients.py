@@ -241,7 +241,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(world, tmp_path):
         other.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_accumulated_micro_batches_are_compressed_together_or_one_by_one(world):
     results = []
     for stage in (0, 1, 2):

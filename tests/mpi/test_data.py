@@ -428,7 +428,9 @@ def test_data_that_were_divided_before_are_refused_at_the_first_batch(world, nam
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_data_are_not_refused_whatever_is_random_in_them(world, name):
     for train in (True, False):
-        assert len(world.gather(len(list(world.shard(EQUAL[name](), train=train))))) == RANKS
+        batches = world.gather(len(list(world.shard(EQUAL[name](), train=train))))
+        assert any(batches) == (name != "no samples")
+        assert not train or batches == batches[:1] * RANKS  # an evaluation has no empty ones
 
 
 @pytest.mark.parametrize("kind", ["stream", "batches"])
@@ -526,7 +528,8 @@ def test_a_divided_loader_may_have_a_distributed_sampler(world):
 
 def test_the_length_is_that_of_the_longest_divided_loader(world):
     shard = world.shard(own_loaders()["map"], divided=True, train=True)
-    assert len(shard) == sum(1 for _ in shard)
+    longest = max(world.gather(len(own_loaders()["map"])))
+    assert len(shard) == sum(1 for _ in shard) == longest
     with pytest.raises(TypeError):
         len(world.shard(own_loaders()["stream"], divided=True))
 

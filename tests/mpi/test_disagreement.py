@@ -369,7 +369,7 @@ def test_each_of_several_threads_may_have_a_world_of_its_own():
         world.close()
 
 
-@pytest.mark.both
+@pytest.mark.processes
 @needs_thread_multiple
 def test_the_users_own_mpi_calls_do_not_meet_those_of_a_world(world):
     for turn in range(10):

@@ -87,6 +87,7 @@ def copies(optimizer, *keys):
 
 def assert_equal_between_nodes(world, optimizer, *keys):
     everyone = world.gather({k: v.tolist() for k, v in kept(optimizer, *keys).items()})
+    assert any(everyone)
     for first, other in zip(everyone, everyone[PER_NODE:], strict=False):
         assert first == other
 
@@ -114,7 +115,7 @@ def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sy
         assert optimizer.in_sync == (len(set(together)) == 1)
         assert optimizer.in_sync == (step < 2 or step % 3 == 1)
         assert not differing_ranks(together, world.topology.nodes)
-        if step % 3 == 1 and not exact:
+        if step in (4, 7, 10, 13) and not exact:  # in the warm-up there is no outer state
             assert_equal_between_nodes(world, optimizer, EXCHANGED)
     before, in_sync = model_digest(model), optimizer.in_sync
     with optimizer.averaged() as differing:
@@ -134,7 +135,8 @@ def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sy
     assert optimizer.in_sync
     assert_close(model, replicas.models[0], tolerance)
     assert len(set(digests(world, model))) == 1
-    assert_equal_between_nodes(world, optimizer, EXCHANGED)
+    if type(sync) is not LocalSGD:  # which keeps nothing
+        assert_equal_between_nodes(world, optimizer, EXCHANGED)
 
 
 @stages
@@ -194,7 +196,7 @@ def test_a_checkpoint_between_exchanges_continues_with_another_schedule(folder, 
         for step in range(6, 14):
             take_step(world, model, optimizer, step)
             assert optimizer.in_sync == (len(set(digests(world, model))) == 1)
-            if isinstance(then, DiLoCo | SparseLoCo):
+            if step > 10 and isinstance(then, DiLoCo | SparseLoCo):  # after the warm-up
                 assert_equal_between_nodes(world, optimizer, EXCHANGED)
         optimizer.exchange()
         assert len(set(digests(world, model))) == 1

@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 WIDTH = 300  # several pages of parameters
-THOROUGH = pytest.mark.thorough
-STAGES = [pytest.param(0, marks=THOROUGH), 1, pytest.param(2, marks=THOROUGH)]
+EXHAUSTIVE = pytest.mark.exhaustive
+STAGES = [pytest.param(0, marks=EXHAUSTIVE), 1, pytest.param(2, marks=EXHAUSTIVE)]
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_children_of_children_and_later_children_have_copies_of_their_own(world)
     assert set(tensor.tolist()) == {4 * RANKS}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_tensor_that_outlives_its_world_is_copied_too():
     with make_world() as world:
         tensor = shared(world)
@@ -139,7 +139,7 @@ def test_a_tensor_that_outlives_its_world_is_copied_too():
     assert set(tensor.tolist()) == {1}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_child_for_which_there_is_no_copy_ends_instead_of_writing(world, monkeypatch):
     tensor = shared(world)
     original = forked._map

@@ -18,14 +18,7 @@ LAST = RANKS - 1
     ("name", "value", "words"),
     [
         ("algorithm", "no such", "Input should be 'flat', 'lanes', 'leader' or 'naive', not 'no s"),
-        ("ranks_per_node", 0, "Input should be greater than or equal to 1, not 0"),
-        ("bucket_mb", 0, "Input should be greater than 0, not 0"),
-        ("bucket_mb", float("inf"), "Input should be a finite number, not inf"),
-        ("device", "tpu", "Input should be 'auto', 'cpu' or 'cuda', not 'tpu'"),
-        ("wire_dtype", "int8", "Input should be 'fp32', 'bf16' or 'fp16', not 'int8'"),
         ("timeout", 0.0, "Input should be greater than 0, not 0.0"),
-        ("timeout", "soon", "Input should be a valid number, not 'soon'"),
-        ("warn_after", None, "Input should be a valid number, not None"),
     ],
     ids=str,
 )
@@ -69,7 +62,7 @@ def communicators(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_communicators_are_named_and_freed(communicators, count):
     before = communication_threads()
     refusal(mntrain.init, device="cpu", algorithm="no such")
@@ -126,8 +119,8 @@ def test_no_communicator_is_not_the_whole_world():
 
 def test_a_world_may_be_closed_within_its_block():
     with make_world() as world:
-        optimizer = world.optimizer(torch.nn.Linear(3, 3), torch.optim.SGD, stage=1)
+        optimizer = world.optimizer(torch.nn.Linear(3, 3), torch.optim.SGD, lr=0.5, stage=1)
         world.close()
         world.close()
-        assert not optimizer.param_groups[0]["momentum"]
+        assert optimizer.param_groups[0]["lr"] == 0.5
     assert COMM.allreduce(1) == RANKS

@@ -170,7 +170,7 @@ def test_what_is_not_finite_is_not_hidden(world, make, value):
     x, y = samples(4, seed=1)
     loss = loss_of(model, (x, y)) * (value if world.rank == world.size - 1 else 1.0)
     loss.backward()
-    with pytest.raises(NonFiniteGradientError, match=f"on rank {world.size - 1}|0.weight"):
+    with pytest.raises(NonFiniteGradientError, match=rf"on rank {world.size - 1}$"):
         optimizer.step()
     optimizer.zero_grad()
 

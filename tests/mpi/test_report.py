@@ -63,12 +63,12 @@ def by_role(figures, key):
     return {role: sizes[key] for role, sizes in figures["memory"].items() if "predicted" in sizes}
 
 
-thorough = pytest.mark.thorough
-BF16 = pytest.param(torch.bfloat16, marks=thorough)
+exhaustive = pytest.mark.exhaustive
+BF16 = pytest.param(torch.bfloat16, marks=exhaustive)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=thorough) for n in (0, 1)), 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=exhaustive) for n in (0, 1)), 2])
 def test_memory_is_that_of_the_tensors_and_saves_what_a_run_at_stage_0_takes_more(
     capsys, stage, dtype
 ):
@@ -105,10 +105,10 @@ def test_memory_is_that_of_the_tensors_and_saves_what_a_run_at_stage_0_takes_mor
 WAYS, LAST = [{}, {"wire_dtype": "bf16"}, {"gather_dtype": "bf16"}], {"compress": "int8"}
 
 
-@pytest.mark.parametrize("layout", [1, *(pytest.param(n, marks=thorough) for n in (None, 2, 3))])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=thorough), 2])
+@pytest.mark.parametrize("layout", [1, *(pytest.param(n, marks=exhaustive) for n in (None, 2, 3))])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=exhaustive), 2])
 @pytest.mark.parametrize(
-    "way", [*(pytest.param(way, marks=thorough) for way in WAYS), LAST], ids=str
+    "way", [*(pytest.param(way, marks=exhaustive) for way in WAYS), LAST], ids=str
 )
 def test_compression_is_what_was_sent_and_what_it_stands_for(way, stage, layout):
     figures, _, nodes = report_of(stage, ranks_per_node=layout, **way)
@@ -130,7 +130,7 @@ def test_compression_is_what_was_sent_and_what_it_stands_for(way, stage, layout)
     assert start <= others <= start + small
 
 
-@thorough
+@exhaustive
 @pytest.mark.parametrize("stage", [0, 1])
 def test_codes_of_an_exchange_are_compressed_too(stage):
     if RANKS == 1:

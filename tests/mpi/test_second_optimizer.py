@@ -199,8 +199,9 @@ def test_a_refused_optimizer_leaves_the_old_one(world, stage):
     both.finish()
 
 
-@pytest.mark.skipif(RANKS % 2 or RANKS < 4, reason="needs two nodes of two ranks")
-def test_replicas_are_exchanged_before(world):
+@pytest.mark.mpi(min_size=2)
+def test_replicas_are_exchanged_before(worlds):
+    world = worlds(layout=1)
     both = Successors(world, sync=LocalSGD(every=3))
     said = refusal(world.optimizer, both.model, SGD)
     assert "parameter 0.weight is trained by an optimizer with sync=" in said

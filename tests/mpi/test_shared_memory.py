@@ -17,7 +17,6 @@ from mntrain.comm import algorithms, shared_memory
 pytestmark = pytest.mark.mpi
 
 LAST = RANKS - 1
-TOKEN = b"0123456789abcdef"
 several_a_node = pytest.mark.mpi(min_size=2)
 
 
@@ -238,7 +237,7 @@ REASONS = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @several_a_node
 @pytest.mark.parametrize(("way", "words"), REASONS)
 def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
@@ -255,7 +254,7 @@ def test_what_one_rank_cannot_have_all_do_without(monkeypatch, way, words):
         del world
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @several_a_node
 @pytest.mark.parametrize(("way", "words"), REASONS)
 def test_what_one_rank_cannot_have_any_more_later_on(monkeypatch, way, words):
@@ -288,16 +287,3 @@ def test_one_node_does_without_and_the_others_do_not(monkeypatch):
         last = RANK in world.topology.node_group(LAST) and world.local_size > 1
         assert world.collectives.no_shared_memory_reason == ("there is none, today" if last else "")
         check_collectives(world)
-
-
-def test_what_is_not_the_others_memory_is_not_taken_for_it(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(bytes(100) + TOKEN)
-    assert len(shared_memory._map(str(file), 100, TOKEN)) == 100
-    for nbytes, token in ((99, TOKEN), (100, TOKEN[::-1])):
-        with pytest.raises(OSError, match="another process's"):
-            shared_memory._map(str(file), nbytes, token)
-    with pytest.raises(OSError, match="No such file"):
-        shared_memory._map(str(tmp_path / "none"), 100, TOKEN)
-    assert file.read_bytes() == bytes(100) + TOKEN
-    assert os.listdir(tmp_path) == ["file"]

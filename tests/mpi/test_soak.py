@@ -111,7 +111,7 @@ def play(common, own, worlds, calls):
         call.finish()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.timeout(250 + CALLS / 10)
 def test_thousands_of_collectives_leave_nothing_behind(monkeypatch):
     monkeypatch.setattr("mntrain.comm.world_collectives.NO_WAKE_BYTES", LIGHT_BYTES)

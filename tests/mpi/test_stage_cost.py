@@ -17,9 +17,9 @@ ONE = 25.0  # MiB: everything in one bucket
 NUMELS = [60, 7, 1, 143]  # of parameters
 WIDE = 2  # fp64 elements, counted in those of 4 bytes
 
-# Small all-reduces of fp64 numbers: that a rank goes on or is done (with its weight, its divisor
-# and the parameters that it misses), and the norm with four digests.
-ROLL_CALL, NORM = 12, 10
+# Small all-reduces of fp64 numbers: that a rank goes on or is done (with its weight, its divisor,
+# the parameters that it misses and the gradients that it kept), and the norm with four digests.
+ROLL_CALL, NORM = 15, 10
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ def test_skip_leaves_the_step_out_on_all_ranks(world, pair, mode, micro_batches,
 
 
 @modes
-def test_a_norm_that_overflows_only_in_the_sum_is_told(make, mode):
+def test_a_norm_that_overflows_in_fp32_alone_is_finite(make, mode):
     model = net(torch.float32)
     optimizer = make(model, SGD, **mode)
     before = model_digest(model)

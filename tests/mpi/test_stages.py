@@ -1,7 +1,8 @@
 """Every stage gives the weights of plain torch, wherever ranks sit and however shards are cut.
 
 Every rank trains the oracle too. The whole product of what matters is too large to run: the grid
-holds every pair of choices at least once.
+holds every pair of choices at least once. Without --all, as few of its rows run as have every
+choice.
 """
 
 import random

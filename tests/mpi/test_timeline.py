@@ -20,7 +20,7 @@ RANK = MPI.COMM_WORLD.rank
 LEVELS = ("node_messages", "node_bytes", "cross_messages", "cross_bytes")
 
 
-@pytest.fixture(params=[2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (None, 1))])
+@pytest.fixture(params=[2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (None, 1))])
 def world(request):
     with make_world(layout=request.param, bucket_mb=0.01) as made:
         yield made

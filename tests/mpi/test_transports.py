@@ -1,11 +1,8 @@
 """Tensors on emulated devices, by every transport: results, stream order, selection."""
 
 import contextlib
-import itertools
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +16,14 @@ from mntrain.comm import nccl
 from mntrain.comm.nccl import shared_store
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import AlgorithmChoice
-from mntrain.comm.transport import child_environment
 from zero.layout import split
 
 pytestmark = pytest.mark.mpi(min_size=2)  # a world of one sends nothing
 COMM = MPI.COMM_WORLD
 SIZES = (0, 1, 17, 1000, 5003)
-LAYOUTS = (1, 2, 4)  # ranks per node; the last node may have fewer
+# Ranks per node; the last node may have fewer. Of few cases, those of NCCL, the last transport,
+# have the last layout, which is of several nodes of several ranks where there are four.
+LAYOUTS = (1, 4, 2)
 
 
 def ramp(numel, dtype=torch.float32):
@@ -36,25 +34,28 @@ def expected_sum(numel, dtype, size):
     return (ramp(numel, torch.float64) * size + size * (size - 1) // 2).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "dtype"),
-    [
-        *((layout, torch.float32) for layout in LAYOUTS),
-        *((2, dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)),
-    ],
-)
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_every_verb_gives_its_result(rig, name, ranks_per_node, dtype):
+ALGORITHMS = ("lanes", "leader", "flat", "naive", "gathered")
+WAYS = [*((name, algorithm) for name in ("host", "nccl") for algorithm in ALGORITHMS)]
+EVERY_VERB = [
+    *((*way, 2, torch.float32) for way in WAYS),
+    *((name, "lanes", 4, torch.float32) for name in TRANSPORTS),
+    ("host", "lanes", 1, torch.float32),
+    ("host", "lanes", 2, torch.float64),
+    ("cuda-aware", "lanes", 2, torch.bfloat16),
+    ("nccl", "lanes", 2, torch.int64),
+]
+
+
+@pytest.mark.parametrize("case", EVERY_VERB, ids=lambda case: "-".join(map(str, case)))
+def test_every_verb_gives_its_result(rig, case):
+    name, algorithm, ranks_per_node, dtype = case
     one = rig(ranks_per_node)
-    collectives, device = one.use(name), one.device
-    size, rank = COMM.size, COMM.rank
-    every = ranks_per_node == 2 and dtype == torch.float32
-    algorithms = ("lanes", "leader", "flat", "naive", "gathered") if every else ("lanes",)
-    for algorithm, numel in itertools.product(algorithms, SIZES):
-        collectives = collectives.replace(
-            small_message_bytes=1 << 30 if algorithm == "gathered" else 0,
-            choice=AlgorithmChoice(algorithm.replace("gathered", "lanes"), 1 << 10),
-        )
+    device, size, rank = one.device, COMM.size, COMM.rank
+    collectives = one.use(name).replace(
+        small_message_bytes=1 << 30 if algorithm == "gathered" else 0,
+        choice=AlgorithmChoice(algorithm.replace("gathered", "lanes"), 1 << 10),
+    )
+    for numel in SIZES:
         bounds = uneven(numel, size)
         slot = collectives.slot(rank)
         mine = slice(bounds[slot], bounds[slot + 1])
@@ -73,7 +74,7 @@ def test_every_verb_gives_its_result(rig, name, ranks_per_node, dtype):
             tensor.copy_(filled)
             getattr(collectives, verb)(tensor, *given).wait()
             device.synchronize()
-            assert torch.equal(tensor[part], expected[part]), (algorithm, numel, verb)
+            assert torch.equal(tensor[part], expected[part]), (numel, verb)
 
 
 def uneven(numel, size):
@@ -286,18 +287,3 @@ def test_a_rank_without_a_gpu_among_others_is_refused_on_all_ranks(monkeypatch):
     monkeypatch.setattr("mntrain.device.visible_gpus", lambda wanted: visible)
     with pytest.raises(mntrain.AgreedError, match="rank 1 sees no GPU, but others do"):
         mntrain.init()
-
-
-def test_the_probe_process_does_not_inherit_the_launchers_variables():
-    environment = child_environment(
-        {**os.environ, "SLURM_NTASKS": "4", "OMPI_MCA_btl": "self", "HOME": "/h"}
-    )
-    assert "SLURM_NTASKS" not in environment
-    launcher = ("PMI", "OMPI_COMM", "OMPI_MCA_ess")
-    assert not [name for name in environment if name.startswith(launcher)]
-    assert (environment["OMPI_MCA_btl"], environment["HOME"]) == ("self", "/h")
-    size = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
-    child = subprocess.run(
-        [sys.executable, "-c", size], env=environment, capture_output=True, text=True, check=True
-    )
-    assert child.stdout.split() == ["1"]

@@ -151,7 +151,7 @@ def train_a_head_beside(world, model):
         pytest.param(
             {"before_step": log_on_rank_0},
             ["stage 1  refused: rank 0: the gradient of layers.0.weight is sharded over ranks"],
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.exhaustive,
         ),
         (
             {"data": lambda: InOrder(LinePoints()), "before_step": train_a_head_beside},
@@ -163,7 +163,7 @@ def train_a_head_beside(world, model):
         pytest.param(
             {"data": partial(LinePoints, 59)},
             ["the updates of 4 parameters\nright: "],
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["torch clips", "rank 0 logs a gradient", "a stream, another optimizer", "a short batch"],
@@ -250,14 +250,20 @@ FAULTS = {
         {"before_step": fail_on_the_last_rank},
         "stage 0: rank {last}: KeyError: 'no such batch'",
     ),
-    "weights of one rank": ({"before_step": spoil_on_the_last_rank}, "stage 0: "),
+    "weights of one rank": (
+        {"before_step": spoil_on_the_last_rank},
+        "stage 0: after step 0, the weights differ between ranks",
+    ),
     "another seed": ({"prepare": noise_of_rank}, "the difference in the"),
     "functional dropout": (
         {"loss_of": lambda y, t: functional.mse_loss(functional.dropout(y, 0.3), t)},
         "random numbers are drawn in forward",
     ),
     "a buffer on one rank": ({"prepare": shift_on_one_rank}, "the difference in the"),
-    "statistics of all parameters": ({"kind": partial(DividedByNorm, lr=0.1)}, "stage 1: "),
+    "statistics of all parameters": (
+        {"kind": partial(DividedByNorm, lr=0.1)},
+        "stage 1: in step 1, the difference in the weights of layers.0.",
+    ),
     "a sum": ({"loss_of": partial(functional.mse_loss, reduction="sum")}, "a sum in place of a m"),
     "the same samples": ({"batches": lambda world, loader: loader}, "train on the same samples"),
     "a parameter is skipped": ({"prepare": skip_on_one_rank}, "in the gradient of layers.0.bias"),
@@ -276,7 +282,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in FAULTS],
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in FAULTS],
 )
 def test_a_fault_is_found(name):
     changes, said = FAULTS[name]
@@ -351,7 +357,7 @@ def job(folder: Path, task: str, **more) -> Config:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("task", ["lm", f"{__name__}:Streaming"], ids=["lm", "stream"])
 def test_a_job_that_is_right_passes(tmp_path, task, wire_dtype):
@@ -360,7 +366,7 @@ def test_a_job_that_is_right_passes(tmp_path, task, wire_dtype):
     assert verdict.right, verdict.text
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_examples_pass(tmp_path, monkeypatch):
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setattr(sys, "path", [str(root), *sys.path])

@@ -6,7 +6,8 @@ from mpi4py import MPI
 from oracle import SGD, SMALL, update
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from worlds import RANKS
+from worlds import RANKS, SIDES
+from worlds import refusal as refused_by_all
 
 from mntrain.sync import DiLoCo
 from zero.comparison import DifferentWeightsError
@@ -17,8 +18,6 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
 ODD = RANK == LAST
-# Of two, nobody can tell which one is right.
-SIDES = "rank 0 against rank 1" if RANKS == 2 else f"rank {LAST} against the others"
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
@@ -46,10 +45,7 @@ def loss(model, step):
 def refusal(optimizer, model, step):
     """The error that a step raises on all ranks."""
     loss(model, step).backward()
-    with pytest.raises(DifferentWeightsError) as error:
-        optimizer.step()
-    assert MPI.COMM_WORLD.allgather(str(error.value)) == [str(error.value)] * RANKS
-    return str(error.value)
+    return refused_by_all(optimizer.step, error=DifferentWeightsError)
 
 
 @stages

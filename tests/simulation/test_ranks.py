@@ -10,12 +10,12 @@ import sessions
 QUICK = ("collectives", "disagreement", "levels", "wire", "world")
 # With --all alone: other tests show most of what they do.
 RARE = ("cadence", "default_device")
-RARE += ("parameter_kinds", "plan", "rank_clipping", "rare_jobs", "stage_cost", "stage_model")
+RARE += ("parameter_kinds", "plan", "rank_clipping", "rare_jobs", "stage_model")
 RARE += ("staleness", "stage_precision", "trainer", "weight_checks", "weighted_exchanges")
-# What depends on which rank is on which node, of which tests make their own.
-ON_NODES = ("exchanges", "levels", "staleness", "state_over_ranks")
-# Also where the first two ranks are on another node than the last, for each test.
-ON_TWO_NODES = ("parity", "wire")
+# What depends on which rank is on which node, of which tests make their own: nodes of two ranks
+# each are the least in which lanes are not the ways of leaders.
+ON_NODES = ("collectives", "cost", "exchanges", "levels", "stage_cost", "staleness")
+ON_NODES += ("state_over_ranks", "weighted_exchanges", "wire")
 # With --all also on these numbers of ranks, if that is another test.
 ON_ONE = ("checkpoint", "collectives", "own_loop", "parity", "trainer", "world")
 AT_TWO = ("stage_model", "stage_precision", "stage_updates", "state_over_ranks")
@@ -26,8 +26,6 @@ def suites():
         least = [pytest.mark.exhaustive] if name in RARE else [pytest.mark.thorough]
         usual = [4] if name in ON_NODES else [3]
         marks = {tuple(usual): [] if name in QUICK else least}
-        if name in ON_TWO_NODES:
-            marks[2, 1] = [pytest.mark.thorough]
         if name in ON_ONE:
             marks[1,] = [pytest.mark.exhaustive]
         if name in AT_TWO:
@@ -47,5 +45,5 @@ def test_file_passes(suite, request):
 
 
 def test_the_lists_name_files_that_are_simulated():
-    named = {*QUICK, *RARE, *ON_NODES, *ON_TWO_NODES, *ON_ONE, *AT_TWO}
+    named = {*QUICK, *RARE, *ON_NODES, *ON_ONE, *AT_TWO}
     assert named <= set(sessions.simulated())

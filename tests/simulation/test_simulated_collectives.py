@@ -15,10 +15,9 @@ from mntrain.comm import algorithms, chunk_plan
 from mntrain.comm.link import Link
 from mntrain.comm.ticket import AlgorithmChoice
 
-NODES = [[3], [2, 1, 3], [4, 4], [1] * 5]
-MORE_NODES = [[1, 1], [2, 2], [4, 2, 1, 3], [2] * 8]
+NODES = [[2, 1, 3], [1] * 5]
+MORE_NODES = [[4, 2, 1, 3], [2] * 8]
 MORE = pytest.mark.thorough
-RARE_NODES = [[1, 2], [1] * 12]  # little else than the others
 SIZES = [0, 1, 3, 1003, 4099, 20011]  # none divides among ranks, lanes or chunks
 
 
@@ -27,7 +26,6 @@ SIZES = [0, 1, 3, 1003, 4099, 20011]  # none divides among ranks, lanes or chunk
     [
         *NODES,
         *(pytest.param(nodes, marks=pytest.mark.thorough) for nodes in MORE_NODES),
-        *(pytest.param(nodes, marks=pytest.mark.exhaustive) for nodes in RARE_NODES),
     ],
     ids=lambda nodes: "+".join(map(str, nodes)),
 )
@@ -166,23 +164,6 @@ def test_a_rank_that_never_comes_is_a_deadlock_of_those_that_wait_for_it():
         assert f"rank {rank}: a receive of" in text
     assert "from rank 2" in text
     assert "rank 2, program" not in text  # it has ended
-
-
-def test_all_reduces_of_large_tensors_take_little_more_than_their_bytes_do():
-    """25 MiB between 4 nodes: chunks are under way in both directions at once."""
-    numel = 25 << 18
-
-    def program(rank):
-        begun = rank.ranks.time.now
-        tensor = torch.ones(numel)
-        rank.collectives.all_reduce(tensor).wait()
-        assert torch.equal(tensor, torch.full((numel,), 4.0))
-        return rank.ranks.time.now - begun
-
-    slow = NetworkModel(eager_bytes=4 << 20)
-    took_s = max(SimulatedRanks([1] * 4, network=slow).run(program))
-    bound_s = 2 * 3 / 4 * 4 * numel / slow.between.rate
-    assert bound_s < took_s < 1.3 * bound_s
 
 
 def test_ranks_whose_waits_are_stepped_have_the_same_results_in_about_the_same_time():

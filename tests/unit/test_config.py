@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from refusals import refused
 
 from mntrain import compression
 from mntrain.__main__ import READERS
-from mntrain.options.command_line import parse, to_toml
+from mntrain.options.command_line import from_mapping, parse, to_toml
 from mntrain.options.config import (
     CommConfig,
     Config,
@@ -21,10 +22,11 @@ from mntrain.options.config import (
     OptimConfig,
     RunConfig,
     TrainConfig,
+    WorldConfig,
     ZeroConfig,
     flag_of,
 )
-from mntrain.options.types import option_name
+from mntrain.options.types import construct, option_name
 from zero.comm_hooks.between_nodes import BetweenNodesHook
 
 
@@ -45,6 +47,29 @@ from zero.comm_hooks.between_nodes import BetweenNodesHook
 def test_bad_value_is_refused_on_construction(section, name, bad):
     with pytest.raises(ValueError, match=f"for {section.__name__}\n{name}\n"):
         section(**{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ranks_per_node", 0, "Input should be greater than or equal to 1, not 0"),
+        ("bucket_mb", 0, "Input should be greater than 0, not 0"),
+        ("bucket_mb", math.inf, "Input should be a finite number, not inf"),
+        ("device", "tpu", "Input should be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+        ("wire_dtype", "int8", "Input should be 'fp32', 'bf16' or 'fp16', not 'int8'"),
+        ("timeout", "soon", "Input should be a valid number, not 'soon'"),
+        ("warn_after", None, "Input should be a valid number, not None"),
+    ],
+)
+def test_a_bad_argument_of_a_world_is_named_with_its_value(name, value, words):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {words}')}"):
+        construct(WorldConfig, {name: value}, {name: name})
+
+
+def test_an_option_of_a_script_is_named_as_it_is_given():
+    said = "^train.steps: Input should be a valid integer, not 'many'$"
+    with pytest.raises(ValueError, match=said):
+        from_mapping({"train.steps": "many"})
 
 
 def test_a_file_in_the_package_is_a_compression(monkeypatch, tmp_path):

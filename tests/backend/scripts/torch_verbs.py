@@ -167,7 +167,8 @@ def test_strided_tensors(group, ranks, own):
         equal_all(rows, expected)
         rows = [outputs(5) for _ in ranks]
         dist.gather(inputs(own, 5), rows if own == root else None, dst=root, group=group)
-        equal_all(rows if own == root else [], [inputs(rank, 5) for rank in ranks])
+        if own == root:
+            equal_all(rows, [inputs(rank, 5) for rank in ranks])
         given = [inputs(100 + number, 5) for number in range(size)]
         dist.scatter(received := outputs(5), given if own == root else None, src=root, group=group)
         equal_all([received], [given[place]])
@@ -226,7 +227,8 @@ def test_conjugated_tensors(group, ranks, own):
     equal_all(rows, expected)
     rows = [outputs(5) for _ in ranks]
     dist.gather(inputs(own, 5), rows if is_root else None, dst=root, group=group)
-    equal_all(rows if is_root else [], [inputs(rank, 5) for rank in ranks])
+    if is_root:
+        equal_all(rows, [inputs(rank, 5) for rank in ranks])
     given = [inputs(100 + number, 5) for number in range(size)]
     verbs.scatter([received := outputs(5)], [given] * is_root, options(dist.ScatterOptions)).wait()
     equal_all([received], [given[place]])
@@ -238,7 +240,7 @@ def test_conjugated_tensors(group, ranks, own):
 
 
 def equal_all(found, expected):
-    for one, other in zip(found, expected, strict=False):
+    for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert torch.allclose(one, other, rtol=1e-6), (one, other)
 

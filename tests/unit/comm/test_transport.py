@@ -1,5 +1,7 @@
 """Transports of device tensors: staging chunks, the probe process, the rule for NCCL."""
 
+import os
+import subprocess
 import sys
 from itertools import product
 
@@ -8,7 +10,12 @@ import torch
 
 from mntrain.comm.staging import chunks
 from mntrain.comm.topology import Topology
-from mntrain.comm.transport import probe_device_memory, send_to_self, why_not_nccl
+from mntrain.comm.transport import (
+    child_environment,
+    probe_device_memory,
+    send_to_self,
+    why_not_nccl,
+)
 from zero.layout import split
 
 
@@ -61,6 +68,22 @@ def test_a_message_that_arrives_with_other_bytes_fails_the_probe(monkeypatch):
     monkeypatch.setattr(torch, "equal", lambda one, other: False)
     with pytest.raises(SystemExit, match="a message of 64 bytes arrives with other bytes"):
         send_to_self(torch.device("cpu"))
+
+
+def test_the_probe_process_does_not_inherit_the_launchers_variables():
+    launched = {"SLURM_NTASKS": "4", "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}
+    environment = child_environment(
+        {**os.environ, **launched, "OMPI_MCA_btl": "self", "HOME": "/h"}
+    )
+    assert "SLURM_NTASKS" not in environment
+    launcher = ("PMI", "OMPI_COMM", "OMPI_MCA_ess")
+    assert not [name for name in environment if name.startswith(launcher)]
+    assert (environment["OMPI_MCA_btl"], environment["HOME"]) == ("self", "/h")
+    size = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+    child = subprocess.run(
+        [sys.executable, "-c", size], env=environment, capture_output=True, text=True, check=True
+    )
+    assert child.stdout.split() == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ def test_hanging_suite_shows_where_every_rank_is(suite):
             print("printed before the hang by", world.rank)
             (wait_for_a_message if world.rank else wait_in_barrier)()
         """,
-        test_timeout=3,
+        test_timeout=1,
     )
     assert not result.timed_out
     assert result.returncode != 0
     for rank, function in enumerate(["wait_in_barrier", "wait_for_a_message"]):
-        assert "::test_rank_one_goes_another_way ran past its limit of 3 s" in result.outputs[rank]
+        assert "::test_rank_one_goes_another_way ran past its limit of 1 s" in result.outputs[rank]
         assert f"in {function}" in result.outputs[rank]
         assert f"printed before the hang by {rank}" in result.outputs[rank]
         assert f"in {function}" in result.report()
