@@ -29,6 +29,8 @@ MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule
 LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
 UNSENT = f"{SYNC}unsent"  # of what a replica has not sent yet
+EXACT = f"{SYNC}exact"  # of master weights whose rounded values were loaded into the parameters
+ROUNDED = (torch.bfloat16, torch.float16)  # to which master weights may be rounded
 PER_REPLICA = frozenset({UNSENT, LOCAL})  # keys of tensors in which replicas differ
 
 
@@ -350,6 +352,8 @@ class _SliceAssembler:
         others = _filled(self._others, self._places, tensors)
         sync_state = {k: tensors.pop(k) for k in self._tensors if k.startswith(SYNC)}
         master, local = tensors.pop(MASTER, None), sync_state.pop(LOCAL, None)
+        if (exact := sync_state.pop(EXACT, None)) is not None:
+            master = local = _where_rounded(exact, owned.home)
         if master is not None and owned.has_master:
             owned.tensor.copy_(master)
         if local is not None:
@@ -371,6 +375,12 @@ class _SliceAssembler:
         saved = flat.view([shape[dimension] for dimension in self._order])
         own = saved.permute([self._order.index(dimension) for dimension in self._own_order])
         return own.reshape(-1)[piece.low : piece.high].clone()
+
+
+def _where_rounded(master: Tensor, parameter: Tensor) -> Tensor:
+    """Return master weights, but a parameter's elements where they are not these, rounded."""
+    same = [master.to(dtype).to(parameter.dtype) == parameter for dtype in ROUNDED]
+    return torch.where(same[0] | same[1], master, parameter.to(master.dtype))
 
 
 def _copied(_: Path, value: Any) -> Any:

@@ -57,7 +57,7 @@ from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import hyperparameters
 from zero.shard import update_alone
-from zero.state import LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
+from zero.state import EXACT, LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
 
 T = TypeVar("T")
 
@@ -331,7 +331,8 @@ def load(
                     group[key] = group[key].to(value.device)
         for name, state in states.items():
             (objects or {})[name].load_state_dict(state)
-    if optimizer.sync_schedule.replicas > 1:
+    masters = any(MASTER in state.tensor_keys for state in manifest.parameter_states.values())
+    if optimizer.sync_schedule.replicas > 1 or (optimizer.sharded and masters):
         optimizer.publish_loaded()
 
 
@@ -503,6 +504,8 @@ def _read_slices(
         for key, of in names.items() if saved.shape == piece.shape else ():
             parts = [states[one].elements(file, one, key, low, high) for one in of]
             tensors[key] = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+        if MASTER in tensors and not own:  # the parameters are loaded, too
+            tensors[EXACT] = tensors.pop(MASTER)
         yield piece._replace(
             shape=saved.shape,
             order=saved.order,
