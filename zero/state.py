@@ -258,6 +258,7 @@ def load_slices(
     optimizer.load_state_dict({"state": plain, "param_groups": groups})
     for piece in owned.pieces:
         _restore_containers(optimizer.state.get(piece.tensor), states.get(id(piece.tensor), {}))
+    owned.forget_rounding()
     optimizer.state.update(stand_ins)  # some optimizers make states in their constructor alone
     optimizer.state.update(copy.deepcopy(dict(unnamed)))
 
