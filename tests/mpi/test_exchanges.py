@@ -345,6 +345,18 @@ def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make):
     assert optimizer.in_sync
 
 
+def test_a_state_of_torch_is_loaded_within_a_round(world, make):
+    model = net()
+    optimizer = make(model, PLAIN, sync=LocalSGD(every=2, weighted=True))
+    take_steps(world, model, optimizer, range(1))
+    numbers = optimizer.state_dict()["sync_weights"]
+    optimizer.load_state_dict(PLAIN(model.parameters()).state_dict())
+    assert optimizer.state_dict()["sync_weights"] == numbers
+    assert not optimizer.in_sync
+    optimizer.exchange()
+    assert len(set(digests(world, model))) == 1
+
+
 def whole(world, optimizer, key):
     """A tensor of the outer state by parameter, of every node: a list of flat tensors."""
     parts = world.gather(
