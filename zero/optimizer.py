@@ -665,6 +665,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options=options,
             unnamed=unnamed,
         )
+        if self.replicas is not None:
+            self.replicas.sync_schedule.begin_anew()
         self._take_groups()
 
     @property

@@ -330,9 +330,14 @@ def test_a_step_of_one_node_that_is_not_finite_ends_all_in_the_exchange(
         update(optimizer, loss_of(model, mine(world, samples(12, 4))))
 
 
-def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make):
-    model = net()
-    optimizer = make(model, sync=LocalSGD(every=2))
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [(net, 0), (lambda: nn.Linear(5, 3, bias=False).double(), 1)],
+    ids=["all", "one rank of a node owns the parameter"],
+)
+def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make, kind, stage):
+    model = kind()
+    optimizer = make(model, sync=LocalSGD(every=2), stage=stage)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     factor = math.nan if NODE == NODES - 1 else 1.0
     warned = pytest.warns(UserWarning, match="the next exchange")
