@@ -301,7 +301,12 @@ def load(
     manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     own = _has_replicas(manifest, optimizer)
-    numbers = manifest.sync_weights if _same_replicas(manifest, optimizer) else []
+    numbers, groups = list[list[float]](), manifest.param_groups
+    if _same_replicas(manifest, optimizer):
+        numbers, replica = manifest.sync_weights, optimizer.sync_schedule.replica
+        if own_options := manifest.replica_options:
+            pairs = zip(groups, own_options[replica], strict=True)
+            groups = [{**group, **options} for group, options in pairs]
     with world.agreement():
         _check_optimizer(found, optimizer)
         states = {
@@ -313,7 +318,7 @@ def load(
             optimizer.load_state_dict(
                 {
                     "slices": _read_slices(file, manifest, optimizer),
-                    "param_groups": list(map(decode_options, manifest.param_groups)),
+                    "param_groups": list(map(decode_options, groups)),
                     "loss_scale": manifest.loss_scale,
                     "steps": manifest.optimizer_steps,  # the phase of the sync schedule
                     "in_sync": not own,

@@ -598,3 +598,26 @@ def test_each_node_goes_on_with_its_own_loss_scale(folder, stage, saved_after):
             scales.append(world.gather(optimizer.state_dict()["loss_scale"]))
     assert scales[0] == scales[1]
     assert len({scale["value"] for scale in scales[0]}) == (2 if NODES > 1 else 1)
+
+
+class CountsByNode(torch.optim.SGD):
+    """Keeps a number of each node in its groups."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + NODE
+
+
+def test_each_node_goes_on_with_what_its_optimizer_keeps_in_groups(folder):
+    for done in (0, 1):
+        with init(ranks_per_node=PER_NODE) as world:
+            model = net()
+            options = {"stage": 1, "sync": LocalSGD(every=2), "lr": 0.1}
+            optimizer = world.optimizer(model, CountsByNode, **options)
+            checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+            assert checkpoints.restore() == done
+            assert optimizer.param_groups[0].get("count", 0) == done * NODE
+            take_step(world, model, optimizer, done)
+            checkpoints.save(done + 1, now=True)
+            checkpoints.close()
