@@ -260,7 +260,29 @@ def load_slices(
         _restore_containers(optimizer.state.get(piece.tensor), states.get(id(piece.tensor), {}))
     owned.forget_rounding()
     optimizer.state.update(stand_ins)  # some optimizers make states in their constructor alone
-    optimizer.state.update(copy.deepcopy(dict(unnamed)))
+    optimizer.state.update(_on_devices(unnamed, unnamed_state(optimizer.state), owned))
+
+
+def _on_devices(
+    unnamed: Mapping[Any, Any], replaced: Mapping[Any, Any], owned: OptimizerShard
+) -> dict[Any, Any]:
+    """Return a copy of the state under keys that are no parameters, on the devices of its tensors.
+
+    Those of a checkpoint are on the CPU. They are moved to where what they replace is; floats that
+    replace nothing to where the parameters are.
+    """
+    before = dict(leaves(replaced))
+    device = next((parameter.device for parameter in owned.named.values()), None)
+
+    def moved(path: Path, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(old := before.get(path), Tensor):
+            return value.to(old.device)
+        return value.to(device) if value.is_floating_point() else value
+
+    copied: dict[Any, Any] = map_leaves(copy.deepcopy(dict(unnamed)), moved)
+    return copied
 
 
 def _for_torch(_: Path, value: Any) -> Any:
