@@ -247,3 +247,34 @@ def test_every_rank_of_a_group_has_what_torch_promises(process_group, program):
     )
     worlds.run(partial(program.on_rank, made=process_group.MpiProcessGroup))
     assert not worlds.job.unreceived()
+
+
+def run(process_group, program, hosts=(0, 1, 2)):
+    """Run a program that gets the world's group, on simulated ranks; none leaves a message."""
+
+    def on_rank(world):
+        messages = world.messages("messages")
+        store, timeout = dist.HashStore(), timedelta(seconds=60)
+        program(process_group.MpiProcessGroup(world.collectives, messages, store, timeout))
+
+    worlds = SimulatedWorlds(hosts=hosts)
+    worlds.run(on_rank)
+    assert not worlds.job.unreceived()
+
+
+@pytest.mark.parametrize("tag", [7, 1 << 30])
+def test_a_receive_from_any_rank_waits_for_no_message_of_one(process_group, tag):
+    def program(group):
+        if group.rank() == 0:
+            first, second = torch.zeros(1), torch.zeros(1)
+            of_one = group.recv([first], 1, tag)
+            group.recv_anysource([second], tag).wait()
+            group.send([first], 1).wait()
+            of_one.wait()
+            assert (first, second) == (1, 2)
+        else:
+            if group.rank() == 1:
+                group.recv([torch.zeros(1)], 0).wait()
+            group.send([torch.full([1], group.rank()).float()], 0, tag).wait()
+
+    run(process_group, program)
