@@ -364,9 +364,11 @@ class UnorderedStream(Stream):
             try:
                 moved = task.advance() or moved
             except BaseException as error:
+                self.active.remove(task)
                 task.fail(error)
                 if _is_interrupt(error):
                     raise
+                moved = True
         if moved:
             self.active = deque(task for task in self.active if not task.done)
         return moved

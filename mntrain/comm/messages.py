@@ -43,6 +43,7 @@ class Messages:
         self._stream = UnorderedStream(name, ranks, timeout_s)
         self._ranks = self._stream.ranks or range(comm.size)  # the world's
         self._missing: list[FoundMessage] = []  # in the order of the receives
+        self._ended = ""  # why they wait no longer
         self._last_tag = tag_count() - 1
         self._half = (self._last_tag + 1) // 2
         self._sent = 0  # messages that have a header
@@ -132,12 +133,19 @@ class Messages:
             return any(found.arrived(r) for r in range(self._comm.size) if r not in taken)
 
         def arrived() -> bool:
-            if not here():
-                return False
-            self._missing.remove(found)
-            return True
+            if here():
+                self._missing.remove(found)
+                return True
+            if self._ended:
+                self._missing.remove(found)
+                raise RuntimeError(f"{self._ended}, before a message came that it receives")
+            return False
 
         return arrived
+
+    def end(self, why: str) -> None:
+        """Let receives whose message is not here raise RuntimeError with a reason. Local."""
+        self._ended = why
 
     def _header_of(self, found: FoundMessage, taken: Container[int | None]) -> bool:
         """Give a message the source and MPI's tag that its header names; return whether it has.

@@ -38,6 +38,8 @@ NAME = "mntrain"
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
 
+_DESTROYED = "this process group was destroyed"
+
 Copies = list[tuple[Tensor, Tensor]]  # to, from
 
 # Functions that wait at once for the message that they start, which torch tells for collectives
@@ -230,8 +232,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         return [torch.device("cpu"), *gpu]
 
     def shutdown(self) -> None:
-        """Refuse later calls. Local: the communicators are freed with the world."""
+        """Refuse later calls, and end receives that no message has come for. Local.
+
+        The communicators are freed with the world, which waits for all that was called.
+        """
         self._shut = True
+        self._messages.end(_DESTROYED)
         self.other_backends.shutdown()
 
     abort = shutdown
@@ -544,7 +550,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if self._shut:
-            raise RuntimeError("this process group was destroyed: no communication after that")
+            raise RuntimeError(f"{_DESTROYED}: no communication after that")
 
     def _check_peer(self, peer: int | None) -> None:
         if peer is not None and not 0 <= peer < self._size:

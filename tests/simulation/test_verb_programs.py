@@ -278,3 +278,16 @@ def test_a_receive_from_any_rank_waits_for_no_message_of_one(process_group, tag)
             group.send([torch.full([1], group.rank()).float()], 0, tag).wait()
 
     run(process_group, program)
+
+
+@pytest.mark.parametrize("tag", [7, 1 << 30])
+def test_a_receive_without_a_message_ends_with_its_group(process_group, tag):
+    def program(group):
+        works = [group.recv([torch.zeros(1)], 1 - group.rank(), tag) for _ in range(2)]
+        group.barrier().wait()
+        group.shutdown()
+        for work in works:
+            with pytest.raises(RuntimeError, match="this process group was destroyed"):
+                work.wait()
+
+    run(process_group, program, hosts=(0, 1))
