@@ -32,6 +32,7 @@ from mntrain.torch_backend import verbs
 from mntrain.torch_backend.other_backends import OtherBackends
 from mntrain.torch_backend.work import Call, in_inner_backward, untraced
 from zero.collectives import Work
+from zero.kernels import sum_dtype
 
 NAME = "mntrain"
 # Sums that the hierarchical collectives make; others go in messages between all ranks.
@@ -602,7 +603,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             options: Any = {"size": tensor.shape, "check_invariants": False}
             return torch.sparse_coo_tensor(indices, values, **options, device="cpu")
 
-        total = make(parts[0][:, :0], parts[1][:0])
+        wide = sum_dtype(tensor.dtype)
+        total = make(parts[0][:, :0], parts[1][:0].to(wide))
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             counts = yield from small_messages.gather_objects(comm, own._nnz(), tags[0])
@@ -614,7 +616,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
                 flat = [part.reshape(-1)] * size
                 yield from verbs.exchange(comm, flat, [it.view(-1) for it in found[-1]], tags[1])
             for indices, values in zip(*found, strict=True):
-                total.add_(make(indices, values))
+                total.add_(make(indices, values.to(wide)))
             total.copy_(total.coalesce())  # in place
 
         what = f"all_reduce of {list(tensor.shape)}, sparse in {own.sparse_dim()} dimensions,"

@@ -291,3 +291,15 @@ def test_a_receive_without_a_message_ends_with_its_group(process_group, tag):
                 work.wait()
 
     run(process_group, program, hosts=(0, 1))
+
+
+def test_sparse_sums_of_16_bits_are_rounded_once(process_group):
+    def program(group):
+        values = torch.tensor([1.0 if group.rank() else 256.0], dtype=torch.bfloat16)
+        place = torch.tensor([[2]])
+        tensor = torch.sparse_coo_tensor(place, values, [4], check_invariants=True)
+        group.allreduce([tensor]).wait()
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.to_dense().tolist() == [0, 0, 258, 0]
+
+    run(process_group, program)
