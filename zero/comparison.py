@@ -272,6 +272,7 @@ class StepComparison:
         rounds = " ".join(processor(device) for device in devices)
         own = Report(self._rank, self._replica, facts, weights, rounds)
         reports = gather_objects(ranks, own)
+        self._own |= {f.place for r in reports for f in r.facts.values() if f.own and f.place}
         exact = [
             report._replace(facts={n: f for n, f in report.facts.items() if not f.tolerance})
             for report in reports
@@ -296,7 +297,6 @@ class StepComparison:
                     "weights are not compared",
                     stacklevel=2,
                 )
-        self._own |= {f.place for r in reports for f in r.facts.values() if f.own and f.place}
         if difference := _difference(reports, self._own):
             raise RuntimeError(difference)
 

@@ -495,7 +495,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def publish_loaded(self) -> None:
         """Send parameters that `load_state_dict` has restored to where they are read. Collective.
 
-        Nothing at stage 0. Needed only for a state that was made in a block of `averaged`.
+        Nothing at stage 0. Needed only for a state that was made in a block of `averaged`, and for
+        `zero.state.EXACT`.
         """
         self._shard.publish()
         self._shard.wait()
@@ -665,6 +666,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             options=options,
             unnamed=unnamed,
         )
+        if self.replicas is not None:
+            self.replicas.sync_schedule.begin_anew()
         self._take_groups()
 
     @property

@@ -141,6 +141,10 @@ class OptimizerShard:
             )
         return tensor
 
+    def forget_rounding(self) -> None:
+        """State that parameters were loaded: master weights become their values, if they differ."""
+        self._rounded = False
+
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that the torch optimizer updates on this rank."""

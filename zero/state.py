@@ -29,6 +29,8 @@ MASTER = "master"  # the key of the master weights
 SYNC = "sync."  # the beginning of keys of the sync schedule
 LOCAL = f"{SYNC}local"  # the key of parameters that differ between replicas
 UNSENT = f"{SYNC}unsent"  # of what a replica has not sent yet
+EXACT = f"{SYNC}exact"  # of master weights whose rounded values were loaded into the parameters
+ROUNDED = (torch.bfloat16, torch.float16)  # to which master weights may be rounded
 PER_REPLICA = frozenset({UNSENT, LOCAL})  # keys of tensors in which replicas differ
 
 
@@ -256,8 +258,31 @@ def load_slices(
     optimizer.load_state_dict({"state": plain, "param_groups": groups})
     for piece in owned.pieces:
         _restore_containers(optimizer.state.get(piece.tensor), states.get(id(piece.tensor), {}))
+    owned.forget_rounding()
     optimizer.state.update(stand_ins)  # some optimizers make states in their constructor alone
-    optimizer.state.update(copy.deepcopy(dict(unnamed)))
+    optimizer.state.update(_on_devices(unnamed, unnamed_state(optimizer.state), owned))
+
+
+def _on_devices(
+    unnamed: Mapping[Any, Any], replaced: Mapping[Any, Any], owned: OptimizerShard
+) -> dict[Any, Any]:
+    """Return a copy of the state under keys that are no parameters, on the devices of its tensors.
+
+    Those of a checkpoint are on the CPU. They are moved to where what they replace is; floats that
+    replace nothing to where the parameters are.
+    """
+    before = dict(leaves(replaced))
+    device = next((parameter.device for parameter in owned.named.values()), None)
+
+    def moved(path: Path, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(old := before.get(path), Tensor):
+            return value.to(old.device)
+        return value.to(device) if value.is_floating_point() else value
+
+    copied: dict[Any, Any] = map_leaves(copy.deepcopy(dict(unnamed)), moved)
+    return copied
 
 
 def _for_torch(_: Path, value: Any) -> Any:
@@ -350,6 +375,8 @@ class _SliceAssembler:
         others = _filled(self._others, self._places, tensors)
         sync_state = {k: tensors.pop(k) for k in self._tensors if k.startswith(SYNC)}
         master, local = tensors.pop(MASTER, None), sync_state.pop(LOCAL, None)
+        if (exact := sync_state.pop(EXACT, None)) is not None:
+            master = local = _where_rounded(exact, owned.home)
         if master is not None and owned.has_master:
             owned.tensor.copy_(master)
         if local is not None:
@@ -371,6 +398,12 @@ class _SliceAssembler:
         saved = flat.view([shape[dimension] for dimension in self._order])
         own = saved.permute([self._order.index(dimension) for dimension in self._own_order])
         return own.reshape(-1)[piece.low : piece.high].clone()
+
+
+def _where_rounded(master: Tensor, parameter: Tensor) -> Tensor:
+    """Return master weights, but a parameter's elements where they are not these, rounded."""
+    same = [master.to(dtype).to(parameter.dtype) == parameter for dtype in ROUNDED]
+    return torch.where(same[0] | same[1], master, parameter.to(master.dtype))
 
 
 def _copied(_: Path, value: Any) -> Any:

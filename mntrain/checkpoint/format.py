@@ -292,6 +292,9 @@ class Manifest:
     optimizer_class: str = ""  # its name; empty if it is not known, as in earlier versions
     # By replica: `zero.exchange.replicas.Replicas.numbers`.
     sync_weights: list[list[float]] = field(default_factory=list)
+    # By replica, if there are several, its options of each parameter group: some optimizers keep
+    # numbers there that follow from the gradients.
+    replica_options: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -57,7 +57,7 @@ from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
 from zero.param_groups import hyperparameters
 from zero.shard import update_alone
-from zero.state import LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
+from zero.state import EXACT, LOCAL, MASTER, PER_REPLICA, SYNC, UNSENT
 
 T = TypeVar("T")
 
@@ -301,7 +301,12 @@ def load(
     manifest, present = found.manifest, [dict(group) for group in optimizer.param_groups]
     kept_options = (*DEVICE_OPTIONS, *kept_options)
     own = _has_replicas(manifest, optimizer)
-    numbers = manifest.sync_weights if _same_replicas(manifest, optimizer) else []
+    numbers, groups = list[list[float]](), manifest.param_groups
+    if _same_replicas(manifest, optimizer):
+        numbers, replica = manifest.sync_weights, optimizer.sync_schedule.replica
+        if own_options := manifest.replica_options:
+            pairs = zip(groups, own_options[replica], strict=True)
+            groups = [{**group, **options} for group, options in pairs]
     with world.agreement():
         _check_optimizer(found, optimizer)
         states = {
@@ -313,7 +318,7 @@ def load(
             optimizer.load_state_dict(
                 {
                     "slices": _read_slices(file, manifest, optimizer),
-                    "param_groups": list(map(decode_options, manifest.param_groups)),
+                    "param_groups": list(map(decode_options, groups)),
                     "loss_scale": manifest.loss_scale,
                     "steps": manifest.optimizer_steps,  # the phase of the sync schedule
                     "in_sync": not own,
@@ -331,7 +336,8 @@ def load(
                     group[key] = group[key].to(value.device)
         for name, state in states.items():
             (objects or {})[name].load_state_dict(state)
-    if optimizer.sync_schedule.replicas > 1:
+    masters = any(MASTER in state.tensor_keys for state in manifest.parameter_states.values())
+    if optimizer.sync_schedule.replicas > 1 or (optimizer.sharded and masters):
         optimizer.publish_loaded()
 
 
@@ -503,6 +509,8 @@ def _read_slices(
         for key, of in names.items() if saved.shape == piece.shape else ():
             parts = [states[one].elements(file, one, key, low, high) for one in of]
             tensors[key] = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+        if MASTER in tensors and not own:  # the parameters are loaded, too
+            tensors[EXACT] = tensors.pop(MASTER)
         yield piece._replace(
             shape=saved.shape,
             order=saved.order,

@@ -91,6 +91,7 @@ class ShardOutline(NamedTuple):
 
     replica: int
     sync_weights: list[float]  # of the replica
+    options: list[dict[str, Any]]  # likewise, of each parameter group, encoded
     shapes: dict[str, Shapes]  # of the tensors that it alone writes, by file
     states: dict[str, ParameterState]
     objects: dict[str, Any]  # encoded states
@@ -362,7 +363,10 @@ class Saver(ABC):
             encode_objects(self.objects),
             encode_unnamed(unnamed_state(optimizer.state)),
         )
-        return ShardOutline(replica, weights, shapes, states, encoded, hook, unnamed), ranges
+        options = [encode_options(hyperparameters(group)) for group in optimizer.param_groups]
+        return ShardOutline(
+            replica, weights, options, shapes, states, encoded, hook, unnamed
+        ), ranges
 
     def _end(self, save: Save) -> None:
         self._pending = None
@@ -512,6 +516,7 @@ def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dic
         for name, state in outline.states.items():
             states[name] = states.get(name, state).merged(state)
     weights = {outline.replica: outline.sync_weights for outline in outlines}
+    options = {outline.replica: outline.options for outline in outlines}
     save.manifest = replace(
         save.manifest,
         parameter_states=states,
@@ -519,6 +524,7 @@ def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dic
         hook=merge_hooks([outline.hook for outline in outlines]),
         unnamed_state=merge([outline.unnamed for outline in outlines]),
         sync_weights=[weights[replica] for replica in sorted(weights)],
+        replica_options=[options[replica] for replica in sorted(options) if len(options) > 1],
     )
     return {MODEL: FileLayout(model)} | {
         file: FileLayout(*(outline.shapes[file] for outline in outlines))

@@ -8,7 +8,7 @@ higher one has a tag of MPI's upper half, the next for each, and a header before
 All headers have the last tag of MPI.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -43,6 +43,7 @@ class Messages:
         self._stream = UnorderedStream(name, ranks, timeout_s)
         self._ranks = self._stream.ranks or range(comm.size)  # the world's
         self._missing: list[FoundMessage] = []  # in the order of the receives
+        self._ended = ""  # why they wait no longer
         self._last_tag = tag_count() - 1
         self._half = (self._last_tag + 1) // 2
         self._sent = 0  # messages that have a header
@@ -109,27 +110,48 @@ class Messages:
         """Return the condition that a message is here, after those of earlier receives of the kind.
 
         One may arrive when the earlier receive has just looked for it and the later one does next.
+        Behind an earlier receive from one rank, one from any rank looks for those of others.
         """
         earlier = [other for other in self._missing if other.overlaps(found)]
         self._missing.append(found)
-        named = found.tag < self._half
+        headed, named = found.tag >= self._half, False
 
-        def arrived() -> bool:
+        def here() -> bool:
             nonlocal named
+            if named:
+                return found.arrived()
             while earlier and earlier[-1].source >= 0:
                 earlier.pop()
-            if earlier:
+            taken = {other.peer for other in earlier if other.source < 0}  # by earlier receives
+            if taken and (found.peer is not None or None in taken):
                 return False
-            named = named or self._header_of(found)
-            if not (named and found.arrived()):
-                return False
-            self._missing.remove(found)
-            return True
+            if headed:
+                named = self._header_of(found, taken)
+                return named and found.arrived()
+            if not taken:
+                return found.arrived()
+            return any(found.arrived(r) for r in range(self._comm.size) if r not in taken)
+
+        def arrived() -> bool:
+            if here():
+                self._missing.remove(found)
+                return True
+            if self._ended:
+                self._missing.remove(found)
+                raise RuntimeError(f"{self._ended}, before a message came that it receives")
+            return False
 
         return arrived
 
-    def _header_of(self, found: FoundMessage) -> bool:
-        """Give a message the source and MPI's tag that its header names; return whether it has."""
+    def end(self, why: str) -> None:
+        """Let receives whose message is not here raise RuntimeError with a reason. Local."""
+        self._ended = why
+
+    def _header_of(self, found: FoundMessage, taken: Container[int | None]) -> bool:
+        """Give a message the source and MPI's tag that its header names; return whether it has.
+
+        Of sources that are not `taken`.
+        """
         header = FoundMessage(self._comm.as_mpi4py, None, self._last_tag)
         while header.arrived():
             words = np.empty(2, np.int64)
@@ -137,7 +159,7 @@ class Messages:
             tag, own = words.tolist()
             self._headers.append((header.source, tag, own))
         for place, (source, tag, own) in enumerate(self._headers):
-            if tag == found.tag and found.peer in (None, source):
+            if tag == found.tag and found.peer in (None, source) and source not in taken:
                 found.peer, found.tag = source, own
                 del self._headers[place]
                 return True

@@ -312,9 +312,10 @@ class FoundMessage:
         any_peer = None in (self.peer, other.peer)
         return self.tag == other.tag and (any_peer or self.peer == other.peer)
 
-    def arrived(self) -> bool:
-        """Return whether the first part is here. Lets MPI progress."""
-        peer = self._any if self.peer is None else self.peer
+    def arrived(self, peer: int | None = None) -> bool:
+        """Return whether the first part is here, from one peer if given. Lets MPI progress."""
+        peer = self.peer if peer is None else peer
+        peer = self._any if peer is None else peer
         self._message = self._comm.Improbe(peer, self.tag, self._status)
         if self._message is None:
             return False

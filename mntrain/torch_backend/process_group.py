@@ -32,11 +32,14 @@ from mntrain.torch_backend import verbs
 from mntrain.torch_backend.other_backends import OtherBackends
 from mntrain.torch_backend.work import Call, in_inner_backward, untraced
 from zero.collectives import Work
+from zero.kernels import sum_dtype
 
 NAME = "mntrain"
 # Sums that the hierarchical collectives make; others go in messages between all ranks.
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
+
+_DESTROYED = "this process group was destroyed"
 
 Copies = list[tuple[Tensor, Tensor]]  # to, from
 
@@ -229,8 +232,12 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         return [torch.device("cpu"), *gpu]
 
     def shutdown(self) -> None:
-        """Refuse later calls. Local: the communicators are freed with the world."""
+        """Refuse later calls, and end receives that no message has come for. Local.
+
+        The communicators are freed with the world, which waits for all that was called.
+        """
         self._shut = True
+        self._messages.end(_DESTROYED)
         self.other_backends.shutdown()
 
     abort = shutdown
@@ -544,7 +551,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if self._shut:
-            raise RuntimeError("this process group was destroyed: no communication after that")
+            raise RuntimeError(f"{_DESTROYED}: no communication after that")
 
     def _check_peer(self, peer: int | None) -> None:
         if peer is not None and not 0 <= peer < self._size:
@@ -602,7 +609,8 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
             options: Any = {"size": tensor.shape, "check_invariants": False}
             return torch.sparse_coo_tensor(indices, values, **options, device="cpu")
 
-        total = make(parts[0][:, :0], parts[1][:0])
+        wide = sum_dtype(tensor.dtype)
+        total = make(parts[0][:, :0], parts[1][:0].to(wide))
 
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             counts = yield from small_messages.gather_objects(comm, own._nnz(), tags[0])
@@ -614,7 +622,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
                 flat = [part.reshape(-1)] * size
                 yield from verbs.exchange(comm, flat, [it.view(-1) for it in found[-1]], tags[1])
             for indices, values in zip(*found, strict=True):
-                total.add_(make(indices, values))
+                total.add_(make(indices, values.to(wide)))
             total.copy_(total.coalesce())  # in place
 
         what = f"all_reduce of {list(tensor.shape)}, sparse in {own.sparse_dim()} dimensions,"

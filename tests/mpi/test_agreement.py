@@ -352,6 +352,25 @@ def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
         update(optimizer, loss(model))
 
 
+class CountsOnOneNode(torch.optim.SGD):
+    """Changes a number of its groups on one node alone."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + ODD
+
+
+def test_a_number_that_one_node_alone_changes_is_its_own(make):
+    model = net()
+    optimizer = make(model, CountsOnOneNode, lr=0.1, sync=LocalSGD(every=2), overlap_forward=False)
+    optimizer.param_groups[0]["count"] = 0
+    for step in range(6):
+        update(optimizer, loss(model, step))
+    assert optimizer.param_groups[0]["count"] == 6 * ODD
+    assert optimizer.in_sync
+
+
 class CountsByGroup(torch.optim.Optimizer):
     """Counts steps by group, and passes over a group of which it updates nothing."""
 

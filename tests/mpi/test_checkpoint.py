@@ -40,6 +40,7 @@ from mntrain.checkpoint.format import FILE, FILES, MODEL, OPTIMIZER, RANDOM
 from mntrain.checkpoint.reader import list_checkpoints
 from mntrain.checks.storage import PAGE_BYTES
 from mntrain.errors import AgreedError
+from zero import ZeroOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
 
@@ -142,6 +143,50 @@ def test_state_of_whole_parameters(worlds, folder):
         optimizer.close()
         if fewer is not None:
             expect_read_back(fewer, place, empty_like(model), state, kind, stage=1, **options)
+
+
+PRECISIONS = [  # parameters and gather dtypes of what saves, and of what loads
+    (torch.bfloat16, None, torch.float32, None),
+    (torch.bfloat16, None, torch.float16, None),
+    (torch.float32, torch.bfloat16, torch.float32, None),
+    (torch.float32, torch.bfloat16, torch.float32, torch.float16),
+]
+
+
+def at_precision(world, model, stage, gather_dtype):
+    named = model.named_parameters()
+    return ZeroOptimizer(named, ADAMW, world.collectives, stage=stage, gather_dtype=gather_dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_master_weights_go_on_at_another_precision(worlds, folder, stage):
+    world = worlds()
+    for number, (own, gathered, dtype, travels) in enumerate(PRECISIONS):
+        if stage == 0 and gathered:
+            continue
+        model, place = net(own), folder / str(number)
+        optimizer = at_precision(world, model, stage, gathered)
+        train(world, model, optimizer, range(3))
+        with torch.no_grad():
+            model[0].bias.fill_(2.0)  # a change of the script's own stays
+        save(world, model, optimizer, place)
+        pieces, _ = saved(optimizer, model)
+        optimizer.close()
+        other = empty_like(model).to(dtype)
+        resumed = at_precision(world, other, stage, travels)
+        checkpoint.load(checkpoint.newest(world, place), other, resumed, world)
+        for piece in pieces:
+            master, parameter = piece.tensors["master"], other.get_parameter(piece.name)
+            if piece.name == "0.bias":
+                master = torch.full_like(master, 2.0)
+            rounded = master.to(travels or dtype).to(dtype)
+            assert torch.equal(parameter.detach().flatten(), rounded), (piece.name, number)
+        resumed.full_state_dict()  # as at a step, master weights follow changed parameters
+        masters = {piece.name: piece.tensors.get("master") for piece in saved(resumed, other)[0]}
+        resumed.close()
+        for piece in pieces:
+            if piece.name != "0.bias" and (travels or dtype == torch.float16):
+                assert torch.equal(masters[piece.name], piece.tensors["master"])
 
 
 class Correlated(Keeping):

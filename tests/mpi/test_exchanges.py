@@ -333,9 +333,14 @@ def test_a_step_of_one_node_that_is_not_finite_ends_all_in_the_exchange(
         update(optimizer, loss_of(model, mine(world, samples(12, 4))))
 
 
-def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make):
-    model = net()
-    optimizer = make(model, sync=LocalSGD(every=2))
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [(net, 0), (lambda: nn.Linear(5, 3, bias=False).double(), 1)],
+    ids=["all", "one rank of a node owns the parameter"],
+)
+def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make, kind, stage):
+    model = kind()
+    optimizer = make(model, sync=LocalSGD(every=2), stage=stage)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     factor = math.nan if NODE == NODES - 1 else 1.0
     warned = pytest.warns(UserWarning, match="the next exchange")
@@ -346,6 +351,18 @@ def test_a_state_that_is_loaded_forgets_a_step_that_was_not_finite(world, make):
     optimizer.load_state_dict(saved[1])
     take_steps(world, model, optimizer, range(2))
     assert optimizer.in_sync
+
+
+def test_a_state_of_torch_is_loaded_within_a_round(world, make):
+    model = net()
+    optimizer = make(model, PLAIN, sync=LocalSGD(every=2, weighted=True))
+    take_steps(world, model, optimizer, range(1))
+    numbers = optimizer.state_dict()["sync_weights"]
+    optimizer.load_state_dict(PLAIN(model.parameters()).state_dict())
+    assert optimizer.state_dict()["sync_weights"] == numbers
+    assert not optimizer.in_sync
+    optimizer.exchange()
+    assert len(set(digests(world, model))) == 1
 
 
 def whole(world, optimizer, key):
@@ -612,3 +629,26 @@ def test_each_node_goes_on_with_its_own_loss_scale(folder, stage, saved_after):
             scales.append(world.gather(optimizer.state_dict()["loss_scale"]))
     assert scales[0] == scales[1]
     assert len({scale["value"] for scale in scales[0]}) == (2 if NODES > 1 else 1)
+
+
+class CountsByNode(torch.optim.SGD):
+    """Keeps a number of each node in its groups."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + NODE
+
+
+def test_each_node_goes_on_with_what_its_optimizer_keeps_in_groups(folder):
+    for done in (0, 1):
+        with init(ranks_per_node=PER_NODE) as world:
+            model = net()
+            options = {"stage": 1, "sync": LocalSGD(every=2), "lr": 0.1}
+            optimizer = world.optimizer(model, CountsByNode, **options)
+            checkpoints = world.checkpoints(folder, model=model, optimizer=optimizer, every=0)
+            assert checkpoints.restore() == done
+            assert optimizer.param_groups[0].get("count", 0) == done * NODE
+            take_step(world, model, optimizer, done)
+            checkpoints.save(done + 1, now=True)
+            checkpoints.close()

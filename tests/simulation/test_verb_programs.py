@@ -247,3 +247,59 @@ def test_every_rank_of_a_group_has_what_torch_promises(process_group, program):
     )
     worlds.run(partial(program.on_rank, made=process_group.MpiProcessGroup))
     assert not worlds.job.unreceived()
+
+
+def run(process_group, program, hosts=(0, 1, 2)):
+    """Run a program that gets the world's group, on simulated ranks; none leaves a message."""
+
+    def on_rank(world):
+        messages = world.messages("messages")
+        store, timeout = dist.HashStore(), timedelta(seconds=60)
+        program(process_group.MpiProcessGroup(world.collectives, messages, store, timeout))
+
+    worlds = SimulatedWorlds(hosts=hosts)
+    worlds.run(on_rank)
+    assert not worlds.job.unreceived()
+
+
+@pytest.mark.parametrize("tag", [7, 1 << 30])
+def test_a_receive_from_any_rank_waits_for_no_message_of_one(process_group, tag):
+    def program(group):
+        if group.rank() == 0:
+            first, second = torch.zeros(1), torch.zeros(1)
+            of_one = group.recv([first], 1, tag)
+            group.recv_anysource([second], tag).wait()
+            group.send([first], 1).wait()
+            of_one.wait()
+            assert (first, second) == (1, 2)
+        else:
+            if group.rank() == 1:
+                group.recv([torch.zeros(1)], 0).wait()
+            group.send([torch.full([1], group.rank()).float()], 0, tag).wait()
+
+    run(process_group, program)
+
+
+@pytest.mark.parametrize("tag", [7, 1 << 30])
+def test_a_receive_without_a_message_ends_with_its_group(process_group, tag):
+    def program(group):
+        works = [group.recv([torch.zeros(1)], 1 - group.rank(), tag) for _ in range(2)]
+        group.barrier().wait()
+        group.shutdown()
+        for work in works:
+            with pytest.raises(RuntimeError, match="this process group was destroyed"):
+                work.wait()
+
+    run(process_group, program, hosts=(0, 1))
+
+
+def test_sparse_sums_of_16_bits_are_rounded_once(process_group):
+    def program(group):
+        values = torch.tensor([1.0 if group.rank() else 256.0], dtype=torch.bfloat16)
+        place = torch.tensor([[2]])
+        tensor = torch.sparse_coo_tensor(place, values, [4], check_invariants=True)
+        group.allreduce([tensor]).wait()
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.to_dense().tolist() == [0, 0, 258, 0]
+
+    run(process_group, program)

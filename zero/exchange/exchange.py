@@ -294,11 +294,8 @@ class Exchange(EveryStep):
     def load_state(self, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
         """Restore the outer state; without any, the next step copies the parameters.
 
-        Of another sync schedule, what this one keeps beside begins with zeros. Refused steps are
-        forgotten.
+        Of another sync schedule, what this one keeps beside begins with zeros.
         """
-        self._flying.clear()
-        self._refused = False
         self._state.pop(tensor, None)
         if self._outer is None or EXCHANGED not in state:
             return
@@ -308,6 +305,14 @@ class Exchange(EveryStep):
             if key in state
         }
         self._state[tensor] = self._zeros(tensor) | given
+
+    def begin_anew(self) -> None:
+        """Forget what is in flight, and steps that were refused, after states were loaded. Local.
+
+        On all ranks, also on those that own nothing.
+        """
+        self._flying.clear()
+        self._refused = False
 
     def nbytes(self) -> int:
         """Return the bytes of the outer state, and of what was in flight at the peak."""

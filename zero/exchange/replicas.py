@@ -71,14 +71,17 @@ class Replicas:
         return {"in_sync": self.equal, "sync_weights": self.numbers()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; older numbers are the weight alone. Local."""
-        numbers = state.get("sync_weights", ())
+        """Restore what `state_dict` returned; older numbers are the weight alone. Local.
+
+        What is absent stays as it is.
+        """
+        numbers = state.get("sync_weights", [self.sync_schedule.weight])
         self.sync_schedule.weight = numbers[0] if numbers else 0.0
         if len(numbers) > 1:
             own = {"dynamic": True, "value": numbers[1], "good_steps": numbers[2]}
             self._scale.load_state_dict(own)
         if self.sync_schedule.replicas > 1:
-            self.equal = state.get("in_sync", True)
+            self.equal = state.get("in_sync", self.equal)
 
     def compare(
         self,

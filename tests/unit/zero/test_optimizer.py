@@ -568,6 +568,25 @@ def test_small_updates_add_up_beside_small_changes_of_the_parameters(dtype, fact
     assert torch.allclose(master, expected[: len(master)], rtol=1e-5)
 
 
+def test_master_weights_that_a_state_lacks_are_the_loaded_parameters():
+    values = torch.linspace(0.1, 3, 64)
+    weight = nn.Parameter(values.clone())
+    options = {"stage": 1, "gather_dtype": torch.bfloat16, "lr": 0.0}
+    optimizer = zero([("weight", weight)], torch.optim.SGD, FirstOfTwo, **options)
+    state = optimizer.state_dict()
+    for piece in state["slices"]:
+        del piece["tensors"]["master"]
+    for _ in range(2):  # at the second time, parameters were rounded master weights
+        with torch.no_grad():
+            weight.copy_(values)
+        optimizer.load_state_dict(state)
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (master,) = masters_of(optimizer).values()
+        assert torch.equal(master, values[: len(master)])
+
+
 HOOKS = [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
 
 

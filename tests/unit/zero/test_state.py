@@ -403,6 +403,16 @@ def test_slices_that_break_off_and_pieces_of_what_is_of_rows_change_nothing():
     assert_same(optimizer.state_dict(), before)
 
 
+def test_state_under_other_keys_goes_to_the_device_of_what_it_replaces():
+    _, optimizer = trained()
+    state = optimizer.state_dict() | {"unnamed_state": {"own": {"square": torch.ones(2)}}}
+    optimizer.state["own"] = {"square": torch.zeros(2, device="meta")}
+    optimizer.load_state_dict(state)
+    assert optimizer.state["own"]["square"].device.type == "meta"
+    on_meta = net().to("meta")
+    assert loaded(on_meta, state).state["own"]["square"].device.type == "meta"
+
+
 # State of other forms.
 
 
