@@ -67,7 +67,7 @@ def test_package_gives_each_name_it_lists_once_asked_for():
         ),
         (
             ["launch", "mpirun", "-n", "4", "python"],
-            "mntrain: mpirun: no option takes it; see python -m mntrain launch --help\n",
+            "mntrain: launch: no command: give one after --, such as -- mpirun -n 4 python ...\n",
         ),
         (
             ["launch", "--spares", "--", "mpirun"],
