@@ -14,7 +14,7 @@ RARE += ("parameter_kinds", "plan", "rank_clipping", "rare_jobs", "stage_model")
 RARE += ("staleness", "stage_precision", "trainer", "weight_checks", "weighted_exchanges")
 # What depends on which rank is on which node, of which tests make their own: nodes of two ranks
 # each are the least in which lanes are not the ways of leaders.
-ON_NODES = ("collectives", "cost", "exchanges", "levels", "stage_cost", "staleness")
+ON_NODES = ("cost", "exchanges", "levels", "stage_cost", "staleness")
 ON_NODES += ("state_over_ranks", "weighted_exchanges", "wire")
 # With --all also on these numbers of ranks, if that is another test.
 ON_ONE = ("checkpoint", "collectives", "own_loop", "parity", "trainer", "world")

@@ -79,7 +79,8 @@ def test_an_accelerator_that_trains_each_rank_alone_is_found(monkeypatch):
         assert ("trains each of 2 ranks alone" in lone_accelerator(size)) == alone
 
 
-def test_an_error_for_want_of_a_process_group_gets_advice_once():
+def test_an_error_for_want_of_a_process_group_gets_advice_once(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mntrain.torch_backend", raising=False)  # of other tests
     with pytest.raises(ValueError, match="process group has not been initialized") as error:
         DistributedDataParallel(nn.Linear(1, 1))
     for _ in range(2):
