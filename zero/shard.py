@@ -255,7 +255,8 @@ class OptimizerShard:
 
     def wait(self) -> None:
         """Wait for parameters in flight. Raises RuntimeError if any was changed or replaced."""
-        self.parameters.wait()
+        if self.sharded:
+            self.parameters.wait()
         self.watch.check()
 
     @torch.no_grad()
@@ -268,7 +269,8 @@ class OptimizerShard:
         of a load, replaces it. Waits for parameters in flight, and if there are master weights, for
         the device.
         """
-        self.parameters.wait()
+        if self.sharded:
+            self.parameters.wait()
         changed = [owned.home != owned.rounded() for owned in self.with_master]
         if changed and bool(torch.stack([mask.any() for mask in changed]).any()):
             for owned, mask in zip(self.with_master, changed, strict=True):
@@ -290,7 +292,8 @@ class OptimizerShard:
             exact = owned.published == owned.home.dtype
             owned.home.copy_(owned.tensor if exact else owned.rounded())
         self._rounded = True
-        self.parameters.launch()
+        if self.sharded:
+            self.parameters.launch()
 
     @contextmanager
     def gradients_set(self, unused: Collection[str]) -> Iterator[None]:
