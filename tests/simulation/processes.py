@@ -1,4 +1,4 @@
-"""What belongs to a process, of each simulated rank: it comes and goes with the rank's turns.
+"""The process of each simulated rank: what it has comes and goes with the rank's turns.
 
 These are modules of tests, which read the number of their rank; what its tests patch; the filters
 of warnings; the streams of output; and torch's random numbers.
@@ -84,7 +84,7 @@ def _put(target: Any, key: Any, value: Any) -> None:
 
 
 class Process:
-    """What one rank has of its own, while another one has its turn."""
+    """The things that one rank has of its own, while another one has its turn."""
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleType | None] = {}

@@ -120,7 +120,7 @@ class Message:
 
 
 class Status:
-    """What a receive or a probe has found."""
+    """The message that a receive or a probe has found."""
 
     def __init__(self) -> None:
         self.source, self.tag, self.nbytes = ANY, ANY, 0

@@ -42,7 +42,7 @@ class SimulationError(AssertionError):
 
 
 class Rank:
-    """What a program has of its rank: numbers, collectives, and the simulated time."""
+    """A rank as its program has it: numbers, collectives, and the simulated time."""
 
     def __init__(self, ranks: SimulatedRanks, comm: Communicator) -> None:
         self.ranks, self.comm = ranks, comm

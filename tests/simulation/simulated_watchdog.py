@@ -107,7 +107,7 @@ class SimulatedChannel:
 
 
 class _Watch(ExceptionWatch):
-    """What a rank does about its uncaught exceptions, without the interpreter's hooks."""
+    """A rank's report of its uncaught exceptions, without the interpreter's hooks."""
 
     def install(self) -> None:
         """Do nothing: `WatchedWorlds` calls `end_job`."""
@@ -140,7 +140,7 @@ class _OfRank:
 
 @dataclass
 class End:
-    """How a rank has ended: what its program returned or raised first, and the exit code.
+    """The end of a rank: what its program returned or raised first, and the exit code.
 
     The code is None for a rank that was harmed, or that MPI_Abort has ended.
     """

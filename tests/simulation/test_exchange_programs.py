@@ -39,7 +39,7 @@ class Exchanges:
 
     @property
     def cuts(self):
-        """Where the ranks' parts of a batch begin and end."""
+        """Return the bounds of the ranks' parts of a batch."""
         sizes = random.Random(self.seed).choices(range(1, 4), k=self.nodes * self.per_node)
         return [0, *accumulate(sizes)]
 

@@ -47,7 +47,7 @@ class Training:
 
     @property
     def cuts(self) -> list[int]:
-        """Where the ranks' parts of a batch begin and end."""
+        """Return the bounds of the ranks' parts of a batch."""
         sizes = random.Random(self.seed).choices(range(1, 5), k=len(self.hosts))
         return [0, *accumulate(sizes)]
 

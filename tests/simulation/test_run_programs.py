@@ -58,7 +58,7 @@ class RunProgram:
 
 @dataclass
 class SafeSteps:
-    """What a start knows to be safe: the newest step in the directory, and in the nodes' memory."""
+    """The newest safe steps, as a start knows: in the directory, and in the nodes' memory."""
 
     saved: int = 0
     local: int = 0

@@ -57,7 +57,7 @@ class Calls:
         self.reduced = common.choice(list(COMBINED))
 
     def given(self, rank, numel):
-        """What a rank gives: small whole numbers, whose sums are exact in every dtype."""
+        """Return what a rank gives: small whole numbers, whose sums are exact in every dtype."""
         return values(numel, self.dtype, 3 * rank + self.salt).clone()
 
     def empty(self, numel):

@@ -48,7 +48,7 @@ class StandIn(ModuleType):
 
 
 class CompilerPart:
-    """What others read and call of a module of torch._dynamo; the rest is the real one's."""
+    """Names of a module of torch._dynamo that others use; the rest is the real one's."""
 
     def __init__(self, name, **known):
         self.__dict__.update(known, _name=name)
@@ -67,7 +67,7 @@ class CompilerPart:
 
 
 class CompilerStandIn(StandIn):
-    """What much of torch reads and calls of torch._dynamo until something else is needed of it."""
+    """Names of torch._dynamo that much of torch uses, until something else is needed of it."""
 
     config = CompilerPart("config", error_on_nested_fx_trace=True)  # which checkpoints read
     utils = CompilerPart("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")

@@ -1,4 +1,4 @@
-"""Which slices are left, who sends them, and who keeps whose copies."""
+"""Slices that are left, the ranks that send them, and the nodes that keep copies."""
 
 import os
 import tempfile

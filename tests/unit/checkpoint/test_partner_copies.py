@@ -90,7 +90,7 @@ def test_no_choice_of_partners_leaves_more_slices_after_the_loss_of_any_rack(cou
 
     @functools.cache
     def best(inside):
-        """Which nodes are in the rack that is lost, and how the others lie, makes no difference."""
+        """The choice of the lost rack, and the places of the others, make no difference."""
         racks = ["lost"] * inside + ["kept"] * (count - inside)
         return max(left(choice, racks, "lost") for choice in choices)
 

@@ -476,7 +476,7 @@ def test_what_an_error_or_interrupt_ends_keeps_the_memory_that_others_write_to(e
 
 
 class Memory:
-    """What MPI writes to."""
+    """Memory that MPI writes to."""
 
 
 # Who moves them.

@@ -27,7 +27,7 @@ def test_several_readers_share_one_result(message):
     [([7, 7, 7], True), ([7, 7, 8], False), ([7, None, 7], True), ([None] * 3, True)],
 )
 def test_ranks_that_have_a_number_have_the_same_one_or_not(numbers, same):
-    class Rank(SingleProcessCollectives):
+    class OneOfSeveral(SingleProcessCollectives):
         size = len(numbers)
 
         def all_reduce(self, tensor):
@@ -40,7 +40,7 @@ def test_ranks_that_have_a_number_have_the_same_one_or_not(numbers, same):
     for number in numbers:
         message = StepMessage()
         message.put_same("digest", lambda number=number: number)
-        message.send(Rank())
+        message.send(OneOfSeveral())
     message.read()
     assert message.same("digest") is same
 
