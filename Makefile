@@ -91,9 +91,11 @@ INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 # Tests that depend on the MPI library need no compiler.
 COMPILE = $(BIN)/python -c "import mntrain.train.entry$(if $(filter test,$(TESTS)),,$(COMMA) torch._dynamo)"
 
+# The pip of Python 3.11 takes twice as long for all packages as the one of the tested set.
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('$(PYTHON) is ' + sys.version.split()[0] + ': mntrain needs Python 3.11 or newer, name one with PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --upgrade pip
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
