@@ -37,6 +37,8 @@ mkdir "$PYTEST_DEBUG_TEMPROOT"
 exec "$@" >"${FOLDER}/rank $rank.output" 2>&1
 """
 
+PATIENCE_S = 10.0  # in which processes end after mpirun
+
 OUTLIVE = '"$@" && exit; code=$?; sleep 30; exit $code'
 
 OPEN_MPI_OPTIONS = ["--oversubscribe", "--bind-to", "none"]
@@ -165,7 +167,6 @@ def mpirun(
     cluster: Launcher | None = None,
     per_rank: bool = False,
     outlived: bool = False,
-    patience_s: float = 0.0,
 ) -> Result:
     """Run `command` on `ranks` ranks and return what it left; afterwards no process of it lives.
 
@@ -173,8 +174,8 @@ def mpirun(
     adds to the environment; on a `cluster` the ranks run on its nodes, as many as it declares.
     With `per_rank` each rank writes to a file of its own; without, mpirun's stdout and stderr hold
     what all ranks print. With `outlived`, a shell outlives each rank that fails, so that mpirun
-    does not notice its end, and kill the others before they can report it. After mpirun's end,
-    processes have `patience_s` to end, too.
+    does not notice its end, and kill the others before they can report it. Processes have some
+    seconds to end after mpirun.
     """
     words = [*(["sh", "-c", REDIRECT, "sh"] if per_rank else []), *map(str, command)]
     words = [*(["sh", "-c", OUTLIVE, "sh"] if outlived else []), *words]
@@ -201,7 +202,7 @@ def mpirun(
             try:
                 process.wait(timeout)
                 end_time = time.time()
-                left = leftovers(folder, start, patience_s)
+                left = leftovers(folder, start)
             except subprocess.TimeoutExpired:
                 end_time = time.time()
                 stacks, timed_out = collect_stacks(folder), True
@@ -239,9 +240,9 @@ def with_site(paths: str) -> str:
     )
 
 
-def processes(folder: Path, variable: str = FOLDER) -> list[int]:
-    """Return the ids of the living processes that have a path in a variable: a launch's folder."""
-    mark = f"{variable}={folder}".encode()
+def processes(folder: Path) -> list[int]:
+    """Return the ids of the living processes of a launch."""
+    mark = f"{FOLDER}={folder}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -291,9 +292,9 @@ def kill_all(folder: Path, spared: int | None = None) -> None:
         time.sleep(0.02)
 
 
-def leftovers(folder: Path, start: float, patience_s: float) -> list[str]:
+def leftovers(folder: Path, start: float) -> list[str]:
     """Return processes of a launch that ended, after some seconds, and its shared memory."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while (living := processes(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [f"process {pid}" for pid in living] + [str(path) for path in orphaned_segments(start)]

@@ -2,7 +2,6 @@ import subprocess
 import sys
 
 import pytest
-from launch import mpirun
 
 import mntrain
 from mntrain import __version__
@@ -116,9 +115,3 @@ def test_rank_of_mpirun_goes_before_that_of_the_slurm_task_it_runs_in(capsys, mo
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     assert code_of(BAD) == 2
     assert capsys.readouterr() == ("", "")
-
-
-def test_bad_option_under_mpirun_is_told_by_one_rank():
-    result = mpirun(2, [*COMMAND, *BAD], timeout=250, per_rank=True)
-    assert result.returncode != 0, result.report()
-    assert result.outputs == [MESSAGE, ""], result.report()

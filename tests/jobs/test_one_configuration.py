@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from job import job_words
 from launch import Result, mpirun
 
@@ -43,12 +42,3 @@ def test_options_that_differ_are_named_with_values_and_ranks(tmp_path):
     )
     result = start(tmp_path, odd=f'exec "$@" {words}', ranks=3)
     assert refused(result, tmp_path) == f"mntrain: {said}: {FIX}"
-
-
-@pytest.mark.thorough
-def test_an_options_file_that_one_rank_lacks_is_named(tmp_path):
-    (tmp_path / "run.toml").write_text("[optim]\nlr = 0.01\n")
-    (tmp_path / "empty").mkdir()
-    result = start(tmp_path, "--config", "run.toml", odd='cd empty; exec "$@"')
-    said = refused(result, tmp_path)
-    assert said.startswith("mntrain: rank 1: --config run.toml: cannot be read: No such file")

@@ -1,4 +1,4 @@
-"""The example of an own loop, as a user runs it: stopped and resumed."""
+"""The examples of own loops, as a user runs them: to the end, and stopped and resumed."""
 
 import os
 import re
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import ckpt, metrics, summary
+from job import ckpt, completed, metrics, summary
 from launch import in_own_group, mpirun
 from safetensors.torch import load_file
 from waiting import until
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop_resume.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def column(folder: Path, name: str) -> list[float]:
@@ -25,11 +25,19 @@ def said_by(*words: object) -> str:
     return said
 
 
+@pytest.mark.exhaustive
+def test_a_loop_of_ones_own():
+    result = completed(mpirun(2, [sys.executable, EXAMPLES / "own_loop.py"], timeout=250))
+    values = [float(line.split()[3]) for line in result.stdout.splitlines() if "loss" in line]
+    assert len(values) == 20
+    assert values[-1] < 0.1 * values[0]
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_example_is_stopped_by_a_signal_and_continues_on_other_ranks(tmp_path):
     run = tmp_path / "run"
-    words = [sys.executable, EXAMPLE, run, "--steps", "24", "--stage"]
+    words = [sys.executable, EXAMPLES / "own_loop_resume.py", run, "--steps", "24", "--stage"]
     with in_own_group([*words, "1"], tmp_path, ranks=2) as job:
         until(lambda: (run / "metrics.jsonl").exists() and len(metrics(tmp_path)) >= 5, job)
         master = re.search(r"process (\d+)", (run / ".lock").read_text())

@@ -1,13 +1,14 @@
 """The figures of a run's summary, computed again from its metrics.jsonl, and its other files."""
 
 import math
+import os
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
-from job import LATE, completed, metrics, summary, train
+from job import completed, metrics, summary, train
 from launch import TESTS
 from pages import Page
 from safetensors import safe_open
@@ -32,11 +33,13 @@ pytestmark = pytest.mark.thorough
 def jobs(tmp_path_factory) -> tuple[Path, list[tuple[list[dict], dict, str]]]:
     """The folder of a run of two jobs, and the lines, the summary and the output of each."""
     folder, done, found = tmp_path_factory.mktemp("run"), 0, []
+    mask = os.umask(0o077)
     for options in (["--run.stop-after", "7"], PAGE):
         result = completed(train(2, folder, *OPTIONS, *options))
         lines = metrics(folder)
         found.append((lines[done:], summary(folder), result.stdout))
         done = len(lines)
+    os.umask(mask)
     return folder, found
 
 
@@ -152,20 +155,8 @@ def test_a_job_leaves_a_page_about_its_run(jobs):
     assert {"step-00000013", "rank step", "ranks 0, 1: job of 2 ranks began"} <= set(page.cells)
 
 
-@pytest.mark.exhaustive
-def test_a_job_that_fails_in_its_first_step_says_how_far_its_run_is(tmp_path):
-    (tmp_path / "late.py").write_text(
-        LATE
-        + """
-class NotFinite(Late):
-    def loss(self, model, batch):
-        loss = LanguageModel.loss(self, model, batch)
-        return Loss(loss.mean * float(os.environ["FACTOR"]), loss.count)
-"""
-    )
-    task = ["--task", "late:NotFinite", "--train.eval-every", "0"]
-    completed(train(1, tmp_path, *task, "--run.stop-after", "2", env={"FACTOR": "1"}))
-    assert train(1, tmp_path, *task, env={"FACTOR": "nan"}).returncode == 1
-    assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("failed", 2)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
-    assert "the loss is" in metrics(tmp_path)[-1]["error"]
+def test_files_of_a_run_are_as_private_as_the_umask_says(jobs):
+    run = jobs[0] / "run"
+    made = [run, *run.rglob("*")]
+    assert run / "recorder" / "rank-00001.bin" in made
+    assert [path.name for path in made if path.stat().st_mode & 0o077] == []
