@@ -6,7 +6,6 @@ switches and their buffers, the way through them, packets and their loss, and me
 that share the rate of its memory.
 """
 
-import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,12 +45,6 @@ class Network:
     def __init__(self, model: NetworkModel, nodes: Sequence[int], rng: random.Random) -> None:
         self.model, self._nodes, self._random = model, nodes, rng
         self._free: defaultdict[tuple[int, str], float] = defaultdict(float)  # links, from when on
-        # By pair of nodes, or node and None: from when on it is slower by which factor; inf: lost.
-        self._slow: dict[tuple[int, int | None], tuple[float, float]] = {}
-
-    def slow(self, node: int, other: int | None, since: float, factor: float) -> None:
-        """Make the link of a node, or the way to one other node, slower; by inf, cut it."""
-        self._slow[node, other] = since, factor
 
     def latency(self, source: int, target: int) -> float:
         """Return the seconds that an empty message between two ranks is under way."""
@@ -59,20 +52,14 @@ class Network:
         return (self.model.inside if same else self.model.between).latency_s
 
     def leave(self, now: float, source: int, target: int, nbytes: int) -> float:
-        """Send a message, and return when its first byte is with its receiver.
-
-        Never (math.inf) where a link is cut.
-        """
+        """Send a message, and return when its first byte is with its receiver."""
         here, there = self._nodes[source], self._nodes[target]
         if here == there:
             return now + self.model.inside.latency_s
-        factor = self._factor(now, here, there)
-        if math.isinf(factor):
-            return math.inf
         begun = max(now, self._free[here, "out"])
         rate = self.model.rates.get((here, "out"), self.model.between.rate)
-        self._free[here, "out"] = begun + nbytes * factor / rate
-        return begun + self.model.between.latency_s * factor
+        self._free[here, "out"] = begun + nbytes / rate
+        return begun + self.model.between.latency_s
 
     def enter(self, now: float, source: int, target: int, nbytes: int) -> float:
         """Receive a message whose first byte is there, and return when all of it is."""
@@ -80,17 +67,8 @@ class Network:
         late_s = self._random.uniform(0, self.model.late_s) if self.model.late_s else 0.0
         if here == there:
             return now + nbytes / self.model.inside.rate + late_s
-        factor, own = self._factor(now, here, there), self.model.between.rate
-        if math.isinf(factor):
-            return math.inf
+        own = self.model.between.rate
         slowest = min(self.model.rates.get(end, own) for end in ((here, "out"), (there, "in")))
-        received = max(now, self._free[there, "in"]) + nbytes * factor / slowest
+        received = max(now, self._free[there, "in"]) + nbytes / slowest
         self._free[there, "in"] = received
         return received + late_s
-
-    def _factor(self, now: float, here: int, there: int) -> float:
-        if not self._slow:
-            return 1.0
-        pairs = ((here, None), (there, None), (here, there), (there, here))
-        found = [self._slow[pair] for pair in pairs if pair in self._slow]
-        return max((factor for since, factor in found if now >= since), default=1.0)

@@ -1,5 +1,6 @@
 """Tests of tests/mpi on simulated ranks: a pytest session on each, in a thread."""
 
+import os
 import runpy
 import tempfile
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 import _pytest.runner
 import pytest
 from launch import MPI_TESTS, TESTS
+from network import NetworkModel
 from processes import Processes
 from simulated_worlds import SimulatedWorlds
 from virtual_time import current
@@ -93,14 +95,17 @@ class RanksOfTests(SimulatedWorlds):
         patch.setattr(_pytest.runner, "_update_current_test_var", lambda item, when: None)
 
 
-def run(
-    nodes: Sequence[int], arguments: Sequence[str], config: pytest.Config, seed: int = 1
-) -> Counter[str]:
+def run(nodes: Sequence[int], arguments: Sequence[str], config: pytest.Config) -> Counter[str]:
     """Run tests on nodes of so many ranks; return how many of them end how.
 
-    Raises AssertionError with the failures of all ranks.
+    With SIMULATED_SEED, messages are late and threads change as this seed says, and long messages
+    wait for their receives. Raises AssertionError with the failures of all ranks.
     """
-    ranks = RanksOfTests(nodes, seed)
+    options: dict[str, Any] = {}
+    if seed := int(os.environ.get("SIMULATED_SEED", "0")):
+        late = NetworkModel(late_s=1e-4, eager_bytes=256)
+        options = {"network": late, "switches": 0.1 * (seed % 4)}
+    ranks = RanksOfTests(nodes, seed or 1, **options)
     plugins = [OnRank(config) for _ in range(ranks.size)]
     words = ["-x", "--with-mpi", "--assert=plain", "--capture=no"]
     words += ["--noconftest", "--rootdir", str(TESTS.parent), "-c", "/dev/null"]

@@ -74,9 +74,8 @@ class SimulatedJob:
         times = before or [0.0, 0.0]
 
         def at(place: int, when: float, action: Callable[[], None]) -> None:
-            if not math.isinf(when):
-                times[place] = max(when, math.nextafter(times[place], math.inf))
-                self.time.at(times[place], action)
+            times[place] = max(when, math.nextafter(times[place], math.inf))
+            self.time.at(times[place], action)
 
         def enter() -> None:
             at(1, self.network.enter(self.time.now, source, target, nbytes), then)

@@ -90,7 +90,7 @@ def programs(most_streams: int) -> st.SearchStrategy[Program]:
     )
 
 
-@searched(50)
+@searched(25)
 @given(programs(most_streams=3))
 def test_every_rank_has_every_result(program):
     calls = program.draw()
@@ -131,7 +131,7 @@ NEAR = Program(
 )
 
 
-@searched(50)
+@searched(25)
 @given(programs(most_streams=1), st.integers(0, 6), st.sampled_from(SPOILS))
 @example(NEAR, 0, "repeats")
 def test_a_rank_that_calls_otherwise_is_an_error_on_every_rank(program, odd, kind):

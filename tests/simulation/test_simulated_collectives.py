@@ -2,55 +2,18 @@
 
 import random
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
-from drawn_calls import DTYPES, VERBS, Call, run_calls
+from drawn_calls import VERBS, Call, run_calls
 from network import NetworkModel
 from simulated_ranks import SimulatedRanks, SimulationError
-from virtual_time import DeadlockError
 
 from mntrain.comm import algorithms, chunk_plan
 from mntrain.comm.link import Link
 from mntrain.comm.ticket import AlgorithmChoice
 
-NODES = [[2, 1, 3], [1] * 5]
-MORE_NODES = [[4, 2, 1, 3], [2] * 8]
 MORE = pytest.mark.thorough
-SIZES = [0, 1, 3, 1003, 4099, 20011]  # none divides among ranks, lanes or chunks
-
-
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        *NODES,
-        *(pytest.param(nodes, marks=pytest.mark.thorough) for nodes in MORE_NODES),
-    ],
-    ids=lambda nodes: "+".join(map(str, nodes)),
-)
-def test_every_collective_of_every_dtype_gives_its_closed_form(nodes):
-    common, size = random.Random(len(nodes)), sum(nodes)
-    few = size <= 6
-    for algorithm in algorithms.names() if few else ("lanes", "leader"):
-        calls = [
-            Call(
-                verb,
-                numel,
-                dtype,
-                AlgorithmChoice(algorithm, 16 << 10, min_chunks=3),
-                root=common.randrange(size),
-                bounds=(0, *sorted(common.choices(range(numel + 1), k=size - 1)), numel),
-                gathered_bytes=common.choice([0, 1 << 20]),
-                salt=common.randrange(11),
-            )
-            for verb, dtype in product(VERBS, DTYPES)
-            for numel in common.sample(SIZES, 2 if few else 1)
-        ]
-        late = NetworkModel(late_s=20e-6, eager_bytes=4 << 10)
-        ranks = SimulatedRanks(nodes, seed=size, network=late)
-        ranks.run(partial(run_calls, calls=calls))
-        assert not ranks.job.unreceived()
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -148,22 +111,6 @@ def test_a_seed_gives_the_same_run_again_and_another_one_another_order():
     assert runs[0] == runs[1]
     assert runs[0][1] != runs[2][1]
     assert len(runs[0][1]) > 300
-
-
-def test_a_rank_that_never_comes_is_a_deadlock_of_those_that_wait_for_it():
-    def program(rank):
-        if rank.rank == 2:
-            raise OSError("the disk is full")
-        rank.collectives.all_reduce(torch.zeros(5000)).wait()
-
-    with pytest.raises(DeadlockError) as caught:
-        SimulatedRanks([1, 1, 1], seed=4, watched=False).run(program, errors=True)
-    text = str(caught.value)
-    assert text.startswith("seed 4: no rank can go on")
-    for rank in (0, 1):
-        assert f"rank {rank}: a receive of" in text
-    assert "from rank 2" in text
-    assert "rank 2, program" not in text  # it has ended
 
 
 def test_ranks_whose_waits_are_stepped_have_the_same_results_in_about_the_same_time():

@@ -61,27 +61,6 @@ def test_a_job_counts_what_ranks_send_and_receive_and_to_whom():
     assert ranks.job.peers == [{2}, set(), set()]
 
 
-def test_messages_of_two_ranks_and_tags_overtake_each_other():
-    late = NetworkModel(late_s=1e-3)
-
-    def program(comm):
-        if comm.Get_rank() < 2:
-            complete(*(comm.Isend(number(comm.Get_rank()), 2, tag) for tag in (0, 1)))
-            return None
-        order = []
-        while len(order) < 4:
-            if (found := comm.Improbe(-1, len(order) % 2)) is not None:
-                order.append(found.source)
-                complete(found.Irecv(number(0)))
-            clock.pause(1e-5)
-        return tuple(order)
-
-    orders = {
-        SimulatedRanks([1, 1, 1], seed, network=late).run_on_mpi(program)[2] for seed in range(12)
-    }
-    assert {order[0] for order in orders} == {0, 1}
-
-
 @pytest.mark.parametrize("nbytes", [8, EAGER, EAGER + 1, 1 << 20])
 def test_a_message_takes_its_latency_and_its_bytes_and_a_long_one_waits_for_its_receive(nbytes):
     model = NetworkModel(between=Link(5e-6, 1e9))
@@ -113,27 +92,6 @@ def test_a_link_carries_one_message_after_the_other_in_each_direction():
     ranks = SimulatedRanks([1, 1], network=model)
     ranks.run_on_mpi(program)
     assert ranks.time.now == pytest.approx(405e-6, abs=1e-6)
-
-
-def test_a_link_receives_what_comes_first_although_it_was_sent_later():
-    """Rank 0 sends to rank 2 when it has sent more to rank 1; rank 3 does meanwhile."""
-    model = NetworkModel(between=Link(5e-6, 1e9), eager_bytes=1 << 20)
-
-    def program(comm):
-        rank = comm.Get_rank()
-        if rank == 0:
-            complete(comm.Isend(number(0, 100_000), 1, 0), comm.Isend(number(0), 2, 0))
-        elif rank == 3:
-            current().time.sleep(1e-6)
-            complete(comm.Isend(number(0), 2, 0))
-        else:
-            complete(comm.Irecv(number(0, 100_000 if rank == 1 else 8), 3 * (rank == 2), 0))
-            return comm.context.job.time.now
-        return None
-
-    _, long_s, short_s, _ = SimulatedRanks([1] * 4, network=model).run_on_mpi(program)
-    assert long_s == pytest.approx(105e-6, abs=1e-6)
-    assert short_s == pytest.approx(6e-6, abs=1e-6)
 
 
 def test_a_deadlock_is_found_at_once_and_says_who_waits_for_what():
@@ -199,7 +157,7 @@ def test_a_wrong_use_of_mpi_ends_the_run(program, kind, text):
         SimulatedRanks([1, 1], network=model).run_on_mpi(program)
 
 
-def test_what_a_link_has_lost_never_arrives_and_a_lost_rank_does_nothing_more():
+def test_a_lost_rank_does_nothing_more():
     def program(comm):
         rank, data = comm.Get_rank(), number(0)
         if rank == 0:
@@ -208,31 +166,9 @@ def test_what_a_link_has_lost_never_arrives_and_a_lost_rank_does_nothing_more():
                 current().time.sleep(1e-3)
         for _ in range(10 * (rank == 1)):
             complete(comm.Irecv(data, 0, 0))
-        return value_of(data)
 
-    for lose in ("link", "rank"):
-        ranks = SimulatedRanks([1, 1], watched=False)
-        if lose == "link":
-            ranks.network.slow(0, None, since=4.5e-3, factor=float("inf"))
-        else:
-            ranks.time.at(4.5e-3, lambda time=ranks.time: time.lose(0))
-        with pytest.raises(DeadlockError, match="rank 1: a receive of 8 bytes from rank 0"):
-            ranks.run_on_mpi(program)
-        assert ranks.job.messages[0] == (10 if lose == "link" else 5)
-
-
-def test_a_slow_link_takes_so_many_times_as_long():
-    def program(comm):
-        rank = comm.Get_rank()
-        if rank == 0:
-            complete(comm.Isend(number(0, 50_000), 1, 0))
-        else:
-            complete(comm.Irecv(number(0, 50_000), 0, 0))
-
-    times = []
-    for factor in (1, 3):
-        ranks = SimulatedRanks([1, 1])
-        ranks.network.slow(1, None, since=0.0, factor=factor)
+    ranks = SimulatedRanks([1, 1], watched=False)
+    ranks.time.at(4.5e-3, lambda: ranks.time.lose(0))
+    with pytest.raises(DeadlockError, match="rank 1: a receive of 8 bytes from rank 0"):
         ranks.run_on_mpi(program)
-        times.append(ranks.time.now)
-    assert times[1] == pytest.approx(3 * times[0], abs=2e-6)
+    assert ranks.job.messages[0] == 5
