@@ -112,6 +112,7 @@ LOSES_MONITORS = Faulty(
 )
 
 
+@pytest.mark.thorough
 @searched(40)
 @example(FAILS_AT_ONCE)
 @example(LOSES_MONITORS)

@@ -68,7 +68,9 @@ def test_broadcasts_of_middle_sizes_take_about_twice_their_bytes_and_latencies(
     assert max(ended) - max(begun) < most * (tree_s + (kib << 10) / model.between.rate)
 
 
-@pytest.mark.parametrize("nodes", [[2, 2], [2, 1, 2], [1] * 8], ids=str)
+@pytest.mark.parametrize(
+    "nodes", [[2, 1, 2], *(pytest.param(n, marks=MORE) for n in ([2, 2], [1] * 8))], ids=str
+)
 def test_no_link_changes_the_bits_of_a_sum(nodes):
     def program(rank, link, found):
         choice = AlgorithmChoice("lanes", 8 << 10, min_chunks=3, link=link)

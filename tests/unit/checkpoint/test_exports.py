@@ -42,6 +42,7 @@ def saved(request, tmp_path):
     return path, model
 
 
+@pytest.mark.thorough
 def test_an_exported_folder_has_the_tensors_and_the_dtype_of_the_checkpoint(saved, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -57,6 +58,7 @@ def test_an_exported_folder_has_the_tensors_and_the_dtype_of_the_checkpoint(save
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.thorough
 def test_an_existing_folder_is_kept_unless_forced(saved, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
@@ -154,6 +156,7 @@ def test_the_exported_llama_has_the_same_weights_and_logits(tmp_path, heads, kv_
         torch.testing.assert_close(logits, ours(tokens), rtol=1e-4, atol=atol)
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_of_the_run_is_exported_and_names_the_end_of_text(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 

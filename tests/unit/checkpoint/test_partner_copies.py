@@ -63,6 +63,7 @@ def test_a_partner_without_room_says_so_to_a_sender_that_is_still_sending(
     assert sent(copies, tmp_path) == said
 
 
+@pytest.mark.thorough
 def test_a_partner_that_never_greets_is_given_up(copies, tmp_path, monkeypatch):
     monkeypatch.setattr(partner_copies, "_GREETING_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -127,6 +128,7 @@ def test_partners_are_chosen_by_the_racks_that_slurm_tells_of_the_nodes(
     assert partner_nodes(racks) == partners
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("pieces", "seconds"), [(1, 1000.0), (4, 1.0)])
 def test_nobody_waits_after_the_last_piece_of_a_copy(
     copies, tmp_path, monkeypatch, pieces, seconds

@@ -23,6 +23,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 def test_memory_of_another_process_is_read_and_written_while_it_lives(monkeypatch):
     words = [sys.executable, "-c", OTHER, str(os.getpid())]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

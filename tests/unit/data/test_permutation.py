@@ -19,6 +19,7 @@ def test_every_number_comes_once_and_a_part_is_that_of_the_whole(size, data):
     assert permuted(start, stop, size, *key).tolist() == whole[start:stop].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_order_of_a_few_is_as_likely(size):
     keys = 4000

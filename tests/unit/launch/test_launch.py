@@ -106,6 +106,7 @@ def test_what_a_run_has_in_the_nodes_memory_is_removed_after_the_last_start(tmp_
     assert own.exists() == (code != 0)
 
 
+@pytest.mark.thorough
 def test_how_long_nothing_was_trained_is_told_at_the_first_step(tmp_path):
     step = 'echo 1 >"$MNTRAIN_LAUNCH/step"'
     script = f"""[ -e lost ] || {{ {step}; touch lost; echo '{LOST}'; exit 1; }}
@@ -170,6 +171,7 @@ def test_a_command_that_ends_well_without_a_summary_is_not_started_again(tmp_pat
     assert (tmp_path / "starts").read_text() == "\n"
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_slow_to_answer_is_no_cause_of_an_end_that_nobody_explains(tmp_path):
     write_agent(tmp_path, AGENT.replace("sleep 1000", "sleep 2"))
     words = "-launcher-exec ./agent -hosts n1:1,n2:1,n3:1 -n 2 train.py"
@@ -241,6 +243,7 @@ PROBES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", [k if k == "ssh" else pytest.param(k, marks=pytest.mark.thorough) for k in PROBES]
 )
@@ -306,6 +309,7 @@ SILENT = "mntrain: warning: rank 0 on n1 has waited 10 s for rank 1 on n2, which
 SILENT += "no rank on n2 answers"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "hosts"),
     [
@@ -340,6 +344,7 @@ def test_a_stopped_host_is_lost_if_the_ranks_and_the_host_itself_say_so(tmp_path
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_launcher_that_waits_for_a_lost_host_after_a_signal_is_ended(tmp_path, answers):
     """All that it has started is ended with it; but not while a job ends slowly."""
@@ -363,6 +368,7 @@ def test_a_launcher_that_waits_for_a_lost_host_after_a_signal_is_ended(tmp_path,
     assert answers or not left.exists() or not left.read_bytes()  # or nobody has waited for it
 
 
+@pytest.mark.thorough
 def test_what_the_ranks_say_is_silent_is_not_waited_for_without_a_spare_host(tmp_path):
     write_agent(tmp_path)
     hosts = "-launcher-exec ./agent -hosts n1:2,n2:2"

@@ -43,6 +43,7 @@ def history(client, run, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # of MLflow and SQLAlchemy
 def test_a_resumed_run_is_one_run_of_mlflow_with_every_step_once(tmp_path, store):
     folder = tmp_path / "run-7"

@@ -99,6 +99,7 @@ def test_a_page_has_all_of_a_run_and_nothing_from_outside_is_markup(tmp_path):
     assert [found.after("until"), "2.31" in found.cells] == ["3", True]
 
 
+@pytest.mark.thorough
 def test_throughput_is_of_what_the_loss_counts_and_flops_have_a_unit(tmp_path):
     found = page(make(tmp_path / "a", items="pictures", model_flops_per_s=3.124e14))
     assert found.after("pictures/s") == "12,345"
@@ -159,6 +160,7 @@ def test_curves_of_many_ranks_are_of_those_that_each_step_had():
     }
 
 
+@pytest.mark.thorough
 def test_what_a_run_lacks_is_said(tmp_path):
     found = page(own_loop(tmp_path / "own"))
     assert {"psnr", "loss", "seconds of a step", "rank step", "rank 1"} <= set(found.cells)

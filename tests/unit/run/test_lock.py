@@ -61,6 +61,7 @@ def test_a_silent_holder_on_another_host_is_dead(tmp_path, capsys):
     assert "names a job on far, process 7: waiting up to 1.5 s" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("holder", "waits"), [(("a", 1), False), (("a", 2), True), (("b", 1), True), (("", 0), True)]
 )
@@ -107,6 +108,7 @@ def test_a_job_that_changes_its_working_directory_keeps_a_relative_lock(tmp_path
     assert not (tmp_path / "run" / ".lock").exists()
 
 
+@pytest.mark.thorough
 def test_a_file_system_that_hangs_for_longer_makes_no_holder_dead(tmp_path, monkeypatch):
     found, looks = elsewhere(tmp_path), []
 
@@ -122,6 +124,7 @@ def test_a_file_system_that_hangs_for_longer_makes_no_holder_dead(tmp_path, monk
     assert lock._is_alive(tmp_path / ".lock", found)
 
 
+@pytest.mark.thorough
 def test_of_many_that_start_at_once_one_holds_the_lock(tmp_path):
     def attempt(_):
         try:

@@ -186,6 +186,7 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
             assert torch.equal(whole["optimizer"]["state"][name][key], value)
 
 
+@pytest.mark.thorough
 def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
     from torchmetrics.classification import MulticlassPrecision
 

@@ -108,6 +108,7 @@ def test_a_task_that_needs_memory_is_made_and_run_on_the_cpu_and_that_is_said():
     assert notes[1].startswith("activations were measured on the CPU, since the model needs memory")
 
 
+@pytest.mark.thorough
 def test_the_smallest_job_that_fits_has_the_fewest_ranks_and_then_the_lowest_stage():
     jobs, notes = jobs_of("--task", f"{__name__}:Tokens", "--ranks", "4", "1", "2")
     assert not notes

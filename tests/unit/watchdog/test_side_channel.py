@@ -232,6 +232,7 @@ def test_a_stranger_that_says_nothing_is_dropped(monitor, monkeypatch):
         assert closed_after_a_challenge(stranger)
 
 
+@pytest.mark.thorough
 def test_strangers_are_few_and_no_rank_gives_way_to_them(monitor):
     """Neither one that is connected nor one that comes when strangers hold all places."""
     channel, address = monitor

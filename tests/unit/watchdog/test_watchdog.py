@@ -94,6 +94,7 @@ def test_output_that_nobody_has_read_is_told_afterwards(job, monkeypatch, capfd)
     assert "nobody has read the stdout of rank 2 for 1 s" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_job_that_takes_part_in_nothing_is_told_once_in_a_while(job, monkeypatch):
     told = []
     monkeypatch.setattr(job.ranks[0], "_tell_waiting", lambda **how: told.append(how["idle_s"]))
@@ -172,6 +173,7 @@ def test_a_job_ends_some_time_after_a_signal_or_at_a_second_one(job, monkeypatch
         rank.ignore_signals()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_rank_elsewhere_tells_that_the_monitors_do_not_answer(monkeypatch, capfd, answers):
     monkeypatch.setattr(watchdogs, "TAKE_OVER_S", 0.2)
