@@ -142,6 +142,7 @@ class World(Ranks):
                 "check_every": check_every,
             },
             kwargs=kwargs,
+            check_exchanged=self.own_loop.check_exchanged,
         )
         optimizer.accumulation.observe = self.recorder.span
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]

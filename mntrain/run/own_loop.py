@@ -2,13 +2,15 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from numbers import Real
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
@@ -30,6 +32,11 @@ from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints
 from mntrain.run.signals import Deadline, Stop, StopRequests
 from zero.optimizer import ZeroOptimizer
+
+_TWO_AVERAGES = (
+    "another optimizer with sync= trains parameters of model, and only those of one are averaged "
+    "for a checkpoint: give it a model of its own, or no sync="
+)
 
 
 class OwnLoop:
@@ -95,10 +102,7 @@ class OwnLoop:
         for other in self._optimizers:
             rare = other is not optimizer and not other.closed and other.sync_schedule.replicas > 1
             if rare and _trained(other) & of_model:
-                raise ValueError(
-                    "another optimizer with sync= trains parameters of model, and only those of "
-                    "one are averaged for a checkpoint: give it a model of its own, or no sync="
-                )
+                raise ValueError(_TWO_AVERAGES)
         for name, value in saved.objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ValueError(
@@ -111,6 +115,17 @@ class OwnLoop:
                     f"such state, that of optimizer=: save {name}.full_state_dict(), which all "
                     "ranks call, with torch.save"
                 )
+
+    def check_exchanged(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise ValueError for parameters of checkpoints, which nodes may not exchange. Local.
+
+        They are those that a new optimizer trains, which closes others that have trained any.
+        """
+        trained = set(map(id, parameters))
+        for model, optimizer, _ in (one.saved for one in self._checkpoints.values()):
+            replaced = optimizer.closed or trained & _trained(optimizer)
+            if not replaced and trained & set(map(id, model.parameters())):
+                raise ValueError(_TWO_AVERAGES)
 
     def metrics(
         self, run_dir: str | Path, config: Mapping[str, Any] | None, copies: Mapping[str, Any]

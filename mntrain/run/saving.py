@@ -63,6 +63,7 @@ class Checkpoints:
         returns the context of a save that no signal ends.
         """
         self._world, self._directory, self._before_save = world, directory, before_save
+        self.saved = saved
         path, own = directory.path, directory.expect_own
         self._saver = DirectorySaver(world, saved, path, options.keep, expect_own=own)
         self._interval = SaveInterval(options.every, lambda: cheapest_interval_s(self._copy_s))
