@@ -18,7 +18,7 @@ from mntrain.checkpoint import Saved
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
-from mntrain.metrics.files import CONFIG_FILE, write_whole
+from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.registry import METRICS
 from mntrain.options.command_line import toml_text
 from mntrain.options.config import CheckpointConfig, LogConfig
@@ -145,7 +145,7 @@ class OwnLoop:
         with world.agreement():
             text = None if config is None else toml_text(config).encode()
         directory = self._unused(run_dir, self._logs, "metrics")
-        directory.when_begun(partial(_write_config, directory.path / CONFIG_FILE, text))
+        directory.write_files({} if text is None else {CONFIG_FILE: text})
         summarize = partial(self._summarize, directory)
         self._logs[directory] = made = MetricsLog(
             world, directory, log, self._sums("metrics"), summarize
@@ -287,9 +287,3 @@ def _check_named(run_dir: str | Path) -> None:
 def _trained(optimizer: ZeroOptimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer trains."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _write_config(path: Path, text: bytes | None) -> None:
-    """Write the options of an own loop, if rank 0 has given any."""
-    if text is not None:
-        write_whole(path, text)
