@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
@@ -59,7 +60,6 @@ from mntrain.data.source import (
     Feed,
     Part,
     Pass,
-    PassRecord,
     Source,
     divided_parts,
     is_of_torch,
@@ -154,7 +154,9 @@ class ShardRegistry:
     ) -> None:
         self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
-        self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
+        # Of the pass from which a batch was drawn last: number (-1: batches apart), own and total
+        # of each `Part` of this rank, one after the other.
+        self.latest: array[int] | None = None
         self.samples = 0  # that this rank was handed out to train on
         self._ranks, self._optimizers = ranks, optimizers
         self._passes: dict[int, Passes] = {}
@@ -509,14 +511,14 @@ class ShardedLoader:
 
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
-        record = PassRecord()
+        record = array("q")
         parts = iter(self._source(this))
         while True:
             start = time.perf_counter()
             if (part := next(parts, None)) is None:
                 break
             self._shards.observe("data", start)
-            record.add(part)
+            record.extend((-1 if part.number is None else part.number, part.own, part.total))
             self._shards.latest = record
             yield part
         self._shards.latest = record

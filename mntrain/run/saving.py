@@ -102,8 +102,7 @@ class Checkpoints:
         if self._local:
             self._local.finish()  # what a restart finds is still
         self._before_save()
-        restart = find_restart(self._world, self._directory)
-        found = restart.found
+        found = find_restart(self._world, self._directory)
         if found is None and self._step:
             raise AgreedError(
                 f"checkpoints.restore(): the run has no checkpoint, and this loop has taken "
@@ -112,7 +111,6 @@ class Checkpoints:
                 self._world.rank,
             )
         self._data = {"samples": self._digests()}
-        restart.tell(self._world.print, self._world.output.warn)
         if found:
             self._warn_of_differences(found)
         return self.resume(found, self._saver.objects)

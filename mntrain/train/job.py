@@ -127,9 +127,7 @@ class Job:
     def _set_up(self, world: World, given: tasks.Given) -> None:
         config, directory = self.config, self.directory
         directory.open_local(config.checkpoint.local)
-        self.restart = resumption.find_checkpoint(world, config, directory)
-        """What the job resumes from, and what is told of it."""
-        self.resumed = resumed = self.restart.found
+        self.resumed = resumed = resumption.find_checkpoint(world, config, directory)
         self.done = resumed.manifest.step if resumed else 0
         """The steps before this job."""
         with world.agreement():
