@@ -14,7 +14,6 @@ between ranks in each step.
 
 import copy
 import math
-import threading
 import time
 import warnings
 import zlib
@@ -27,7 +26,7 @@ from functools import partial
 from itertools import chain, islice
 from numbers import Integral
 from typing import Any, TypeGuard, cast
-from weakref import WeakSet, WeakValueDictionary, finalize
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -127,16 +126,6 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
     return None
 
 
-class _Registries(threading.local):
-    """The registries of the worlds that this thread has made."""
-
-    def __init__(self) -> None:
-        self.made = WeakSet["ShardRegistry"]()
-
-
-_REGISTRIES = _Registries()
-
-
 class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
@@ -152,13 +141,13 @@ class ShardRegistry:
         optimizers: Sequence[ZeroOptimizer],
         observe: Callable[[str, float], None],
     ) -> None:
-        self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
+        self.ranks, self.observe = ranks, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
         # Of the pass from which a batch was drawn last: number (-1: batches apart), own and total
         # of each `Part` of this rank, one after the other.
         self.latest: array[int] | None = None
         self.samples = 0  # that this rank was handed out to train on
-        self._ranks, self._optimizers = ranks, optimizers
+        self._optimizers = optimizers
         self._passes: dict[int, Passes] = {}
         self._datasets = Counter[int]()  # so far, by seed
         self.evaluations = set[object]()  # passes in progress of which the grad mode says so
@@ -166,7 +155,6 @@ class ShardRegistry:
         self._balances: list[LoaderBalancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
-        _REGISTRIES.made.add(self)
 
     def shard(self, loader: Iterable[Any], options: ShardOptions) -> "ShardedLoader":
         """Return the shard of a loader. See `World.shard`."""
@@ -181,7 +169,7 @@ class ShardRegistry:
                 "balance=True divides global batches, and neither the parts of divided=True nor "
                 "the samples of an IterableDataset: leave one of the two out"
             )
-        batches = length_of_divided(self._ranks, loader) if options.divided else None
+        batches = length_of_divided(self.ranks, loader) if options.divided else None
         key = id(loader), id(options.weight), replace(options, weight=None)
         shard = self._shards.get(key)
         if shard is None:
@@ -189,8 +177,12 @@ class ShardRegistry:
             if seed not in passes.numbers:
                 passes.numbers[seed] = self._datasets[seed]
                 self._datasets[seed] += 1
-            if options.balance is True and self.size > 1:
-                passes.balance = passes.balance or self._next_balance()
+            if options.balance is True and self.ranks.size > 1 and passes.balance is None:
+                # An epoch may have a dataset of its own, too short to measure speeds in it.
+                passes.balance = next((one for one in self._balances if one.hand_over()), None)
+                if passes.balance is None:
+                    passes.balance = LoaderBalancing(self.ranks)
+                    self._balances.append(passes.balance)
             known = passes_of(self._passes, loader)
             shard = ShardedLoader(loader, self, passes, known, options=options, batches=batches)
             self._shards[key] = shard
@@ -201,25 +193,6 @@ class ShardRegistry:
         self._passes.clear()
         self._datasets.clear()
         self._shards.clear()
-
-    def _next_balance(self) -> LoaderBalancing:
-        """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
-
-        An epoch may have a dataset of its own, too short to measure speeds in it.
-        """
-        known = next((one for one in self._balances if one.hand_over()), None)
-        if known is None:
-            known = LoaderBalancing(self._ranks)
-            self._balances.append(known)
-        return known
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank. Collective."""
-        return self._ranks.gather(value)
-
-    def warn(self, text: str) -> None:
-        """Print a warning on rank 0. Local."""
-        self._ranks.output.warn(text)
 
     def expect(self, batch: DrawnBatch) -> None:
         """Tell the optimizers of a batch that is handed out; its total is in samples, or None."""
@@ -244,18 +217,6 @@ class ShardRegistry:
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
-    def check_optimizers(self) -> None:
-        """Raise ValueError if only other worlds have optimizers, which learn of no batch. Local."""
-        others = (other for other in _REGISTRIES.made if other is not self)
-        if self.size == 1 or any(self._open()) or not any(any(each._open()) for each in others):
-            return
-        raise ValueError(
-            "this world has no optimizer, and another world of this process has: the batches of "
-            "world.shard have their weights in optimizers of the same world alone; call "
-            "mntrain.init() once and pass the world on, or give train=False to batches that are "
-            "not trained"
-        )
-
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
         found = [one.replicas.sync_schedule for one in self._open() if one.replicas is not None]
@@ -277,25 +238,17 @@ class ShardRegistry:
 
 
 class ShardedLoader:
-    """This rank's part of every batch of a loader. Each iteration over it is one epoch.
+    """This rank's part of every batch of a loader, as `World.shard` says.
 
-    A torch DataLoader is rebuilt with the same dataset and settings, so that each rank loads only
-    its own samples, also of an IterableDataset (`mntrain.data.streams`). Of any other iterable, and
-    of a DataLoader of a class of its own, which may change batches, every rank makes the whole
-    batches and cuts its part (`mntrain.data.cutting`).
+    A torch DataLoader is rebuilt with the same dataset and settings, also over an IterableDataset
+    (`mntrain.data.streams`). Of any other iterable, and of a DataLoader of a class of its own,
+    which may change batches, every rank makes the whole batches (`mntrain.data.cutting`).
 
-    Training: before it hands out a batch, it tells the optimizers this rank's number of samples in
-    it, or `weight(batch)` of its part, and that of all ranks. A rank without samples gets the first
-    one of the batch as a stand-in of weight 0, so that all ranks take part in the step; only what a
-    forward pass updates, such as running statistics, is affected. With `divided`, it is the rank's
-    last batch, and `batches` is the number of those of the longest loader, if that is known.
-
-    Evaluation: no stand-ins, so ranks may get unequal numbers of batches. The optimizers are told
-    nothing.
-
-    `train` says which of the two a pass is. With None, it is an evaluation if gradients are
-    disabled when it begins (`torch.no_grad`). Then RuntimeError is raised where that was wrong: by
-    a backward while such a pass is in progress, and at the end of a pass for training with
+    In training, a rank without samples gets the first one of the batch as a stand-in of weight 0,
+    so that all ranks take part in the step; only what a forward pass updates, such as running
+    statistics, is affected. With `divided`, it is the rank's last batch, and `batches` is the
+    number of those of the longest loader, if that is known. Without `train`, RuntimeError is raised
+    by a backward while a pass that evaluates is in progress, and at the end of one that trains with
     stand-ins, on any rank, of which no backward has used a batch.
 
     Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
@@ -334,17 +287,18 @@ class ShardedLoader:
         if self._balance is not None:
             divider = self._balance.division.divide
         self._drawn = BatchSource(balanced=divided or divider is not None)
+        self._source: Source
         if divided:
-            self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
+            self._source = partial(divided_parts, _source(loader, Alone(), None), shards.ranks)
         else:
-            self._source = _source(loader, shards, divider)
+            self._source = _source(loader, shards.ranks, divider)
         # Of others, each step compares the indices of its samples.
         self._compares_passes = not divided and not _has_indices(loader)
         generators = [getattr(owner, "generator", None) for owner in (*samplers, batch_sampler)]
         of_torch = (one for one in generators if isinstance(one, torch.Generator))
         self._generator: torch.Generator | None = next(of_torch, None)
         collates = getattr(loader, "collate_fn", default_collate) is not default_collate
-        self._may_drop = shards.size > 1 and collates
+        self._may_drop = shards.ranks.size > 1 and collates
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
         self.sizes = 0, 0
@@ -375,7 +329,7 @@ class ShardedLoader:
             self._passes.epoch = state["epoch"] + 1
         number = self._passes.numbers.get(self._seed, 0)
         seed = mixed_seed(self._seed, state["epoch"], *([number] if number else []))
-        seeds = seed, mixed_seed(seed, self._shards.rank)
+        seeds = seed, mixed_seed(seed, self._shards.ranks.rank)
         number = 0
         if training and self._balance:
             self._shards.check_exchanges()
@@ -387,7 +341,6 @@ class ShardedLoader:
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare, check)
         if not training:
             return self._evaluation(this)
-        self._shards.check_optimizers()
         while self._passes.left_early:
             self._shards.drop(self._passes.left_early.pop())
         self._state, self._resumes = state, False
@@ -442,7 +395,7 @@ class ShardedLoader:
 
         Empty on other ranks than 0, which have the same, unless the data are `divided`.
         """
-        if self._shards.rank and not self._divided:
+        if self._shards.ranks.rank and not self._divided:
             return {}
         return spread_digest(getattr(self._loader, "dataset", self._loader))
 
@@ -529,7 +482,7 @@ class ShardedLoader:
         `digest` is that of its samples now.
         """
         if self._state is not None and digest != self._state["digest"]:
-            self._shards.warn(
+            self._shards.ranks.output.warn(
                 f"epoch {self._state['epoch']} goes on behind {self._state['batches']} batches, "
                 "and these are not the ones that were drawn before, so samples are left out, or "
                 "seen twice: the data or the batch size has changed, or the sampler draws from a "
@@ -556,14 +509,14 @@ class ShardedLoader:
         """Warn, once, of a batch with fewer rows than the samples that it counts as."""
         if not self._may_drop or not part.own:
             return
-        rows = rows_of_tensors(part.batch)
+        rows, rank = rows_of_tensors(part.batch), self._shards.ranks.rank
         if rows is not None and rows < part.own:
             self._may_drop = False
             warnings.warn(
-                f"collate_fn made {rows} rows of the {part.own} samples of rank "
-                f"{self._shards.rank}, whose loss counts as a mean over {part.own}: if it leaves "
-                "samples out, give world.shard(loader, weight=) a function that returns the number "
-                "of those in a batch",
+                f"collate_fn made {rows} rows of the {part.own} samples of rank {rank}, whose loss "
+                f"counts as a mean over {part.own}: if it leaves samples out, give "
+                "world.shard(loader, weight=) a function that returns the number of those in a "
+                "batch",
                 stacklevel=4,
             )
 

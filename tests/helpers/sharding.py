@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from mntrain.data.balancing import LoaderBalancing
-from mntrain.data.loader import Passes, ShardedLoader, ShardOptions
+from mntrain.data.loader import Passes, ShardedLoader, ShardOptions, ShardRegistry
 from mntrain.options.config import Config
 from mntrain.train.job_data import JobData
 
@@ -46,33 +46,22 @@ def alone(value):
     return [value]
 
 
-class Log:
+class Log(ShardRegistry):
     """A registry of shards that notes what a sharded loader tells the optimizers.
 
     A backward uses each batch, unless `trains` is False.
     """
 
-    compare = latest = None
     trains = True
 
     def __init__(self):
-        self.expected, self.dropped, self.ended, self.samples = [], [], 0, 0
-        self.warnings = []
-        self.warn = self.warnings.append
-        self.evaluations = set()
-
-    def observe(self, name, start):
-        """Nobody records a timeline."""
+        self.expected, self.dropped, self.ended, self.warnings = [], [], 0, []
+        output = SimpleNamespace(warn=self.warnings.append)
+        super().__init__(SimpleNamespace(size=1, output=output), [], observe=lambda *span: None)
 
     def expect(self, batch):
         self.expected.append((batch.own, batch.total, batch.digest))
         batch.source.used = batch.number if self.trains else 0
-
-    def check_optimizers(self):
-        """There is no other world."""
-
-    def check_exchanges(self):
-        """There is no optimizer with a sync schedule."""
 
     def end_pass(self):
         self.ended += 1
@@ -87,7 +76,7 @@ class Log:
 
 def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **options):
     log = log or Log()
-    log.rank, log.size, log.gather = rank, size, gather
+    vars(log.ranks).update(rank=rank, size=size, gather=gather)
     known, batches = options.pop("known", None), options.pop("batches", None)
     given = {"options": ShardOptions(**options), "batches": batches}
     return ShardedLoader(loader, log, passes or Passes(), known, **given)
