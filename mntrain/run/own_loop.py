@@ -171,7 +171,6 @@ class OwnLoop:
             self._requests = StopRequests(
                 self._world, deadline, grace, self._sums("requests"), self._longest_save_s
             )
-            self._requests.__enter__()
         return self._requests.poll(reason)
 
     def _sums(self, name: str) -> DelayedSums:
@@ -214,7 +213,7 @@ class OwnLoop:
         for checkpoints in self._checkpoints.values():
             checkpoints.end_local(in_order=False)
         if self._requests is not None:
-            self._requests.__exit__()
+            self._requests.close()
         for log in self._logs.values():
             log.abandon()
         for directory in self._directories.values():

@@ -121,8 +121,7 @@ class Checkpoints:
         Called after each step, with the number of steps that the model has taken, 1 for the first.
         With `now`, it saves in any case, and returns when the checkpoint is complete. `eval_loss`
         is the loss of an evaluation, the same on all ranks: the checkpoint of the lowest is always
-        saved and kept. If a save in the background fails, a warning is printed and training goes
-        on; with `now`, AgreedError is raised, as for a wrong argument.
+        saved and kept. Raises AgreedError for a wrong argument, and with `now` for a failure.
         """
         score = None if eval_loss is None else to_float(eval_loss)
         if eval_loss is not None:
