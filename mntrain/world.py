@@ -142,14 +142,14 @@ class World(Ranks):
             kwargs=kwargs,
             check_exchanged=self.own_loop.check_exchanged,
         )
-        if not self._guards_torch:
-            guard_torch_checkpoints(self._guards, self.rank)
-            self._guards_torch = True
-        self._guard_metrics()
         optimizer.accumulation.observe = self.recorder.span
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]
         self._optimizers.append(optimizer)
         self._shards.tell(optimizer)
+        if not self._guards_torch:
+            guard_torch_checkpoints(self._guards, self.rank)
+            self._guards_torch = True
+        self._guard_metrics()
         return optimizer
 
     def _guard_metrics(self) -> None:

@@ -159,7 +159,7 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
             assert torch.equal(whole["optimizer"]["state"][name][key], value)
 
 
-def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
+def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(monkeypatch):
     from torchmetrics.classification import MulticlassPrecision
 
     logits, targets = torch.randn(4, 3), torch.arange(4) % 3
@@ -175,6 +175,9 @@ def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
         return [str(warning.message) for warning in told]
 
     with ExitStack() as guards:
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torchmetrics.metric")
+            assert not warn_of_local_metrics(guards)
         assert warn_of_local_metrics(guards)
         assert not warnings_of(gather_states(Own(3), lambda state: [state]))
         assert not warnings_of(Own(3, sync_on_compute=False))
