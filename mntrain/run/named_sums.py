@@ -41,9 +41,8 @@ class NamedSums:
         for name, kind in known.items():
             nothing = NamedValue(kind, -math.inf if kind == "max" else 0.0, float(kind == "sum"))
             reduce: Reduce = "max" if kind == "max" else "sum"
-            find = partial(own.get, name, nothing)  # when the message is sent
-            terms[f"value of {name}"] = (lambda find=find: find().value), reduce
-            terms[f"items of {name}"] = (lambda find=find: find().items), "sum"
+            terms[f"value of {name}"] = partial(_value, own, name, nothing), reduce
+            terms[f"items of {name}"] = partial(_items, own, name, nothing), "sum"
         return terms
 
     def take(
@@ -90,3 +89,11 @@ class NamedSums:
                         f"the metric {name} is a {kind}, and was a {before}: reduce it in one way"
                     )
         self._known = dict(sorted(known.items()))
+
+
+def _value(own: Mapping[str, NamedValue], name: str, nothing: NamedValue) -> Tensor | float:
+    return own.get(name, nothing).value
+
+
+def _items(own: Mapping[str, NamedValue], name: str, nothing: NamedValue) -> float:
+    return own.get(name, nothing).items
