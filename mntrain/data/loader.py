@@ -141,13 +141,13 @@ class ShardRegistry:
         optimizers: Sequence[ZeroOptimizer],
         observe: Callable[[str, float], None],
     ) -> None:
-        self.ranks, self.observe = ranks, observe
+        self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
         # Of the pass from which a batch was drawn last: number (-1: batches apart), own and total
         # of each `Part` of this rank, one after the other.
         self.latest: array[int] | None = None
         self.samples = 0  # that this rank was handed out to train on
-        self._optimizers = optimizers
+        self._ranks, self._optimizers = ranks, optimizers
         self._passes: dict[int, Passes] = {}
         self._datasets = Counter[int]()  # so far, by seed
         self.evaluations = set[object]()  # passes in progress of which the grad mode says so
@@ -169,7 +169,7 @@ class ShardRegistry:
                 "balance=True divides global batches, and neither the parts of divided=True nor "
                 "the samples of an IterableDataset: leave one of the two out"
             )
-        batches = length_of_divided(self.ranks, loader) if options.divided else None
+        batches = length_of_divided(self._ranks, loader) if options.divided else None
         key = id(loader), id(options.weight), replace(options, weight=None)
         shard = self._shards.get(key)
         if shard is None:
@@ -177,11 +177,11 @@ class ShardRegistry:
             if seed not in passes.numbers:
                 passes.numbers[seed] = self._datasets[seed]
                 self._datasets[seed] += 1
-            if options.balance is True and self.ranks.size > 1 and passes.balance is None:
+            if options.balance is True and self.size > 1 and passes.balance is None:
                 # An epoch may have a dataset of its own, too short to measure speeds in it.
                 passes.balance = next((one for one in self._balances if one.hand_over()), None)
                 if passes.balance is None:
-                    passes.balance = LoaderBalancing(self.ranks)
+                    passes.balance = LoaderBalancing(self._ranks)
                     self._balances.append(passes.balance)
             known = passes_of(self._passes, loader)
             shard = ShardedLoader(loader, self, passes, known, options=options, batches=batches)
@@ -193,6 +193,14 @@ class ShardRegistry:
         self._passes.clear()
         self._datasets.clear()
         self._shards.clear()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective."""
+        return self._ranks.gather(value)
+
+    def warn(self, text: str) -> None:
+        """Print a warning on rank 0. Local."""
+        self._ranks.output.warn(text)
 
     def expect(self, batch: DrawnBatch) -> None:
         """Tell the optimizers of a batch that is handed out; its total is in samples, or None."""
@@ -289,16 +297,16 @@ class ShardedLoader:
         self._drawn = BatchSource(balanced=divided or divider is not None)
         self._source: Source
         if divided:
-            self._source = partial(divided_parts, _source(loader, Alone(), None), shards.ranks)
+            self._source = partial(divided_parts, _source(loader, Alone(), None), shards)
         else:
-            self._source = _source(loader, shards.ranks, divider)
+            self._source = _source(loader, shards, divider)
         # Of others, each step compares the indices of its samples.
         self._compares_passes = not divided and not _has_indices(loader)
         generators = [getattr(owner, "generator", None) for owner in (*samplers, batch_sampler)]
         of_torch = (one for one in generators if isinstance(one, torch.Generator))
         self._generator: torch.Generator | None = next(of_torch, None)
         collates = getattr(loader, "collate_fn", default_collate) is not default_collate
-        self._may_drop = shards.ranks.size > 1 and collates
+        self._may_drop = shards.size > 1 and collates
         self._state: dict[str, Any] | None = None  # of the training pass that was begun last
         self._resumes = False  # `_state` was loaded, and no pass has continued it
         self.sizes = 0, 0
@@ -329,7 +337,7 @@ class ShardedLoader:
             self._passes.epoch = state["epoch"] + 1
         number = self._passes.numbers.get(self._seed, 0)
         seed = mixed_seed(self._seed, state["epoch"], *([number] if number else []))
-        seeds = seed, mixed_seed(seed, self._shards.ranks.rank)
+        seeds = seed, mixed_seed(seed, self._shards.rank)
         number = 0
         if training and self._balance:
             self._shards.check_exchanges()
@@ -395,7 +403,7 @@ class ShardedLoader:
 
         Empty on other ranks than 0, which have the same, unless the data are `divided`.
         """
-        if self._shards.ranks.rank and not self._divided:
+        if self._shards.rank and not self._divided:
             return {}
         return spread_digest(getattr(self._loader, "dataset", self._loader))
 
@@ -482,7 +490,7 @@ class ShardedLoader:
         `digest` is that of its samples now.
         """
         if self._state is not None and digest != self._state["digest"]:
-            self._shards.ranks.output.warn(
+            self._shards.warn(
                 f"epoch {self._state['epoch']} goes on behind {self._state['batches']} batches, "
                 "and these are not the ones that were drawn before, so samples are left out, or "
                 "seen twice: the data or the batch size has changed, or the sampler draws from a "
@@ -509,7 +517,7 @@ class ShardedLoader:
         """Warn, once, of a batch with fewer rows than the samples that it counts as."""
         if not self._may_drop or not part.own:
             return
-        rows, rank = rows_of_tensors(part.batch), self._shards.ranks.rank
+        rows, rank = rows_of_tensors(part.batch), self._shards.rank
         if rows is not None and rows < part.own:
             self._may_drop = False
             warnings.warn(

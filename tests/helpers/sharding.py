@@ -57,7 +57,8 @@ class Log(ShardRegistry):
     def __init__(self):
         self.expected, self.dropped, self.ended, self.warnings = [], [], 0, []
         output = SimpleNamespace(warn=self.warnings.append)
-        super().__init__(SimpleNamespace(size=1, output=output), [], observe=lambda *span: None)
+        ranks = SimpleNamespace(rank=0, size=1, output=output)
+        super().__init__(ranks, [], observe=lambda *span: None)
 
     def expect(self, batch):
         self.expected.append((batch.own, batch.total, batch.digest))
@@ -76,7 +77,7 @@ class Log(ShardRegistry):
 
 def sharded(loader, rank=0, size=1, log=None, *, passes=None, gather=alone, **options):
     log = log or Log()
-    vars(log.ranks).update(rank=rank, size=size, gather=gather)
+    log.rank, log.size, log.gather = rank, size, gather
     known, batches = options.pop("known", None), options.pop("batches", None)
     given = {"options": ShardOptions(**options), "batches": batches}
     return ShardedLoader(loader, log, passes or Passes(), known, **given)

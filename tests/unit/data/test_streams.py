@@ -178,8 +178,8 @@ def test_whole_streams_make_the_same_global_batches_everywhere(size, workers):
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent):
     def two_epochs(parts, log):
-        random.seed(parts._shards.ranks.rank)
-        torch.manual_seed(parts._shards.ranks.rank)
+        random.seed(parts._shards.rank)
+        torch.manual_seed(parts._shards.rank)
         before = torch.get_rng_state()
         epochs = epoch(parts, log), epoch(parts, log)
         assert torch.equal(torch.get_rng_state(), before) or workers
