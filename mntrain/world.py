@@ -67,9 +67,7 @@ class World(Ranks):
         self.batch_counts: tuple[int, ...] | None = None
         call_in_child(self._leave_to_parent)
         self._guards = ExitStack()  # of other libraries' functions
-        self._guards.enter_context(guard_torch_checkpoints(self.rank))
-        if self.master and self.size > 1:
-            self._guards.enter_context(warn_of_local_metrics())
+        self._guards_torch = self._guards_metrics = False
         world = proxy(self)
         self._shards = ShardRegistry(world, self._optimizers, self.recorder.span)
         self.own_loop = OwnLoop(world, self._optimizers, self._shards)
@@ -142,12 +140,22 @@ class World(Ranks):
                 "check_every": check_every,
             },
             kwargs=kwargs,
+            check_exchanged=self.own_loop.check_exchanged,
         )
         optimizer.accumulation.observe = self.recorder.span
         self._optimizers[:] = [one for one in self._optimizers if not one.closed]
         self._optimizers.append(optimizer)
         self._shards.tell(optimizer)
+        if not self._guards_torch:
+            guard_torch_checkpoints(self._guards, self.rank)
+            self._guards_torch = True
+        self._guard_metrics()
         return optimizer
+
+    def _guard_metrics(self) -> None:
+        """Warn of metrics of this rank's samples, if their library is imported so far. Local."""
+        if self.master and self.size > 1 and not self._guards_metrics:
+            self._guards_metrics = warn_of_local_metrics(self._guards)
 
     def sync_batchnorm(self, model: nn.Module) -> nn.Module:
         """Make BatchNorm layers normalize by the samples of all ranks. Collective; returns `model`.
@@ -200,6 +208,7 @@ class World(Ranks):
         Raises ValueError if accelerate's Accelerator trains each rank alone.
         """
         self._engine.check_open()
+        self._guard_metrics()
         if alone := lone_accelerator(self.size):
             raise ValueError(alone)
         return self._shards.shard(loader, ShardOptions(seed, train, weight, balance, divided))

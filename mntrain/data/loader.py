@@ -14,10 +14,10 @@ between ranks in each step.
 
 import copy
 import math
-import threading
 import time
 import warnings
 import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
@@ -26,7 +26,7 @@ from functools import partial
 from itertools import chain, islice
 from numbers import Integral
 from typing import Any, TypeGuard, cast
-from weakref import WeakSet, WeakValueDictionary, finalize
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ from mntrain.data.source import (
     Feed,
     Part,
     Pass,
-    PassRecord,
     Source,
     divided_parts,
     is_of_torch,
@@ -127,16 +126,6 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
     return None
 
 
-class _Registries(threading.local):
-    """The registries of the worlds that this thread has made."""
-
-    def __init__(self) -> None:
-        self.made = WeakSet["ShardRegistry"]()
-
-
-_REGISTRIES = _Registries()
-
-
 class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
@@ -154,7 +143,9 @@ class ShardRegistry:
     ) -> None:
         self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
-        self.latest: PassRecord | None = None  # of the pass from which a batch was drawn last
+        # Of the pass from which a batch was drawn last: number (-1: batches apart), own and total
+        # of each `Part` of this rank, one after the other.
+        self.latest: array[int] | None = None
         self.samples = 0  # that this rank was handed out to train on
         self._ranks, self._optimizers = ranks, optimizers
         self._passes: dict[int, Passes] = {}
@@ -164,7 +155,6 @@ class ShardRegistry:
         self._balances: list[LoaderBalancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
-        _REGISTRIES.made.add(self)
 
     def shard(self, loader: Iterable[Any], options: ShardOptions) -> "ShardedLoader":
         """Return the shard of a loader. See `World.shard`."""
@@ -187,8 +177,12 @@ class ShardRegistry:
             if seed not in passes.numbers:
                 passes.numbers[seed] = self._datasets[seed]
                 self._datasets[seed] += 1
-            if options.balance is True and self.size > 1:
-                passes.balance = passes.balance or self._next_balance()
+            if options.balance is True and self.size > 1 and passes.balance is None:
+                # An epoch may have a dataset of its own, too short to measure speeds in it.
+                passes.balance = next((one for one in self._balances if one.hand_over()), None)
+                if passes.balance is None:
+                    passes.balance = LoaderBalancing(self._ranks)
+                    self._balances.append(passes.balance)
             known = passes_of(self._passes, loader)
             shard = ShardedLoader(loader, self, passes, known, options=options, batches=batches)
             self._shards[key] = shard
@@ -199,17 +193,6 @@ class ShardRegistry:
         self._passes.clear()
         self._datasets.clear()
         self._shards.clear()
-
-    def _next_balance(self) -> LoaderBalancing:
-        """Return the balance of a new dataset: that of one whose pass has ended, or a new one.
-
-        An epoch may have a dataset of its own, too short to measure speeds in it.
-        """
-        known = next((one for one in self._balances if one.hand_over()), None)
-        if known is None:
-            known = LoaderBalancing(self._ranks)
-            self._balances.append(known)
-        return known
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's object, by rank. Collective."""
@@ -242,18 +225,6 @@ class ShardRegistry:
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
 
-    def check_optimizers(self) -> None:
-        """Raise ValueError if only other worlds have optimizers, which learn of no batch. Local."""
-        others = (other for other in _REGISTRIES.made if other is not self)
-        if self.size == 1 or any(self._open()) or not any(any(each._open()) for each in others):
-            return
-        raise ValueError(
-            "this world has no optimizer, and another world of this process has: the batches of "
-            "world.shard have their weights in optimizers of the same world alone; call "
-            "mntrain.init() once and pass the world on, or give train=False to batches that are "
-            "not trained"
-        )
-
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
         found = [one.replicas.sync_schedule for one in self._open() if one.replicas is not None]
@@ -275,25 +246,17 @@ class ShardRegistry:
 
 
 class ShardedLoader:
-    """This rank's part of every batch of a loader. Each iteration over it is one epoch.
+    """This rank's part of every batch of a loader, as `World.shard` says.
 
-    A torch DataLoader is rebuilt with the same dataset and settings, so that each rank loads only
-    its own samples, also of an IterableDataset (`mntrain.data.streams`). Of any other iterable, and
-    of a DataLoader of a class of its own, which may change batches, every rank makes the whole
-    batches and cuts its part (`mntrain.data.cutting`).
+    A torch DataLoader is rebuilt with the same dataset and settings, also over an IterableDataset
+    (`mntrain.data.streams`). Of any other iterable, and of a DataLoader of a class of its own,
+    which may change batches, every rank makes the whole batches (`mntrain.data.cutting`).
 
-    Training: before it hands out a batch, it tells the optimizers this rank's number of samples in
-    it, or `weight(batch)` of its part, and that of all ranks. A rank without samples gets the first
-    one of the batch as a stand-in of weight 0, so that all ranks take part in the step; only what a
-    forward pass updates, such as running statistics, is affected. With `divided`, it is the rank's
-    last batch, and `batches` is the number of those of the longest loader, if that is known.
-
-    Evaluation: no stand-ins, so ranks may get unequal numbers of batches. The optimizers are told
-    nothing.
-
-    `train` says which of the two a pass is. With None, it is an evaluation if gradients are
-    disabled when it begins (`torch.no_grad`). Then RuntimeError is raised where that was wrong: by
-    a backward while such a pass is in progress, and at the end of a pass for training with
+    In training, a rank without samples gets the first one of the batch as a stand-in of weight 0,
+    so that all ranks take part in the step; only what a forward pass updates, such as running
+    statistics, is affected. With `divided`, it is the rank's last batch, and `batches` is the
+    number of those of the longest loader, if that is known. Without `train`, RuntimeError is raised
+    by a backward while a pass that evaluates is in progress, and at the end of one that trains with
     stand-ins, on any rank, of which no backward has used a batch.
 
     Local, but for the first pass over a loader, in which ranks compare it (in each pass over one
@@ -332,8 +295,9 @@ class ShardedLoader:
         if self._balance is not None:
             divider = self._balance.division.divide
         self._drawn = BatchSource(balanced=divided or divider is not None)
+        self._source: Source
         if divided:
-            self._source: Source = partial(divided_parts, _source(loader, Alone(), None), shards)
+            self._source = partial(divided_parts, _source(loader, Alone(), None), shards)
         else:
             self._source = _source(loader, shards, divider)
         # Of others, each step compares the indices of its samples.
@@ -385,7 +349,6 @@ class ShardedLoader:
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare, check)
         if not training:
             return self._evaluation(this)
-        self._shards.check_optimizers()
         while self._passes.left_early:
             self._shards.drop(self._passes.left_early.pop())
         self._state, self._resumes = state, False
@@ -509,14 +472,14 @@ class ShardedLoader:
 
     def _recorded(self, this: Pass) -> Iterator[Part]:
         """Yield the parts of a pass, and note which were handed out last."""
-        record = PassRecord()
+        record = array("q")
         parts = iter(self._source(this))
         while True:
             start = time.perf_counter()
             if (part := next(parts, None)) is None:
                 break
             self._shards.observe("data", start)
-            record.add(part)
+            record.extend((-1 if part.number is None else part.number, part.own, part.total))
             self._shards.latest = record
             yield part
         self._shards.latest = record
@@ -554,14 +517,14 @@ class ShardedLoader:
         """Warn, once, of a batch with fewer rows than the samples that it counts as."""
         if not self._may_drop or not part.own:
             return
-        rows = rows_of_tensors(part.batch)
+        rows, rank = rows_of_tensors(part.batch), self._shards.rank
         if rows is not None and rows < part.own:
             self._may_drop = False
             warnings.warn(
-                f"collate_fn made {rows} rows of the {part.own} samples of rank "
-                f"{self._shards.rank}, whose loss counts as a mean over {part.own}: if it leaves "
-                "samples out, give world.shard(loader, weight=) a function that returns the number "
-                "of those in a batch",
+                f"collate_fn made {rows} rows of the {part.own} samples of rank {rank}, whose loss "
+                f"counts as a mean over {part.own}: if it leaves samples out, give "
+                "world.shard(loader, weight=) a function that returns the number of those in a "
+                "batch",
                 stacklevel=4,
             )
 

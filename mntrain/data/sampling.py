@@ -300,19 +300,6 @@ class ShuffledBatches:
         return self._order.steps_per_epoch
 
 
-class StepBatches:
-    """The batch sampler of an order: the global batches of some steps, of (step, sample)."""
-
-    def __init__(self, order: SampleOrder | CadenceSampling, steps: range) -> None:
-        self._order, self._steps = order, steps
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._order.at(step).batch(step, keyed=True) for step in self._steps)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-
 def step_loader(
     dataset: Dataset[Any],
     order: SampleOrder | CadenceSampling,
@@ -321,12 +308,14 @@ def step_loader(
 ) -> DataLoader[Any]:
     """Return a loader of the global batches of some steps, for `World.shard`. Local.
 
-    A rank's part of a batch is the list of its collated micro-batches. Workers load ahead, over
-    steps and epochs. Random draws of the dataset are reproducible (`SeededDataset`).
+    It is drawn once. A rank's part of a batch is the list of its collated micro-batches. Workers
+    load ahead, over steps and epochs. Random draws of the dataset are reproducible
+    (`SeededDataset`).
     """
+    batches: Iterator[Any] = (order.at(step).batch(step, keyed=True) for step in steps)
     return DataLoader(
         SeededDataset(dataset, order.seed, options),
-        batch_sampler=StepBatches(order, steps),
+        batch_sampler=batches,
         num_workers=options.workers,
         multiprocessing_context=options.start_method if options.workers else None,
         collate_fn=as_it_is,

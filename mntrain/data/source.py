@@ -63,29 +63,6 @@ class Part(NamedTuple):
 Source: TypeAlias = Callable[[Pass], Iterator[Part]]
 
 
-class PassRecord:
-    """The batches that a pass has handed out on this rank: number, own and total of each `Part`."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[int, Part]] = []  # the length of a run of equal parts, and the last
-
-    def add(self, part: Part) -> None:
-        """Add the next part."""
-        part = part._replace(batch=None, stream=None)
-        length, last = self._runs[-1] if self._runs else (0, part)
-        following = None if last.number is None else last.number + 1
-        if length and (part.own, part.total, part.number) == (last.own, last.total, following):
-            self._runs[-1] = length + 1, part
-        else:
-            self._runs.append((1, part))
-
-    def __iter__(self) -> Iterator[tuple[int | None, int, int]]:
-        for length, last in self._runs:
-            for before in reversed(range(length)):
-                number = None if last.number is None else last.number - before
-                yield number, last.own, last.total
-
-
 class Feed:
     """The sampler of a rebuilt loader; each pass sets its items."""
 

@@ -19,11 +19,10 @@ RUN/recorder/        the last events of each rank; elsewhere with --run.recorder
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from errno import ENOENT, ENOTDIR
-from itertools import count
+from errno import ENOENT
 from pathlib import Path
 from typing import Self
 
@@ -38,6 +37,7 @@ from mntrain.metrics.files import (
     METRICS_FILE,
     REPORT_FILE,
     SUMMARY_FILE,
+    end_last_line,
     json_text,
     read_metrics,
     write_summary,
@@ -69,11 +69,12 @@ class RunDirectory:
     ) -> None:
         self._world, self._recorder, self.rewinds = world, recorder, 0
         self.begun = self.closed = False
-        self._when_begun: list[Callable[[], object]] = []  # on the master
+        self._first_files: dict[str, bytes | None] = {}
         self._lock: RunLock | None = None
         self.local: NodeFolders | None = None
         self._made: list[Path] = []  # folders that were not there before, the inner ones first
-        self.path = path or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}")
+        # Of jobs that are started in the same second, each gets one of its own.
+        self.path = path or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
         with world.agreement(), _writing(self.path):
             if world.master:
                 self._make(new=path is None)
@@ -84,27 +85,16 @@ class RunDirectory:
         self.last_step = world.gather(last)[0]
 
     def _make(self, *, new: bool) -> None:
-        """Make the folder. No other process can get the same `new` one.
-
-        If it exists, for example because another job was started in the same second, the name gets
-        the first ending of -2, -3, ... that is free.
-        """
-        path, missing = self.path, [f for f in self.path.parents if not f.exists()]
-        for above in path.parents:
-            _expect_folder(above)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            if number > 1:
-                self.path = path.with_name(f"{path.name}-{number}")
-            try:
-                self.path.mkdir()
-            except FileExistsError:
-                if not new:
-                    _expect_folder(self.path)
-                    return
-            else:
-                self._made = [self.path, *missing]
-                return
+        """Make the folder, unless it exists and need not be `new`."""
+        missing = [f for f in self.path.parents if not f.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            if new or not self.path.is_dir():
+                raise
+        else:
+            self._made = [self.path, *missing]
 
     def expect_shared(self) -> None:
         """Raise AgreedError unless all ranks see what the master writes here. Collective.
@@ -168,22 +158,30 @@ class RunDirectory:
         """Write the first files of the run, and record events. Collective; once."""
         if self.begun:
             return
-        with self._world.agreement(), _writing(self.path):
-            for write in self._when_begun:  # an older file stays on a full disk
-                write()
+        self._write(self._first_files)
         self.begun = True
         self._start_recording()
 
-    def when_begun(self, write: Callable[[], object]) -> None:
-        """Call a function on the master when the run begins, to write a file, or now. Collective.
+    def write_files(self, files: Mapping[str, bytes | None]) -> None:
+        """Write files of the run, the master's, now or when it begins. Collective.
 
-        Raises AgreedError if it raises OSError.
+        By their names in the run; None instead of a content ends the last line of a file of lines.
+        Raises AgreedError if that is not possible.
         """
+        if self.begun:
+            self._write(files)
+        else:
+            self._first_files |= files
+
+    def _write(self, files: Mapping[str, bytes | None]) -> None:
         with self._world.agreement(), _writing(self.path):
-            if self._world.master and self.begun:
-                write()
-            elif self._world.master:
-                self._when_begun.append(write)
+            for name, content in files.items() if self._world.master else ():
+                path = self.path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if content is None:
+                    end_last_line(path)
+                else:
+                    write_whole(path, content)  # an older file stays on a full disk
 
     def _start_recording(self) -> None:
         """Record the events of all ranks, in the directory or the given folder. Collective.
@@ -230,15 +228,6 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _expect_folder(path: Path) -> None:
-    """Raise OSError if a path is there, and is no folder."""
-    if path.is_dir() or not os.path.lexists(path):
-        return
-    if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(ENOENT, f"a link to {path.readlink()}, which is missing", str(path))
-    raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(path))
 
 
 def rewind(run_dir: Path, step: int) -> None:

@@ -42,13 +42,15 @@ def make_optimizer(
     sync: LocalSGD | None,
     options: Mapping[str, Any],
     kwargs: Mapping[str, Any],
+    check_exchanged: Callable[[Iterable[nn.Parameter]], None],
 ) -> ZeroOptimizer:
     """Make the optimizer of `World.optimizer`. Collective.
 
     `options` are those of `zero.Options` that the world's settings do not decide, and `kwargs` the
-    arguments of the class. The world counts its optimizers by `number`. Raises AgreedError on all
-    ranks, before anything is allocated, if they differ in what they give or if any of them cannot
-    accept it.
+    arguments of the class. The world counts its optimizers by `number`. `check_exchanged` raises
+    ValueError for parameters that nodes may not exchange rarely. Raises AgreedError on all ranks,
+    before anything is allocated, if they differ in what they give or if any of them cannot accept
+    it.
     """
     with world.agreement():
         checked = _check_request(world, model, optimizer_class, sync, options)
@@ -59,6 +61,8 @@ def make_optimizer(
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
         named = name_parameters(model, groups)
         trainable = _check_parameters(model, named, make, checked)
+        if sync and len(world.topology.nodes) > 1:
+            check_exchanged(by_name(trainable).values())
     compare(world, {"the optimizer": describe_optimizer(make, trainable)})
     kind = getattr(optimizer_class, "__name__", "torch")
     label = f"optimizer {number} ({kind})"

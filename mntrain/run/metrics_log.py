@@ -5,7 +5,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from mntrain.alike.naming import difference
 from mntrain.errors import AgreedError, raised_by_all
-from mntrain.metrics.files import METRICS_FILE, Line, end_last_line, loss_text
+from mntrain.metrics.files import METRICS_FILE, Line, loss_text
 from mntrain.metrics.registry import PHASES, StepTimer, of_this_rank
 from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import LogConfig
@@ -75,7 +74,7 @@ class MetricsLog:
         summary.json.
         """
         self._world, self._directory, self._log, self._summarize = world, directory, log, summarize
-        directory.when_begun(partial(end_last_line, directory.path / METRICS_FILE))
+        directory.write_files({METRICS_FILE: None})
         self._files: MetricsFiles | None = None  # opened for the first line, on rank 0
         self._rewinds = 0  # of the directory, when they were opened
         self._early_end = directory.write_early_end
@@ -183,11 +182,6 @@ class MetricsLog:
             own = directory.expect_own
             self._files = MetricsFiles(directory.path, self._log, self._world.output.warn, own)
         return self._files
-
-    def open(self) -> None:
-        """Open the files now, since copies may take seconds to begin. Local."""
-        if self._world.master:
-            self._opened()
 
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time.

@@ -1,5 +1,6 @@
 """Predictions of all ranks in the order of a loader."""
 
+from array import array
 from collections import Counter
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -9,17 +10,16 @@ import torch
 from torch import Tensor
 
 from mntrain.data.cutting import cut, join, length_of, map_columns
-from mntrain.data.source import PassRecord
 from mntrain.device import move
 from mntrain.ranks import Ranks
 
 _CPU = torch.device("cpu")
 
 
-def gather_in_order(ranks: Ranks, record: PassRecord | None, predictions: Any) -> Any:
+def gather_in_order(ranks: Ranks, record: "array[int] | None", predictions: Any) -> Any:
     """Return the predictions of a pass once each, in the order of the loader. Collective.
 
-    `record` is that of the pass. See `World.gather_in_order`.
+    `record` is that of the pass, as `ShardRegistry.latest`. See `World.gather_in_order`.
     """
     with ranks.agreement():
         own = _by_batch(record, predictions)
@@ -40,13 +40,13 @@ def gather_in_order(ranks: Ranks, record: PassRecord | None, predictions: Any) -
     return move(joined, ranks.device if any(device for *_, device in everyone) else _CPU)
 
 
-def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, int, Any, bool]]:
+def _by_batch(record: "array[int] | None", predictions: Any) -> list[tuple[int, int, Any, bool]]:
     """Return of each batch that this rank had its number, its samples and the predictions. Local.
 
     And whether these were on a device. Raises ValueError if they are not of the batches.
     """
-    batches = [] if record is None else [*record]
-    if record is None or any(number is None for number, *_ in batches):
+    batches = [] if record is None else [*zip(*[iter(record)] * 3, strict=True)]
+    if record is None or any(number < 0 for number, *_ in batches):
         raise ValueError(
             "world.gather_in_order restores the order of the last pass over world.shard: there was "
             "none, or ranks read their data apart (divided=True, or a stream that reads "
@@ -72,7 +72,7 @@ def _by_batch(record: PassRecord | None, predictions: Any) -> list[tuple[int, in
     return [
         (number, total, *_packed(rows))
         for (number, count, total), rows in zip(batches, predictions, strict=True)
-        if count and number is not None
+        if count
     ]
 
 

@@ -2,14 +2,10 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from operator import attrgetter
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +21,12 @@ M = TypeVar("M")
 _NO_DIST = 4  # place of this argument of torch's _save_state_dict
 
 
-@contextmanager
-def checked(owner: Any, name: str, check: Callable[..., None]) -> Iterator[None]:
-    """Give the arguments of a function of a module or class to `check` first, in the block."""
+def check_calls(guards: ExitStack, owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Give the arguments of a function of a module or class to `check` first, until `guards` close.
+
+    Guards of several worlds may close in any order. They suspend no generator, which a forked
+    child, whose world stays open, would close with an error while its interpreter ends.
+    """
     function, active = getattr(owner, name), True
 
     @wraps(function)
@@ -36,62 +35,14 @@ def checked(owner: Any, name: str, check: Callable[..., None]) -> Iterator[None]
             check(*args, **kwargs)
         return function(*args, **kwargs)
 
-    setattr(owner, name, checking)
-    try:
-        yield
-    finally:
+    def restore() -> None:
+        nonlocal active
         active = False
         if getattr(owner, name) is checking:  # else others have replaced it since
             setattr(owner, name, function)
 
-
-def checked_once_imported(module: str, path: str, check: Callable[..., None]) -> ExitStack:
-    """Do as `checked` for a function of a module, or of a class in it, once it is imported.
-
-    From this call until what it returns is closed. The guards import nothing: most jobs never use
-    what they guard. No generator is suspended in them, which a forked child, whose world stays
-    open, would close with an error while its interpreter ends.
-    """
-    owner, _, name = path.rpartition(".")
-    checks = ExitStack()
-
-    def install(found: ModuleType) -> None:
-        holder = attrgetter(owner)(found) if owner else found
-        checks.enter_context(checked(holder, name, check))
-
-    if module in sys.modules:
-        install(import_module(module))  # waits for one that is being imported
-    else:
-        finder = _Finder(module, install)
-        sys.meta_path.insert(0, finder)
-        checks.callback(sys.meta_path.remove, finder)
-    return checks
-
-
-class _Finder(MetaPathFinder):
-    """A finder of one module, which calls a function with it after its import."""
-
-    def __init__(self, module: str, imported: Callable[[ModuleType], None]) -> None:
-        self._module, self._imported = module, imported
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return what the finders behind this one return, with a loader that calls the function."""
-        if name != self._module:
-            return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._imported(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    setattr(owner, name, checking)
+    guards.callback(restore)
 
 
 def check_model(model: object, size: int) -> None:
@@ -131,9 +82,10 @@ def lone_accelerator(size: int) -> str:
     )
 
 
-def guard_torch_checkpoints(rank: int) -> ExitStack:
-    """Refuse what `torch.distributed.checkpoint` would save or load wrongly, until it is closed.
+def guard_torch_checkpoints(guards: ExitStack, rank: int) -> None:
+    """Refuse what `torch.distributed.checkpoint` would save or load wrongly, until `guards` close.
 
+    Imports it, which takes a second of CPU time, but a tenth where an optimizer of torch was made.
     It looks for the state of each parameter in that of an optimizer, which has slices here.
 
     Without a process group, torch takes each rank for a single process. All would `save` the same
@@ -163,15 +115,18 @@ def guard_torch_checkpoints(rank: int) -> ExitStack:
                 "optimizer.load_state_dict, or world.checkpoints"
             )
 
-    package, guards = "torch.distributed.checkpoint", ExitStack()
-    for module, function, check in (
-        ("state_dict_saver", "_save_state_dict", check_save),
-        ("state_dict_loader", "_load_state_dict", check_load),
-        ("state_dict", "_get_optim_state_dict", check_optimizers),
-        ("state_dict", "_load_optim_state_dict", check_optimizers),
-    ):
-        guards.enter_context(checked_once_imported(f"{package}.{module}", function, check))
-    return guards
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.checkpoint import (  # noqa: PLC0415 - see above
+        state_dict,
+        state_dict_loader,
+        state_dict_saver,
+    )
+
+    check_calls(guards, state_dict_saver, "_save_state_dict", check_save)
+    check_calls(guards, state_dict_loader, "_load_state_dict", check_load)
+    check_calls(guards, state_dict, "_get_optim_state_dict", check_optimizers)
+    check_calls(guards, state_dict, "_load_optim_state_dict", check_optimizers)
 
 
 def _expect_no_part(state: Any, verb: str) -> None:
@@ -188,12 +143,15 @@ def _expect_no_part(state: Any, verb: str) -> None:
             _expect_no_part(part, verb)
 
 
-def warn_of_local_metrics() -> ExitStack:
+def warn_of_local_metrics(guards: ExitStack) -> bool:
     """Warn, once for each class, of metrics that compute over this rank's samples alone. Local.
 
-    Until it is closed. Metrics of `gather_states`, those that compute over the ranks of
-    torch.distributed, and those with sync_on_compute=False do not count.
+    Until `guards` close, if torchmetrics is imported; else returns False. Metrics of
+    `gather_states`, those that compute over the ranks of torch.distributed, and those with
+    sync_on_compute=False do not count.
     """
+    if (imported := sys.modules.get("torchmetrics.metric")) is None:
+        return False
     warned: set[type] = set()
 
     def check(metric: Any, *_: Any, should_sync: bool = True, **__: Any) -> None:
@@ -209,7 +167,8 @@ def warn_of_local_metrics() -> ExitStack:
             stacklevel=4,
         )
 
-    return checked_once_imported("torchmetrics.metric", "Metric.sync_context", check)
+    check_calls(guards, imported.Metric, "sync_context", check)
+    return True
 
 
 def gather_states(metric: M, gather: Callable[[Any], list[Any]]) -> M:

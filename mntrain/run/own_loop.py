@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
@@ -10,13 +10,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
 from mntrain.checkpoint import Saved
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
-from mntrain.metrics.files import CONFIG_FILE, write_whole
+from mntrain.metrics.files import CONFIG_FILE
 from mntrain.metrics.registry import METRICS
 from mntrain.options.command_line import toml_text
 from mntrain.options.config import CheckpointConfig, LogConfig
@@ -30,6 +32,11 @@ from mntrain.run.metrics_log import MetricsLog
 from mntrain.run.saving import Checkpoints
 from mntrain.run.signals import Deadline, Stop, StopRequests
 from zero.optimizer import ZeroOptimizer
+
+_TWO_AVERAGES = (
+    "another optimizer with sync= trains parameters of model, and only those of one are averaged "
+    "for a checkpoint: give it a model of its own, or no sync="
+)
 
 
 class OwnLoop:
@@ -95,10 +102,7 @@ class OwnLoop:
         for other in self._optimizers:
             rare = other is not optimizer and not other.closed and other.sync_schedule.replicas > 1
             if rare and _trained(other) & of_model:
-                raise ValueError(
-                    "another optimizer with sync= trains parameters of model, and only those of "
-                    "one are averaged for a checkpoint: give it a model of its own, or no sync="
-                )
+                raise ValueError(_TWO_AVERAGES)
         for name, value in saved.objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ValueError(
@@ -111,6 +115,17 @@ class OwnLoop:
                     f"such state, that of optimizer=: save {name}.full_state_dict(), which all "
                     "ranks call, with torch.save"
                 )
+
+    def check_exchanged(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise ValueError for parameters of checkpoints, which nodes may not exchange. Local.
+
+        They are those that a new optimizer trains, which closes others that have trained any.
+        """
+        trained = set(map(id, parameters))
+        for model, optimizer, _ in (one.saved for one in self._checkpoints.values()):
+            replaced = optimizer.closed or trained & _trained(optimizer)
+            if not replaced and trained & set(map(id, model.parameters())):
+                raise ValueError(_TWO_AVERAGES)
 
     def metrics(
         self, run_dir: str | Path, config: Mapping[str, Any] | None, copies: Mapping[str, Any]
@@ -130,7 +145,7 @@ class OwnLoop:
         with world.agreement():
             text = None if config is None else toml_text(config).encode()
         directory = self._unused(run_dir, self._logs, "metrics")
-        directory.when_begun(partial(_write_config, directory.path / CONFIG_FILE, text))
+        directory.write_files({} if text is None else {CONFIG_FILE: text})
         summarize = partial(self._summarize, directory)
         self._logs[directory] = made = MetricsLog(
             world, directory, log, self._sums("metrics"), summarize
@@ -156,7 +171,6 @@ class OwnLoop:
             self._requests = StopRequests(
                 self._world, deadline, grace, self._sums("requests"), self._longest_save_s
             )
-            self._requests.__enter__()
         return self._requests.poll(reason)
 
     def _sums(self, name: str) -> DelayedSums:
@@ -199,7 +213,7 @@ class OwnLoop:
         for checkpoints in self._checkpoints.values():
             checkpoints.end_local(in_order=False)
         if self._requests is not None:
-            self._requests.__exit__()
+            self._requests.close()
         for log in self._logs.values():
             log.abandon()
         for directory in self._directories.values():
@@ -272,9 +286,3 @@ def _check_named(run_dir: str | Path) -> None:
 def _trained(optimizer: ZeroOptimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer trains."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _write_config(path: Path, text: bytes | None) -> None:
-    """Write the options of an own loop, if rank 0 has given any."""
-    if text is not None:
-        write_whole(path, text)

@@ -1,7 +1,6 @@
 """The checkpoint from which a start of a run goes on, and what is told of it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mntrain import checkpoint
@@ -10,33 +9,25 @@ from mntrain.ranks import Ranks
 from mntrain.run.directory import RunDirectory
 
 
-@dataclass(frozen=True)
-class Restart:
-    """The newest sound checkpoint of a run, if there is one. The same on all ranks."""
+def find_restart(
+    world: Ranks, directory: RunDirectory, origin: FoundCheckpoint | None = None
+) -> FoundCheckpoint | None:
+    """Return the newest sound checkpoint of a run, also in the nodes' memory. Collective.
 
-    found: FoundCheckpoint | None
-    passed: Sequence[str] = ()  # warnings of newer ones that were not taken, with reasons
-    told: str = ""  # what was used, and how many steps are lost, if nodes may have some in memory
-
-    def tell(self, show: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        """Tell the user of it. Local."""
-        for text in self.passed:
-            warn(text)
-        if self.told:
-            show(self.told)
-
-
-def find_restart(world: Ranks, directory: RunDirectory) -> Restart:
-    """Look for the newest checkpoint of a run, also in the nodes' memory. Collective.
-
-    Raises AgreedError as `checkpoint.newest`. Steps in the nodes' memory that were not written
-    are told if nothing was found.
+    The same on all ranks. `origin`, with which the run has begun, counts unless the run has a later
+    step. Warns of newer ones that are not taken, and if nodes may have some in memory, tells what
+    was used, and how many steps are lost. Raises AgreedError as `checkpoint.newest`.
     """
     local = directory.local
     found = checkpoint.newest(world, directory.path, local)
+    if origin is not None and (found is None or found.manifest.step <= origin.manifest.step):
+        return origin
     passed = passed_over(found.skipped if found else local.passed_over if local else {})
-    told = restored_from(found, directory.last_step, passed) if local else ""
-    return Restart(found, passed, told)
+    for text in passed:
+        world.output.warn(text)
+    if local and (told := restored_from(found, directory.last_step, passed)):
+        world.print(told)
+    return found
 
 
 def passed_over(skipped: Mapping[Path, str]) -> list[str]:

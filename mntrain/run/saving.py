@@ -63,6 +63,7 @@ class Checkpoints:
         returns the context of a save that no signal ends.
         """
         self._world, self._directory, self._before_save = world, directory, before_save
+        self.saved = saved
         path, own = directory.path, directory.expect_own
         self._saver = DirectorySaver(world, saved, path, options.keep, expect_own=own)
         self._interval = SaveInterval(options.every, lambda: cheapest_interval_s(self._copy_s))
@@ -101,8 +102,7 @@ class Checkpoints:
         if self._local:
             self._local.finish()  # what a restart finds is still
         self._before_save()
-        restart = find_restart(self._world, self._directory)
-        found = restart.found
+        found = find_restart(self._world, self._directory)
         if found is None and self._step:
             raise AgreedError(
                 f"checkpoints.restore(): the run has no checkpoint, and this loop has taken "
@@ -111,7 +111,6 @@ class Checkpoints:
                 self._world.rank,
             )
         self._data = {"samples": self._digests()}
-        restart.tell(self._world.print, self._world.output.warn)
         if found:
             self._warn_of_differences(found)
         return self.resume(found, self._saver.objects)
@@ -122,8 +121,7 @@ class Checkpoints:
         Called after each step, with the number of steps that the model has taken, 1 for the first.
         With `now`, it saves in any case, and returns when the checkpoint is complete. `eval_loss`
         is the loss of an evaluation, the same on all ranks: the checkpoint of the lowest is always
-        saved and kept. If a save in the background fails, a warning is printed and training goes
-        on; with `now`, AgreedError is raised, as for a wrong argument.
+        saved and kept. Raises AgreedError for a wrong argument, and with `now` for a failure.
         """
         score = None if eval_loss is None else to_float(eval_loss)
         if eval_loss is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 from mntrain.ranks import Ranks
 from mntrain.run.allocation import allocation_end
@@ -70,16 +70,15 @@ class Stop(NamedTuple):
 
 
 class StopRequests:
-    """Requests to end a job: signals, and the end of its time. Ranks act on them together.
+    """Requests to end a job, as `World.stop_requested` has them. Ranks act on them together.
 
-    A context manager, which notes the first signal that arrives. A second SIGINT raises
+    From the start until `close`, it notes the first signal that arrives. A second SIGINT raises
     KeyboardInterrupt, except inside `saving`. A job whose ranks do not agree within `grace_s`
     seconds after the first signal is ended, and with several ranks, at the second signal. Only the
     master's deadline counts, since clocks of nodes may differ.
 
-    `stop` is None until ranks agree on a request: of a rank's own code ("stopped"), of a scheduler
-    or the end of the time ("preempted"), or of a user ("interrupted"). They agree by `sums`, its
-    own. `longest_save_s` returns the most seconds that a checkpoint has taken.
+    `stop` is the request on which they have agreed, by `sums`, its own. `longest_save_s` returns
+    the most seconds that a checkpoint has taken.
     """
 
     def __init__(
@@ -95,19 +94,16 @@ class StopRequests:
         self._watchdog, self._on_signal = world.watchdog, world.recorder.signal_arrived
         self._first: signal.Signals | None = None
         self._second_interrupts = True
-        self._previous_handlers: dict[signal.Signals, Any] = {}
         self._deferred = False
         self._process = os.getpid()
         self._sums, self._longest_save_s = sums, longest_save_s
         self._longest_step_s = 0.0
         self._step_began: float | None = None  # at the last poll
         self._asked: str | None = None  # why, by this rank's code
-
-    def __enter__(self) -> Self:
-        signals = (INTERRUPT, *PREEMPT)
-        self._previous_handlers = {number: signal.signal(number, self._note) for number in signals}
+        self._previous_handlers = {
+            number: signal.signal(number, self._note) for number in (INTERRUPT, *PREEMPT)
+        }
         self._limit()
-        return self
 
     def _limit(self) -> None:
         """Let the watchdog end the job if ranks do not agree on a signal that comes. Local."""
@@ -119,7 +115,8 @@ class StopRequests:
         self._watchdog.ignore_signals()
         self._second_interrupts = True
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Restore the handlers of signals. Local."""
         self._end_limit()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)

@@ -105,7 +105,6 @@ def _describe_balance(world: World, job: Job) -> None:
 
 def _describe_resumption(world: World, job: Job) -> None:
     resumed, note, warn = job.resumed, world.output.note, world.output.warn
-    job.restart.tell(note, warn)
     if resumed is None:
         return
     manifest = resumed.manifest

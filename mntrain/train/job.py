@@ -1,10 +1,7 @@
 """The objects of a training job, which its options describe: data, model, optimizer, services."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
 
 from mntrain import tasks
 from mntrain.alike.compared_task import compare_task
@@ -15,7 +12,6 @@ from mntrain.data.randomness import mixed_seed, seed_process
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
 from mntrain.metrics.display import Display
-from mntrain.metrics.files import write_whole
 from mntrain.options.config import Config
 from mntrain.options.types import as_mapping
 from mntrain.output import print_warning
@@ -131,9 +127,7 @@ class Job:
     def _set_up(self, world: World, given: tasks.Given) -> None:
         config, directory = self.config, self.directory
         directory.open_local(config.checkpoint.local)
-        self.restart = resumption.find_checkpoint(world, config, directory)
-        """What the job resumes from, and what is told of it."""
-        self.resumed = resumed = self.restart.found
+        self.resumed = resumed = resumption.find_checkpoint(world, config, directory)
         self.done = resumed.manifest.step if resumed else 0
         """The steps before this job."""
         with world.agreement():
@@ -187,7 +181,7 @@ class Job:
         self.metrics = world.metrics(directory.path, written, **copies)
         with world.agreement():
             files = task.run_files()
-        directory.when_begun(partial(_write_files, directory.path, files))
+        directory.write_files(files)
         self.display = display = Display(world.master, self.steps, task.items)
         world.output.show_by(display.note, display.warn)
         world.watchdog.at_end.append(lambda *_: display.end())
@@ -236,12 +230,6 @@ def warn_of_launch(config: Config) -> None:
             "mntrain launch cannot resume this job after a loss: give --run.dir and "
             "--checkpoint.every, such as --run.dir runs/a --checkpoint.every auto"
         )
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / name, content)
 
 
 def choose_sync(world: World, config: Config, *, weighted: bool = False) -> LocalSGD | None:

@@ -36,7 +36,7 @@ class JobData:
         self._world = world
         self.stream = isinstance(train, IterableDataset)
         self._stream: ShardedLoader | None = None
-        self._completed, self._position = 0, dict[str, Any]()  # of the stream
+        self._position = dict[str, Any]()  # of the stream, behind the last completed step
         self.sizes = 0, 0
         """Samples of this rank in the step whose batch was drawn last, and of all."""
         self.datasets: dict[str, Any] = {}  # whose samples are compared
@@ -200,20 +200,23 @@ class JobData:
         bounds = (self._at(step).share_bounds(step - 1, rank, size) for rank in range(size))
         return tuple(-(-(stop - start) // most) for _, start, stop in bounds)
 
+    def step_completed(self) -> None:
+        """Let the state of a stream be that behind the last batch drawn. Local, after each step."""
+        if self._stream is not None:
+            self._position = self._stream.position
+
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
 
-        Of a stream, whose state becomes that after the step: its epoch and batches.
+        Of a stream its epoch and batches, after the last completed step.
         """
         if self._stream is not None:
-            if step > self._completed:
-                self._completed, self._position = step, self._stream.position
             return self._position["epoch"], self._position["batches"]
         _, epoch, offset = self._order.at(step).position(step)
         return epoch, offset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream, as that of the shard."""
+        """Return the state of the stream behind the last completed step, as that of the shard."""
         return dict(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

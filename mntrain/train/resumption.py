@@ -15,7 +15,7 @@ from mntrain.options.config import Config, flag_of
 from mntrain.options.types import as_mapping
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.run.directory import RunDirectory
-from mntrain.run.restart import Restart, find_restart, passed_over
+from mntrain.run.restart import find_restart, passed_over
 from mntrain.world import World
 
 # Beginnings of options that a resumed run cannot change: they fix the model and order of samples.
@@ -44,30 +44,31 @@ _CHANGEABLE = {
 _UNREPORTED = ("run.", "log.", "data.path", "init.from", "hf.model")
 
 
-def find_checkpoint(world: World, config: Config, directory: RunDirectory) -> Restart:
-    """Return what this job resumes from. Collective.
+def find_checkpoint(
+    world: World, config: Config, directory: RunDirectory
+) -> FoundCheckpoint | None:
+    """Return what this job resumes from, and warn of what was passed over. Collective.
 
     With `auto`, it may be one from the nodes' memory. A job that `mntrain launch` has started again
     goes on with what it has saved itself, whatever its first start began with. Raises AgreedError
     if the checkpoint that was asked for does not exist.
     """
-    resume, own = config.run.resume, Restart(None)
+    resume, given = config.run.resume, None
+    if resume not in ("auto", "never"):
+        given = checkpoint.newest(world, Path(resume))
+        if given is None:
+            raise AgreedError(
+                f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of "
+                "a checkpoint or of a run that has some",
+                world.rank,
+            )
+        for text in passed_over(given.skipped):
+            world.output.warn(text)
     notes = LaunchNotes.of(os.environ) if world.master else None
     has_begun = notes is not None and notes.has_begun(directory.path)
     if resume == "auto" or world.gather(has_begun)[0]:
-        own = find_restart(world, directory)
-    if resume in ("auto", "never"):
-        return own
-    found = checkpoint.newest(world, Path(resume))
-    if found is None:
-        raise AgreedError(
-            f"--run.resume {resume}: there is no checkpoint; give auto, never, or the path of a "
-            "checkpoint or of a run that has some",
-            world.rank,
-        )
-    # An older one was there before the job.
-    newer = own.found is not None and own.found.manifest.step > found.manifest.step
-    return own if newer else Restart(found, passed_over(found.skipped))
+        return find_restart(world, directory, given)
+    return given
 
 
 def check_left(world: World, found: FoundCheckpoint | None, config: Config, steps: int) -> None:

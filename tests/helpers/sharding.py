@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from mntrain.data.balancing import LoaderBalancing
-from mntrain.data.loader import Passes, ShardedLoader, ShardOptions
+from mntrain.data.loader import Passes, ShardedLoader, ShardOptions, ShardRegistry
 from mntrain.options.config import Config
 from mntrain.train.job_data import JobData
 
@@ -46,33 +46,23 @@ def alone(value):
     return [value]
 
 
-class Log:
+class Log(ShardRegistry):
     """A registry of shards that notes what a sharded loader tells the optimizers.
 
     A backward uses each batch, unless `trains` is False.
     """
 
-    compare = latest = None
     trains = True
 
     def __init__(self):
-        self.expected, self.dropped, self.ended, self.samples = [], [], 0, 0
-        self.warnings = []
-        self.warn = self.warnings.append
-        self.evaluations = set()
-
-    def observe(self, name, start):
-        """Nobody records a timeline."""
+        self.expected, self.dropped, self.ended, self.warnings = [], [], 0, []
+        output = SimpleNamespace(warn=self.warnings.append)
+        ranks = SimpleNamespace(rank=0, size=1, output=output)
+        super().__init__(ranks, [], observe=lambda *span: None)
 
     def expect(self, batch):
         self.expected.append((batch.own, batch.total, batch.digest))
         batch.source.used = batch.number if self.trains else 0
-
-    def check_optimizers(self):
-        """There is no other world."""
-
-    def check_exchanges(self):
-        """There is no optimizer with a sync schedule."""
 
     def end_pass(self):
         self.ended += 1

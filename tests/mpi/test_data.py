@@ -22,7 +22,7 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
-from worlds import make_world, refusal
+from worlds import refusal
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
 
@@ -498,8 +498,9 @@ def test_divided_loaders_train_as_one_process_on_all_parts(world, make, stage, k
     total = sum(world.gather(len(my_part()[0])))
     for _ in range(2):
         before = len(seen)
-        for batch in world.shard(loader, divided=True):
-            own = [*world._shards.latest][-1][1]
+        parts = world.shard(loader, divided=True)
+        for batch in parts:
+            own = parts.sizes[0]
             assert own in (0, len(batch[0]))
             own_seen += own
             whole = together(world, batch, own)
@@ -549,7 +550,7 @@ def test_a_divided_pass_is_resumed_on_as_many_ranks(world, kind):
         assert world.gather(state) == [state] * RANKS
         resumed = world.shard(own_loaders()[kind], seed=5, divided=True, train=True)
         resumed.load_state_dict(state)
-        rest = [(batch[0].tolist(), [*world._shards.latest][-1][1]) for batch in resumed]
+        rest = [(batch[0].tolist(), resumed.sizes[0]) for batch in resumed]
         assert len(rest) == len(whole) - done
         own = [batch for batch, weight in rest if weight]
         assert own == whole[done : done + len(own)]
@@ -580,16 +581,3 @@ def test_a_divided_loader_and_another_have_no_common_weight(world, make):
     pair = [next(iter(shard)) for shard in both]
     with pytest.raises(RuntimeError, match="divided=True gives a rank another part of each"):
         sum(loss_of(model, batch) for batch in pair).backward()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_batches_of_a_world_without_an_optimizer_are_refused_beside_another_world(world):
-    batches = DataLoader(TensorDataset(torch.ones(5, 5)), 2)
-    list(world.shard(batches, train=True))  # nothing is trained
-    with make_world() as other:
-        other.optimizer(net(), SGD)
-        with pytest.raises(ValueError, match=r"call mntrain\.init\(\) once and pass the world on"):
-            list(world.shard(batches, train=True))
-        list(world.shard(batches, train=False))
-        list(other.shard(batches, train=True))
-    list(world.shard(batches, train=True))

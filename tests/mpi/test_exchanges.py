@@ -480,9 +480,17 @@ def test_a_state_of_the_warm_up_is_loaded_after_it(world, cut):
 def test_one_model_of_two_optimizers_that_exchange_is_not_saved(world, cut, folder):
     model = net()
     pairs = list(model.named_parameters())
-    one, _ = (cut(model, sync=LocalSGD(3), groups=part) for part in (pairs[:2], pairs[2:]))
+    first, second = ({"sync": LocalSGD(3), "groups": part} for part in (pairs[:2], pairs[2:]))
+    one, another = cut(model, **first), cut(model, **second)
+    words = "another optimizer with sync= trains parameters of model"
     said = refusal(world.checkpoints, folder, model=model, optimizer=one)
-    assert "another optimizer with sync= trains parameters of model" in said
+    assert words in said
+    another.close()
+    world.checkpoints(folder, model=model, optimizer=one)
+    said = refusal(world.optimizer, model, torch.optim.SGD, lr=0.1, **second)
+    assert words in said
+    one.close()
+    cut(model, **second)  # of which no checkpoint is made any more
 
 
 @stages

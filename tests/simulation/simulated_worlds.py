@@ -76,7 +76,7 @@ class SimulatedWorlds(SimulatedRanks):
         for module in (mntrain.ranks, mntrain.world):
             patch.setattr(module, "call_in_child", lambda method: None)
         for name in ("guard_torch_checkpoints", "warn_of_local_metrics"):
-            patch.setattr(mntrain.world, name, lambda *given: nullcontext())
+            patch.setattr(mntrain.world, name, lambda *given: None)
         patch.setattr(mntrain.ranks, "limited_start", lambda *limits: nullcontext())
         patch.setattr(mntrain.ranks, "start_mpi", self._start_mpi)
         patch.setattr(mntrain.ranks, "ExceptionWatch", _NoWatch)

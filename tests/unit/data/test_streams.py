@@ -232,23 +232,6 @@ class Buffered(Parted):
         yield from buffer
 
 
-@pytest.mark.parametrize("done", [1, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_shuffled_stream_of_its_own_is_resumed_where_it_was(size, done):
-    def parts_of_pass(parts, log):
-        whole = [batch.tolist() for batch in parts]
-        parts.epoch = 0
-        training = iter(parts)
-        first = [next(training).tolist() for _ in range(done)]
-        state = parts.state_dict()
-        training.close()
-        parts.load_state_dict(state)
-        return whole, first + [batch.tolist() for batch in parts]
-
-    for whole, resumed in run(partial(loader, Buffered(40)), size, parts_of_pass):
-        assert resumed == whole
-
-
 class Tardy(Entire):
     def __iter__(self):
         yield 0
@@ -315,7 +298,8 @@ def continued(make, size, state):
     ("kind", "sizes"),
     [
         *((kind, sizes) for kind in (Entire, Seekable) for sizes in [(1, 1), (2, 1), (1, 3)]),
-        *((kind, (2, 2)) for kind in (Uneven, PartedSeekable)),  # streams of their own
+        *((kind, (2, 2)) for kind in (Uneven, PartedSeekable, Buffered)),  # streams of their own
+        (Buffered, (1, 1)),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,8 +2,8 @@
 
 import sys
 import warnings
+from contextlib import ExitStack
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mntrain.errors import ADVICE, advise
 from mntrain.run.other_libraries import (
+    check_calls,
     check_model,
-    checked,
-    checked_once_imported,
     gather_states,
     guard_torch_checkpoints,
     lone_accelerator,
@@ -97,7 +96,8 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
     from torch.distributed.checkpoint import state_dict_saver
 
     state, before = {"x": torch.ones(3)}, state_dict_saver._save_state_dict
-    with guard_torch_checkpoints(rank=1):
+    with ExitStack() as guards:
+        guard_torch_checkpoints(guards, rank=1)
         with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
             dcp.save(state, checkpoint_id=tmp_path)
         with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
@@ -105,7 +105,8 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
         assert not list(tmp_path.iterdir())
     assert state_dict_saver._save_state_dict is before
     dcp.save(state, checkpoint_id=tmp_path)
-    with guard_torch_checkpoints(rank=0):
+    with ExitStack() as guards:
+        guard_torch_checkpoints(guards, rank=0)
         dcp.save(state, checkpoint_id=tmp_path / "of the master")
         loaded = {"x": torch.zeros(3)}
         dcp.load(loaded, checkpoint_id=tmp_path)
@@ -114,44 +115,15 @@ def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
 
 def test_guards_of_worlds_may_end_in_any_order():
     calls, module = [], SimpleNamespace(function=lambda: None)
-    first, second = (checked(module, "function", partial(calls.append, n)) for n in (1, 2))
-    first.__enter__()
-    second.__enter__()
+    first, second = ExitStack(), ExitStack()
+    for number, guards in enumerate((first, second), 1):
+        check_calls(guards, module, "function", partial(calls.append, number))
     module.function()
-    first.__exit__(None, None, None)
+    first.close()
     module.function()
-    second.__exit__(None, None, None)
+    second.close()
     module.function()
     assert calls == [2, 1, 2]
-
-
-def test_guards_import_nothing_and_check_what_is_imported_within_them(tmp_path, monkeypatch):
-    for name in ("first_guarded", "second_guarded"):
-        (tmp_path / f"{name}.py").write_text("class Kind:\n    def method(self):\n        pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    finders, calls = list(sys.meta_path), []
-
-    def guard(module, number):
-        check = partial(calls.append, number)
-        return checked_once_imported(module, "Kind.method", lambda _: check())
-
-    with guard("first_guarded", 1), guard("first_guarded", 2), guard("second_guarded", 3):
-        assert not {"first_guarded", "second_guarded"} & set(sys.modules)
-        import first_guarded
-
-        assert isinstance(first_guarded.__loader__, SourceFileLoader)
-        assert first_guarded.__spec__.loader is first_guarded.__loader__
-        first_guarded.Kind().method()
-        assert calls == [2, 1]
-        with guard("first_guarded", 4):
-            first_guarded.Kind().method()
-        assert calls == [2, 1, 4, 2, 1]
-    import second_guarded
-
-    first_guarded.Kind().method()
-    second_guarded.Kind().method()
-    assert calls == [2, 1, 4, 2, 1]
-    assert sys.meta_path == finders
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -172,7 +144,8 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
     words = r"mntrain\.checkpoint\.load .* optimizer\.load_state_dict"
     alone, other = (trained(SingleProcessCollectives(), value) for value in (2.0, 3.0))
     whole = {"optimizer": other.full_state_dict()}
-    with guard_torch_checkpoints(rank=0):
+    with ExitStack() as guards:
+        guard_torch_checkpoints(guards, rank=0)
         for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
             with pytest.raises(RuntimeError, match=rf"cannot save .*{words}"):
                 dcp.save(state, checkpoint_id=tmp_path)
@@ -187,7 +160,7 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
 
 
 @pytest.mark.thorough
-def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
+def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class(monkeypatch):
     from torchmetrics.classification import MulticlassPrecision
 
     logits, targets = torch.randn(4, 3), torch.arange(4) % 3
@@ -202,7 +175,11 @@ def test_a_metric_of_one_rank_s_samples_is_told_once_for_each_class():
         assert all(warning.filename == __file__ for warning in told)
         return [str(warning.message) for warning in told]
 
-    with warn_of_local_metrics():
+    with ExitStack() as guards:
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torchmetrics.metric")
+            assert not warn_of_local_metrics(guards)
+        assert warn_of_local_metrics(guards)
         assert not warnings_of(gather_states(Own(3), lambda state: [state]))
         assert not warnings_of(Own(3, sync_on_compute=False))
         (told,) = warnings_of(Own(3)) + warnings_of(Own(3))
@@ -218,7 +195,8 @@ def test_states_by_parameter_are_neither_read_nor_set_by_torch():
     model = nn.Linear(3, 2)
     optimizer = ZeroOptimizer(model, torch.optim.Adam, SingleProcessCollectives(), lr=0.1)
     words = r"cannot read or set .* use optimizer\.full_state_dict"
-    with guard_torch_checkpoints(rank=0):
+    with ExitStack() as guards:
+        guard_torch_checkpoints(guards, rank=0)
         with pytest.raises(RuntimeError, match=words):
             get_state_dict(model, optimizer)
         with pytest.raises(RuntimeError, match=words):

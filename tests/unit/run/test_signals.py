@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import closing
 from unittest.mock import MagicMock
 
 from mntrain.run.signals import Deadline, StopRequests
@@ -37,7 +38,8 @@ def test_the_end_of_the_allocation_counts_if_it_is_earlier(clock, monkeypatch):
 
 def test_a_forked_child_ends_by_a_signal_as_without_handlers():
     ready, started = os.pipe()
-    with StopRequests(MagicMock(), Deadline(None, {}), 30.0, MagicMock(), float) as requests:
+    requests = StopRequests(MagicMock(), Deadline(None, {}), 30.0, MagicMock(), float)
+    with closing(requests):
         if not (child := os.fork()):
             os.write(started, b"1")
             for _ in range(600):  # a signal just before a sleep is handled after it

@@ -113,3 +113,14 @@ def test_a_resumed_run_continues_after_the_samples_that_it_has_seen(position, sa
     manifest = SimpleNamespace(step=5, position=position)
     assert _find_origin(FoundCheckpoint(None, manifest, {}), samples) == origin
     assert _find_origin(None, samples) == BEGIN
+
+
+def test_the_state_of_a_stream_is_that_behind_the_last_completed_step():
+    data = data_of(world_of(), Unending())
+    for step, batch in enumerate(data.batches(0, 3), 1):
+        assert int(batch[0][0]) == 32 * (step - 1)
+        assert data.position(step) == (0, step - 1)  # which changes nothing that is saved
+        assert data.state_dict()["batches"] == step - 1
+        data.step_completed()
+        assert data.position(step) == (0, step)
+        assert data.state_dict()["batches"] == step

@@ -75,7 +75,7 @@ def test_a_later_start_goes_on_with_what_the_run_has_saved(
     directory = SimpleNamespace(path=tmp_path / "run", local=None, last_step=0)
     for resume, step in taken.items():
         config = Config(run=RunConfig(resume=resume))
-        found = resumption.find_checkpoint(world, config, directory).found
+        found = resumption.find_checkpoint(world, config, directory)
         assert (found.manifest.step if found else 0) == step
 
 
