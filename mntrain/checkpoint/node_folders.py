@@ -10,11 +10,10 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,43 +255,6 @@ def assign_senders(
     return [number for number, ranks in enumerate(owners) if not ranks], messages
 
 
-def keep_parts(folder: Path, manifest: Manifest, kept: Collection[int], count: int) -> None:
-    """Leave of a whole step on a node only what `kept` of `count` nodes are to have of it.
-
-    Files are replaced, not changed: others may have mapped them. Raises OSError.
-    """
-    total, before = max(manifest.nbytes, 1), 0
-    for file in FILES:
-        places = manifest.checksums[file]
-        starts = accumulate((place.length for place in places), initial=before)
-        own = [
-            place
-            for start, place in zip(starts, places, strict=False)
-            if start * count // total in kept
-        ]
-        before += sum(place.length for place in places)
-        if len(own) < len(places):
-            _copy_parts(folder, file, own)
-
-
-def _copy_parts(folder: Path, file: str, places: Sequence[ChecksummedRange]) -> None:
-    """Replace a file by one of the same length that has some of its parts."""
-    new = folder / _copied(file)
-    try:
-        with opened(folder / file) as source, opened(new, _NEW | os.O_TRUNC) as target:
-            os.ftruncate(target, os.fstat(source).st_size)
-            for start, length, _ in places:
-                write_at(target, memoryview(os.pread(source, length, start)), start)
-            os.fsync(target)
-        new.rename(folder / file)
-    finally:
-        new.unlink(missing_ok=True)  # if it fails
-
-
-def _copied(file: str) -> str:
-    return f".{file}"
-
-
 def make_valid(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a step into a folder, as a whole. Raises OSError and ValueError."""
     new = folder / f".{FILE}"
@@ -358,7 +320,6 @@ class _Sending:
                 folders.remove_all_but(*(one / self._name for one in (folders.own, *folders.left)))
                 folders.make(folder)
                 for file, places in manifest.checksums.items():
-                    (folder / _copied(file)).unlink(missing_ok=True)
                     with opened(folder / file, _NEW) as new:
                         os.ftruncate(new, max((p.start + p.length for p in places), default=0))
         for message in messages:

@@ -23,7 +23,7 @@ from worlds import RANKS, hosts, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import node_folders, partner_copies, saver
-from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
+from mntrain.checkpoint.format import FILE, OPTIMIZER
 from mntrain.checkpoint.partner_copies import partner_nodes
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import local_saving
@@ -217,24 +217,13 @@ def test_a_restart_without_room_is_one_error_that_leaves_the_whole_step(folder, 
         assert_state(run, state)
 
 
-def test_a_restored_step_leaves_room_for_the_next_and_survives_the_loss_of_a_node(folder):
-    """A node keeps its part and its partner's, so each part is on two nodes."""
-
-    def content(node, name):
-        return torch.tensor(list(slices_of(folder, node, name)[0].read_bytes()))
-
+def test_a_restored_step_survives_the_loss_of_a_node(folder):
     with running(folder, killed=True) as run:
         run.train(4)
         state = run.state()
     once(lose, folder, [0])
     with running(folder, killed=True) as run:
         assert run.done == 4
-        meet()
-        for name in (MODEL, OPTIMIZER):
-            nodes = torch.stack([content(node, name) for node in range(RANKS)])
-            whole = nodes.amax(0)
-            assert ((nodes == whole) | (nodes == 0)).all()
-            assert (nodes != 0).sum() == 2 * (whole != 0).sum()
     once(lose, folder, [1])
     with running(folder, killed=True) as run:
         assert run.done == 4

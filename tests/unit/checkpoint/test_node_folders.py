@@ -1,15 +1,13 @@
 """Slices that are left, the ranks that send them, and the nodes that keep copies."""
 
 import os
-import tempfile
 import zlib
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mntrain.checkpoint.format import FILES, ChecksummedRange, Manifest
-from mntrain.checkpoint.node_folders import Held, PlacedRange, _sound, assign_senders, keep_parts
+from mntrain.checkpoint.format import FILES, ChecksummedRange
+from mntrain.checkpoint.node_folders import Held, PlacedRange, _sound, assign_senders
 from mntrain.checkpoint.partner_copies import partner_nodes
 
 
@@ -66,52 +64,6 @@ def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inven
     for number in range(len(parts)):
         everywhere = all(any(number in own for own in on[node]) for node in on)
         assert (number in sent) == (not everywhere and number not in gone)
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 6))
-def test_nodes_keep_equal_parts_of_a_whole_step_each_also_on_its_partner(lengths, count):
-    partners = partner_nodes([""] * count)
-    checksums = {name: [] for name in FILES}
-    for number, length in enumerate(lengths):
-        places = checksums[FILES[number % len(FILES)]]
-        start = sum(place.length for place in places)
-        data = bytes([number + 1]) * length
-        places.append(ChecksummedRange(start, length, zlib.crc32(data)))
-    content = {
-        name: b"".join(
-            bytes([1 + number]) * lengths[number]
-            for number in range(FILES.index(name), len(lengths), len(FILES))
-        )
-        for name in FILES
-    }
-    manifest = Manifest(1, {}, 0, 0, None, checksums=checksums)
-    held = []
-    for node in range(count):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for file, data in content.items():
-                (folder / file).write_bytes(data)
-            kept = {node, *(n for n in range(count) if partners[n] == node)}
-            keep_parts(folder, manifest, kept, count)
-            assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-            found = {file: (folder / file).read_bytes() for file in FILES}
-        held.append(set())
-        for file, places in checksums.items():
-            assert len(found[file]) == len(content[file])
-            for place in places:
-                data = found[file][place.start :][: place.length]
-                if zlib.crc32(data) == place.checksum:
-                    held[-1].add((file, place.start))
-                else:
-                    assert not any(data)  # a hole
-        kept_bytes = sum(len(data) - data.count(0) for data in found.values())
-        assert kept_bytes <= len(kept) * (sum(lengths) / count + max(lengths))
-    everything = {(file, place.start) for file, places in checksums.items() for place in places}
-    for lost in range(count):
-        if count > 1:
-            assert set().union(*(held[n] for n in range(count) if n != lost)) == everything
-        else:
-            assert held[lost] == everything
 
 
 def test_a_range_of_zeros_is_there_if_its_file_has_a_hole_in_its_place(tmp_path):
