@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -280,20 +279,8 @@ def _sound(folder: Path, parts: Sequence[PlacedRange], numbers: Iterable[int]) -
 
 def _has(file: int, place: ChecksummedRange) -> bool:
     start, length, checksum = place
-    if os.fstat(file).st_size < start + length:
-        return False
-    try:
-        hole = os.lseek(file, start, os.SEEK_DATA) >= start + length
-    except OSError:  # nothing was written from there on
-        hole = True
-    if hole:  # nothing was written, or zeros, for which some file systems keep no space
-        return checksum == _checksum_of_zeros(length)
-    return zlib.crc32(os.pread(file, length, start)) == checksum
-
-
-@cache
-def _checksum_of_zeros(length: int) -> int:
-    return zlib.crc32(bytes(length))
+    data = os.pread(file, length, start)  # a hole, which nobody has written, gives zeros
+    return len(data) == length and zlib.crc32(data) == checksum
 
 
 @dataclass
