@@ -33,7 +33,6 @@ from mntrain.watchdog.side_channel import Address, address_towards, listen, own_
 _PIECE_BYTES = 256 << 10
 _GREETING_S = 10.0
 _SILENT_S = 60.0  # without any bytes, until a copy is given up
-_MOST_SENDERS = 64  # of whom a receiver listens to at a time
 _MAX_HEADER = 1 << 28
 _RACK = "SLURM_TOPOLOGY_ADDR"  # such as core.rack3.node17
 
@@ -81,7 +80,6 @@ class PartnerCopies:
         self.partner = partner_nodes([racks[ranks[0]] for ranks in nodes])[node]
         self._address: Address = places[nodes[self.partner][0]]
         if self._listener is not None:
-            self._places = threading.Semaphore(_MOST_SENDERS)
             threading.Thread(target=self._listen, name="mntrain copies", daemon=True).start()
 
     def send(
@@ -139,40 +137,31 @@ class PartnerCopies:
         while not self._closed:
             try:
                 own, _ = self._listener.accept()
-            except OSError:  # closed, or no more descriptors
-                time.sleep(0.1)
-                continue
-            self._places.acquire()
-            try:
                 threading.Thread(
                     target=self._receive, args=(own,), name="mntrain copy", daemon=True
                 ).start()
-            except RuntimeError:  # a limit of threads
-                self._places.release()
-                own.close()
+            except (OSError, RuntimeError):  # closed, or no more descriptors or threads
+                time.sleep(0.1)
 
     def _receive(self, own: socket.socket) -> None:
         with own, suppress(Exception):  # whatever a stranger sends
+            _limit(own, _GREETING_S)
+            connection = _connection(own)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _limit(own, _SILENT_S)
+            header = json.loads(connection.recv_bytes(_MAX_HEADER))
+            folder = self._root / header["step"]
             try:
-                _limit(own, _GREETING_S)
-                connection = _connection(own)
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                _limit(own, _SILENT_S)
-                header = json.loads(connection.recv_bytes(_MAX_HEADER))
-                folder = self._root / header["step"]
-                try:
-                    for name in FILES:
-                        ranges = [ChecksummedRange(*part) for part in header["ranges"][name]]
-                        _write_ranges(own, folder / name, header["sizes"][name], ranges)
-                    answer = ""
-                except OSError as error:
-                    answer = f"the partner cannot write: {error}"
-                connection.send_bytes(answer.encode())
-                while own.recv(_PIECE_BYTES):  # with unread bytes, a closed socket takes it back
-                    pass
-            finally:
-                self._places.release()
+                for name in FILES:
+                    ranges = [ChecksummedRange(*part) for part in header["ranges"][name]]
+                    _write_ranges(own, folder / name, header["sizes"][name], ranges)
+                answer = ""
+            except OSError as error:
+                answer = f"the partner cannot write: {error}"
+            connection.send_bytes(answer.encode())
+            while own.recv(_PIECE_BYTES):  # with unread bytes, a closed socket takes it back
+                pass
 
 
 def _pieces(path: Path, ranges: Sequence[ChecksummedRange]) -> Iterator[bytes]:
