@@ -1,13 +1,10 @@
-"""Slices that are left, the ranks that send them, and the nodes that keep copies."""
-
-import os
-import zlib
+"""Slices that are left, and the ranks that send them."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.checkpoint.format import FILES, ChecksummedRange
-from mntrain.checkpoint.node_folders import Held, PlacedRange, _sound, assign_senders
+from mntrain.checkpoint.node_folders import Held, PlacedRange, assign_senders
 from mntrain.checkpoint.partner_copies import partner_nodes
 
 
@@ -64,31 +61,3 @@ def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inven
     for number in range(len(parts)):
         everywhere = all(any(number in own for own in on[node]) for node in on)
         assert (number in sent) == (not everywhere and number not in gone)
-
-
-def test_a_range_of_zeros_is_there_if_its_file_has_a_hole_in_its_place(tmp_path):
-    zeros, other = (zlib.crc32(data) for data in (bytes(5000), b"\1" * 5000))
-    parts = [
-        PlacedRange(FILES[0], ChecksummedRange(start, 5000, checksum))
-        for start, checksum in ((0, zeros), (5000, other), (10000, zeros), (15000, zeros))
-    ]
-    (tmp_path / FILES[0]).touch()
-    os.truncate(tmp_path / FILES[0], 15000)
-    assert list(_sound(tmp_path, parts, range(4))) == [0, 2]  # the file ends before the last
-    with (tmp_path / FILES[0]).open("r+b") as file:
-        file.write(b"\1" * 10000)
-    assert list(_sound(tmp_path, parts, range(4))) == [1, 2]
-
-
-@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=12))
-def test_partners_are_in_other_racks_unless_one_has_more_than_half_of_the_nodes(racks):
-    partners = partner_nodes(racks)
-    assert sorted(partners) == list(range(len(racks)))
-    assert all(partner != node for node, partner in enumerate(partners))
-    if max(map(racks.count, racks)) <= len(racks) // 2:
-        assert all(racks[partner] != racks[node] for node, partner in enumerate(partners))
-
-
-def test_partners_are_half_the_job_away_where_racks_are_unknown():
-    assert partner_nodes([""] * 4) == [2, 3, 0, 1]
-    assert partner_nodes([""] * 5) == [2, 3, 4, 0, 1]
