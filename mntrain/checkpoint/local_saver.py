@@ -1,11 +1,8 @@
 """Saving a run in the memory of its nodes, as often as that costs little: the same files, in parts.
 
-DIR/<run>/node-0/<attempt>/step-00000050/     what the ranks of this node write, in its place
-                           ... /manifest.json when all ranks have written theirs
-
-A copy of what a rank has written goes to the partner's node at once (`partner_copies`). The step
-before, with its copies, is kept until those of this one are complete, on all ranks. `node_folders`
-finds what is left.
+Each node gets the manifest when all ranks have written. A copy of what a rank has written goes to
+the partner's node at once (`partner_copies`). The step before, with its copies, is kept until those
+of this one are complete, on all ranks. `node_folders` finds what is left.
 """
 
 import shutil

@@ -1,9 +1,8 @@
 """Folders of a run's checkpoints in the memory of nodes, and what is whole over all of them.
 
-Each node has the files of a checkpoint with a few ranges of their bytes, at their places: those of
-its own ranks, and copies of another node's. Each has the manifest, with the checksums of all
-ranges. So a range is on a node if the bytes there have its checksum, whoever has written them, and
-a step is whole if each of its ranges is on any node.
+Each node has the files of a checkpoint with a few ranges of their bytes, at their places, and the
+manifest, with the checksums of all. So a range is on a node if the bytes there have its checksum,
+whoever has written them, and a step is whole if each of its ranges is on any node.
 """
 
 import os
