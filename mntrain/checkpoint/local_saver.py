@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
 from mntrain.checkpoint.node_folders import NodeFolders, make_valid
-from mntrain.checkpoint.partner_copies import PartnerCopies
 from mntrain.checkpoint.reader import FoundCheckpoint
 from mntrain.checkpoint.saver import EXIT_S, Save, Saved, Saver, in_thread
 from mntrain.ranks import Ranks
@@ -31,7 +30,7 @@ class LocalSaver(Saver):
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders) -> None:
         super().__init__(world, saved, reads_back=False)
         self._folders = folders
-        self.copies, self.attempt = PartnerCopies(world, folders), ""
+        self.copies, self.attempt = folders.copies, ""
         self._copying: Future[str] = Future()  # why that of this rank failed, or ""
         # The newest step whose copies are complete; before there is any, the newest without.
         self._whole: Path | None = None

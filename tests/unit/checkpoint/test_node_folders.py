@@ -40,24 +40,18 @@ def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inven
         for turn, rank in enumerate(node):
             own = frozenset(part for part in on_node if part % len(node) == turn)
             held[rank] = Held(own, {})
-    lacking, messages = assign_senders(parts, held, nodes)
+    lacking, sends = assign_senders(parts, held, nodes)
     gone = [
         part
         for part, writer in enumerate(writers)
         if {node_of[writer], partners[node_of[writer]]} <= lost
     ]
     assert lacking == gone
-    sent = [number for message in messages for number in message.numbers]
-    assert len(sent) == len(set(sent))  # each once
-    on = {number: [held[rank].own for rank in node] for number, node in enumerate(nodes)}
-    for message in messages:
-        files = {parts[number].file for number in message.numbers}
-        assert len(files) == 1
-        low, high = message.numbers[0], message.numbers[-1]
-        assert message.numbers == list(range(low, high + 1))
-        for number in message.numbers:
-            assert number in held[message.root].own
-            assert message.readers == {n for n in on if not any(number in own for own in on[n])}
+    given = [(number, node) for of in sends for node, some in of.items() for number in some]
+    has = [set().union(*(held[rank].own for rank in node)) for node in nodes]
     for number in range(len(parts)):
-        everywhere = all(any(number in own for own in on[node]) for node in on)
-        assert (number in sent) == (not everywhere and number not in gone)
+        readers = [node for node, own in enumerate(has) if number not in own]
+        expected = [] if number in gone else readers
+        assert sorted(node for part, node in given if part == number) == expected  # each once
+    for rank, of in enumerate(sends):
+        assert held[rank].own.issuperset(number for some in of.values() for number in some)

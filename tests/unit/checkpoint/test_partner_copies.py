@@ -30,7 +30,7 @@ def copies(tmp_path):
         gather=lambda value: [value, value],
         agreement=nullcontext,
     )
-    made = PartnerCopies(world, SimpleNamespace(own=tmp_path, leader=True))
+    made = PartnerCopies(world, tmp_path)
     yield made
     made.close()
 
@@ -59,15 +59,15 @@ def test_a_partner_without_room_says_so_to_a_sender_that_is_still_sending(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(partner_copies, "write_at", full)
-    said = "the partner cannot write: [Errno 28] No space left on device"
+    said = "the other node cannot write: [Errno 28] No space left on device"
     assert sent(copies, tmp_path) == said
 
 
 def test_a_partner_that_never_greets_is_given_up(copies, tmp_path, monkeypatch):
     monkeypatch.setattr(partner_copies, "_GREETING_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        copies._address = silent.getsockname()
-        assert sent(copies, tmp_path) == "the partner does not answer"
+        copies._addresses = [silent.getsockname()] * 2
+        assert sent(copies, tmp_path) == "the other node does not answer"
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=12))
