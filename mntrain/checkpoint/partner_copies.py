@@ -94,7 +94,7 @@ class PartnerCopies:
         node's has. `step` is relative to both, and `sizes` are those of the whole files. Does
         nothing without a partner.
         """
-        header = {"step": str(step), "sizes": dict(sizes), "ranges": dict(ranges)}
+        header: dict[str, Any] = {"step": str(step), "sizes": dict(sizes), "ranges": dict(ranges)}
         header["synced"] = node is None  # what a restart is given is elsewhere, too
         node, folder = self.partner if node is None else node, folder or self._root
         if node is None:
