@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mntrain.checkpoint.exports import export_file, export_folder
 from mntrain.checkpoint.format import FILES, MODEL, OPTIMIZER, Manifest, open_tensors
-from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, read_sound, scores
+from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, scores
 from mntrain.metrics.display import printable
 from mntrain.metrics.terminal import stdout
 from mntrain.options.arguments import CommandParser
@@ -112,10 +112,7 @@ def _list(options: Namespace, console: Console) -> int:
 
 
 def _show(options: Namespace, console: Console) -> int:
-    return read_sound(options.path, (), partial(_show_one, console))
-
-
-def _show_one(console: Console, path: Path, content: Manifest) -> int:
+    path, content = find_sound(options.path)
     files = []
     for name in (MODEL, OPTIMIZER):
         with open_tensors(path / name) as file:
@@ -148,17 +145,7 @@ def _verify(options: Namespace, console: Console) -> int:
 
 
 def _diff(options: Namespace, console: Console) -> int:
-    files = MODEL, OPTIMIZER
-    return read_sound(
-        options.A,
-        files,
-        lambda a, first: read_sound(
-            options.B, files, lambda b, second: _diff_two(console, (a, first), (b, second))
-        ),
-    )
-
-
-def _diff_two(console: Console, first: Found, second: Found) -> int:
+    first, second = (find_sound(path, (MODEL, OPTIMIZER)) for path in (options.A, options.B))
     differing, equal = Table(), 0
     for title in ("tensor", "largest difference"):
         differing.add_column(title, overflow="fold")
@@ -230,18 +217,16 @@ def _export(options: Namespace, console: Console) -> int:
     if not out.parent.is_dir():
         raise ValueError(f"{out}: {out.parent} is not a folder: make it, or give another")
     if options.hf:
-        path, size = read_sound(
-            options.CKPT,
-            (MODEL,),
-            lambda path, content: (path, export_folder(path, content, out, force=options.force)),
-        )
+        path, content = find_sound(options.CKPT, (MODEL,))
+        size = export_folder(path, content, out, force=options.force)
         _print(console, f"{out}: the model of {path}, {size / 1e6:.1f} MB")
         return 0
     if out.is_dir():
         raise ValueError(f"{out} is a folder: give the name of a file")
     if out.exists() and not options.force:
         raise ValueError(f"{out} exists: give another name, or --force to replace it")
-    path = read_sound(options.CKPT, (MODEL,), lambda path, _: export_file(path, out))
+    path, _ = find_sound(options.CKPT, (MODEL,))
+    export_file(path, out)
     _print(console, f"{out}: the model of {path}, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 

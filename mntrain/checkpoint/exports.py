@@ -7,7 +7,6 @@ features, so no row is moved.
 """
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from mntrain.corpus.tokenizer import (
     TOKENIZER_FILE,
     FileTokenizer,
 )
+from mntrain.metrics.files import write_whole
 from mntrain.options.huggingface import CONFIG_FILE, RUN_FOLDER, transformers_library
 
 # Files of a folder that another export may have left, and `from_pretrained` would read.
@@ -55,25 +55,18 @@ _OF_A_LAYER = {
 }
 
 
-def export_file(checkpoint: Path, out: Path) -> Path:
-    """Write parameters and buffers, named as in the model's state_dict; return the checkpoint.
+def export_file(checkpoint: Path, out: Path) -> None:
+    """Write parameters and buffers, named as in the model's state_dict.
 
     `out` becomes a safetensors file. It is replaced only when the new file is complete and on the
     disk. If this raises OSError, `out` is unchanged.
     """
-    partial = _partial(out)
     try:
-        with partial.open("xb") as file, (checkpoint / MODEL).open("rb") as model:
-            shutil.copyfileobj(model, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
+        with (checkpoint / MODEL).open("rb") as model:
+            write_whole(out, iter(lambda: model.read(1 << 20), b""))
         sync_folder(out.parent)
-        return checkpoint
     except OSError as error:
         raise OSError(f"{out} was not written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def export_folder(checkpoint: Path, content: Manifest, out: Path, *, force: bool) -> int:

@@ -28,6 +28,7 @@ import re
 import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -190,6 +191,16 @@ def open_tensors(path: Path) -> safe_open:
     except SafetensorError as error:
         # Not with the library's text, which may quote bytes of a damaged header.
         raise ValueError(f"{path.name} is truncated, or not a safetensors file") from error
+
+
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file in the block, a new one for this user alone. Raises OSError."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def sync_folder(folder: Path) -> None:

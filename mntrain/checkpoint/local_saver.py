@@ -1,11 +1,8 @@
 """Saving a run in the memory of its nodes, as often as that costs little: the same files, in parts.
 
-DIR/<run>/node-0/<attempt>/step-00000050/     what the ranks of this node write, in its place
-                           ... /manifest.json when all ranks have written theirs
-
-A copy of what a rank has written goes to the partner's node at once (`partner_copies`). The step
-before, with its copies, is kept until those of this one are complete, on all ranks. `node_folders`
-finds what is left.
+Each node gets the manifest when all ranks have written. A copy of what a rank has written goes to
+the partner's node at once (`partner_copies`). The step before, with its copies, is kept until those
+of this one are complete, on all ranks. `node_folders` finds what is left.
 """
 
 import shutil
@@ -17,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
-from mntrain.checkpoint.node_folders import NodeFolders, keep_parts, make_valid
-from mntrain.checkpoint.partner_copies import PartnerCopies
+from mntrain.checkpoint.node_folders import NodeFolders, make_valid
 from mntrain.checkpoint.reader import FoundCheckpoint
 from mntrain.checkpoint.saver import EXIT_S, Save, Saved, Saver, in_thread
 from mntrain.ranks import Ranks
@@ -34,7 +30,7 @@ class LocalSaver(Saver):
     def __init__(self, world: Ranks, saved: Saved, folders: NodeFolders) -> None:
         super().__init__(world, saved, reads_back=False)
         self._folders = folders
-        self.copies, self.attempt = PartnerCopies(world, folders), ""
+        self.copies, self.attempt = folders.copies, ""
         self._copying: Future[str] = Future()  # why that of this rank failed, or ""
         # The newest step whose copies are complete; before there is any, the newest without.
         self._whole: Path | None = None
@@ -42,12 +38,6 @@ class LocalSaver(Saver):
         self._present: list[Path] = []  # steps of this node, this start's and that it began with
         self._removals: list[Future[None]] = []  # that may be running
         self._problem = ""  # of this rank's last copy
-        # The nodes of whose slices this one has a copy: itself, and that whose partner it is.
-        node_of = world.topology.node
-        partners = world.gather(self.partner)
-        self._nodes = {node_of(world.rank)} | {
-            node_of(rank) for rank, node in enumerate(partners) if node == node_of(world.rank)
-        }
 
     @property
     def partner(self) -> int | None:
@@ -60,21 +50,16 @@ class LocalSaver(Saver):
         return self._whole is None
 
     def keep_only(self, found: FoundCheckpoint | None) -> None:
-        """Remove what nodes have of the run, but for a step that was restored. Collective.
+        """Remove what this node has of the run, but for a step that was restored. Local.
 
-        Of it, a node keeps an equal part and its partner's, so that there is room for the next.
-        Ends a save in progress. Raises AgreedError if a node cannot write its part anew.
+        That one is whole on each node until the next save has its copies. Ends a save in progress.
         """
         self._stop_saving()
         path = found.path if found else None
         self._whole, self._present = path, [path] if path else []
         self._copied = path is not None
-        with self._world.agreement():
-            if self._folders.leader:
-                self._folders.remove_all_but(*self._present)
-                if found:
-                    count = len(self._world.topology.nodes)
-                    keep_parts(found.path, found.manifest, self._nodes, count)
+        if self._folders.leader:
+            self._folders.remove_all_but(*self._present)
 
     def advance(self) -> Save | None:
         """Advance as `Saver` does. The last phase ends when copies do, or fail: `copy_problem`."""

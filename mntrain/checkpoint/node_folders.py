@@ -1,46 +1,36 @@
 """Folders of a run's checkpoints in the memory of nodes, and what is whole over all of them.
 
-Each node has the files of a checkpoint with a few ranges of their bytes, at their places: those of
-its own ranks, and copies of another node's. Each has the manifest, with the checksums of all
-ranges. So a range is on a node if the bytes there have its checksum, whoever has written them, and
-a step is whole if each of its ranges is on any node.
+Each node has the files of a checkpoint with a few ranges of their bytes, at their places, and the
+manifest, with the checksums of all. So a range is on a node if the bytes there have its checksum,
+whoever has written them, and a step is whole if each of its ranges is on any node.
 """
 
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from mntrain.checkpoint.format import (
     FILE,
     FILES,
-    RANGE_BYTES,
     ChecksummedRange,
     Manifest,
     checkpoint_name,
+    opened,
     read_manifest,
     step_of,
-    write_at,
     write_manifest,
 )
+from mntrain.checkpoint.partner_copies import PartnerCopies
 from mntrain.checks.local_folder import NODE, Attempts, prepare, run_folder
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
-from zero.collectives import Work
 
 NOT_WRITTEN = "not all ranks had written it"
-_IN_FLIGHT = 2  # ranges that are sent at a time
-_NEW = os.O_RDWR | os.O_CREAT
 
 
 class PlacedRange(NamedTuple):
@@ -48,14 +38,6 @@ class PlacedRange(NamedTuple):
 
     file: str
     place: ChecksummedRange
-
-
-class Message(NamedTuple):
-    """Consecutive parts of a file that a rank sends to all nodes."""
-
-    root: int
-    numbers: list[int]
-    readers: frozenset[int]  # the nodes that lack them
 
 
 class Held(NamedTuple):
@@ -70,8 +52,8 @@ class NodeFolders:
     """A run's folder on this rank's node, and those of virtual nodes that are no more.
 
     Made by all ranks, within DIR, which is made unless it is there. `attempts` are those of the
-    run, before what this start trains. Raises AgreedError if any node cannot use DIR, or if nodes
-    share it.
+    run, before what this start trains, and `copies` what ranks send into them. Raises AgreedError
+    if any node cannot use DIR, if nodes share it, or as `PartnerCopies`.
     """
 
     def __init__(self, world: Ranks, folder: Path, run_dir: Path, attempts: Attempts) -> None:
@@ -128,6 +110,7 @@ class NodeFolders:
             found.pop(f"{NODE}{n}", None)
         self.own = root / f"{NODE}{number}"
         self.left = [found[name] for name in sorted(found)][number :: len(on_host)]
+        self.copies = PartnerCopies(world, self.own)
 
     def steps(self) -> set[tuple[int, str]]:
         """Return the steps, with their attempts, of which this node has anything that is valid."""
@@ -163,7 +146,7 @@ class NodeFolders:
         """Give each node all ranges of a step; return its manifest, and where it came from.
 
         Or None, and why not all ranges are there. Collective.
-        Each range that a node lacks is sent once, by a rank on a node that has it. A step of which
+        A range that nodes lack is sent to each, by a rank on a node that has it. A step of which
         all ranges are there is the one that is taken: all others are removed before, which makes
         room, and AgreedError is raised where a node cannot be given it. Nothing of it is removed
         then.
@@ -178,13 +161,13 @@ class NodeFolders:
         assert manifest is not None
         parts = [PlacedRange(file, place) for file in FILES for place in manifest.checksums[file]]
         held: list[Held] = world.gather(self._look(name, parts))
-        lacking, messages = assign_senders(parts, held, world.topology.nodes)
+        lacking, sends = assign_senders(parts, held, world.topology.nodes)
         if lacking:
             nbytes = sum(parts[number].place.length for number in lacking)
             share = f"{len(lacking)} of its {len(parts)} slices ({nbytes / 1e6:.1f} MB)"
             return None, f"{share} are on no node, or damaged"
         try:
-            _Sending(world, self, name, parts, held[world.rank]).send(manifest, messages)
+            self._send(name, manifest, parts, held[world.rank].left, sends[world.rank])
         except AgreedError as error:
             raise AgreedError(
                 f"{name.name} is whole in the nodes' memory, and a node cannot be given all of it "
@@ -192,8 +175,42 @@ class NodeFolders:
                 f"{self.root} on each node to go on from the run directory",
                 world.rank,
             ) from error
-        sent = sum(parts[number].place.length for message in messages for number in message.numbers)
+        numbers = {number for of in sends for some in of.values() for number in some}
+        sent = sum(parts[number].place.length for number in numbers)
         return manifest, f"of {world.topology}, which were sent {sent / 1e6:.1f} MB of it"
+
+    def _send(
+        self,
+        name: Path,
+        manifest: Manifest,
+        parts: Sequence[PlacedRange],
+        left: Mapping[int, int],
+        sends: Mapping[int, Sequence[int]],
+    ) -> None:
+        """Send each node the parts that this rank is to, and write the manifest here. Collective.
+
+        Raises AgreedError if any part cannot be read, sent or written.
+        """
+        world, nodes, problem = self._world, self._world.topology.nodes, ""
+        with world.agreement():
+            if self.leader:
+                self.remove_all_but(*(folder / name for folder in (self.own, *self.left)))
+                self.make(self.own / name)
+        sizes = {file: sum(p.length for p in manifest.checksums[file]) for file in FILES}
+        own = world.topology.node(world.rank)
+        for node in (*range(own + 1, len(nodes)), *range(own + 1)):  # each rank begins elsewhere
+            for number, folder in enumerate((self.own, *self.left), -1):
+                some = [parts[n] for n in sends.get(node, ()) if left.get(n, -1) == number]
+                if some and not problem:
+                    ranges = {file: [at for of, at in some if of == file] for file in FILES}
+                    problem = self.copies.send(name, sizes, ranges, node, folder)
+                    if problem:
+                        problem = f"to {world.places[nodes[node][0]].host}: {problem}"
+        with world.agreement():
+            if problem:
+                raise ValueError(problem)
+            if self.leader:
+                make_valid(self.own / name, manifest)
 
     def _manifest(self, name: Path) -> Manifest | None:
         for folder in (self.own, *self.left):
@@ -218,79 +235,27 @@ class NodeFolders:
 
 def assign_senders(
     parts: Sequence[PlacedRange], held: Sequence[Held], nodes: Sequence[Sequence[int]]
-) -> tuple[list[int], list[Message]]:
-    """Return the numbers of parts that nobody has, and the messages that give the others to all.
+) -> tuple[list[int], list[dict[int, list[int]]]]:
+    """Return the numbers of parts that nobody has, and of those that each rank sends, by node.
 
-    Pure. `held` is by rank. Of several ranks that have a part, the one sends it that sends least.
+    Pure. `held` is by rank. A part goes to each node that lacks it. Of several ranks that have it,
+    the one sends it that sends least.
     """
     owners: list[list[int]] = [[] for _ in parts]  # by part
     for rank, (own, left) in enumerate(held):
         for number in (*own, *left):
             owners[number].append(rank)
-    node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+    on_node = [frozenset[int]().union(*(held[rank].own for rank in node)) for node in nodes]
     sent = [0] * len(held)
-    messages: list[Message] = []
-    end, length = ("", 0), 0  # of the last message
-    for number, (file, (start, nbytes, _)) in enumerate(parts):
-        has = {node_of[rank] for rank in owners[number] if number in held[rank].own}
-        readers = frozenset(range(len(nodes))) - has
-        if not owners[number] or not readers:
-            continue
-        last = messages[-1] if messages else None
-        if (
-            last is not None
-            and (file, start) == end
-            and last.readers == readers
-            and last.root in owners[number]
-            and length + nbytes <= RANGE_BYTES
-        ):
-            root = last.root
-            last.numbers.append(number)
-            length += nbytes
-        else:
-            root = min(owners[number], key=lambda rank: (sent[rank], rank))
-            messages.append(Message(root, [number], readers))
-            length = nbytes
-        end = file, start + nbytes
-        sent[root] += nbytes
-    return [number for number, ranks in enumerate(owners) if not ranks], messages
-
-
-def keep_parts(folder: Path, manifest: Manifest, kept: Collection[int], count: int) -> None:
-    """Leave of a whole step on a node only what `kept` of `count` nodes are to have of it.
-
-    Files are replaced, not changed: others may have mapped them. Raises OSError.
-    """
-    total, before = max(manifest.nbytes, 1), 0
-    for file in FILES:
-        places = manifest.checksums[file]
-        starts = accumulate((place.length for place in places), initial=before)
-        own = [
-            place
-            for start, place in zip(starts, places, strict=False)
-            if start * count // total in kept
-        ]
-        before += sum(place.length for place in places)
-        if len(own) < len(places):
-            _copy_parts(folder, file, own)
-
-
-def _copy_parts(folder: Path, file: str, places: Sequence[ChecksummedRange]) -> None:
-    """Replace a file by one of the same length that has some of its parts."""
-    new = folder / _copied(file)
-    try:
-        with opened(folder / file) as source, opened(new, _NEW | os.O_TRUNC) as target:
-            os.ftruncate(target, os.fstat(source).st_size)
-            for start, length, _ in places:
-                write_at(target, memoryview(os.pread(source, length, start)), start)
-            os.fsync(target)
-        new.rename(folder / file)
-    finally:
-        new.unlink(missing_ok=True)  # if it fails
-
-
-def _copied(file: str) -> str:
-    return f".{file}"
+    sends: list[dict[int, list[int]]] = [{} for _ in held]
+    for number, (_, place) in enumerate(parts):
+        readers = [node for node, own in enumerate(on_node) if number not in own]
+        if owners[number] and readers:
+            sender = min(owners[number], key=lambda rank: (sent[rank], rank))
+            sent[sender] += place.length * len(readers)
+            for node in readers:
+                sends[sender].setdefault(node, []).append(number)
+    return [number for number, ranks in enumerate(owners) if not ranks], sends
 
 
 def make_valid(folder: Path, manifest: Manifest) -> None:
@@ -318,122 +283,5 @@ def _sound(folder: Path, parts: Sequence[PlacedRange], numbers: Iterable[int]) -
 
 def _has(file: int, place: ChecksummedRange) -> bool:
     start, length, checksum = place
-    if os.fstat(file).st_size < start + length:
-        return False
-    try:
-        hole = os.lseek(file, start, os.SEEK_DATA) >= start + length
-    except OSError:  # nothing was written from there on
-        hole = True
-    if hole:  # nothing was written, or zeros, for which some file systems keep no space
-        return checksum == _checksum_of_zeros(length)
-    return zlib.crc32(os.pread(file, length, start)) == checksum
-
-
-@cache
-def _checksum_of_zeros(length: int) -> int:
-    return zlib.crc32(bytes(length))
-
-
-@dataclass
-class _Sending:
-    """Ranges on their way to the nodes that lack them, which write them into their folders."""
-
-    _world: Ranks
-    _folders: NodeFolders
-    _name: Path
-    _parts: Sequence[PlacedRange]
-    _held: Held
-    _waiting: list[tuple[Message, Tensor, Work]] = field(default_factory=list)
-    _ended: int = 0
-    _problem: OSError | ValueError | None = None  # the first of this rank
-
-    def send(self, manifest: Manifest, messages: Sequence[Message]) -> None:
-        """Send all messages, and make the step one that has a manifest on each node. Collective.
-
-        Raises AgreedError if any rank cannot read or write its own.
-        """
-        folders, folder = self._folders, self._folders.own / self._name
-        with self._world.agreement():
-            if folders.leader:
-                folders.remove_all_but(*(one / self._name for one in (folders.own, *folders.left)))
-                folders.make(folder)
-                for file, places in manifest.checksums.items():
-                    (folder / _copied(file)).unlink(missing_ok=True)
-                    with opened(folder / file, _NEW) as new:
-                        os.ftruncate(new, max((p.start + p.length for p in places), default=0))
-        for message in messages:
-            self._start(message)
-        while self._end():
-            pass
-        with self._world.agreement():
-            if self._problem:
-                raise self._problem
-            if folders.leader:
-                make_valid(folder, manifest)
-
-    def _start(self, message: Message) -> None:
-        """Start a message. Collective."""
-        length = sum(self._parts[number].place.length for number in message.numbers)
-        data = torch.empty(length, dtype=torch.uint8, device="cpu")
-        if message.root == self._world.rank:
-            with self._noted():
-                self._read(message, data)
-        work = self._world.collectives.named("restore").broadcast(data, message.root)
-        self._waiting.append((message, data, work))
-        if len(self._waiting) > _IN_FLIGHT:
-            self._end()
-
-    def _end(self) -> bool:
-        """End the oldest message, if there is one. Collective."""
-        if not self._waiting:
-            return False
-        message, data, work = self._waiting.pop(0)
-        work.wait()
-        world, number, self._ended = self._world, self._ended, self._ended + 1
-        own = number % world.local_size == world.local_rank  # the node's ranks write in turn
-        if own and world.topology.node(world.rank) in message.readers:
-            with self._noted():
-                self._write(message, data)
-        return True
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Keep an error until all messages have ended, since other ranks take part in them."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            self._problem = self._problem or error
-
-    def _pieces(
-        self, message: Message, data: Tensor
-    ) -> Iterator[tuple[int, PlacedRange, memoryview]]:
-        view, at = data.numpy().data, 0
-        for number in message.numbers:
-            length = self._parts[number].place.length
-            yield number, self._parts[number], view[at : at + length]
-            at += length
-
-    def _read(self, message: Message, data: Tensor) -> None:
-        for number, (file, place), piece in self._pieces(message, data):
-            left, folders = self._held.left.get(number), self._folders
-            folder = folders.own if left is None else folders.left[left]
-            with opened(folder / self._name / file) as source:
-                os.preadv(source, [piece], place.start)
-
-    def _write(self, message: Message, data: Tensor) -> None:
-        file = self._parts[message.numbers[0]].file
-        with opened(self._folders.own / self._name / file, os.O_RDWR) as target:
-            for _, (_, place), piece in self._pieces(message, data):
-                if zlib.crc32(piece) != place.checksum:
-                    raise ValueError(f"{file} was changed while it was sent")
-                write_at(target, piece, place.start)
-
-
-@contextmanager
-def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file in the block, a new one for this user alone. Raises OSError."""
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
+    data = os.pread(file, length, start)  # a hole, which nobody has written, gives zeros
+    return len(data) == length and zlib.crc32(data) == checksum

@@ -3,8 +3,9 @@
 They travel over connections of their own, from a thread of each rank to the first rank of the
 partner's node: beside MPI, which moves only while a thread calls it, in small pieces with pauses
 between them, which leave the link to the gradients. Nobody waits for them, and an error of one,
-such as of a partner that has stopped, is that of this copy alone. Both ends prove first that they
-know the secret of the job (`multiprocessing.connection`).
+such as of a partner that has stopped, is that of this copy alone. A restart sends nodes what they
+lack in the same way, without pauses. Both ends prove first that they know the secret of the job
+(`multiprocessing.connection`).
 
     sender      JSON of a Header, then the ranges, end to end
     receiver    "", or why the copy is not complete
@@ -24,8 +25,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from mntrain.checkpoint.format import FILES, ChecksummedRange, write_at
-from mntrain.checkpoint.node_folders import NodeFolders, opened
+from mntrain.checkpoint.format import FILES, ChecksummedRange, opened, write_at
 from mntrain.options.types import port_numbers
 from mntrain.ranks import Ranks
 from mntrain.watchdog.side_channel import Address, address_towards, listen, own_addresses
@@ -33,7 +33,6 @@ from mntrain.watchdog.side_channel import Address, address_towards, listen, own_
 _PIECE_BYTES = 256 << 10
 _GREETING_S = 10.0
 _SILENT_S = 60.0  # without any bytes, until a copy is given up
-_MOST_SENDERS = 64  # of whom a receiver listens to at a time
 _MAX_HEADER = 1 << 28
 _RACK = "SLURM_TOPOLOGY_ADDR"  # such as core.rack3.node17
 
@@ -55,33 +54,30 @@ def partner_nodes(racks: Sequence[str]) -> list[int]:
 class PartnerCopies:
     """Sends what this rank has written to its partner's node, and receives there. Made by all.
 
-    `partner` is the number of that node; None if there is a single one. Raises AgreedError if no
-    rank can listen for others.
+    `root` is the folder of this rank's node. `partner` is the number of the partner's node; None if
+    there is a single one. Raises AgreedError if a node cannot listen for others.
     """
 
-    def __init__(self, world: Ranks, folders: NodeFolders) -> None:
-        self._root, self._closed = folders.own, False
+    def __init__(self, world: Ranks, root: Path) -> None:
+        self._root, self._closed = root, False
         self.until = 0.0  # when a copy is to be sent, by time.monotonic()
         self._listener: socket.socket | None = None
         nodes, node = world.topology.nodes, world.topology.node(world.rank)
         gathered = world.gather((_rack(), own_addresses(), secrets.token_bytes(32)))
         racks, addresses, keys = zip(*gathered, strict=True)
         self._key: bytes = keys[0]
-        self.partner: int | None = None
-        if len(nodes) == 1:
-            return
         with world.agreement():
-            if folders.leader:
+            if world.rank == nodes[node][0]:
                 hosts = zip(world.hosts, addresses, strict=True)
                 others = [own for key, own in hosts if key != world.hosts[world.rank]]
                 towards = address_towards(others)
                 self._listener = listen(towards, port_numbers(world.settings.port_range))
         at = self._listener.getsockname()[:2] if self._listener else None
         places: list[Any] = world.gather(at)
-        self.partner = partner_nodes([racks[ranks[0]] for ranks in nodes])[node]
-        self._address: Address = places[nodes[self.partner][0]]
+        partners = partner_nodes([racks[ranks[0]] for ranks in nodes])
+        self.partner = partners[node] if len(nodes) > 1 else None
+        self._addresses: list[Address] = [places[ranks[0]] for ranks in nodes]
         if self._listener is not None:
-            self._places = threading.Semaphore(_MOST_SENDERS)
             threading.Thread(target=self._listen, name="mntrain copies", daemon=True).start()
 
     def send(
@@ -89,18 +85,23 @@ class PartnerCopies:
         step: Path,
         sizes: Mapping[str, int],
         ranges: Mapping[str, Sequence[ChecksummedRange]],
+        node: int | None = None,
+        folder: Path | None = None,
     ) -> str:
         """Send ranges of a step's files, slowly, `until` a time; return why that failed, or "".
 
-        Local. `step` is relative to the node's folder, and `sizes` are those of the whole files.
-        Does nothing without a partner.
+        Local. To a `node`, of what is in a `folder`; by default to the partner's, of what this
+        node's has. `step` is relative to both, and `sizes` are those of the whole files. Does
+        nothing without a partner.
         """
-        if self.partner is None:
+        header: dict[str, Any] = {"step": str(step), "sizes": dict(sizes), "ranges": dict(ranges)}
+        header["synced"] = node is None  # what a restart is given is elsewhere, too
+        node, folder = self.partner if node is None else node, folder or self._root
+        if node is None:
             return ""
-        header = {"step": str(step), "sizes": dict(sizes), "ranges": dict(ranges)}
         total, sent = sum(part.length for parts in ranges.values() for part in parts), 0
         try:
-            with socket.create_connection(self._address, _GREETING_S) as own:
+            with socket.create_connection(self._addresses[node], _GREETING_S) as own:
                 connection = _connection(own)
                 _limit(own, _GREETING_S)
                 answer_challenge(connection, self._key)
@@ -109,7 +110,7 @@ class PartnerCopies:
                 connection.send_bytes(json.dumps(header).encode())
                 start = time.monotonic()
                 for name, parts in ranges.items():
-                    for piece in _pieces(self._root / step / name, parts):
+                    for piece in _pieces(folder / step / name, parts):
                         while not self._closed:  # until this piece is due, which may change
                             due = start + (self.until - start) * sent / total
                             if (wait := due - time.monotonic()) <= 0:
@@ -121,7 +122,7 @@ class PartnerCopies:
                         sent += len(piece)
                 return connection.recv_bytes(_MAX_HEADER).decode()
         except BlockingIOError:  # a limit of the socket
-            return "the partner does not answer"
+            return "the other node does not answer"
         except Exception as error:  # also what the library asserts of a peer
             return f"{type(error).__name__}: {error}"
 
@@ -139,40 +140,32 @@ class PartnerCopies:
         while not self._closed:
             try:
                 own, _ = self._listener.accept()
-            except OSError:  # closed, or no more descriptors
-                time.sleep(0.1)
-                continue
-            self._places.acquire()
-            try:
                 threading.Thread(
                     target=self._receive, args=(own,), name="mntrain copy", daemon=True
                 ).start()
-            except RuntimeError:  # a limit of threads
-                self._places.release()
-                own.close()
+            except (OSError, RuntimeError):  # closed, or no more descriptors or threads
+                time.sleep(0.1)
 
     def _receive(self, own: socket.socket) -> None:
         with own, suppress(Exception):  # whatever a stranger sends
+            _limit(own, _GREETING_S)
+            connection = _connection(own)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _limit(own, _SILENT_S)
+            header = json.loads(connection.recv_bytes(_MAX_HEADER))
+            folder = self._root / header["step"]
             try:
-                _limit(own, _GREETING_S)
-                connection = _connection(own)
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                _limit(own, _SILENT_S)
-                header = json.loads(connection.recv_bytes(_MAX_HEADER))
-                folder = self._root / header["step"]
-                try:
-                    for name in FILES:
-                        ranges = [ChecksummedRange(*part) for part in header["ranges"][name]]
-                        _write_ranges(own, folder / name, header["sizes"][name], ranges)
-                    answer = ""
-                except OSError as error:
-                    answer = f"the partner cannot write: {error}"
-                connection.send_bytes(answer.encode())
-                while own.recv(_PIECE_BYTES):  # with unread bytes, a closed socket takes it back
-                    pass
-            finally:
-                self._places.release()
+                for name in FILES:
+                    ranges = [ChecksummedRange(*part) for part in header["ranges"][name]]
+                    size, synced = header["sizes"][name], header["synced"]
+                    _write_ranges(own, folder / name, size, ranges, synced=synced)
+                answer = ""
+            except OSError as error:
+                answer = f"the other node cannot write: {error}"
+            connection.send_bytes(answer.encode())
+            while own.recv(_PIECE_BYTES):  # with unread bytes, a closed socket takes it back
+                pass
 
 
 def _pieces(path: Path, ranges: Sequence[ChecksummedRange]) -> Iterator[bytes]:
@@ -184,7 +177,12 @@ def _pieces(path: Path, ranges: Sequence[ChecksummedRange]) -> Iterator[bytes]:
 
 
 def _write_ranges(
-    own: socket.socket, path: Path, size: int, ranges: Sequence[ChecksummedRange]
+    own: socket.socket,
+    path: Path,
+    size: int,
+    ranges: Sequence[ChecksummedRange],
+    *,
+    synced: bool = True,
 ) -> None:
     """Receive ranges of a file. Raises OSError, also for what does not have its checksum."""
     # The ranks of this node may not have begun to write it.
@@ -202,7 +200,8 @@ def _write_ranges(
                 low += count
             if checksum != part.checksum:
                 raise OSError(f"{path.name} arrives damaged")
-        os.fsync(file)
+        if synced:
+            os.fsync(file)
 
 
 def _connection(own: socket.socket) -> Connection:

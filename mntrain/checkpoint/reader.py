@@ -154,14 +154,14 @@ def compare(path: Path, parts: Sequence[ChecksummedRange]) -> None:
                 raise ValueError(f"{path.name} is damaged between bytes {start} and {stop}")
 
 
-def read_sound(path: Path, files: Sequence[str], read: Callable[[Path, Manifest], T]) -> T:
-    """Return what `read` makes of the checkpoint at a path, or a run's newest, once it is verified.
+def find_sound(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
+    """Return the checkpoint at a path, or a run's newest, once it is verified. Local.
 
-    Local. Of some of its files the bytes are compared. If the run removes its checkpoint meanwhile,
-    the newer one is read. Raises ValueError, which begins with the path, and errors of `read`.
+    Of some of its files the bytes are compared. If the run removes its checkpoint meanwhile, the
+    newer one is returned. Raises ValueError, which begins with the path.
     """
     while True:
-        found, sound = path, False
+        found = path
         try:
             if not (path / FILE).exists():
                 paths = list_checkpoints(path)
@@ -174,19 +174,10 @@ def read_sound(path: Path, files: Sequence[str], read: Callable[[Path, Manifest]
                 found = paths[0]
             content = inspect(found)
             verify(found, content, files)
-            sound = True
-            return read(found, content)
+            return found, content
         except (OSError, ValueError) as error:
-            if found != path and not found.exists():
-                continue
-            if sound:
-                raise
-            raise ValueError(f"{found}: {error}") from error
-
-
-def find_sound(path: Path, files: Sequence[str] = ()) -> tuple[Path, Manifest]:
-    """Return the checkpoint at a path, or a run's newest. As `read_sound`."""
-    return read_sound(path, files, lambda found, content: (found, content))
+            if found == path or found.exists():
+                raise ValueError(f"{found}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -360,24 +351,12 @@ def _check_optimizer(found: FoundCheckpoint, optimizer: ZeroOptimizer) -> None:
         states = [manifest.parameter_states.get(of) for of in saved["params"]]
         kinds = {(s.tensor_keys, tuple(s.others)): s for s in states if s}
         for state in kinds.values():
-            if not (lacking := _lacking(kind, options, state)):
-                continue
-            before = decode_options(saved)
-            changed = [
-                key
-                for key in options.keys() & before.keys() - {"lr", "initial_lr"}
-                if repr(options[key]) != repr(before[key])
-            ]
-            now, was = (
-                ", ".join(f"{key}={of[key]!r}" for key in sorted(changed))
-                for of in (options, before)
-            )
-            raise ValueError(
-                f"{found.path} has no {lacking} in the optimizer's state, which {name} "
-                f"needs with {now or 'its options'}: give {was or 'those'} as before, or begin "
-                "another run with the weights of this one (--init.from, or load_state_dict of the "
-                "model)"
-            )
+            if lacking := _lacking(kind, options, state):
+                raise ValueError(
+                    f"{found.path} has no {lacking} in the optimizer's state, which {name} needs "
+                    "with these options: give those with which it was saved, or begin another run "
+                    "with the weights of this one (--init.from, or load_state_dict of the model)"
+                )
 
 
 def _lacking(kind: Any, options: Mapping[str, Any], state: ParameterState) -> str:

@@ -70,6 +70,7 @@ from mntrain.checkpoint.objects import (
 from mntrain.checkpoint.reader import compare, is_shared
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
 from mntrain.checkpoint.state_values import check_values, encode_unnamed, encode_values
+from mntrain.checks.storage import is_visible
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.ranks import Ranks
 from zero.layout import split
@@ -82,8 +83,7 @@ T = TypeVar("T")
 
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 EXIT_S = 30.0  # for a checkpoint that all ranks have written, at the end of the script
-_LOOK_S = 0.1  # between two looks for a new folder
-_VISIBLE_WITHIN_S = 60.0  # for a new folder on a shared file system
+_SEEN_S = 60.0  # in which a new folder must be visible on all nodes
 
 
 class ShardOutline(NamedTuple):
@@ -214,11 +214,10 @@ class Saver(ABC):
         return self._pending is not None
 
     def begin(self, progress: Manifest) -> None:
-        """Take a snapshot, and write it in a thread. Collective.
+        """Begin a save, while no other is in progress. Collective.
 
-        `progress` is what is known of the run, equal on all ranks. No other save may be in
-        progress: call `finish` first. Raises TrainingStoppedError as `check` says; other errors
-        are raised by `advance`.
+        `progress` is what is known of the run, equal on all ranks. Raises TrainingStoppedError as
+        `check` says; other errors are raised by `advance`.
         """
         with self.optimizer.averaged():
             self._begin(progress, in_background=True)
@@ -235,10 +234,10 @@ class Saver(ABC):
         return save is not None and (save.published or save.written).done()
 
     def advance(self) -> Save | None:
-        """Complete the present phase of a save: writing, reading back, publishing. Collective.
+        """Wait for the present phase of a save; return None before the last one. Collective.
 
-        Blocks until that is done. Returns None before the last phase. Raises AgreedError, which
-        names the rank and the cause, if the save failed; earlier checkpoints are unchanged.
+        Raises AgreedError, which names the rank and the cause, if the save failed; earlier
+        checkpoints are unchanged.
         """
         save = self._pending
         assert save is not None, "no save is in progress"
@@ -538,19 +537,14 @@ def _open(path: Path, *, made_here: bool, mode: int = 0o666) -> int:
     Raises OSError: at once if this rank has made the folder, and it was removed or moved since, and
     later if only the master sees the folder.
     """
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
-    while True:
-        try:
-            return os.open(path, _NEW_FILE, mode)
-        except FileNotFoundError as error:
-            if made_here:
-                raise FileNotFoundError(f"{path.parents[1]} was removed or moved") from error
-            if time.monotonic() > deadline:
-                raise FileNotFoundError(
-                    f"{path.parents[1]} is not what rank 0 sees: is it on a file system that all "
-                    "nodes share?"
-                ) from error
-        for above in (path.parents[2], path.parents[1]):
-            with suppress(OSError):
-                os.listdir(above)  # else NFS says for 30 s that there is no such folder
-        time.sleep(_LOOK_S)
+    try:
+        return os.open(path, _NEW_FILE, mode)
+    except FileNotFoundError as error:
+        above = path.parents[1]
+        if made_here:
+            raise FileNotFoundError(f"{above} was removed or moved") from error
+        if not (is_visible(above, _SEEN_S) and is_visible(path.parent, _SEEN_S)):
+            raise FileNotFoundError(
+                f"{above} is not what rank 0 sees: is it on a file system that all nodes share?"
+            ) from error
+    return os.open(path, _NEW_FILE, mode)

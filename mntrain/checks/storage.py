@@ -49,7 +49,7 @@ def write_and_look(
         path, error, seconds = gather((own, error, time.perf_counter() - start))[0]
         if error is not None:
             raise error
-        seen = gather(is_visible(path))
+        seen = gather(is_visible(path, _SEEN_S))
     finally:
         if rank == 0:
             with suppress(OSError):
@@ -114,9 +114,9 @@ def write_together(
                 path.unlink()
 
 
-def is_visible(path: Path) -> bool:
-    """Return whether this host sees a new file within a few seconds. Local."""
-    deadline = time.monotonic() + _SEEN_S
+def is_visible(path: Path, within_s: float) -> bool:
+    """Return whether this host sees a new file within some seconds. Local."""
+    deadline = time.monotonic() + within_s
     while True:
         with suppress(OSError):
             if path.name in os.listdir(path.parent):  # lets network file systems look again

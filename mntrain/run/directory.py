@@ -216,6 +216,8 @@ class RunDirectory:
         """Let other jobs use the directory, or remove it if it is new and not begun. Local."""
         if self._lock is not None:
             self._lock.close()
+        if self.local is not None:
+            self.local.copies.close()
         if self._made and not self.begun:
             with suppress(OSError):
                 (self.path / ATTEMPTS_FILE).unlink(missing_ok=True)

@@ -127,16 +127,13 @@ class LocalCheckpoints:
         return {"local due": self._due, "local ready": self.saver.ready}
 
     def restored(self, found: FoundCheckpoint | None, attempts: Attempts) -> None:
-        """Begin an attempt with what was restored, and remove all else of the run. Collective.
+        """Begin an attempt with what was restored, and remove all else of the run. Local.
 
         `attempts` are those of the run, this one too.
         """
         self._folders.attempts = attempts
         self.saver.attempt, self._overdue = attempts.last, False
-        try:
-            self.saver.keep_only(found if found and found.from_nodes else None)
-        except AgreedError as error:
-            self._fail(f"what was restored takes more room than its part: {error}")
+        self.saver.keep_only(found if found and found.from_nodes else None)
 
     def after_step(
         self,
@@ -214,8 +211,8 @@ class LocalCheckpoints:
     def _expect_room(self) -> None:
         """Raise AgreedError if a host has no room for saves, and for a restart. Collective.
 
-        In a restart, each node gets a whole step, and then writes the part anew that it keeps. A
-        save has two steps and two copies, which is not more.
+        In a restart, each node gets a whole step, and keeps it until the next save has its copies.
+        Later, a save has two steps and two copies, which is not more.
         """
         world, nodes = self._world, self._world.topology.nodes
         by_rank = world.gather((_own_bytes(world, self.saver), self.saver.partner))
@@ -232,7 +229,7 @@ class LocalCheckpoints:
                 raise ValueError(
                     f"the folder for local checkpoints, {folder}, has room for {room / 1e9:.3g} GB "
                     f"on {world.places[world.rank].host}, and a restart takes {needed / 1e9:.3g} "
-                    "GB: a whole step for each node, and the part that it keeps of it, with its "
+                    "GB: a whole step for each node, and its part of the next one, with its "
                     "partner's. Make it larger (of /dev/shm, mount -o remount,size=), or give one "
                     "on a disk"
                 )

@@ -251,8 +251,8 @@ def stopped():
         (["--train.steps", "2"], "is after step 2 of 2: nothing is left to do"),
         (
             ["--optim.options", "amsgrad = true"],
-            "has no max_exp_avg_sq in the optimizer's state, which AdamW needs with amsgrad=True: "
-            "give amsgrad=False as before, or begin another run",
+            "has no max_exp_avg_sq in the optimizer's state, which AdamW needs with these "
+            "options: give those with which it was saved, or begin another run",
         ),
         (["--run.stop-after", "2"], "is after step 2 already, and steps are counted from the beg"),
         (["--run.resume", "never"], "holds a run already: give another run directory"),

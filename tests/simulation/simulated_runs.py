@@ -24,9 +24,8 @@ from virtual_time import Flag, Thread, current
 
 import mntrain.run.directory
 from mntrain.checkpoint import format as checkpoint_format
-from mntrain.checkpoint import local_saver, partner_copies, saver
+from mntrain.checkpoint import local_saver, node_folders, partner_copies, saver
 from mntrain.checkpoint.format import FILES, ChecksummedRange
-from mntrain.checkpoint.node_folders import NodeFolders
 from mntrain.checkpoint.partner_copies import partner_nodes
 from mntrain.ranks import Ranks
 
@@ -77,11 +76,11 @@ class Copies:
 
     roots: dict[int, Path]  # by node, of the running simulation
 
-    def __init__(self, world: Ranks, folders: NodeFolders) -> None:
-        self._node, self._own = world.topology.node(world.rank), folders.own
+    def __init__(self, world: Ranks, root: Path) -> None:
+        self._node, self._own = world.topology.node(world.rank), root
         self.until = 0.0  # of the real time, when a copy is to be sent
         nodes = world.topology.nodes
-        self.roots[self._node] = folders.own
+        self.roots[self._node] = root
         self.partner = partner_nodes([""] * len(nodes))[self._node] if len(nodes) > 1 else None
 
     def send(
@@ -89,15 +88,18 @@ class Copies:
         step: Path,
         sizes: Mapping[str, int],
         ranges: Mapping[str, Sequence[ChecksummedRange]],
+        node: int | None = None,
+        folder: Path | None = None,
     ) -> str:
-        for name in FILES if self.partner is not None else ():
+        node = self.partner if node is None else node
+        for name in FILES if node is not None else ():
             disk()
-            data = (self._own / step / name).read_bytes()
+            data = ((folder or self._own) / step / name).read_bytes()
             sent = BytesIO(b"".join(data[part.start :][: part.length] for part in ranges[name]))
             own: Any = SimpleNamespace(
                 recv_into=lambda buffer, most, sent=sent: sent.readinto(buffer[:most])
             )
-            path = self.roots[self.partner] / step / name
+            path = self.roots[node] / step / name
             partner_copies._write_ranges(own, path, sizes[name], ranges[name])
         return ""
 
@@ -129,7 +131,7 @@ class SimulatedRuns(SimulatedWorlds):
         patch.setattr(saver, "atexit", at_exit)
         for module in (saver, local_saver):
             patch.setattr(module, "in_thread", Later)
-        patch.setattr(local_saver, "PartnerCopies", Copies)
+        patch.setattr(node_folders, "PartnerCopies", Copies)
         patch.setattr(Copies, "roots", {}, raising=False)
         lock = SimpleNamespace(replaced=str, close=lambda: None)
         directory = mntrain.run.directory

@@ -68,12 +68,12 @@ def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
     folder.mkdir(parents=True)
     monkeypatch.setattr(saver.os, "open", opened)
     monkeypatch.setattr(saver.os, "listdir", listed)
-    monkeypatch.setattr(saver, "_VISIBLE_WITHIN_S", 1.0)
+    monkeypatch.setattr(saver, "_SEEN_S", 1.0)
     os.close(saver._open(folder / "file", made_here=False))
     assert list(folder.iterdir()) == [folder / "file"]
 
 
 def test_a_folder_that_is_moved_is_not_waited_for_by_the_rank_that_made_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(saver, "_VISIBLE_WITHIN_S", 1000.0)  # longer than a test may take
+    monkeypatch.setattr(saver, "_SEEN_S", 1000.0)  # longer than a test may take
     with pytest.raises(FileNotFoundError, match=f"^{tmp_path} was removed or moved$"):
         saver._open(tmp_path / ".step-00000001.a1b2" / "file", made_here=True)

@@ -98,7 +98,6 @@ def test_a_folder_is_written_seen_and_left_as_it_was(tmp_path, monkeypatch):
     assert "/proc/self cannot be written (" in found.text
 
 
-def test_a_file_that_is_not_there_is_not_waited_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_SEEN_S", 0.1)
+def test_a_file_that_is_not_there_is_not_waited_for_long(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        assert not storage.is_visible(folder / "file")
+        assert not storage.is_visible(folder / "file", 0.1)

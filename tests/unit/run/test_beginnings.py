@@ -85,9 +85,9 @@ def test_a_loop_with_an_optimizer_of_another_class_leaves_a_run_as_it_was(tmp_pa
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq AdamW amsgrad=True amsgrad=False"),
-        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer RMSprop momentum=0.9 momentum=0"),
-        (torch.optim.RMSprop, {"centered": True}, "grad_avg RMSprop centered=True centered=False"),
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq AdamW"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer RMSprop"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg RMSprop"),
         (torch.optim.SGD, {"momentum": 0.9}, ""),  # which begins with the next gradient
     ],
 )
@@ -99,8 +99,8 @@ def test_a_loop_whose_optimizer_needs_state_that_was_not_saved_is_told_so(
     if not said:
         train(tmp_path, kind=other)
         return
-    key, name, now, was = said.split()
-    text = f"has no {key} in the optimizer's state, which {name} needs with {now}: give {was} as be"
+    key, name = said.split()
+    text = f"has no {key} in the optimizer's state, which {name} needs with these options: give tho"
     with pytest.raises(AgreedError, match=text):
         train(tmp_path, kind=other)
     assert files_of(tmp_path) == before
