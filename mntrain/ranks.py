@@ -36,7 +36,7 @@ from mntrain.comm.links import measure_link
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
-from mntrain.comm.ticket import INTERNAL, AlgorithmChoice, digest_of
+from mntrain.comm.ticket import AlgorithmChoice, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.device_kernels import DeviceKernels
@@ -45,7 +45,7 @@ from mntrain.options.config import WorldConfig
 from mntrain.options.types import construct, port_numbers
 from mntrain.output import Output
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
-from mntrain.recorder.events import Recorder
+from mntrain.recorder.events import INTERNAL, Recorder
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.watchdog.monitor import Limits
 from mntrain.watchdog.relays import MONITORS, Routes
@@ -151,7 +151,7 @@ class Ranks:
             self.output = Output(self.master)
             self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
             self._watch.install()
-            self.recorder = Recorder(self.rank, self.size, INTERNAL)
+            self.recorder = Recorder(self.rank, self.size)
             call_in_child(self.recorder.leave_to_parent)
             self._watch.on_error = self.recorder.error_raised
             self._resources, self._groups = ExitStack(), ExitStack()  # free, collectively

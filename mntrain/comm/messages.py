@@ -17,8 +17,8 @@ from torch import Tensor
 from mntrain.comm.engine import Future, MessageCall, ProgressEngine, Steps, UnorderedStream
 from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
-from mntrain.comm.ticket import call_site
 from mntrain.comm.world_collectives import CollectiveWork
+from mntrain.recorder.events import call_site
 
 T = TypeVar("T")
 TAGS = 1 << 31  # that torch has

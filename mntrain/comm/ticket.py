@@ -1,31 +1,16 @@
 """Tickets of collectives: what all ranks must call alike, and where this rank called it."""
 
-import contextlib
 import hashlib
-import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-import zero
 from mntrain.comm import clock
 from mntrain.comm.link import Link
 
 _MASK = (1 << 63) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so that unequal digests stay so; 2^64 by the golden ratio
-# Files in which a call does not count as the user's.
-INTERNAL = tuple(
-    str(path)
-    for path in (
-        Path(__file__).parents[1],
-        Path(str(zero.__file__)).parent,
-        Path(torch.__file__).parent,
-        Path(contextlib.__file__),
-        "<frozen",  # the interpreter's own modules, such as runpy
-    )
-)
 
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
@@ -114,16 +99,6 @@ class Ticket:
     def copy(self) -> "Ticket":
         """Return a ticket of the same call that has not begun."""
         return Ticket(self.signature, self.site, self.ratio)
-
-
-def call_site() -> str:
-    """Return file and line of the innermost caller outside mntrain, zero and torch, or ""."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(INTERNAL):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @lru_cache(maxsize=1024)

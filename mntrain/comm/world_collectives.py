@@ -19,8 +19,9 @@ from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.resources import Algorithm, BufferPool, CommContext, TensorAccess
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
-from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb, call_site
+from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb
 from mntrain.comm.topology import Topology
+from mntrain.recorder.events import call_site
 from zero.collectives import Bounds, CompletedWork, Work
 from zero.kernels import add, expect_flat
 from zero.layout import shard_bounds

@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,14 +13,12 @@ from typing import Any, NamedTuple
 
 from mntrain.comm import engine
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.ticket import INTERNAL
-from mntrain.recorder.events import read_process
+from mntrain.recorder.events import INTERNAL, LIBRARIES, read_process
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog.unanswered import call_for
 
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
-_LIBRARIES = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")]
-_NOT_USERS = (*INTERNAL, *_LIBRARIES, "<")  # beginnings of file names
+_NOT_USERS = (*INTERNAL, *LIBRARIES, "<")  # beginnings of file names
 _MAX_FRAMES = 30
 READ_S = 1.0  # for the files of source code, whose file system may be what hangs
 _COMM = str(Path(engine.__file__).parent)

@@ -31,10 +31,11 @@ from mntrain.comm import clock, engine, peer_memory, shared_memory
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, call_site
+from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket
 from mntrain.comm.topology import Topology
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.errors import AgreedError
+from mntrain.recorder.events import call_site
 
 
 class SimulationError(AssertionError):
