@@ -33,7 +33,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Lengths, Span
+from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span, chunks_of
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
 from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.peer_memory import PeerTensor
@@ -48,11 +48,6 @@ from mntrain.comm.small_messages import small_collective
 from mntrain.comm.ticket import Ticket
 from zero.collectives import Work
 
-# Chunks in flight: enough to fill a link while other ranks compute on the core.
-CHUNKS_IN_FLIGHT = 8
-# Of a call alone, but a broadcast, where several nodes send to one by several lanes: parts of more
-# chunks queue up on the way to one node, while links to others are free.
-CROWDED_CHUNKS_IN_FLIGHT = 4
 BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
 
 
@@ -61,18 +56,12 @@ def run_hierarchical(
 ) -> Pipelined | Steps[Work | None]:
     """Return the steps of one call on this rank, which the engine runs. Local."""
     call = ticket.signature
-    choice, dtype = call.choice, call.dtype
-    assert choice is not None
-    assert dtype is not None
+    assert call.choice is not None
     if call.small:
         return small_collective(plan, ticket, access, context)
-    narrowed = dtype.itemsize // (call.wire or dtype).itemsize
-    lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice, narrowed)
-    steps = chunked_collective(plan, ticket, access, context, lengths)
-    most = min(CHUNKS_IN_FLIGHT, lengths.in_flight)
-    if call.verb != "broadcast" and plan.crowded and not choice.concurrent:
-        most = min(most, CROWDED_CHUNKS_IN_FLIGHT)
-    return Pipelined(steps, most, latency_bound=not choice.concurrent)
+    chunks, most = chunks_of(plan, call._replace(label="", parts=1), access.bounds)
+    steps = chunked_collective(plan, ticket, access, context, chunks)
+    return Pipelined(steps, most, latency_bound=not call.choice.concurrent)
 
 
 def chunked_collective(
@@ -80,9 +69,9 @@ def chunked_collective(
     ticket: Ticket,
     access: TensorAccess,
     context: CommContext,
-    lengths: Lengths,
+    chunks: Sequence[Chunk],
 ) -> Generator[Test | Iterator[NumberedChunk], None, Work | None]:
-    """Run a call on a flat tensor, cut into chunks of these lengths, as `engine.Pipelined`."""
+    """Run a call on a flat tensor in these chunks, as `engine.Pipelined`."""
     flags = context.flags if len(plan.members) > 1 else None
     access.begin()
     yield access.here
@@ -90,7 +79,7 @@ def chunked_collective(
     number = flags.enter(tensor, ticket.digest, reachable=access.reachable) if flags else 0
     yield lambda: flags is None or flags.all_entered(number)
     tensors = flags.tensors(number, tensor) if flags else [tensor]
-    yield _chunks(plan, ticket, access, context, tensors=tensors, lengths=lengths)
+    yield _chunks(plan, ticket, access, context, tensors=tensors, chunks=chunks)
     if flags:
         flags.leave()
     yield lambda: flags is None or flags.all_left(number)
@@ -104,17 +93,10 @@ def _chunks(
     context: CommContext,
     *,
     tensors: Sequence[Tensor | PeerTensor] | None,
-    lengths: Lengths,
+    chunks: Sequence[Chunk],
 ) -> Iterator[NumberedChunk]:
     """Yield the chunks in which this rank takes part. `tensors`: see `LaneOwner`."""
     call, tensor = ticket.signature, access.host
-    sizes = tensor.element_size(), lengths
-    if call.verb == "all_reduce":
-        chunks = plan.all_reduce(len(tensor), *sizes)
-    elif call.verb == "broadcast":
-        chunks = plan.broadcast(len(tensor), *sizes)
-    else:
-        chunks = plan.by_shard(access.bounds, *sizes)
     first, tags = context.comm.tags(ticket.digest, len(chunks))
     wire = call.wire or tensor.dtype
     owner = LaneOwner(context, plan, tensor, tensors, ticket.ratio, wire=wire, tags=tags)
