@@ -26,6 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from inspect import CO_GENERATOR
 from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -36,7 +37,7 @@ from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
 from mntrain.comm.shared_memory import DEPTH
-from mntrain.comm.ticket import Ticket, digest_of, text_of
+from mntrain.comm.ticket import MASK, SPREAD, Ticket, digest_of, text_of
 from mntrain.comm.waits import Waits
 from mntrain.recorder.events import Recorder
 
@@ -66,27 +67,17 @@ class Pipelined(NamedTuple):
     latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
 
-class MessageCall(NamedTuple):
-    """A call that waits for single ranks of its stream, for reports; ranks do not compare it."""
-
-    what: str  # such as "recv of 16 bytes from rank 1, tag 0"
-    site: str  # as of a ticket
-    peers: Sequence[int]  # the world's ranks
-    may_end: Callable[[], bool]  # whether it may end although these ranks call nothing more
-
-
 class Future(Generic[T_co]):
     """A collective or function in a stream, and its result.
 
     `wakes_thread`: whether the engine's thread runs it while no caller waits; `gathers`: after a
-    while, together with those that follow. `ticket`: of a collective that ranks compare. `message`:
-    of a call that they do not. `stream`: its name. `awaited_since`: see `ProgressEngine.expect`.
+    while, together with those that follow. `stream`: its name. `awaited_since`: see
+    `ProgressEngine.expect`.
     """
 
     wakes_thread, gathers = True, False
     awaited_since: float | None = None
     ticket: Ticket | None = None
-    message: MessageCall | None = None
     stream = ""
 
     def __init__(self, work: Steps[T_co] | Pipelined, engine: "ProgressEngine") -> None:
@@ -262,14 +253,14 @@ class Stream:
 
     @property
     def submitted(self) -> int:
-        """The number of tickets that have begun or are queued."""
-        return self.begun + sum(task.ticket is not None for task in self.queue)
+        """The number of collectives that have begun or are queued, of those that ranks compare."""
+        return self.begun + sum(_compared(task) is not None for task in self.queue)
 
     @property
     def oldest(self) -> Ticket | None:
         """The ticket of the oldest collective that has begun and not finished. Thread-safe."""
         try:
-            return self.active[0].ticket
+            return _compared(self.active[0])
         except IndexError:
             return None
 
@@ -281,8 +272,13 @@ class Stream:
         return signature.root if self.ranks is None else self.ranks[signature.root]
 
     def begin(self, ticket: Ticket) -> None:
-        """Number a collective that begins."""
-        ticket.begin(self.begun, self.digest)
+        """Number a collective that begins, and set the digest by which ranks compare it.
+
+        It depends on the digest of the previous collective, and so on all that came before: some
+        disagree unnoticed, such as two ranks that both broadcast as the root.
+        """
+        ticket.number = self.begun
+        ticket.digest = (self.digest * SPREAD + digest_of(ticket.signature)) * SPREAD & MASK
         self.begun, self.digest = self.begun + 1, ticket.digest
         self.history.append(ticket)
         if self.observer is not None:
@@ -355,10 +351,15 @@ class Stream:
         return moved
 
 
+def _compared(task: Future[Any]) -> Ticket | None:
+    """Return the ticket of a collective that ranks compare, or None."""
+    return task.ticket if task.ticket is not None and task.ticket.peers is None else None
+
+
 class UnorderedStream(Stream):
     """Operations that do not wait for each other, such as messages between two ranks.
 
-    They have no tickets: ranks do not compare them.
+    Ranks do not compare them: their tickets have peers.
     """
 
     def progress(self) -> bool:
@@ -452,7 +453,6 @@ class ProgressEngine:
         gather: bool = False,
         stream: Stream | None = None,
         ticket: Ticket | None = None,
-        message: MessageCall | None = None,
     ) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
@@ -475,7 +475,8 @@ class ProgressEngine:
         task: Future[T] = Future(work, self)
         stream = stream or self.main
         task.wakes_thread, task.gathers, task.stream = wake, gather, stream.name
-        task.ticket, task.message = ticket, message
+        if ticket is not None:
+            task.ticket, ticket.queued = ticket, clock.now()
         self._callers.add(threading.get_ident())
         stream.queue.append(task)
         if isinstance(stream, UnorderedStream):
@@ -582,7 +583,7 @@ class ProgressEngine:
             others = self.streams[1:]
             yield lambda: all(stream.idle for stream in others)
             for stream in others:  # no other collective follows on this rank
-                stream.begin(ticket.copy())
+                stream.begin(replace(ticket))
             if self.watch is not None:
                 error = yield from self.watch.close(ticket)
                 if error is not None:
@@ -632,10 +633,10 @@ class ProgressEngine:
         """True if nothing is queued or active."""
         return all(stream.idle for stream in self.streams)
 
-    def awaited(self) -> tuple[Stream, float, MessageCall | None] | None:
+    def awaited(self) -> tuple[Stream, float, Ticket | None] | None:
         """Return the stream for which a caller waits, and when the wait began or anything moved.
 
-        The third is the caller's message, if it waits for one. A future of `expect` counts where no
+        The third is the ticket of that for which it waits. A future of `expect` counts where no
         caller waits in `wait`. None if there is none either. Thread-safe.
         """
         waits = list(self._waiters) or self._expected()
@@ -643,7 +644,7 @@ class ProgressEngine:
             return None
         future, since = waits[0]
         stream = next(stream for stream in self.streams if stream.name == future.stream)
-        return stream, max(since, self._moved_at), future.message
+        return stream, max(since, self._moved_at), future.ticket
 
     def _expected(self) -> list[tuple[Future[Any], float]]:
         """Return the pending futures of `expect`, and since when; of a stream, the oldest first."""

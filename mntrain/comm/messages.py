@@ -14,9 +14,10 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.engine import Future, MessageCall, ProgressEngine, Steps, UnorderedStream
+from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
 from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
+from mntrain.comm.ticket import Signature, Ticket
 from mntrain.comm.world_collectives import CollectiveWork
 from mntrain.recorder.events import call_site
 
@@ -176,8 +177,9 @@ class Messages:
             return then()
 
         peers = [self._ranks[r] for r in others]
-        call = MessageCall("the start of a group", call_site(), peers, lambda: False)
-        return self._engine.submit(steps(), stream=self._stream, message=call)
+        start = Signature("the start of a group")
+        ticket = Ticket(start, call_site(), peers=peers, may_end=lambda: False)
+        return self._engine.submit(steps(), stream=self._stream, ticket=ticket)
 
     def _work(
         self,
@@ -188,8 +190,8 @@ class Messages:
         *,
         wake: bool,
     ) -> CollectiveWork:
-        call = MessageCall(what, call_site(), peers, may_end)
-        future = self._engine.submit(steps, wake=wake, stream=self._stream, message=call)
+        ticket = Ticket(Signature(what), call_site(), peers=peers, may_end=may_end)
+        future = self._engine.submit(steps, wake=wake, stream=self._stream, ticket=ticket)
         return CollectiveWork(self._engine, [future])
 
 

@@ -394,7 +394,7 @@ class WorldCollectives:
         ticket.signature = call._replace(parts=len(several))
         for spans in several:
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
-            yield ticket.copy(), staged, self._host
+            yield dataclasses.replace(ticket), staged, self._host
 
 
 def _without_mode(tensor: Tensor) -> Tensor:

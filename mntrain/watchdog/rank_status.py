@@ -122,9 +122,9 @@ def print_stack(pid: int) -> None:
 def _wait_of(progress: ProgressEngine, stalled_s: float) -> Wait | None:
     if (awaited := progress.awaited()) is None:
         return None
-    stream, _, message = awaited
-    if message is not None:
-        call = message.what, message.site, stalled_s, None, message.peers, True, message.may_end()
+    stream, _, own = awaited
+    if own is not None and own.peers is not None and own.may_end is not None:
+        call = str(own.signature), own.site, stalled_s, None, own.peers, True, own.may_end()
         return Wait(stream.name, 0, *call)
     if (ticket := stream.oldest) is None:  # the stack shows it
         return Wait(stream.name, stream.begun, START, "", stalled_s, None, stream.ranks)
