@@ -38,6 +38,7 @@ from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.staging import DeviceCopy, Devices
 from mntrain.comm.ticket import AlgorithmChoice, digest_of
 from mntrain.comm.topology import Topology
+from mntrain.comm.waits import OwnClock
 from mntrain.comm.world_collectives import Members, WorldCollectives
 from mntrain.device_kernels import DeviceKernels
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
@@ -130,7 +131,7 @@ class Ranks:
         algorithm: name of the algorithm that reduces full buckets.
         link: between two nodes, measured or given (`mntrain.comm.link.Link`); None of one node.
         settings: the options (`mntrain.options.config.WorldConfig`).
-        waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
+        waits: the clock of this rank without its waits for others (`mntrain.comm.waits.OwnClock`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         output: notes and warnings for the user (`mntrain.output.Output`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
@@ -271,8 +272,7 @@ class Ranks:
         self._resources.callback(self.watchdog.leave_world)
         engine.watch = DisagreementWatch(comm, engine.streams, partial(AgreedError, rank=rank))
         self._resources.callback(engine.close)
-        self.waits = engine.waits
-        self.waits.observe = self.recorder.span
+        engine.observe = self.recorder.span
 
     def _make_collectives(self) -> None:
         """Choose how tensors on GPUs travel, and make the collectives over all ranks."""
@@ -280,7 +280,7 @@ class Ranks:
         self._devices = None
         if self.device.type == "cuda":
             self._devices = Devices(self.device, DeviceCopy(self.device), self.kernels.add)
-        self.waits.copier = self._devices.copier if self._devices else None
+        self.waits = OwnClock(engine, self._devices.copier if self._devices else None)
         context = transport.TransportContext(
             comm, node, self.topology, engine, self._devices, self._gpus, self._resources
         )
@@ -471,9 +471,7 @@ class Ranks:
 
     def _gather(self, name: str, value: T) -> list[T]:
         """Return every rank's object, for a call of this name, which ranks compare. Collective."""
-        gathered = self.collectives.gather_objects(value, name)
-        with self.waits.waiting(gather=True):
-            return gathered.wait()
+        return self.collectives.gather_objects(value, name).wait()
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective.

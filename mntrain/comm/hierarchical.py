@@ -46,14 +46,13 @@ from mntrain.comm.resources import (
 )
 from mntrain.comm.small_messages import small_collective
 from mntrain.comm.ticket import Ticket
-from zero.collectives import Work
 
 BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
 
 
 def run_hierarchical(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Pipelined | Steps[Work | None]:
+) -> Pipelined | Steps[torch.cuda.Event | None]:
     """Return the steps of one call on this rank, which the engine runs. Local."""
     call = ticket.signature
     assert call.choice is not None
@@ -70,7 +69,7 @@ def chunked_collective(
     access: TensorAccess,
     context: CommContext,
     chunks: Sequence[Chunk],
-) -> Generator[Test | Iterator[NumberedChunk], None, Work | None]:
+) -> Generator[Test | Iterator[NumberedChunk], None, torch.cuda.Event | None]:
     """Run a call on a flat tensor in these chunks, as `engine.Pipelined`."""
     flags = context.flags if len(plan.members) > 1 else None
     access.begin()

@@ -167,25 +167,29 @@ class Devices:
 class StreamOrderedWork:
     """Work whose result is ordered for the caller's stream, but may not be ready for the host.
 
-    `end` returns the event of its end. Each `wait` calls it, and others may call it before. It
-    waits for the work `before`, if there is one.
+    `end` returns the events of its end, and waits for the works `before`. Each `wait` calls it, in
+    the context that `waiting` returns.
     """
 
     def __init__(
         self,
         copier: DeviceCopy,
-        end: Callable[[], torch.cuda.Event],
-        before: Work | None = None,
+        waiting: Callable[[], AbstractContextManager[object]],
+        end: Callable[[], Sequence[torch.cuda.Event]],
+        before: Sequence[Work] = (),
     ) -> None:
-        self._copier, self._end, self._before = copier, end, before
+        self._copier, self._waiting, self._end, self.before = copier, waiting, end, before
 
     def done(self) -> bool:
         """Return whether the device has come to the end. Local."""
-        return (self._before is None or self._before.done()) and bool(self._end().query())
+        before = [work.done() for work in self.before]  # each progresses then
+        return all(before) and all(event.query() for event in self._end())
 
     def wait(self) -> None:
         """Make the caller's stream wait for the end."""
-        self._copier.wait_on_stream(self._end())
+        with self._waiting():
+            for event in self._end():
+                self._copier.wait_on_stream(event)
 
 
 class DeviceAccess(TensorAccess):
@@ -203,11 +207,10 @@ class DeviceAccess(TensorAccess):
         """Return True when the caller's work on the tensor is done."""
         return bool(self._ready.query())
 
-    def give_back(self) -> Work:
-        """Return work that ends with the side stream's work so far."""
+    def give_back(self) -> torch.cuda.Event:
+        """Return the end of the side stream's work so far."""
         with self._copier.side_stream():
-            end = self._copier.record_event()
-        return StreamOrderedWork(self._copier, lambda: end)
+            return self._copier.record_event()
 
 
 def chunks(
@@ -284,13 +287,13 @@ class StagedAccess(TensorAccess):
         """Return True when the buffer holds the chunk."""
         return bool(self._fetched.query())
 
-    def give_back(self) -> Work:
-        """Start to copy the result back, and free the buffer after that."""
+    def give_back(self) -> torch.cuda.Event:
+        """Start to copy the result back, free the buffer after that, and return the end."""
         copier = self._staging.copier
         views = self._views(self._comes)
         end = copier.copy_to_device([(target, source) for source, target in views])
         self._staging.free_after[self._buffer] = [end]
-        return StreamOrderedWork(copier, lambda: end)
+        return end
 
     def _views(self, which: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
         """Return views of the buffer and of the tensor, by span."""

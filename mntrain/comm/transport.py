@@ -223,7 +223,8 @@ def _connect_nccl(
         )
 
     cross = progress.call(make).wait()
-    return nccl.NodeFirstCollectives(group, cross, devices.copier, devices.add), ""
+    waiting = progress.waiting
+    return nccl.NodeFirstCollectives(group, cross, devices.copier, devices.add, waiting), ""
 
 
 def _call(progress: ProgressEngine, function: Callable[[], None]) -> None:

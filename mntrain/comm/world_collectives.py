@@ -18,7 +18,15 @@ from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.resources import Algorithm, BufferPool, CommContext, TensorAccess
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
-from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
+from mntrain.comm.staging import (
+    DeviceAccess,
+    DeviceCopy,
+    Devices,
+    StagedAccess,
+    Staging,
+    StreamOrderedWork,
+    chunks,
+)
 from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb
 from mntrain.comm.topology import Topology
 from mntrain.recorder.events import call_site
@@ -46,41 +54,12 @@ class Members(NamedTuple):
     topology: Topology
 
 
-class CollectiveWork:
-    """The work of one call: its collectives on the engine, and their last part on the device."""
-
-    def __init__(
-        self,
-        engine: ProgressEngine,
-        futures: Sequence[Future[Work | None]],
-        last_parts: Sequence[Work] = (),
-    ) -> None:
-        self._engine, self._futures, self._last_parts = engine, futures, last_parts
-
-    def done(self) -> bool:
-        """Return whether the collectives have finished, and let them progress; see `Work.done`."""
-        self._engine.check_open()
-        pending = [future for future in self._futures if not future.done]
-        if pending:
-            self._engine.progress_in_thread(pending)
-        return not pending and all(work.done() for work in self._last_parts)
-
-    def wait(self) -> None:
-        """Return when the result may be used; see `Work.wait`."""
-        if all(future.done for future in self._futures):
-            self._take_last_parts()
-            if not self._last_parts:
-                return
-        with self._engine.waits.waiting():
-            self._take_last_parts()
-            for work in self._last_parts:
-                work.wait()
-
-    def _take_last_parts(self) -> None:
-        if self._futures:
-            found = [future.wait() for future in self._futures]
-            self._last_parts = [work for work in found if work is not None]
-            self._futures = ()  # they hold the tensor
+def futures_of(works: Iterable[Work]) -> list[Future[Any]]:
+    """Return the futures among works, and those that works of a device wait for."""
+    found: list[Work] = []
+    for work in works:
+        found += work.before if isinstance(work, StreamOrderedWork) else [work]
+    return [work for work in found if isinstance(work, Future)]
 
 
 def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
@@ -88,7 +67,7 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
 
     See `Future.call_when_done`. For a work that is complete already, at once.
     """
-    futures = [it for work in works if isinstance(work, CollectiveWork) for it in work._futures]
+    futures = futures_of(works)
     left, lock = len(futures), threading.Lock()
 
     def ended() -> None:
@@ -107,9 +86,8 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
 
 def expect(works: Iterable[Work]) -> None:
     """Let works count as waited for from now on, and progress; see `ProgressEngine.expect`."""
-    for work in works:
-        if isinstance(work, CollectiveWork):
-            work._engine.expect(work._futures)
+    for future in futures_of(works):
+        future.engine.expect([future])
 
 
 class CollectiveOptions(TypedDict, total=False):
@@ -237,7 +215,9 @@ class WorldCollectives:
             tag = self._host.comm.tag(ticket.digest)
             return (yield from small_messages.gather_packed(self._host.comm, packed, tag))
 
-        return self._submit(steps, what)
+        future = self._submit(steps, what)
+        future.of_objects = True
+        return future
 
     @property
     def no_shared_memory_reason(self) -> str:
@@ -257,7 +237,7 @@ class WorldCollectives:
     @property
     def waited_s(self) -> float:
         """Seconds so far in which callers waited for collectives."""
-        return self._engine.waits.collectives_s
+        return self._engine.waited_s
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -322,11 +302,13 @@ class WorldCollectives:
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.ratio), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
+        copier: DeviceCopy | None = None
         if self._devices is not None and self._devices.copier.owns(tensor):
+            copier = self._devices.copier
             if self.transport == "nccl" and self.node_first is not None and not host_only:
                 work = self.node_first.start(verb, tensor, bounds, wire)
                 if work is not None:
-                    return CollectiveWork(engine, (), [work])
+                    return work
             parts = self._device_parts(ticket, tensor, self._devices, host_only=host_only)
         elif not tensor.is_cpu:
             own = self._devices.device if self._devices is not None else "cpu"
@@ -339,18 +321,19 @@ class WorldCollectives:
             )
             for part in parts
         ]
-        return CollectiveWork(engine, futures)
+        if copier is None:
+            return futures[0]
+        return StreamOrderedWork(copier, engine.waiting, lambda: _results(futures), futures)
 
     def exchange(
         self, steps: Callable[[Communicator, Ticket], Steps[None]], what: str
-    ) -> CollectiveWork:
+    ) -> Future[None]:
         """Start steps that exchange messages on the communicator. Collective.
 
         `what` names the call, the same on all ranks.
         """
         comm = self._host.comm
-        future = self._submit(lambda ticket: steps(comm, ticket), what)
-        return CollectiveWork(self._engine, [future])
+        return self._submit(lambda ticket: steps(comm, ticket), what)
 
     def _submit(self, steps: Callable[[Ticket], Steps[T]], what: str) -> Future[T]:
         ticket = Ticket(Signature(what), call_site())
@@ -395,6 +378,11 @@ class WorldCollectives:
         for spans in several:
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
             yield dataclasses.replace(ticket), staged, self._host
+
+
+def _results(futures: Iterable[Future[torch.cuda.Event | None]]) -> list[torch.cuda.Event]:
+    """Wait for the parts of a call on a device tensor; return the events of their ends."""
+    return [end for future in futures if (end := future.wait()) is not None]
 
 
 def _without_mode(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -216,7 +216,7 @@ class LateGlooGroup(GlooGroup):
 
         self._stream.add(run)
         end = StreamEvent(self._stream)
-        return StreamOrderedWork(self._device, lambda: end)
+        return StreamOrderedWork(self._device, nullcontext, lambda: [end])
 
     def shutdown(self):
         self._stream.close()

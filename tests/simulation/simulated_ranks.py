@@ -90,21 +90,22 @@ class _SteppedEngine(ProgressEngine):
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done, as the library's engine does."""
-        if not self.stepped or future.done:
+        if not self.stepped or future.ended:
             super().drive_until(future)
             return
 
         def step() -> bool:
-            while not future.done and self._test_all():
+            while not future.ended and self._test_all():
                 pass
-            if not future.done:
+            if not future.ended:
                 self._rest(moved=False)
-            return future.done
+            return future.ended
 
         waiter = future, clock.now()
         self._waiters.append(waiter)
         self.time.take_steps(step)
         self._waiters.remove(waiter)
+        self.count_wait(*waiter)
 
 
 class SimulatedRanks:
