@@ -51,9 +51,6 @@ BYTES_IN_FLIGHT = 4 << 20
 AT_ONCE_BYTES = 64 << 10
 # Chunks of a broadcast down a chain, for each node but the first and the last.
 CHAIN_CHUNKS = 4
-# From this size on, a broadcast that is too short for a chain travels in parts. A shorter one goes
-# down a tree, in fewer messages.
-SCATTERED_BYTES = 128 << 10
 # Chunks in flight: enough to fill a link while other ranks compute on the core.
 CHUNKS_IN_FLIGHT = 8
 # Of a call alone, but a broadcast, where several nodes send to one by several lanes: parts of more
@@ -231,13 +228,8 @@ class HierarchyPlan:
         return _in_order(chunks)
 
     def broadcast(self, numel: int, itemsize: int, lengths: Lengths) -> tuple[Chunk, ...]:
-        """Return the chunks of a broadcast, which take the lanes in turn.
-
-        Those of one part travel whole, by `route`. A tensor that is too short for a chain of so
-        many nodes, and too long for a tree, travels in parts: the root scatters them, and nodes
-        exchange them as in the second half of an all-reduce. So its link carries them twice.
-        """
-        count, hops = len(self.nodes.nodes), len(self.widths) - 1
+        """Return the chunks of a broadcast, which take the lanes in turn and travel by `route`."""
+        count = len(self.nodes.nodes)
         # In a chain, a chunk is under way for as long as so many others of its lane, and as many
         # latencies; between them it costs a node one message.
         wanted = max(lengths.min_chunks, CHAIN_CHUNKS * (count - 2) * self.lanes)
@@ -245,14 +237,7 @@ class HierarchyPlan:
         most = min(lengths.most, max(AT_ONCE_BYTES, least)) if lengths.at_once else lengths.most
         of_chain = lengths._replace(most=most, min_chunks=wanted, link_least=least)
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, of_chain))
-        in_parts = count > 4 and 2 * len(cuts) < 3 * (count - 2) * self.lanes
-        if not in_parts or numel * itemsize < SCATTERED_BYTES:
-            return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
-        cuts = _cut((0, numel), _chunk_length(numel, itemsize, lengths, 2 * hops))
-        line = max(1, LINE_BYTES // itemsize)
-        return _in_order(
-            [(n, n % self.lanes, tuple(_aligned(c, count, line)), ()) for n, c in enumerate(cuts)]
-        )
+        return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:
         """Return the span of a rank's shard."""

@@ -15,8 +15,7 @@ chunk, which the others send to it, and sends them the result: the least possibl
 in both directions at once. Up to four nodes do so directly, in the latency of two messages (over a
 ring of M nodes: 2 (M - 1)), and more nodes hop by hop, in groups (`HierarchyPlan.widths`). An
 all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
-shards (`HierarchyPlan.gathers_on_ring`). A broadcast of middle size scatters parts over the nodes
-and then goes that half of the way, too (van de Geijn, 1994).
+shards (`HierarchyPlan.gathers_on_ring`).
 
 Sums are made here, in the order of a node's ranks or of a hop's nodes, and in fp32 or wider: MPI
 has no dependable sum of bf16 and fp16. Whichever rank owns an element, its sum has the same order,
@@ -28,7 +27,6 @@ MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -149,19 +147,13 @@ class ChunkedCall:
                 yield from self._gather(chunk, take, lacking, {})
 
     def broadcast(self, chunk: Chunk, root: int, chunks: int) -> Steps[None]:
-        """Copy one of `chunks` chunks from the root's node to the others: whole, or in parts."""
-        plan, span, peers = self._plan, (chunk.parts[0][0], chunk.parts[-1][1]), self._peers
+        """Copy one of `chunks` chunks from the root's node to the others."""
+        (span,), plan, peers = chunk.parts, self._plan, self._peers
         first = plan.nodes.node(root)
         if plan.node == first and root != self._comm.rank:
             source = plan.nodes.local_rank(root)
             yield from self._fetch(chunk, span, source)
             peers = [peer for peer in peers if peer != source]
-        if len(chunk.parts) > 1:
-            sends = yield from self._scatter(chunk, first)
-            with self._context.buffers.lease() as take:
-                yield from self._gather(chunk, take, peers, {}, first)
-            yield sends.test
-            return
         before, after = plan.route(root, chunks)
         buffer = self._buffer(span)
         if before is not None:
@@ -208,49 +200,28 @@ class ChunkedCall:
                 yield from self._publish(chunk, span, self._receivers(chunk))
             yield Requests.of(*(requests for _, requests in sent.values())).test
 
-    def _scatter(self, chunk: Chunk, first: int) -> Steps[Requests]:
-        """Get what this node is to hold from the first node, and start to send partners theirs.
-
-        A node that holds spans before a hop differs from the first one in later hops alone.
-        """
-        plan, node, widths = self._plan, self._plan.node, self._plan.widths
-        sends = list[Requests]()
-        for hop, (above, width) in enumerate(pairwise(widths)):
-            if (node - first) % above == 0:
-                sends += [
-                    self._send(chunk, partner, self._buffer(span))
-                    for partner in plan.partners(hop)
-                    for span in plan.held(chunk, partner, hop + 1)
-                ]
-            elif (node - first) % width == 0:
-                source = node // above * above + first % above
-                for span in plan.held(chunk, node, hop + 1):
-                    yield self._receive(chunk, source, self._buffer(span)).test
-        return Requests.of(*sends)
-
     def _gather(
         self,
         chunk: Chunk,
         take: Take,
         lacking: Collection[int],
         sent: dict[int, tuple[BufferView, Requests]],
-        first: int | None = None,
     ) -> Steps[None]:
         """Send partners what this node holds, from the last hop to the first, and get theirs.
 
         `lacking` are the local ranks that lack this node's own part. What was `sent` to a node
-        before, as a sum, comes back in the same buffer. The node `first`, if any, has everything.
+        before, as a sum, comes back in the same buffer.
         """
         plan, sends = self._plan, list[Requests]()
         hops = len(plan.widths) - 1
-        new = [(s, lacking) for s in plan.held(chunk, plan.node, 0 if plan.node == first else hops)]
+        new = [(span, lacking) for span in plan.held(chunk, plan.node, hops)]
         for hop in reversed(range(hops)):
             partners = plan.partners(hop)
             if own := plan.held(chunk, plan.node, hop + 1):
                 packed = yield from self._packed(take, own)
-                sends += [self._send(chunk, node, packed) for node in partners if node != first]
+                sends += [self._send(chunk, node, packed) for node in partners]
             arriving = []
-            for node in reversed(partners) if plan.node != first else ():
+            for node in reversed(partners):
                 spans = plan.held(chunk, node, hop + 1)
                 if node in sent:
                     buffer, requests = sent[node]
@@ -446,10 +417,7 @@ class ChunkedCall:
         sent: Sequence[Span]
         received: Sequence[Span]
         if call.verb == "broadcast":
-            whole = [(parts[0][0], parts[-1][1])]
-            has_root = node == plan.nodes.node(call.root)
-            sent = whole if call.root == rank else ()
-            received = () if sent else whole if has_root else [own, *gathered]
+            sent, received = ([own], []) if call.root == rank else ([], [own])
         elif call.verb == "all_gather":
             if plan.gathers_on_ring:
                 gathered = [parts[(node - step) % len(parts)] for step in range(1, len(parts))]
