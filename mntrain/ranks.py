@@ -35,11 +35,11 @@ from mntrain.comm.link import Link
 from mntrain.comm.links import measure_link
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
-from mntrain.comm.staging import DeviceCopy, Devices
+from mntrain.comm.staging import DeviceCopy
 from mntrain.comm.ticket import AlgorithmChoice, digest_of
 from mntrain.comm.topology import Topology
 from mntrain.comm.waits import OwnClock
-from mntrain.comm.world_collectives import Members, WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.device_kernels import DeviceKernels
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
 from mntrain.options.config import WorldConfig
@@ -277,18 +277,18 @@ class Ranks:
     def _make_collectives(self) -> None:
         """Choose how tensors on GPUs travel, and make the collectives over all ranks."""
         comm, node, engine = self._comm, self._node, self._engine
-        self._devices = None
+        self._copier = None
         if self.device.type == "cuda":
-            self._devices = Devices(self.device, DeviceCopy(self.device), self.kernels.add)
-        self.waits = OwnClock(engine, self._devices.copier if self._devices else None)
+            self._copier = DeviceCopy(self.device, self.kernels.add)
+        self.waits = OwnClock(engine, self._copier)
         context = transport.TransportContext(
-            comm, node, self.topology, engine, self._devices, self._gpus, self._resources
+            comm, node, self.topology, engine, self._copier, self._gpus, self._resources
         )
         try:
             selected = transport.select_transport(self.settings.transport, context)
         except ValueError as error:
             raise AgreedError(str(error), self.rank) from None
-        warning = self._devices.copier.warning if self._devices else ""
+        warning = self._copier.warning if self._copier else ""
         self.transport: str = selected.name
         self.transport_line = "; ".join(filter(None, [selected.line, warning]))
         self.algorithm = self.settings.algorithm
@@ -301,9 +301,11 @@ class Ranks:
 
         def make() -> WorldCollectives:
             return WorldCollectives(
-                Members(comm, node, self.topology),
+                comm,
+                node,
+                self.topology,
                 engine,
-                self._devices,
+                self._copier,
                 choice=AlgorithmChoice(self.algorithm, link=self.link),
                 transport=selected.name or "host",
                 node_first=selected.node_first,
@@ -393,9 +395,11 @@ class Ranks:
         mates = topology.node_group(rank)
         local_ranks = [mates.index(r) for r in ranks if r in mates]
         return WorldCollectives(
-            Members(comm, node, Topology(tuple(nodes))),
+            comm,
+            node,
+            Topology(tuple(nodes)),
             self._engine,
-            self._devices,
+            self._copier,
             stream=self._engine.add_stream(name, ranks, timeout_s),
             choice=world.choice,
             transport="host" if world.transport == "nccl" else world.transport,
@@ -442,7 +446,7 @@ class Ranks:
             cross_bytes=traffic.bytes["cross"],
             communication_s=busy_s,
             exposed_s=min(self.collectives.waited_s, busy_s),
-            pinned_memory=self._devices.copier.pinned_bytes if self._devices else 0,
+            pinned_memory=self._copier.pinned_bytes if self._copier else 0,
             buffer_memory=traffic.buffer_bytes,
             before_bytes=round(traffic.before_bytes),
             compressed_bytes=traffic.compressed_bytes,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
 from mntrain.comm.staging import (
     DeviceAccess,
     DeviceCopy,
-    Devices,
     StagedAccess,
     Staging,
     StreamOrderedWork,
@@ -44,14 +43,6 @@ NO_WAKE_BYTES = 128 << 10
 
 Transport = Literal["host", "cuda-aware", "nccl"]
 Part = tuple[Ticket, TensorAccess, CommContext]
-
-
-class Members(NamedTuple):
-    """The ranks of collectives: their communicators, and where they lie."""
-
-    comm: Communicator  # of all
-    node: Communicator  # of those on this rank's node
-    topology: Topology
 
 
 def futures_of(works: Iterable[Work]) -> list[Future[Any]]:
@@ -108,9 +99,11 @@ class WorldCollectives:
 
     Immutable: `replace` returns collectives with other options, over the same communicator and
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
-    Construction is collective over the ranks, on the engine's thread. `devices` is given by all
-    ranks or by none. `stream` is by default the engine's main one, and `memory` that of the node's
-    ranks, made here by default. All ranks give the same options, the last five to `replace` only:
+    Construction is collective over the ranks, which are those of `comm`, on the engine's thread.
+    `node` has the ranks of this rank's node, and `topology` the node of each. `copier` is given by
+    all ranks or by none. `stream` is by default the engine's main one, and `memory` that of the
+    node's ranks, made here by default. All ranks give the same options, the last five to `replace`
+    only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -125,9 +118,11 @@ class WorldCollectives:
 
     def __init__(
         self,
-        members: Members,
+        comm: Communicator,
+        node: Communicator,
+        topology: Topology,
         engine: ProgressEngine,
-        devices: Devices | None = None,
+        copier: DeviceCopy | None = None,
         *,
         choice: AlgorithmChoice,
         stream: Stream | None = None,
@@ -135,7 +130,6 @@ class WorldCollectives:
         node_first: NodeFirstCollectives | None = None,
         memory: NodeSharedMemory | None = None,
     ) -> None:
-        comm, node, topology = members
         self.rank, self.size = comm.rank, comm.size
         self.choice, self.label, self.ratio = choice, "", 1.0
         self.transport, self.node_first = transport, node_first
@@ -145,17 +139,17 @@ class WorldCollectives:
         self._node = node
         self.memory = NodeSharedMemory(node) if memory is None else memory
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
-        self._engine, self._devices, self._stream = engine, devices, stream or engine.main
+        self._engine, self._copier, self._stream = engine, copier, stream or engine.main
         flags = SharedFlags(self.memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(comm.traffic), add)
-        if devices is not None:
-            self._staging = Staging(self.memory, devices.copier, devices.buffer_bytes)
+        if copier is not None:
+            self._staging = Staging(self.memory, copier)
             self._device = dataclasses.replace(
                 self._host,
-                buffers=BufferPool(comm.traffic, devices.device),
-                add=devices.add,
-                fence=devices.fence,
-                run=devices.run_on_side_stream,
+                buffers=BufferPool(comm.traffic, copier.device),
+                add=copier.add,
+                fence=copier.fence,
+                run=copier.run_on_side_stream,
             )
 
     def replace(self, **options: Unpack[CollectiveOptions]) -> "WorldCollectives":
@@ -178,14 +172,14 @@ class WorldCollectives:
         """
 
         def make() -> WorldCollectives:
-            other, devices = copy.copy(self), self._devices
+            other, copier = copy.copy(self), self._copier
             flags = SharedFlags(self.memory, self._node.rank, self._node.size)
             own: dict[str, Any] = {"comm": self._host.comm.duplicate(name), "flags": flags}
             other._stream = self._engine.add_stream(name)
             other._host = dataclasses.replace(self._host, **own)
-            if devices is not None:
+            if copier is not None:
                 other._device = dataclasses.replace(self._device, **own)
-                other._staging = Staging(self.memory, devices.copier, devices.buffer_bytes)
+                other._staging = Staging(self.memory, copier)
             return other
 
         return self.call_together(make, f"a new stream, {name}").wait()
@@ -296,22 +290,21 @@ class WorldCollectives:
         tensor = _without_mode(tensor) if tensor.is_inference() else tensor
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
-        long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
-        wake = long if self.wakes is None else self.wakes or self._devices is not None
-        gather = self.gathers and small and self._devices is None
+        long = not small and (self._copier is not None or nbytes > NO_WAKE_BYTES)
+        wake = long if self.wakes is None else self.wakes or self._copier is not None
+        gather = self.gathers and small and self._copier is None
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.ratio), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
-        copier: DeviceCopy | None = None
-        if self._devices is not None and self._devices.copier.owns(tensor):
-            copier = self._devices.copier
+        copier = self._copier if self._copier is not None and self._copier.owns(tensor) else None
+        if copier is not None:
             if self.transport == "nccl" and self.node_first is not None and not host_only:
                 work = self.node_first.start(verb, tensor, bounds, wire)
                 if work is not None:
                     return work
-            parts = self._device_parts(ticket, tensor, self._devices, host_only=host_only)
+            parts = self._device_parts(ticket, tensor, copier, host_only=host_only)
         elif not tensor.is_cpu:
-            own = self._devices.device if self._devices is not None else "cpu"
+            own = self._copier.device if self._copier is not None else "cpu"
             raise ValueError(
                 f"a tensor on {tensor.device}, and this rank communicates on {own}: move it there"
             )
@@ -352,15 +345,15 @@ class WorldCollectives:
         return self._algorithms[name]
 
     def _device_parts(
-        self, ticket: Ticket, tensor: Tensor, devices: Devices, *, host_only: bool
+        self, ticket: Ticket, tensor: Tensor, copier: DeviceCopy, *, host_only: bool
     ) -> Iterator[Part]:
         """Yield the collectives that a call on a device tensor is made of, the same on all ranks.
 
         MPI takes it where it lies, or it is staged in host memory, in several chunks if it is long.
         """
-        call, ready = ticket.signature, devices.copier.record_event()
+        call, ready = ticket.signature, copier.record_event()
         if self.transport == "cuda-aware" and not host_only:
-            access = DeviceAccess(tensor, call.bounds, devices.copier, ready)
+            access = DeviceAccess(tensor, call.bounds, copier, ready)
             ticket.signature = call._replace(small=False)
             yield ticket, access, self._device
             return
@@ -373,7 +366,7 @@ class WorldCollectives:
             goes, comes = [own], [slot for slot in range(self.size) if slot != own]
         elif call.verb == "broadcast":
             goes, comes = (None, []) if call.root == self.rank else ([], None)
-        several = chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole)
+        several = chunks(call.bounds, tensor.element_size(), copier.buffer_bytes, whole=whole)
         ticket.signature = call._replace(parts=len(several))
         for spans in several:
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)

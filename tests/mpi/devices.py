@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 from mntrain.comm.nccl import shared_store
-from mntrain.comm.staging import StreamOrderedWork
+from mntrain.comm.staging import DeviceCopy, StreamOrderedWork
 from zero.kernels import add
 
 
@@ -68,13 +68,13 @@ class TimedStreamEvent(StreamEvent):
         return 1e3 * (end._at - self._at)
 
 
-class LateDevice:
-    """A `DeviceCopy` whose memory is the host's, but is written and read late.
+class LateDevice(DeviceCopy):
+    """One whose memory is the host's, but is written and read late.
 
     `to_host` and `to_device` count the elements copied.
     """
 
-    warning = ""
+    device, warning = torch.device("cpu"), ""
 
     def __init__(self, seed=0):
         self._tensors = []  # all tensors of the device, kept so that their addresses stay valid

@@ -33,7 +33,7 @@ from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.mpi import Communicator
 from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import Members, WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError
 from mntrain.recorder.events import call_site
 
@@ -57,8 +57,9 @@ class Rank:
         if ranks.watched:
             make_error = partial(AgreedError, rank=number)
             self.engine.watch = DisagreementWatch(comm, self.engine.streams, make_error)
-        members = Members(comm, self.node, topology)
-        made = partial(WorldCollectives, members, self.engine, choice=ranks.choice)
+        made = partial(
+            WorldCollectives, comm, self.node, topology, self.engine, choice=ranks.choice
+        )
         self.collectives: WorldCollectives = self.engine.call(made).wait()
 
     def gather(self, value: Any) -> list[Any]:
