@@ -295,7 +295,7 @@ def collective(
     from network import NetworkModel  # noqa: PLC0415 - as above
     from simulated_ranks import Rank, SimulatedRanks  # noqa: PLC0415 - as above
 
-    from mntrain.comm import chunk_plan, hierarchical  # noqa: PLC0415 - as above
+    from mntrain.comm import chunk_plan  # noqa: PLC0415 - as above
     from mntrain.comm import link as links  # noqa: PLC0415 - as above
     from mntrain.comm.ticket import AlgorithmChoice  # noqa: PLC0415 - as above
 
@@ -339,14 +339,14 @@ def collective(
     )
     gc.collect()
     gc.disable()  # it would look at millions of objects again and again
-    in_flight, least = hierarchical.CHUNKS_IN_FLIGHT, chunk_plan.MIN_CHUNK_BYTES
+    in_flight, least = chunk_plan.CHUNKS_IN_FLIGHT, chunk_plan.MIN_CHUNK_BYTES
     chunk_plan.MIN_CHUNK_BYTES = 1 if chunk_kib else least
     if lane and nodes > 2 and verb != "broadcast":  # as of each lane of several
-        hierarchical.CHUNKS_IN_FLIGHT = hierarchical.CROWDED_CHUNKS_IN_FLIGHT
+        chunk_plan.CHUNKS_IN_FLIGHT = chunk_plan.CROWDED_CHUNKS_IN_FLIGHT
     try:
         begins, ends, messages, sent, peers, buffers = zip(*ranks.run(program), strict=True)
     finally:
-        hierarchical.CHUNKS_IN_FLIGHT, chunk_plan.MIN_CHUNK_BYTES = in_flight, least
+        chunk_plan.CHUNKS_IN_FLIGHT, chunk_plan.MIN_CHUNK_BYTES = in_flight, least
         gc.enable()
     print(f"{verb}, {nodes} nodes of {per_node}, {kib} KiB, {link.name}", file=sys.stderr)
     return {

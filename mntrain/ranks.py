@@ -35,17 +35,18 @@ from mntrain.comm.link import Link
 from mntrain.comm.links import measure_link
 from mntrain.comm.messages import Messages
 from mntrain.comm.shared_memory import NodeSharedMemory
-from mntrain.comm.staging import DeviceCopy, Devices
-from mntrain.comm.ticket import INTERNAL, AlgorithmChoice, digest_of
+from mntrain.comm.staging import DeviceCopy
+from mntrain.comm.ticket import AlgorithmChoice, digest_of
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import Members, WorldCollectives
+from mntrain.comm.waits import OwnClock
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.device_kernels import DeviceKernels
 from mntrain.errors import AgreedError, ExceptionWatch, RemoteRankError, start_mpi
 from mntrain.options.config import WorldConfig
 from mntrain.options.types import construct, port_numbers
 from mntrain.output import Output
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
-from mntrain.recorder.events import Recorder
+from mntrain.recorder.events import INTERNAL, Recorder
 from mntrain.recorder.launch_notes import LaunchNotes
 from mntrain.watchdog.monitor import Limits
 from mntrain.watchdog.relays import MONITORS, Routes
@@ -130,7 +131,7 @@ class Ranks:
         algorithm: name of the algorithm that reduces full buckets.
         link: between two nodes, measured or given (`mntrain.comm.link.Link`); None of one node.
         settings: the options (`mntrain.options.config.WorldConfig`).
-        waits: the time in which this rank waits for others (`mntrain.comm.waits.Waits`).
+        waits: the clock of this rank without its waits for others (`mntrain.comm.waits.OwnClock`).
         recorder: of this rank's events (`mntrain.recorder.events.Recorder`).
         output: notes and warnings for the user (`mntrain.output.Output`).
         transport, transport_line: of GPU tensors, and the reason; empty on CPUs and for one rank.
@@ -151,7 +152,7 @@ class Ranks:
             self.output = Output(self.master)
             self._watch = ExceptionWatch(self.rank, self.size, socket.gethostname())
             self._watch.install()
-            self.recorder = Recorder(self.rank, self.size, INTERNAL)
+            self.recorder = Recorder(self.rank, self.size)
             call_in_child(self.recorder.leave_to_parent)
             self._watch.on_error = self.recorder.error_raised
             self._resources, self._groups = ExitStack(), ExitStack()  # free, collectively
@@ -271,24 +272,23 @@ class Ranks:
         self._resources.callback(self.watchdog.leave_world)
         engine.watch = DisagreementWatch(comm, engine.streams, partial(AgreedError, rank=rank))
         self._resources.callback(engine.close)
-        self.waits = engine.waits
-        self.waits.observe = self.recorder.span
+        engine.observe = self.recorder.span
 
     def _make_collectives(self) -> None:
         """Choose how tensors on GPUs travel, and make the collectives over all ranks."""
         comm, node, engine = self._comm, self._node, self._engine
-        self._devices = None
+        self._copier = None
         if self.device.type == "cuda":
-            self._devices = Devices(self.device, DeviceCopy(self.device), self.kernels.add)
-        self.waits.copier = self._devices.copier if self._devices else None
+            self._copier = DeviceCopy(self.device, self.kernels.add)
+        self.waits = OwnClock(engine, self._copier)
         context = transport.TransportContext(
-            comm, node, self.topology, engine, self._devices, self._gpus, self._resources
+            comm, node, self.topology, engine, self._copier, self._gpus, self._resources
         )
         try:
             selected = transport.select_transport(self.settings.transport, context)
         except ValueError as error:
             raise AgreedError(str(error), self.rank) from None
-        warning = self._devices.copier.warning if self._devices else ""
+        warning = self._copier.warning if self._copier else ""
         self.transport: str = selected.name
         self.transport_line = "; ".join(filter(None, [selected.line, warning]))
         self.algorithm = self.settings.algorithm
@@ -301,9 +301,11 @@ class Ranks:
 
         def make() -> WorldCollectives:
             return WorldCollectives(
-                Members(comm, node, self.topology),
+                comm,
+                node,
+                self.topology,
                 engine,
-                self._devices,
+                self._copier,
                 choice=AlgorithmChoice(self.algorithm, link=self.link),
                 transport=selected.name or "host",
                 node_first=selected.node_first,
@@ -393,9 +395,11 @@ class Ranks:
         mates = topology.node_group(rank)
         local_ranks = [mates.index(r) for r in ranks if r in mates]
         return WorldCollectives(
-            Members(comm, node, Topology(tuple(nodes))),
+            comm,
+            node,
+            Topology(tuple(nodes)),
             self._engine,
-            self._devices,
+            self._copier,
             stream=self._engine.add_stream(name, ranks, timeout_s),
             choice=world.choice,
             transport="host" if world.transport == "nccl" else world.transport,
@@ -442,7 +446,7 @@ class Ranks:
             cross_bytes=traffic.bytes["cross"],
             communication_s=busy_s,
             exposed_s=min(self.collectives.waited_s, busy_s),
-            pinned_memory=self._devices.copier.pinned_bytes if self._devices else 0,
+            pinned_memory=self._copier.pinned_bytes if self._copier else 0,
             buffer_memory=traffic.buffer_bytes,
             before_bytes=round(traffic.before_bytes),
             compressed_bytes=traffic.compressed_bytes,
@@ -471,9 +475,7 @@ class Ranks:
 
     def _gather(self, name: str, value: T) -> list[T]:
         """Return every rank's object, for a call of this name, which ranks compare. Collective."""
-        gathered = self.collectives.gather_objects(value, name)
-        with self.waits.waiting(gather=True):
-            return gathered.wait()
+        return self.collectives.gather_objects(value, name).wait()
 
     def gather_later(self, value: T) -> Future[list[T]]:
         """Start a `gather`, and return a future whose `wait` returns its result. Collective.

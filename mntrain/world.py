@@ -17,13 +17,14 @@ from mntrain import errors
 from mntrain.checkpoint import Saved, Stateful
 from mntrain.checks.finding import print_warnings
 from mntrain.comm.forked import call_in_child
-from mntrain.comm.ticket import Signature, Ticket, call_site
+from mntrain.comm.ticket import Signature, Ticket
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.data.loader import ShardedLoader, ShardOptions, ShardRegistry
 from mntrain.data.source import Divider
 from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
 from mntrain.ranks import Ranks
+from mntrain.recorder.events import call_site
 from mntrain.run.batch_norms import convert_batch_norms
 from mntrain.run.distributed_optimizer import make_optimizer
 from mntrain.run.means import weighted_mean

@@ -20,7 +20,7 @@ class AllRanksError(Exception):
 class Work(Protocol):
     """An asynchronous operation that was started."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Block until the result may be used by the calling thread and its current CUDA stream.
 
         Raises the error of the operation. A second call returns at once.

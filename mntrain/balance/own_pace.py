@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
-from mntrain.comm.waits import Mark, Waits
+from mntrain.comm.waits import Mark, OwnClock
 
 INTERVAL = 10  # batches between the collections of speeds
 
@@ -47,7 +47,7 @@ class OwnPace:
     median batch, since between some batches a loop evaluates or saves.
     """
 
-    def __init__(self, clock: Waits, *, robust: bool = False) -> None:
+    def __init__(self, clock: OwnClock, *, robust: bool = False) -> None:
         self._clock, self._robust = clock, robust
         self.samples, self.seconds = 0, 0.0  # of all batches whose time is known
         self._start: Mark | None = None

@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mntrain.comm.link import power_of_two
-from mntrain.comm.ticket import MIN_CHUNKS, AlgorithmChoice
+from mntrain.comm.ticket import MIN_CHUNKS, AlgorithmChoice, Signature
 from mntrain.comm.topology import Topology
 from zero.layout import split
 
@@ -51,9 +51,11 @@ BYTES_IN_FLIGHT = 4 << 20
 AT_ONCE_BYTES = 64 << 10
 # Chunks of a broadcast down a chain, for each node but the first and the last.
 CHAIN_CHUNKS = 4
-# From this size on, a broadcast that is too short for a chain travels in parts. A shorter one goes
-# down a tree, in fewer messages.
-SCATTERED_BYTES = 128 << 10
+# Chunks in flight: enough to fill a link while other ranks compute on the core.
+CHUNKS_IN_FLIGHT = 8
+# Of a call alone, but a broadcast, where several nodes send to one by several lanes: parts of more
+# chunks queue up on the way to one node, while links to others are free.
+CROWDED_CHUNKS_IN_FLIGHT = 4
 # Nodes exchange parts in groups of so many where that divides their number, else of its factors.
 GROUP = 4
 
@@ -205,7 +207,6 @@ class HierarchyPlan:
         shape = len(self.nodes.nodes), self.lanes, len(self.widths) - 1
         return _all_reduce(shape, numel, itemsize, lengths)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - a world has few plans, which live as long as it does
     def by_shard(
         self, bounds: tuple[int, ...], itemsize: int, lengths: Lengths
     ) -> tuple[Chunk, ...]:
@@ -226,15 +227,9 @@ class HierarchyPlan:
                     number += 1
         return _in_order(chunks)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - as above
     def broadcast(self, numel: int, itemsize: int, lengths: Lengths) -> tuple[Chunk, ...]:
-        """Return the chunks of a broadcast, which take the lanes in turn.
-
-        Those of one part travel whole, by `route`. A tensor that is too short for a chain of so
-        many nodes, and too long for a tree, travels in parts: the root scatters them, and nodes
-        exchange them as in the second half of an all-reduce. So its link carries them twice.
-        """
-        count, hops = len(self.nodes.nodes), len(self.widths) - 1
+        """Return the chunks of a broadcast, which take the lanes in turn and travel by `route`."""
+        count = len(self.nodes.nodes)
         # In a chain, a chunk is under way for as long as so many others of its lane, and as many
         # latencies; between them it costs a node one message.
         wanted = max(lengths.min_chunks, CHAIN_CHUNKS * (count - 2) * self.lanes)
@@ -242,14 +237,7 @@ class HierarchyPlan:
         most = min(lengths.most, max(AT_ONCE_BYTES, least)) if lengths.at_once else lengths.most
         of_chain = lengths._replace(most=most, min_chunks=wanted, link_least=least)
         cuts = _cut((0, numel), _chunk_length(numel, itemsize, of_chain))
-        in_parts = count > 4 and 2 * len(cuts) < 3 * (count - 2) * self.lanes
-        if not in_parts or numel * itemsize < SCATTERED_BYTES:
-            return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
-        cuts = _cut((0, numel), _chunk_length(numel, itemsize, lengths, 2 * hops))
-        line = max(1, LINE_BYTES // itemsize)
-        return _in_order(
-            [(n, n % self.lanes, tuple(_aligned(c, count, line)), ()) for n, c in enumerate(cuts)]
-        )
+        return _in_order([(n, n % self.lanes, (part,), ()) for n, part in enumerate(cuts)])
 
     def shard(self, rank: int, bounds: tuple[int, ...]) -> Span:
         """Return the span of a rank's shard."""
@@ -274,6 +262,29 @@ class HierarchyPlan:
             before, after = place - low, [place + step for step in steps]
         source = (before + first) % count if place else None
         return source, [(node + first) % count for node in after if node < count]
+
+
+@lru_cache(maxsize=1024)
+def chunks_of(
+    plan: HierarchyPlan, call: Signature, bounds: tuple[int, ...]
+) -> tuple[tuple[Chunk, ...], int]:
+    """Return the chunks of a call, and how many may be in flight.
+
+    `bounds` are those of the tensor that is cut: of a part of the call's, if it has several.
+    """
+    choice, dtype = call.choice, call.dtype
+    assert choice is not None
+    assert dtype is not None
+    narrowed = dtype.itemsize // (call.wire or dtype).itemsize
+    lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice, narrowed)
+    most = min(CHUNKS_IN_FLIGHT, lengths.in_flight)
+    if call.verb != "broadcast" and plan.crowded and not choice.concurrent:
+        most = min(most, CROWDED_CHUNKS_IN_FLIGHT)
+    if call.verb == "all_reduce":
+        return plan.all_reduce(bounds[-1], dtype.itemsize, lengths), most
+    if call.verb == "broadcast":
+        return plan.broadcast(bounds[-1], dtype.itemsize, lengths), most
+    return plan.by_shard(bounds, dtype.itemsize, lengths), most
 
 
 @lru_cache(maxsize=256)

@@ -25,10 +25,11 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from inspect import CO_GENERATOR
 from traceback import walk_tb
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -36,9 +37,11 @@ from mntrain.comm import clock
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.mpi import CHUNK_TAGS
 from mntrain.comm.shared_memory import DEPTH
-from mntrain.comm.ticket import Ticket, digest_of, text_of
-from mntrain.comm.waits import Waits
+from mntrain.comm.ticket import MASK, SPREAD, Ticket, digest_of, text_of
 from mntrain.recorder.events import Recorder
+
+if TYPE_CHECKING:
+    from mntrain.comm.waits import OwnClock
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -66,36 +69,27 @@ class Pipelined(NamedTuple):
     latency_bound: bool  # True: its caller waits for nothing else, so polling may be eager
 
 
-class MessageCall(NamedTuple):
-    """A call that waits for single ranks of its stream, for reports; ranks do not compare it."""
-
-    what: str  # such as "recv of 16 bytes from rank 1, tag 0"
-    site: str  # as of a ticket
-    peers: Sequence[int]  # the world's ranks
-    may_end: Callable[[], bool]  # whether it may end although these ranks call nothing more
-
-
 class Future(Generic[T_co]):
-    """A collective or function in a stream, and its result.
+    """A collective or function in a stream, and its result; a `zero.collectives.Work`.
 
     `wakes_thread`: whether the engine's thread runs it while no caller waits; `gathers`: after a
-    while, together with those that follow. `ticket`: of a collective that ranks compare. `message`:
-    of a call that they do not. `stream`: its name. `awaited_since`: see `ProgressEngine.expect`.
+    while, together with those that follow. `of_objects`: whether it gathers small objects.
+    `stream`: its name. `awaited_since`: see `ProgressEngine.expect`.
     """
 
-    wakes_thread, gathers = True, False
+    wakes_thread, gathers, of_objects = True, False, False
     awaited_since: float | None = None
     ticket: Ticket | None = None
-    message: MessageCall | None = None
     stream = ""
 
     def __init__(self, work: Steps[T_co] | Pipelined, engine: "ProgressEngine") -> None:
         self.alone = not isinstance(work, Pipelined)
+        self._steps: Iterator[Any]
         if isinstance(work, Pipelined):
             self._steps, self._max_in_flight, self.latency_bound = work
         else:
             self._steps, self._max_in_flight, self.latency_bound = work, 0, True
-        self._engine = engine
+        self.engine = engine
         self._test: Test | None = None
         self.passed = 0  # tests so far
         self._unstarted: Iterator[NumberedChunk] = iter(())
@@ -104,7 +98,7 @@ class Future(Generic[T_co]):
         self.all_started = self.alone
         # Chunks in flight and the test that each waits for, in the order of their numbers.
         self.in_flight: list[tuple[NumberedChunk, Test]] = []
-        self.done = False
+        self.ended = False
         self._result: T_co | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
@@ -115,7 +109,7 @@ class Future(Generic[T_co]):
         At once if that is so already. The function must not raise, and may not wait for others.
         """
         self._callbacks.append(function)
-        if self.done or self._engine.abandoned:  # `_halt` tells after it has set that
+        if self.ended or self.engine.abandoned:  # `_halt` tells after it has set that
             self.tell()
 
     def tell(self) -> None:
@@ -127,9 +121,18 @@ class Future(Generic[T_co]):
                 return
             function()
 
+    def done(self) -> bool:
+        """Return whether the steps have run, and let them progress; see `Work.done`."""
+        self.engine.check_open()
+        if not self.ended:
+            self.engine.progress_in_thread([self])
+        return self.ended
+
     def wait(self) -> T_co:
         """Block until the steps have run; return their result or raise their error. Repeatable."""
-        self._engine.drive_until(self)
+        if not self.ended:
+            with self.engine.waiting():
+                self.engine.drive_until(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # T may itself be None
@@ -141,6 +144,8 @@ class Future(Generic[T_co]):
 
     def advance(self, limit: float = math.inf) -> bool:
         """Pass tests that succeed, up to `limit` in all; return whether anything happened."""
+        if self.ended:
+            return False
         moved = False
         try:
             while self._test is None or (self.passed < limit and self._test()):
@@ -154,8 +159,8 @@ class Future(Generic[T_co]):
                     self.all_started = self._next is None
                     self._test = self._chunks_ended
         except StopIteration as end:
-            self._result, self.done = end.value, True
-            self.tell()
+            self._result = end.value
+            self._end()
         return moved
 
     def start_chunks(self, others: int, oldest: int | None) -> bool:
@@ -207,7 +212,12 @@ class Future(Generic[T_co]):
         frames = (frame for frame, _ in walk_tb(error.__traceback__))
         over = [dict(it.f_locals) for it in frames if it.f_code.co_flags & CO_GENERATOR]
         _keep(over, self._steps, self._test, self._next, *self.in_flight)
-        self._error, self.done = error, True
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        """Tell those that wait, and let go of the steps, which hold tensors."""
+        self._steps, self._test, self.ended = iter(()), None, True
         self.tell()
 
     def _chunks_ended(self) -> bool:
@@ -262,14 +272,14 @@ class Stream:
 
     @property
     def submitted(self) -> int:
-        """The number of tickets that have begun or are queued."""
-        return self.begun + sum(task.ticket is not None for task in self.queue)
+        """The number of collectives that have begun or are queued, of those that ranks compare."""
+        return self.begun + sum(_compared(task) is not None for task in self.queue)
 
     @property
     def oldest(self) -> Ticket | None:
         """The ticket of the oldest collective that has begun and not finished. Thread-safe."""
         try:
-            return self.active[0].ticket
+            return _compared(self.active[0])
         except IndexError:
             return None
 
@@ -281,8 +291,13 @@ class Stream:
         return signature.root if self.ranks is None else self.ranks[signature.root]
 
     def begin(self, ticket: Ticket) -> None:
-        """Number a collective that begins."""
-        ticket.begin(self.begun, self.digest)
+        """Number a collective that begins, and set the digest by which ranks compare it.
+
+        It depends on the digest of the previous collective, and so on all that came before: some
+        disagree unnoticed, such as two ranks that both broadcast as the root.
+        """
+        ticket.number = self.begun
+        ticket.digest = (self.digest * SPREAD + digest_of(ticket.signature)) * SPREAD & MASK
         self.begun, self.digest = self.begun + 1, ticket.digest
         self.history.append(ticket)
         if self.observer is not None:
@@ -343,10 +358,10 @@ class Stream:
             may_start = may_start and task.all_started
             oldest = task.oldest if oldest is None else oldest
             in_flight += len(task.in_flight) - before
-            limit = math.inf if task.done else task.passed
+            limit = math.inf if task.ended else task.passed
         if timeline is not None:
             timeline.enter(None)
-        while active and active[0].done:
+        while active and active[0].ended:
             done = active.popleft()
             if self.observer is not None and done.ticket is not None:
                 self.observer.collective_ends(self.name, done.ticket.number)
@@ -355,10 +370,15 @@ class Stream:
         return moved
 
 
+def _compared(task: Future[Any]) -> Ticket | None:
+    """Return the ticket of a collective that ranks compare, or None."""
+    return task.ticket if task.ticket is not None and task.ticket.peers is None else None
+
+
 class UnorderedStream(Stream):
     """Operations that do not wait for each other, such as messages between two ranks.
 
-    They have no tickets: ranks do not compare them.
+    Ranks do not compare them: their tickets have peers.
     """
 
     def progress(self) -> bool:
@@ -376,7 +396,7 @@ class UnorderedStream(Stream):
                     raise
                 moved = True
         if moved:
-            self.active = deque(task for task in self.active if not task.done)
+            self.active = deque(task for task in self.active if not task.ended)
         return moved
 
 
@@ -411,7 +431,13 @@ class ProgressEngine:
         self.main = Stream("the world")
         self.streams = [self.main]
         self.watch: _Watch | None = None
-        self.waits = Waits()  # of callers
+        # Seconds so far in which callers waited, for gathers of small objects and for all others.
+        # Threads that wait at the same time count by themselves.
+        self.gathered_s = self.waited_s = 0.0
+        self._counting = threading.RLock()  # a signal handler may wait, too
+        self.observe: Callable[[str, float], None] = lambda name, start: None
+        """Called after each wait, with a name and when it began."""
+        self.own_clock: OwnClock | None = None  # that of a device, once it is asked for
         self.error: Exception | None = None  # by which `stop` ended all communication
         self._backoff = clock.Backoff()
         self._closed: Exception | None = None  # why nothing more is accepted
@@ -452,7 +478,6 @@ class ProgressEngine:
         gather: bool = False,
         stream: Stream | None = None,
         ticket: Ticket | None = None,
-        message: MessageCall | None = None,
     ) -> Future[T]:
         """Queue a collective; return at once. Raises RuntimeError after `close` and `abandon`.
 
@@ -475,13 +500,14 @@ class ProgressEngine:
         task: Future[T] = Future(work, self)
         stream = stream or self.main
         task.wakes_thread, task.gathers, task.stream = wake, gather, stream.name
-        task.ticket, task.message = ticket, message
+        if ticket is not None:
+            task.ticket, ticket.queued = ticket, clock.now()
         self._callers.add(threading.get_ident())
         stream.queue.append(task)
         if isinstance(stream, UnorderedStream):
             self._progress_once(stream)
         due = self._asleep or not task.latency_bound  # awake, it soon finds a short one
-        if wake and due and not task.done and not (gather and self._gathering):
+        if wake and due and not task.ended and not (gather and self._gathering):
             self._wake()  # which costs as much as a short collective
         return task
 
@@ -512,7 +538,7 @@ class ProgressEngine:
 
         Also in a signal handler that has interrupted this thread where it may have the turn.
         """
-        if future.done:
+        if future.ended:
             return
         self._check_not_abandoned()
         thread = threading.get_ident()
@@ -531,14 +557,14 @@ class ProgressEngine:
                 self._wake()
             while not self._turn.acquire(timeout=TURN_S):
                 self._check_not_abandoned()
-                if future.done:  # by another caller, which still waits for its own
+                if future.ended:  # by another caller, which still waits for its own
                     return
             try:
                 self._sleep.acquire(blocking=False)
-                while not future.done:
+                while not future.ended:
                     self._check_not_abandoned()
                     moved = self._test_all()
-                    if not future.done:  # the result is not kept from the caller by a yield
+                    if not future.ended:  # the result is not kept from the caller by a yield
                         self._rest(moved=moved)
             finally:
                 self._turn.release()
@@ -547,6 +573,21 @@ class ProgressEngine:
             self._waiters.remove(waiter)
             if self._thread_has_work():
                 self._wake()
+            self.count_wait(*waiter)
+
+    def count_wait(self, future: Future[Any], began_s: float) -> None:
+        """Count the wait of the calling thread for a future, which has ended. Local."""
+        spent_s = clock.now() - began_s
+        with self._counting:
+            if future.of_objects:
+                self.gathered_s += spent_s
+            else:
+                self.waited_s += spent_s
+        self.observe("wait", began_s)
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context of a wait, for the clock of this rank's device, if there is one."""
+        return nullcontext() if self.own_clock is None else self.own_clock.waiting()
 
     def progress_in_thread(self, futures: Iterable[Future[Any]]) -> None:
         """Let the engine's thread progress futures while nobody waits for them. Local."""
@@ -582,7 +623,7 @@ class ProgressEngine:
             others = self.streams[1:]
             yield lambda: all(stream.idle for stream in others)
             for stream in others:  # no other collective follows on this rank
-                stream.begin(ticket.copy())
+                stream.begin(replace(ticket))
             if self.watch is not None:
                 error = yield from self.watch.close(ticket)
                 if error is not None:
@@ -632,10 +673,10 @@ class ProgressEngine:
         """True if nothing is queued or active."""
         return all(stream.idle for stream in self.streams)
 
-    def awaited(self) -> tuple[Stream, float, MessageCall | None] | None:
+    def awaited(self) -> tuple[Stream, float, Ticket | None] | None:
         """Return the stream for which a caller waits, and when the wait began or anything moved.
 
-        The third is the caller's message, if it waits for one. A future of `expect` counts where no
+        The third is the ticket of that for which it waits. A future of `expect` counts where no
         caller waits in `wait`. None if there is none either. Thread-safe.
         """
         waits = list(self._waiters) or self._expected()
@@ -643,7 +684,7 @@ class ProgressEngine:
             return None
         future, since = waits[0]
         stream = next(stream for stream in self.streams if stream.name == future.stream)
-        return stream, max(since, self._moved_at), future.message
+        return stream, max(since, self._moved_at), future.ticket
 
     def _expected(self) -> list[tuple[Future[Any], float]]:
         """Return the pending futures of `expect`, and since when; of a stream, the oldest first."""

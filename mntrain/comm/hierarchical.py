@@ -15,8 +15,7 @@ chunk, which the others send to it, and sends them the result: the least possibl
 in both directions at once. Up to four nodes do so directly, in the latency of two messages (over a
 ring of M nodes: 2 (M - 1)), and more nodes hop by hop, in groups (`HierarchyPlan.widths`). An
 all-gather goes the second half of this way, or around a ring if nodes have unequal numbers of
-shards (`HierarchyPlan.gathers_on_ring`). A broadcast of middle size scatters parts over the nodes
-and then goes that half of the way, too (van de Geijn, 1994).
+shards (`HierarchyPlan.gathers_on_ring`).
 
 Sums are made here, in the order of a node's ranks or of a hop's nodes, and in fp32 or wider: MPI
 has no dependable sum of bf16 and fp16. Whichever rank owns an element, its sum has the same order,
@@ -28,14 +27,13 @@ MPICH", IJHPCA 2005: recursive halving and doubling, here by any factors.
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Lengths, Span
+from mntrain.comm.chunk_plan import Chunk, HierarchyPlan, Span, chunks_of
 from mntrain.comm.engine import NumberedChunk, Pipelined, Steps, Test
-from mntrain.comm.mpi import Communicator, Requests
+from mntrain.comm.mpi import Requests
 from mntrain.comm.peer_memory import PeerTensor
 from mntrain.comm.resources import (
     BufferView,
@@ -46,125 +44,83 @@ from mntrain.comm.resources import (
 )
 from mntrain.comm.small_messages import small_collective
 from mntrain.comm.ticket import Ticket
-from zero.collectives import Work
 
-# Chunks in flight: enough to fill a link while other ranks compute on the core.
-CHUNKS_IN_FLIGHT = 8
-# Of a call alone, but a broadcast, where several nodes send to one by several lanes: parts of more
-# chunks queue up on the way to one node, while links to others are free.
-CROWDED_CHUNKS_IN_FLIGHT = 4
 BLOCK_BYTES = 256 << 10  # what is summed and published while it is in the cache
 
 
 def run_hierarchical(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Pipelined | Steps[Work | None]:
+) -> Pipelined | Steps[torch.cuda.Event | None]:
     """Return the steps of one call on this rank, which the engine runs. Local."""
     call = ticket.signature
-    choice, dtype = call.choice, call.dtype
-    assert choice is not None
-    assert dtype is not None
+    assert call.choice is not None
     if call.small:
         return small_collective(plan, ticket, access, context)
-    narrowed = dtype.itemsize // (call.wire or dtype).itemsize
-    lengths = plan.lengths(call.bounds[-1] * dtype.itemsize, choice, narrowed)
-    steps = chunked_collective(plan, ticket, access, context, lengths)
-    most = min(CHUNKS_IN_FLIGHT, lengths.in_flight)
-    if call.verb != "broadcast" and plan.crowded and not choice.concurrent:
-        most = min(most, CROWDED_CHUNKS_IN_FLIGHT)
-    return Pipelined(steps, most, latency_bound=not choice.concurrent)
+    chunks, most = chunks_of(plan, call._replace(label="", parts=1), access.bounds)
+    steps = ChunkedCall(plan, ticket, access, context, chunks).steps()
+    return Pipelined(steps, most, latency_bound=not call.choice.concurrent)
 
 
-def chunked_collective(
-    plan: HierarchyPlan,
-    ticket: Ticket,
-    access: TensorAccess,
-    context: CommContext,
-    lengths: Lengths,
-) -> Generator[Test | Iterator[NumberedChunk], None, Work | None]:
-    """Run a call on a flat tensor, cut into chunks of these lengths, as `engine.Pipelined`."""
-    flags = context.flags if len(plan.members) > 1 else None
-    access.begin()
-    yield access.here
-    tensor = access.host
-    number = flags.enter(tensor, ticket.digest, reachable=access.reachable) if flags else 0
-    yield lambda: flags is None or flags.all_entered(number)
-    tensors = flags.tensors(number, tensor) if flags else [tensor]
-    yield _chunks(plan, ticket, access, context, tensors=tensors, lengths=lengths)
-    if flags:
-        flags.leave()
-    yield lambda: flags is None or flags.all_left(number)
-    return access.give_back()
+class ChunkedCall:
+    """One call on a flat tensor, on this rank, which owns a lane of it on its node, or none.
 
-
-def _chunks(
-    plan: HierarchyPlan,
-    ticket: Ticket,
-    access: TensorAccess,
-    context: CommContext,
-    *,
-    tensors: Sequence[Tensor | PeerTensor] | None,
-    lengths: Lengths,
-) -> Iterator[NumberedChunk]:
-    """Yield the chunks in which this rank takes part. `tensors`: see `LaneOwner`."""
-    call, tensor = ticket.signature, access.host
-    sizes = tensor.element_size(), lengths
-    if call.verb == "all_reduce":
-        chunks = plan.all_reduce(len(tensor), *sizes)
-    elif call.verb == "broadcast":
-        chunks = plan.broadcast(len(tensor), *sizes)
-    else:
-        chunks = plan.by_shard(access.bounds, *sizes)
-    first, tags = context.comm.tags(ticket.digest, len(chunks))
-    wire = call.wire or tensor.dtype
-    owner = LaneOwner(context, plan, tensor, tensors, ticket.ratio, wire=wire, tags=tags)
-    for chunk in chunks:
-        if chunk.lane == plan.local_rank:
-            if call.verb == "broadcast":
-                steps = owner.broadcast(chunk, call.root, len(chunks))
-            elif call.verb == "all_gather":
-                steps = owner.all_gather(chunk)
-            else:
-                steps = owner.reduce(chunk)
-        elif tensors is None:
-            tag, comm = tags[chunk.index], context.comm
-            steps = member_steps(plan, ticket, tensor, chunk, tag=tag, comm=comm)
-        else:
-            continue
-        yield first + chunk.index, context.run(steps)
-
-
-class LaneOwner:
-    """The steps of the rank that owns a lane on its node, for the chunks of one collective.
-
-    `tensors` are those of the node's ranks, in shared memory or not; None: they are out of reach,
-    and the other ranks run `member_steps`. `wire` is the dtype between nodes, and `ratio` that of a
-    ticket.
+    Where the tensors of the node's ranks are out of reach, the others run `_member` for a chunk.
     """
 
     def __init__(
         self,
-        context: CommContext,
         plan: HierarchyPlan,
-        tensor: Tensor,
-        tensors: Sequence[Tensor | PeerTensor] | None,
-        ratio: float,
-        *,
-        wire: torch.dtype,
-        tags: Sequence[int],
+        ticket: Ticket,
+        access: TensorAccess,
+        context: CommContext,
+        chunks: Sequence[Chunk],
     ) -> None:
-        self._context, self._comm = context, context.comm
-        self._plan, self._tags = plan, tags
-        self._shared = tensors is not None
-        self._tensor, self._tensors = tensor, [tensor] if tensors is None else tensors
-        self._bytes = as_bytes(tensor)
-        self._wire, self._casts = wire, wire != tensor.dtype
-        self._ratio = ratio * tensor.element_size() / wire.itemsize
-        self._own = plan.node
+        self._plan, self._ticket, self._access = plan, ticket, access
+        self._context, self._comm, self._chunks = context, context.comm, chunks
         self._peers = [local for local in range(len(plan.members)) if local != plan.local_rank]
         count = len(plan.nodes.nodes)
         # The next node first, so that every node receives from one other at a time.
-        self._others = [(self._own + step) % count for step in range(1, count)]
+        self._others = [(plan.node + step) % count for step in range(1, count)]
+
+    def steps(self) -> Generator[Test | Iterator[NumberedChunk], None, torch.cuda.Event | None]:
+        """Run the call, as `engine.Pipelined`."""
+        access, ticket = self._access, self._ticket
+        flags = self._context.flags if self._peers else None
+        access.begin()
+        yield access.here
+        self._tensor = tensor = access.host
+        number = flags.enter(tensor, ticket.digest, reachable=access.reachable) if flags else 0
+        yield lambda: flags is None or flags.all_entered(number)
+        tensors = flags.tensors(number, tensor) if flags else [tensor]
+        self._shared = tensors is not None
+        self._tensors = [tensor] if tensors is None else tensors
+        self._bytes = as_bytes(tensor)
+        self._wire = ticket.signature.wire or tensor.dtype
+        self._casts = self._wire != tensor.dtype
+        self._ratio = ticket.ratio * tensor.element_size() / self._wire.itemsize
+        yield self._own_chunks()
+        if flags:
+            flags.leave()
+        yield lambda: flags is None or flags.all_left(number)
+        return access.give_back()
+
+    def _own_chunks(self) -> Iterator[NumberedChunk]:
+        """Yield the chunks in which this rank takes part."""
+        call, count = self._ticket.signature, len(self._chunks)
+        first, self._tags = self._comm.tags(self._ticket.digest, count)
+        for chunk in self._chunks:
+            if chunk.lane == self._plan.local_rank:
+                if call.verb == "broadcast":
+                    steps = self.broadcast(chunk, call.root, count)
+                elif call.verb == "all_gather":
+                    steps = self.all_gather(chunk)
+                else:
+                    steps = self.reduce(chunk)
+            elif not self._shared:
+                steps = self._member(chunk)
+            else:
+                continue
+            yield first + chunk.index, self._context.run(steps)
 
     def reduce(self, chunk: Chunk) -> Steps[None]:
         """All-reduce a chunk, or reduce-scatter it if it has shard owners."""
@@ -178,9 +134,9 @@ class LaneOwner:
 
     def all_gather(self, chunk: Chunk) -> Steps[None]:
         """Send this node's part to the others, hop by hop or along a ring, and get theirs."""
-        own, source = chunk.parts[self._own], self._plan.local_rank
+        own, source = chunk.parts[self._plan.node], self._plan.local_rank
         if _length(own):
-            source = self._plan.members.index(chunk.shard_owners[self._own])
+            source = self._plan.members.index(chunk.shard_owners[self._plan.node])
         if source != self._plan.local_rank:
             yield from self._fetch(chunk, own, source)
         lacking = [peer for peer in self._peers if peer != source]
@@ -191,19 +147,13 @@ class LaneOwner:
                 yield from self._gather(chunk, take, lacking, {})
 
     def broadcast(self, chunk: Chunk, root: int, chunks: int) -> Steps[None]:
-        """Copy one of `chunks` chunks from the root's node to the others: whole, or in parts."""
-        plan, span, peers = self._plan, (chunk.parts[0][0], chunk.parts[-1][1]), self._peers
+        """Copy one of `chunks` chunks from the root's node to the others."""
+        (span,), plan, peers = chunk.parts, self._plan, self._peers
         first = plan.nodes.node(root)
-        if self._own == first and root != self._comm.rank:
+        if plan.node == first and root != self._comm.rank:
             source = plan.nodes.local_rank(root)
             yield from self._fetch(chunk, span, source)
             peers = [peer for peer in peers if peer != source]
-        if len(chunk.parts) > 1:
-            sends = yield from self._scatter(chunk, first)
-            with self._context.buffers.lease() as take:
-                yield from self._gather(chunk, take, peers, {}, first)
-            yield sends.test
-            return
         before, after = plan.route(root, chunks)
         buffer = self._buffer(span)
         if before is not None:
@@ -230,7 +180,7 @@ class LaneOwner:
         plan, sent = self._plan, dict[int, tuple[BufferView, Requests]]()
         with self._context.buffers.lease() as take:
             for hop in range(len(plan.widths) - 1):
-                own = plan.held(chunk, self._own, hop + 1)
+                own = plan.held(chunk, plan.node, hop + 1)
                 length, partners = sum(map(_length, own)), plan.partners(hop)
                 sums = {node: take(length, self._wire) for node in reversed(partners) if own}
                 receives = [self._receive(chunk, node, buffer) for node, buffer in sums.items()]
@@ -250,49 +200,28 @@ class LaneOwner:
                 yield from self._publish(chunk, span, self._receivers(chunk))
             yield Requests.of(*(requests for _, requests in sent.values())).test
 
-    def _scatter(self, chunk: Chunk, first: int) -> Steps[Requests]:
-        """Get what this node is to hold from the first node, and start to send partners theirs.
-
-        A node that holds spans before a hop differs from the first one in later hops alone.
-        """
-        plan, node, widths = self._plan, self._own, self._plan.widths
-        sends = list[Requests]()
-        for hop, (above, width) in enumerate(pairwise(widths)):
-            if (node - first) % above == 0:
-                sends += [
-                    self._send(chunk, partner, self._buffer(span))
-                    for partner in plan.partners(hop)
-                    for span in plan.held(chunk, partner, hop + 1)
-                ]
-            elif (node - first) % width == 0:
-                source = node // above * above + first % above
-                for span in plan.held(chunk, node, hop + 1):
-                    yield self._receive(chunk, source, self._buffer(span)).test
-        return Requests.of(*sends)
-
     def _gather(
         self,
         chunk: Chunk,
         take: Take,
         lacking: Collection[int],
         sent: dict[int, tuple[BufferView, Requests]],
-        first: int | None = None,
     ) -> Steps[None]:
         """Send partners what this node holds, from the last hop to the first, and get theirs.
 
         `lacking` are the local ranks that lack this node's own part. What was `sent` to a node
-        before, as a sum, comes back in the same buffer. The node `first`, if any, has everything.
+        before, as a sum, comes back in the same buffer.
         """
         plan, sends = self._plan, list[Requests]()
         hops = len(plan.widths) - 1
-        new = [(s, lacking) for s in plan.held(chunk, self._own, 0 if self._own == first else hops)]
+        new = [(span, lacking) for span in plan.held(chunk, plan.node, hops)]
         for hop in reversed(range(hops)):
             partners = plan.partners(hop)
-            if own := plan.held(chunk, self._own, hop + 1):
+            if own := plan.held(chunk, plan.node, hop + 1):
                 packed = yield from self._packed(take, own)
-                sends += [self._send(chunk, node, packed) for node in partners if node != first]
+                sends += [self._send(chunk, node, packed) for node in partners]
             arriving = []
-            for node in reversed(partners) if self._own != first else ():
+            for node in reversed(partners):
                 spans = plan.held(chunk, node, hop + 1)
                 if node in sent:
                     buffer, requests = sent[node]
@@ -313,7 +242,7 @@ class LaneOwner:
 
     def _gather_on_ring(self, chunk: Chunk, lacking: Collection[int]) -> Steps[None]:
         """Send this node's part to the next node, and pass on those that come from the last one."""
-        own, parts = chunk.parts[self._own], chunk.parts
+        own, parts = chunk.parts[self._plan.node], chunk.parts
         following, before = self._others[0], self._others[-1]
         arriving = {
             node: self._receive(chunk, before, self._buffer(parts[node]))
@@ -335,7 +264,7 @@ class LaneOwner:
         self, spans: Sequence[Span], own: BufferView, others: dict[int, BufferView]
     ) -> Steps[None]:
         """Leave the sums over nodes in this rank's spans, rounded to the wire dtype."""
-        by_node = {self._own: own, **others}
+        by_node = {self._plan.node: own, **others}
         addends, start = [by_node[node].tensor for node in sorted(by_node)], 0
         for span in spans:
             total, stop = self._buffer(span).tensor, start + _length(span)
@@ -350,7 +279,7 @@ class LaneOwner:
         """Return the local ranks that need the sum, other than this one."""
         if not chunk.shard_owners:
             return self._peers
-        to = self._plan.members.index(chunk.shard_owners[self._own])
+        to = self._plan.members.index(chunk.shard_owners[self._plan.node])
         return [to] if to != self._plan.local_rank else []
 
     def _room(self, take: Take, spans: Sequence[Span]) -> BufferView:
@@ -473,44 +402,33 @@ class LaneOwner:
         nbytes = _length(span) * self._tensor.element_size()
         self._comm.traffic.count("node", times * nbytes, messages=0)
 
-
-def member_steps(
-    plan: HierarchyPlan,
-    ticket: Ticket,
-    tensor: Tensor,
-    chunk: Chunk,
-    *,
-    tag: int,
-    comm: Communicator,
-) -> Steps[None]:
-    """Run a chunk by messages with its lane's owner on this node, in the owner's order of spans."""
-    call, parts, node = ticket.signature, chunk.parts, plan.node
-    reduced, gathered = [parts[0]], list[Span]()  # of one part
-    own = parts[0 if len(parts) == 1 else node]
-    if len(parts) > 1:
-        reduced = [span for n in (*plan.partners(0), node) for span in plan.held(chunk, n, 1)]
-        for hop in reversed(range(len(plan.widths) - 1)):
-            for n in reversed(plan.partners(hop)):
-                gathered += plan.held(chunk, n, hop + 1)
-    owns_shard = bool(chunk.shard_owners) and chunk.shard_owners[node] == comm.rank
-    sent: Sequence[Span]
-    received: Sequence[Span]
-    if call.verb == "broadcast":
-        whole = [(parts[0][0], parts[-1][1])]
-        has_root = node == plan.nodes.node(call.root)
-        sent = whole if call.root == comm.rank else ()
-        received = () if sent else whole if has_root else [own, *gathered]
-    elif call.verb == "all_gather":
-        if plan.gathers_on_ring:
-            gathered = [parts[(node - step) % len(parts)] for step in range(1, len(parts))]
-        sent, received = ([own], gathered) if owns_shard else ([], [own, *gathered])
-    else:
-        sent = reduced
-        received = [own] * owns_shard if chunk.shard_owners else [own, *gathered]
-    owner = plan.members[chunk.lane]
-    for operation, spans in ((comm.send, sent), (comm.receive, received)):
-        data = [as_bytes(tensor[slice(*span)]) for span in spans]
-        yield Requests.of(*(operation(owner, each, tag) for each in data)).test
+    def _member(self, chunk: Chunk) -> Steps[None]:
+        """Run a chunk by messages with its lane's owner on this node, in its order of spans."""
+        plan, call, parts = self._plan, self._ticket.signature, chunk.parts
+        node, rank = plan.node, self._comm.rank
+        reduced, gathered = [parts[0]], list[Span]()  # of one part
+        own = parts[0 if len(parts) == 1 else node]
+        if len(parts) > 1:
+            reduced = [span for n in (*plan.partners(0), node) for span in plan.held(chunk, n, 1)]
+            for hop in reversed(range(len(plan.widths) - 1)):
+                for n in reversed(plan.partners(hop)):
+                    gathered += plan.held(chunk, n, hop + 1)
+        owns_shard = bool(chunk.shard_owners) and chunk.shard_owners[node] == rank
+        sent: Sequence[Span]
+        received: Sequence[Span]
+        if call.verb == "broadcast":
+            sent, received = ([own], []) if call.root == rank else ([], [own])
+        elif call.verb == "all_gather":
+            if plan.gathers_on_ring:
+                gathered = [parts[(node - step) % len(parts)] for step in range(1, len(parts))]
+            sent, received = ([own], gathered) if owns_shard else ([], [own, *gathered])
+        else:
+            sent = reduced
+            received = [own] * owns_shard if chunk.shard_owners else [own, *gathered]
+        owner, tag = plan.members[chunk.lane], self._tags[chunk.index]
+        for operation, spans in ((self._comm.send, sent), (self._comm.receive, received)):
+            data = [self._buffer(span).bytes for span in spans]
+            yield Requests.of(*(operation(owner, each, tag) for each in data)).test
 
 
 def _length(span: Span) -> int:

@@ -14,11 +14,11 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from mntrain.comm.engine import Future, MessageCall, ProgressEngine, Steps, UnorderedStream
+from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
 from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
-from mntrain.comm.ticket import call_site
-from mntrain.comm.world_collectives import CollectiveWork
+from mntrain.comm.ticket import Signature, Ticket
+from mntrain.recorder.events import call_site
 
 T = TypeVar("T")
 TAGS = 1 << 31  # that torch has
@@ -51,7 +51,7 @@ class Messages:
         self._headers: list[tuple[int, int, int]] = []
         engine.streams.append(self._stream)
 
-    def send(self, tensor: Tensor, peer: int, tag: int, *, wake: bool = True) -> CollectiveWork:
+    def send(self, tensor: Tensor, peer: int, tag: int, *, wake: bool = True) -> Future[None]:
         """Start to send a tensor, which must not change before. Raises ValueError for a bad tag.
 
         `wake`: as of `ProgressEngine.submit`; False for a caller that waits at once.
@@ -76,7 +76,7 @@ class Messages:
 
     def receive(
         self, tensor: Tensor, peer: int | None, tag: int, *, wake: bool = True
-    ) -> tuple[CollectiveWork, FoundMessage]:
+    ) -> tuple[Future[None], FoundMessage]:
         """Start to receive into a tensor; with None, from any peer. Raises as `send`.
 
         `wait` raises RuntimeError for a message of another size. The message has its `source` when
@@ -176,8 +176,9 @@ class Messages:
             return then()
 
         peers = [self._ranks[r] for r in others]
-        call = MessageCall("the start of a group", call_site(), peers, lambda: False)
-        return self._engine.submit(steps(), stream=self._stream, message=call)
+        start = Signature("the start of a group")
+        ticket = Ticket(start, call_site(), peers=peers, may_end=lambda: False)
+        return self._engine.submit(steps(), stream=self._stream, ticket=ticket)
 
     def _work(
         self,
@@ -187,10 +188,9 @@ class Messages:
         may_end: Callable[[], bool],
         *,
         wake: bool,
-    ) -> CollectiveWork:
-        call = MessageCall(what, call_site(), peers, may_end)
-        future = self._engine.submit(steps, wake=wake, stream=self._stream, message=call)
-        return CollectiveWork(self._engine, [future])
+    ) -> Future[None]:
+        ticket = Ticket(Signature(what), call_site(), peers=peers, may_end=may_end)
+        return self._engine.submit(steps, wake=wake, stream=self._stream, ticket=ticket)
 
 
 def _check_tag(tag: int) -> None:

@@ -17,6 +17,7 @@ because each rank waits for it at a time of its own.
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
@@ -40,7 +41,8 @@ class NodeFirstCollectives:
 
     `group` is torch's process group of the node's devices; of its methods, `rank`, `size` and
     `alltoall` of lists of tensors are used. `cross` are the collectives of the ranks with this
-    local rank, ordered by node. Tensors are flat and contiguous, of any dtype; in place.
+    local rank, ordered by node. `waiting` is the engine's. Tensors are flat and contiguous, of any
+    dtype; in place.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class NodeFirstCollectives:
         cross: Collectives,
         copier: DeviceCopy,
         add: Add,
+        waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._group, self._cross = group, cross
-        self._copier, self._add = copier, add
+        self._copier, self._add, self._waiting = copier, add, waiting
         self._rank, self._size = group.rank(), group.size()
         self._one_node = cross.size == 1
 
@@ -118,7 +121,8 @@ class NodeFirstCollectives:
 
         if self._one_node:
             finish()
-        return StreamOrderedWork(self._copier, finish, work)
+        before = [] if work is None else [work]
+        return StreamOrderedWork(self._copier, self._waiting, lambda: [finish()], before)
 
     def _sum_own_lane(self, lanes: Sequence[Tensor]) -> None:
         """Receive this rank's lane from all ranks of the node and add it up in place."""

@@ -14,8 +14,6 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from copy import copy
 
 import numpy as np
 import torch
@@ -97,37 +95,19 @@ def _copy(
         done += copied
 
 
-class PeerMemory:
-    """The way of this rank to the private memory of its node's other ranks, if all have one.
+def reached(node: Communicator) -> list[int]:
+    """Return the processes of a node's ranks, by local rank, if all reach each other's memory.
 
-    Construction is collective over the node group.
+    Else an empty list, and on a node of one rank. Collective over the node group.
     """
-
-    def __init__(self, node: Communicator) -> None:
-        self._pids: list[int] = []  # by local rank; empty: out of reach
-        if node.size == 1:
-            return
-        if hasattr(_libc, "prctl"):
-            _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # an error without Yama
-        token = np.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), np.uint8)
-        offers = node.gather((os.getpid(), token.ctypes.data, token.tobytes()))
-        reached = all(_reaches(*offer) for offer in offers)
-        if all(node.gather(reached)):
-            self._pids = [pid for pid, _, _ in offers]
-
-    def __bool__(self) -> bool:
-        """Return whether the node's ranks reach each other's private memory."""
-        return bool(self._pids)
-
-    def among(self, local_ranks: Sequence[int]) -> "PeerMemory":
-        """Return the way to some of the ranks, in this order. Local."""
-        other = copy(self)
-        other._pids = [self._pids[local] for local in local_ranks] if self._pids else []
-        return other
-
-    def view(self, local_rank: int, address: int, numel: int, dtype: torch.dtype) -> PeerTensor:
-        """Return a tensor in another rank's private memory."""
-        return PeerTensor(self._pids[local_rank], address, numel, dtype)
+    if node.size == 1:
+        return []
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # an error without Yama
+    token = np.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), np.uint8)
+    offers = node.gather((os.getpid(), token.ctypes.data, token.tobytes()))
+    reach_all = all(_reaches(*offer) for offer in offers)
+    return [pid for pid, _, _ in offers] if all(node.gather(reach_all)) else []
 
 
 def _reaches(pid: int, address: int, token: bytes) -> bool:

@@ -16,7 +16,6 @@ from mntrain.comm.mpi import Communicator, Traffic
 from mntrain.comm.shared_memory import SharedFlags
 from mntrain.comm.ticket import Ticket
 from mntrain.comm.topology import Topology
-from zero.collectives import Work
 from zero.kernels import Add
 
 if TYPE_CHECKING:
@@ -62,8 +61,8 @@ class TensorAccess:
         """Return True when `host` holds the content."""
         return True
 
-    def give_back(self) -> Work | None:
-        """Start to copy the result back, for which the caller's thread waits; None: it is here."""
+    def give_back(self) -> torch.cuda.Event | None:
+        """Start to copy the result back, and return the end; None: it is here."""
         return None
 
 
@@ -156,4 +155,6 @@ class CommContext:
 
 # One call by an algorithm, on this rank. All-reduce and reduce-scatter must sum in one order,
 # wherever in a tensor an element lies, so that all ranks and both verbs get the same bits.
-Algorithm = Callable[[Ticket, TensorAccess, CommContext], Pipelined | Steps[Work | None]]
+Algorithm = Callable[
+    [Ticket, TensorAccess, CommContext], Pipelined | Steps[torch.cuda.Event | None]
+]

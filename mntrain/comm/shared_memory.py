@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mntrain.comm.forked import PrivateCopies
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.peer_memory import PeerMemory, PeerTensor
+from mntrain.comm.peer_memory import PeerTensor, reached
 
 TOKEN_BYTES = 16  # at the end of a segment, to identify it
 
@@ -57,8 +57,9 @@ class SharedSegment:
 class NodeSharedMemory:
     """The shared memory of one node group. `why_not` is the reason if there is none, else empty.
 
-    `private` is what reaches memory outside of it. Construction and `allocate` are collective over
-    the node group; all else is local.
+    `pids` are the ranks' processes, by local rank, if ranks reach each other's memory outside of
+    it, else empty. Construction and `allocate` are collective over the node group; all else is
+    local.
     """
 
     def __init__(self, node: Communicator) -> None:
@@ -66,7 +67,7 @@ class NodeSharedMemory:
         self._segments: dict[int, SharedSegment] = {}
         self._count = 0
         self.why_not = ""
-        self.private = PeerMemory(node)
+        self.pids = reached(node)
         if node.size > 1:
             self._copies = PrivateCopies()
             self.allocate(TOKEN_BYTES)  # a trial
@@ -75,7 +76,7 @@ class NodeSharedMemory:
         """Return memory of some of the ranks, which `node` has in this order. Local."""
         other = copy(self)
         other._node, other._segments, other._count = node, {}, 0
-        other.private = self.private.among(local_ranks)
+        other.pids = [self.pids[local] for local in local_ranks] if self.pids else []
         return other
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -218,7 +219,7 @@ class SharedFlags:
         """
         number = self._entered
         location = self._memory.locate(tensor) if reachable else None
-        if location is None and reachable and self._memory.private:
+        if location is None and reachable and self._memory.pids:
             location = _PRIVATE, tensor.data_ptr()
             self._lent[number] = tensor
         words, word = self._words[self._rank], _LOCATIONS + 2 * (number % DEPTH)
@@ -271,7 +272,8 @@ class SharedFlags:
             if local == self._rank:
                 tensors.append(own)
             elif segment == _PRIVATE:
-                tensors.append(self._memory.private.view(local, start, own.numel(), own.dtype))
+                pid = self._memory.pids[local]
+                tensors.append(PeerTensor(pid, start, own.numel(), own.dtype))
             else:
                 view = self._memory.view(local, (segment, start), own.numel(), own.dtype)
                 tensors.append(view)

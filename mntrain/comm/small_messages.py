@@ -23,7 +23,6 @@ from mntrain.comm.engine import Steps
 from mntrain.comm.mpi import Communicator, Requests
 from mntrain.comm.resources import BufferView, CommContext, TensorAccess, as_bytes
 from mntrain.comm.ticket import Ticket
-from zero.collectives import Work
 
 if TYPE_CHECKING:
     from mntrain.comm.mpi import Bytes
@@ -36,7 +35,7 @@ DIRECT_RANKS = 8  # up to so many ranks, each sends to all others
 
 def small_collective(
     plan: HierarchyPlan, ticket: Ticket, access: TensorAccess, context: CommContext
-) -> Steps[Work | None]:
+) -> Steps[torch.cuda.Event | None]:
     """Run a call on a small host tensor: every rank gathers all tensors and sums them itself.
 
     Small messages are latency-bound, and this replaces the steps of a chunk: enter, reduce in the

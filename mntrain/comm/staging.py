@@ -22,7 +22,6 @@ a point in the work of the device.
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -42,40 +41,41 @@ Copies = Iterable[tuple[Tensor, Tensor]]  # (target, source)
 
 
 class DeviceCopy:
-    """Asynchronous copies of a GPU, with a stream for each direction and one for computation.
+    """Asynchronous copies and sums of a GPU: a stream for each direction, and one to compute.
 
     caller's stream    backward | e0            | ...
     copy to host                  wait e0, copy | e1
     side stream                                   wait e1, add | e2
     copy to device                                               wait e2, copy
 
-    One thread at a time uses it. `warning` is the reason why copies are slower than they could be,
+    One thread at a time uses it. `add` makes the sums, and `buffer_bytes` is the length of a buffer
+    in host memory. `warning` is the reason why copies are slower than they could be,
     and `pinned_bytes` is the host memory that is page-locked for them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, add: Add) -> None:
+        self.device, self.add, self.buffer_bytes = device, add, BUFFER_BYTES
         self.warning, self.pinned_bytes = "", 0
         self._to_host, self._to_device, self._side = (torch.cuda.Stream(device) for _ in range(3))
 
     def owns(self, tensor: Tensor) -> bool:
         """Return True if a tensor lies on the device."""
-        return tensor.device == self._device
+        return tensor.device == self.device
 
     def record_event(self) -> torch.cuda.Event:
         """Return the point that the caller's current stream reaches next."""
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return event
 
     def record_time(self) -> torch.cuda.Event:
         """Return the point that the caller's current stream reaches next, with its time."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait_on_stream(self, event: torch.cuda.Event) -> None:
         """Make later work on the caller's current stream wait; the host does not wait."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def side_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which the stream for computation is the current one."""
@@ -83,14 +83,14 @@ class DeviceCopy:
 
     def record_stream(self, tensor: Tensor) -> None:
         """Keep the tensor's memory from reuse until the current stream has finished with it."""
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def pin(self, memory: Tensor) -> Callable[[], object]:
         """Page-lock host memory, as the function `pin` does, and return what unlocks it.
 
         If the driver refuses, copies still work, but are slower, and `warning` says so.
         """
-        unpin, self.warning = pin(memory, self._device)
+        unpin, self.warning = pin(memory, self.device)
         nbytes = 0 if self.warning else memory.nbytes
         self.pinned_bytes += nbytes
 
@@ -109,6 +109,19 @@ class DeviceCopy:
     def copy_to_device(self, copies: Copies) -> torch.cuda.Event:
         """Start to copy host memory to tensors of the device; return the end."""
         return self._copy(self._to_device, copies, ())
+
+    def fence(self) -> Steps[None]:
+        """Wait until the work given to the device's current stream so far is done."""
+        yield self.record_event().query
+
+    def run_on_side_stream(self, steps: Steps[None]) -> Steps[None]:
+        """Run each of the steps with the device's side stream as the current one."""
+        while True:
+            with self.side_stream():
+                condition = next(steps, None)
+            if condition is None:
+                return
+            yield condition
 
     def _copy(
         self, stream: torch.cuda.Stream, copies: Copies, after: Iterable[torch.cuda.Event]
@@ -141,51 +154,32 @@ def pin(memory: Tensor, device: torch.device) -> tuple[Callable[[], object], str
     return lambda: None, f"the driver does not pin {nbytes} bytes of host memory (error {refused})"
 
 
-@dataclass(frozen=True)
-class Devices:
-    """The GPU of a rank, with its copies and sums."""
-
-    device: torch.device
-    copier: DeviceCopy
-    add: Add
-    buffer_bytes: int = BUFFER_BYTES
-
-    def fence(self) -> Steps[None]:
-        """Wait until the work given to the device's current stream so far is done."""
-        yield self.copier.record_event().query
-
-    def run_on_side_stream(self, steps: Steps[None]) -> Steps[None]:
-        """Run each of the steps with the device's side stream as the current one."""
-        while True:
-            with self.copier.side_stream():
-                condition = next(steps, None)
-            if condition is None:
-                return
-            yield condition
-
-
 class StreamOrderedWork:
     """Work whose result is ordered for the caller's stream, but may not be ready for the host.
 
-    `end` returns the event of its end. Each `wait` calls it, and others may call it before. It
-    waits for the work `before`, if there is one.
+    `end` returns the events of its end, and waits for the works `before`. Each `wait` calls it, in
+    the context that `waiting` returns.
     """
 
     def __init__(
         self,
         copier: DeviceCopy,
-        end: Callable[[], torch.cuda.Event],
-        before: Work | None = None,
+        waiting: Callable[[], AbstractContextManager[object]],
+        end: Callable[[], Sequence[torch.cuda.Event]],
+        before: Sequence[Work] = (),
     ) -> None:
-        self._copier, self._end, self._before = copier, end, before
+        self._copier, self._waiting, self._end, self.before = copier, waiting, end, before
 
     def done(self) -> bool:
         """Return whether the device has come to the end. Local."""
-        return (self._before is None or self._before.done()) and bool(self._end().query())
+        before = [work.done() for work in self.before]  # each progresses then
+        return all(before) and all(event.query() for event in self._end())
 
     def wait(self) -> None:
         """Make the caller's stream wait for the end."""
-        self._copier.wait_on_stream(self._end())
+        with self._waiting():
+            for event in self._end():
+                self._copier.wait_on_stream(event)
 
 
 class DeviceAccess(TensorAccess):
@@ -203,11 +197,10 @@ class DeviceAccess(TensorAccess):
         """Return True when the caller's work on the tensor is done."""
         return bool(self._ready.query())
 
-    def give_back(self) -> Work:
-        """Return work that ends with the side stream's work so far."""
+    def give_back(self) -> torch.cuda.Event:
+        """Return the end of the side stream's work so far."""
         with self._copier.side_stream():
-            end = self._copier.record_event()
-        return StreamOrderedWork(self._copier, lambda: end)
+            return self._copier.record_event()
 
 
 def chunks(
@@ -233,11 +226,9 @@ class Staging:
     order, so the oldest buffer is free when the next chunk begins.
     """
 
-    def __init__(
-        self, memory: NodeSharedMemory, copier: DeviceCopy, buffer_bytes: int = BUFFER_BYTES
-    ) -> None:
-        self.copier, self.buffer_bytes = copier, buffer_bytes
-        self._memory = memory.allocate(DEPTH * buffer_bytes)
+    def __init__(self, memory: NodeSharedMemory, copier: DeviceCopy) -> None:
+        self.copier = copier
+        self._memory = memory.allocate(DEPTH * copier.buffer_bytes)
         # By buffer: the events after which it is free.
         self.free_after: list[list[torch.cuda.Event]] = [[] for _ in range(DEPTH)]
         self._count = 0
@@ -247,7 +238,7 @@ class Staging:
         """Return the next buffer, as a tensor of `numel` elements, and its index."""
         index = self._count % DEPTH
         self._count += 1
-        start = index * self.buffer_bytes
+        start = index * self.copier.buffer_bytes
         return self._memory[start : start + numel * dtype.itemsize].view(dtype), index
 
 
@@ -284,13 +275,13 @@ class StagedAccess(TensorAccess):
         """Return True when the buffer holds the chunk."""
         return bool(self._fetched.query())
 
-    def give_back(self) -> Work:
-        """Start to copy the result back, and free the buffer after that."""
+    def give_back(self) -> torch.cuda.Event:
+        """Start to copy the result back, free the buffer after that, and return the end."""
         copier = self._staging.copier
         views = self._views(self._comes)
         end = copier.copy_to_device([(target, source) for source, target in views])
         self._staging.free_after[self._buffer] = [end]
-        return StreamOrderedWork(copier, lambda: end)
+        return end
 
     def _views(self, which: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
         """Return views of the buffer and of the tensor, by span."""

@@ -1,31 +1,17 @@
-"""Tickets of collectives: what all ranks must call alike, and where this rank called it."""
+"""Tickets of calls: what all ranks must call alike, and where this rank called it."""
 
-import contextlib
 import hashlib
-import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-import zero
-from mntrain.comm import clock
 from mntrain.comm.link import Link
 
-_MASK = (1 << 63) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # odd, so that unequal digests stay so; 2^64 by the golden ratio
-# Files in which a call does not count as the user's.
-INTERNAL = tuple(
-    str(path)
-    for path in (
-        Path(__file__).parents[1],
-        Path(str(zero.__file__)).parent,
-        Path(torch.__file__).parent,
-        Path(contextlib.__file__),
-        "<frozen",  # the interpreter's own modules, such as runpy
-    )
-)
+MASK = (1 << 63) - 1
+SPREAD = 0x9E3779B97F4A7C15  # odd, so that unequal digests stay so; 2^64 by the golden ratio
 
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
@@ -88,49 +74,32 @@ class Signature(NamedTuple):
         )
 
 
+@dataclass(eq=False, slots=True)
 class Ticket:
-    """One collective of a stream on this rank. `number` and `digest` are set when it begins.
+    """One call of a stream on this rank: a collective, or one that waits for single ranks.
 
-    `ratio`: bytes that it would send without compression, for each that it sends. `queued`: when it
-    was made, in seconds of `clock.now`.
+    `ratio`: bytes that it would send without compression, for each that it sends. The engine sets
+    the last three: a collective's number in its stream and its digest when it begins, and in
+    seconds of `clock.now` when it was submitted.
     """
 
-    __slots__ = ("digest", "number", "queued", "ratio", "signature", "site")
-
-    def __init__(self, signature: Signature, site: str, ratio: float = 1) -> None:
-        self.signature, self.site, self.ratio = signature, site, ratio
-        self.number = self.digest = 0
-        self.queued = clock.now()
-
-    def begin(self, number: int, previous: int) -> None:
-        """Set the number, and the digest of 63 bits by which ranks compare the collective.
-
-        It depends on the digest of the previous collective, and so on all that came before: some
-        disagree unnoticed, such as two ranks that both broadcast as the root.
-        """
-        self.number = number
-        self.digest = (previous * _SPREAD + digest_of(self.signature)) * _SPREAD & _MASK
-
-    def copy(self) -> "Ticket":
-        """Return a ticket of the same call that has not begun."""
-        return Ticket(self.signature, self.site, self.ratio)
-
-
-def call_site() -> str:
-    """Return file and line of the innermost caller outside mntrain, zero and torch, or ""."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(INTERNAL):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    signature: Signature
+    site: str
+    ratio: float = 1
+    # Of a call that ranks do not compare: the world's ranks for which it waits, and whether it may
+    # end although these call nothing more.
+    peers: Sequence[int] | None = None
+    may_end: Callable[[], bool] | None = None
+    number: int = 0
+    digest: int = 0
+    queued: float = 0.0
 
 
 @lru_cache(maxsize=1024)
 def digest_of(words: str | Signature) -> int:
     """Return 63 bits that depend on the words only; those of `hash` depend on the process."""
     digest = hashlib.sha256(repr(tuple(words)).encode()).digest()[:8]
-    return int.from_bytes(digest, "big") & _MASK
+    return int.from_bytes(digest, "big") & MASK
 
 
 @lru_cache(maxsize=1024)

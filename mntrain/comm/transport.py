@@ -24,10 +24,10 @@ import torch
 from mntrain.comm import mpi, nccl
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.resources import as_bytes
-from mntrain.comm.staging import Devices
+from mntrain.comm.staging import DeviceCopy
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import Members, Transport, WorldCollectives
+from mntrain.comm.world_collectives import Transport, WorldCollectives
 
 T = TypeVar("T")
 PROBE = (sys.executable, "-m", "mntrain.comm.transport")
@@ -98,7 +98,7 @@ def send_to_self(device: torch.device) -> None:
 class TransportContext(NamedTuple):
     """The parts of a world that a transport is selected for.
 
-    `devices` is None where ranks have no GPUs; `gpus` names each rank's GPU, by rank. What a
+    `copier` is None where ranks have no GPUs; `gpus` names each rank's GPU, by rank. What a
     transport makes is freed with `resources`, collectively.
     """
 
@@ -106,7 +106,7 @@ class TransportContext(NamedTuple):
     node: mpi.Communicator
     topology: Topology
     progress: ProgressEngine
-    devices: Devices | None
+    copier: DeviceCopy | None
     gpus: Sequence[str]
     resources: ExitStack
 
@@ -127,12 +127,12 @@ def select_transport(requested: str, context: TransportContext) -> SelectedTrans
 
     Raises ValueError, the same on all ranks, if the requested transport cannot work here.
     """
-    devices = context.devices
-    if devices is None and requested in ("cuda-aware", "nccl"):
+    copier = context.copier
+    if copier is None and requested in ("cuda-aware", "nccl"):
         raise ValueError(
             f"transport {requested}: no rank of this job has a GPU; choose auto or host"
         )
-    if devices is None or context.world.size == 1:
+    if copier is None or context.world.size == 1:
         return SelectedTransport()
     if requested == "host":
         return SelectedTransport("host", "host: as requested")
@@ -140,10 +140,10 @@ def select_transport(requested: str, context: TransportContext) -> SelectedTrans
     if requested == "cuda-aware":
         # The leaders probe for their nodes, whose ranks have the same MPI.
         if context.topology.local_rank(context.world.rank) == 0:
-            reason = probe_device_memory(str(devices.device))
+            reason = probe_device_memory(str(copier.device))
         reason = _first_reason(context, reason)
     else:
-        node_first, reason = _connect_nccl(context, devices)
+        node_first, reason = _connect_nccl(context, copier)
     if reason and requested == "auto":
         return SelectedTransport("host", f"host; not nccl: {reason}")
     if reason:
@@ -188,7 +188,7 @@ def _attempt(context: TransportContext, function: Callable[[], T]) -> tuple[T | 
 
 
 def _connect_nccl(
-    context: TransportContext, devices: Devices
+    context: TransportContext, copier: DeviceCopy
 ) -> tuple[nccl.NodeFirstCollectives | None, str]:
     """Connect the GPUs of each node and the nodes' lanes. Collective.
 
@@ -197,9 +197,9 @@ def _connect_nccl(
     topology, world, progress = context.topology, context.world, context.progress
     if reason := why_not_nccl(topology, context.gpus):
         return None, reason
-    group, reason = _attempt(context, lambda: nccl.connect(context.node, devices.device))
+    group, reason = _attempt(context, lambda: nccl.connect(context.node, copier.device))
     if group is not None and not reason:  # else some rank would wait for others in it
-        _, reason = _attempt(context, lambda: nccl.use(group, devices.device))
+        _, reason = _attempt(context, lambda: nccl.use(group, copier.device))
     if reason or group is None:
         if group is not None:
             nccl.close(group)
@@ -218,12 +218,11 @@ def _connect_nccl(
             f"the ranks with local rank {local}", [node[local] for node in topology.nodes]
         )
         nodes, choice = Topology.from_hosts(range(len(topology.nodes))), AlgorithmChoice("flat")
-        return WorldCollectives(
-            Members(cross, alone, nodes), progress, devices, stream=stream, choice=choice
-        )
+        return WorldCollectives(cross, alone, nodes, progress, copier, stream=stream, choice=choice)
 
     cross = progress.call(make).wait()
-    return nccl.NodeFirstCollectives(group, cross, devices.copier, devices.add), ""
+    waiting = progress.waiting
+    return nccl.NodeFirstCollectives(group, cross, copier, copier.add, waiting), ""
 
 
 def _call(progress: ProgressEngine, function: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The own time of a rank: that without its waits for others.
+"""The own time of a rank: that without its waits for others, which the engine counts.
 
 On a GPU the host runs ahead of the device, so it is measured on the device's current stream:
 
@@ -7,7 +7,7 @@ On a GPU the host runs ahead of the device, so it is measured on the device's cu
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -15,6 +15,8 @@ from mntrain.comm import clock
 
 if TYPE_CHECKING:
     import torch
+
+    from mntrain.comm.engine import ProgressEngine
 
 
 class Mark(NamedTuple):
@@ -33,43 +35,34 @@ class _Copier(Protocol):  # a `staging.DeviceCopy`
     def record_time(self) -> "torch.cuda.Event": ...
 
 
-class Waits:
-    """The waits of the threads of this rank for other ranks. Local.
+class OwnClock:
+    """A clock that stands still while threads of this rank wait for other ranks. Local.
 
-    `collectives_s` and `gathers_s` are the host's seconds so far, for tensors and for small
-    objects. `copier` is that of the rank's GPU; None on CPUs. Threads that wait
-    at the same time count by themselves. `observe` is told of each wait: a name, and its start.
+    `engine` counts the host's waits. `copier` is that of the rank's GPU; None on CPUs.
     """
 
-    def __init__(self) -> None:
-        self.collectives_s = self.gathers_s = 0.0
-        self.copier: _Copier | None = None
-        self.observe: Callable[[str, float], None] = lambda name, start: None
+    def __init__(self, engine: "ProgressEngine", copier: _Copier | None = None) -> None:
+        self._engine, self.copier = engine, copier
         self._following: list[Mark] | None = None  # of the last wait; None until the first mark
         self._thread = threading.local()  # its `waits` is True in a wait
         self._lock = threading.Lock()
 
     @contextmanager
-    def waiting(self, *, gather: bool = False) -> Iterator[None]:
-        """Measure a block that waits for others. Does not wait for the device.
+    def waiting(self) -> Iterator[None]:
+        """Measure a block that waits for others, on the device. Does not wait for the device.
 
         A wait inside of another one is part of it.
         """
         if getattr(self._thread, "waits", False):
             yield
             return
-        began_s, start, self._thread.waits = clock.now(), self._event(), True
+        start, self._thread.waits = self._event(), True
         try:
             yield
         finally:
             self._thread.waits = False
-            waited_s, end = clock.now() - began_s, self._event()
-            self.observe("wait", began_s)
+            end = self._event()
             with self._lock:
-                if gather:
-                    self.gathers_s += waited_s
-                else:
-                    self.collectives_s += waited_s
                 if start is not None and self._following is not None:
                     wait = Mark(0.0, start, end, [])
                     self._following.append(wait)
@@ -78,8 +71,8 @@ class Waits:
     def mark(self) -> Mark:
         """Return this point in the work of the calling thread. Does not wait for the device."""
         if self.copier is not None and self._following is None:
-            self._following = []
-        own_s = clock.now() - self.collectives_s - self.gathers_s
+            self._following, self._engine.own_clock = [], self
+        own_s = clock.now() - self._engine.waited_s - self._engine.gathered_s
         following = [] if self._following is None else self._following
         return Mark(own_s, self._event(), None, following)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,9 +18,17 @@ from mntrain.comm.mpi import Communicator
 from mntrain.comm.nccl import NodeFirstCollectives
 from mntrain.comm.resources import Algorithm, BufferPool, CommContext, TensorAccess
 from mntrain.comm.shared_memory import NodeSharedMemory, SharedFlags
-from mntrain.comm.staging import DeviceAccess, Devices, StagedAccess, Staging, chunks
-from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb, call_site
+from mntrain.comm.staging import (
+    DeviceAccess,
+    DeviceCopy,
+    StagedAccess,
+    Staging,
+    StreamOrderedWork,
+    chunks,
+)
+from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, Verb
 from mntrain.comm.topology import Topology
+from mntrain.recorder.events import call_site
 from zero.collectives import Bounds, CompletedWork, Work
 from zero.kernels import add, expect_flat
 from zero.layout import shard_bounds
@@ -37,49 +45,12 @@ Transport = Literal["host", "cuda-aware", "nccl"]
 Part = tuple[Ticket, TensorAccess, CommContext]
 
 
-class Members(NamedTuple):
-    """The ranks of collectives: their communicators, and where they lie."""
-
-    comm: Communicator  # of all
-    node: Communicator  # of those on this rank's node
-    topology: Topology
-
-
-class CollectiveWork:
-    """The work of one call: its collectives on the engine, and their last part on the device."""
-
-    def __init__(
-        self,
-        engine: ProgressEngine,
-        futures: Sequence[Future[Work | None]],
-        last_parts: Sequence[Work] = (),
-    ) -> None:
-        self._engine, self._futures, self._last_parts = engine, futures, last_parts
-
-    def done(self) -> bool:
-        """Return whether the collectives have finished, and let them progress; see `Work.done`."""
-        self._engine.check_open()
-        pending = [future for future in self._futures if not future.done]
-        if pending:
-            self._engine.progress_in_thread(pending)
-        return not pending and all(work.done() for work in self._last_parts)
-
-    def wait(self) -> None:
-        """Return when the result may be used; see `Work.wait`."""
-        if all(future.done for future in self._futures):
-            self._take_last_parts()
-            if not self._last_parts:
-                return
-        with self._engine.waits.waiting():
-            self._take_last_parts()
-            for work in self._last_parts:
-                work.wait()
-
-    def _take_last_parts(self) -> None:
-        if self._futures:
-            found = [future.wait() for future in self._futures]
-            self._last_parts = [work for work in found if work is not None]
-            self._futures = ()  # they hold the tensor
+def futures_of(works: Iterable[Work]) -> list[Future[Any]]:
+    """Return the futures among works, and those that works of a device wait for."""
+    found: list[Work] = []
+    for work in works:
+        found += work.before if isinstance(work, StreamOrderedWork) else [work]
+    return [work for work in found if isinstance(work, Future)]
 
 
 def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
@@ -87,7 +58,7 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
 
     See `Future.call_when_done`. For a work that is complete already, at once.
     """
-    futures = [it for work in works if isinstance(work, CollectiveWork) for it in work._futures]
+    futures = futures_of(works)
     left, lock = len(futures), threading.Lock()
 
     def ended() -> None:
@@ -106,9 +77,8 @@ def when_done(works: Sequence[Work], function: Callable[[], object]) -> None:
 
 def expect(works: Iterable[Work]) -> None:
     """Let works count as waited for from now on, and progress; see `ProgressEngine.expect`."""
-    for work in works:
-        if isinstance(work, CollectiveWork):
-            work._engine.expect(work._futures)
+    for future in futures_of(works):
+        future.engine.expect([future])
 
 
 class CollectiveOptions(TypedDict, total=False):
@@ -129,9 +99,11 @@ class WorldCollectives:
 
     Immutable: `replace` returns collectives with other options, over the same communicator and
     shared memory; `add_stream` collectives of the same ranks with an order of their own.
-    Construction is collective over the ranks, on the engine's thread. `devices` is given by all
-    ranks or by none. `stream` is by default the engine's main one, and `memory` that of the node's
-    ranks, made here by default. All ranks give the same options, the last five to `replace` only:
+    Construction is collective over the ranks, which are those of `comm`, on the engine's thread.
+    `node` has the ranks of this rank's node, and `topology` the node of each. `copier` is given by
+    all ranks or by none. `stream` is by default the engine's main one, and `memory` that of the
+    node's ranks, made here by default. All ranks give the same options, the last five to `replace`
+    only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -146,9 +118,11 @@ class WorldCollectives:
 
     def __init__(
         self,
-        members: Members,
+        comm: Communicator,
+        node: Communicator,
+        topology: Topology,
         engine: ProgressEngine,
-        devices: Devices | None = None,
+        copier: DeviceCopy | None = None,
         *,
         choice: AlgorithmChoice,
         stream: Stream | None = None,
@@ -156,7 +130,6 @@ class WorldCollectives:
         node_first: NodeFirstCollectives | None = None,
         memory: NodeSharedMemory | None = None,
     ) -> None:
-        comm, node, topology = members
         self.rank, self.size = comm.rank, comm.size
         self.choice, self.label, self.ratio = choice, "", 1.0
         self.transport, self.node_first = transport, node_first
@@ -166,17 +139,17 @@ class WorldCollectives:
         self._node = node
         self.memory = NodeSharedMemory(node) if memory is None else memory
         self._algorithms: dict[str, tuple[Algorithm, bool]] = {}  # those in use so far
-        self._engine, self._devices, self._stream = engine, devices, stream or engine.main
+        self._engine, self._copier, self._stream = engine, copier, stream or engine.main
         flags = SharedFlags(self.memory, node.rank, node.size)
         self._host = CommContext(comm, topology, flags, BufferPool(comm.traffic), add)
-        if devices is not None:
-            self._staging = Staging(self.memory, devices.copier, devices.buffer_bytes)
+        if copier is not None:
+            self._staging = Staging(self.memory, copier)
             self._device = dataclasses.replace(
                 self._host,
-                buffers=BufferPool(comm.traffic, devices.device),
-                add=devices.add,
-                fence=devices.fence,
-                run=devices.run_on_side_stream,
+                buffers=BufferPool(comm.traffic, copier.device),
+                add=copier.add,
+                fence=copier.fence,
+                run=copier.run_on_side_stream,
             )
 
     def replace(self, **options: Unpack[CollectiveOptions]) -> "WorldCollectives":
@@ -199,14 +172,14 @@ class WorldCollectives:
         """
 
         def make() -> WorldCollectives:
-            other, devices = copy.copy(self), self._devices
+            other, copier = copy.copy(self), self._copier
             flags = SharedFlags(self.memory, self._node.rank, self._node.size)
             own: dict[str, Any] = {"comm": self._host.comm.duplicate(name), "flags": flags}
             other._stream = self._engine.add_stream(name)
             other._host = dataclasses.replace(self._host, **own)
-            if devices is not None:
+            if copier is not None:
                 other._device = dataclasses.replace(self._device, **own)
-                other._staging = Staging(self.memory, devices.copier, devices.buffer_bytes)
+                other._staging = Staging(self.memory, copier)
             return other
 
         return self.call_together(make, f"a new stream, {name}").wait()
@@ -236,7 +209,9 @@ class WorldCollectives:
             tag = self._host.comm.tag(ticket.digest)
             return (yield from small_messages.gather_packed(self._host.comm, packed, tag))
 
-        return self._submit(steps, what)
+        future = self._submit(steps, what)
+        future.of_objects = True
+        return future
 
     @property
     def no_shared_memory_reason(self) -> str:
@@ -256,7 +231,7 @@ class WorldCollectives:
     @property
     def waited_s(self) -> float:
         """Seconds so far in which callers waited for collectives."""
-        return self._engine.waits.collectives_s
+        return self._engine.waited_s
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -315,20 +290,21 @@ class WorldCollectives:
         tensor = _without_mode(tensor) if tensor.is_inference() else tensor
         nbytes = tensor.nbytes
         small = 0 < nbytes * self.size <= self.small_message_bytes
-        long = not small and (self._devices is not None or nbytes > NO_WAKE_BYTES)
-        wake = long if self.wakes is None else self.wakes or self._devices is not None
-        gather = self.gathers and small and self._devices is None
+        long = not small and (self._copier is not None or nbytes > NO_WAKE_BYTES)
+        wake = long if self.wakes is None else self.wakes or self._copier is not None
+        gather = self.gathers and small and self._copier is None
         call = Signature(verb, self.label, tensor.dtype, bounds, root, wire, self.choice, small)
         ticket, (algorithm, host_only) = Ticket(call, call_site(), self.ratio), self._algorithm()
         parts: Iterable[Part] = [(ticket, TensorAccess(tensor, bounds), self._host)]
-        if self._devices is not None and self._devices.copier.owns(tensor):
+        copier = self._copier if self._copier is not None and self._copier.owns(tensor) else None
+        if copier is not None:
             if self.transport == "nccl" and self.node_first is not None and not host_only:
                 work = self.node_first.start(verb, tensor, bounds, wire)
                 if work is not None:
-                    return CollectiveWork(engine, (), [work])
-            parts = self._device_parts(ticket, tensor, self._devices, host_only=host_only)
+                    return work
+            parts = self._device_parts(ticket, tensor, copier, host_only=host_only)
         elif not tensor.is_cpu:
-            own = self._devices.device if self._devices is not None else "cpu"
+            own = self._copier.device if self._copier is not None else "cpu"
             raise ValueError(
                 f"a tensor on {tensor.device}, and this rank communicates on {own}: move it there"
             )
@@ -338,18 +314,19 @@ class WorldCollectives:
             )
             for part in parts
         ]
-        return CollectiveWork(engine, futures)
+        if copier is None:
+            return futures[0]
+        return StreamOrderedWork(copier, engine.waiting, lambda: _results(futures), futures)
 
     def exchange(
         self, steps: Callable[[Communicator, Ticket], Steps[None]], what: str
-    ) -> CollectiveWork:
+    ) -> Future[None]:
         """Start steps that exchange messages on the communicator. Collective.
 
         `what` names the call, the same on all ranks.
         """
         comm = self._host.comm
-        future = self._submit(lambda ticket: steps(comm, ticket), what)
-        return CollectiveWork(self._engine, [future])
+        return self._submit(lambda ticket: steps(comm, ticket), what)
 
     def _submit(self, steps: Callable[[Ticket], Steps[T]], what: str) -> Future[T]:
         ticket = Ticket(Signature(what), call_site())
@@ -368,15 +345,15 @@ class WorldCollectives:
         return self._algorithms[name]
 
     def _device_parts(
-        self, ticket: Ticket, tensor: Tensor, devices: Devices, *, host_only: bool
+        self, ticket: Ticket, tensor: Tensor, copier: DeviceCopy, *, host_only: bool
     ) -> Iterator[Part]:
         """Yield the collectives that a call on a device tensor is made of, the same on all ranks.
 
         MPI takes it where it lies, or it is staged in host memory, in several chunks if it is long.
         """
-        call, ready = ticket.signature, devices.copier.record_event()
+        call, ready = ticket.signature, copier.record_event()
         if self.transport == "cuda-aware" and not host_only:
-            access = DeviceAccess(tensor, call.bounds, devices.copier, ready)
+            access = DeviceAccess(tensor, call.bounds, copier, ready)
             ticket.signature = call._replace(small=False)
             yield ticket, access, self._device
             return
@@ -389,11 +366,16 @@ class WorldCollectives:
             goes, comes = [own], [slot for slot in range(self.size) if slot != own]
         elif call.verb == "broadcast":
             goes, comes = (None, []) if call.root == self.rank else ([], None)
-        several = chunks(call.bounds, tensor.element_size(), devices.buffer_bytes, whole=whole)
+        several = chunks(call.bounds, tensor.element_size(), copier.buffer_bytes, whole=whole)
         ticket.signature = call._replace(parts=len(several))
         for spans in several:
             staged = StagedAccess(self._staging, tensor, spans, ready=ready, goes=goes, comes=comes)
-            yield ticket.copy(), staged, self._host
+            yield dataclasses.replace(ticket), staged, self._host
+
+
+def _results(futures: Iterable[Future[torch.cuda.Event | None]]) -> list[torch.cuda.Event]:
+    """Wait for the parts of a call on a device tensor; return the events of their ends."""
+    return [end for future in futures if (end := future.wait()) is not None]
 
 
 def _without_mode(tensor: Tensor) -> Tensor:

@@ -146,9 +146,8 @@ class StepBalancing(Balancing):
 class LoaderBalancing(Balancing):
     """Balancing of training passes over the loaders of a dataset, or of several in turn.
 
-    Own time is that from one request for a batch to the next (waits for a future of
-    `World.gather_later` count as its own), by the median batch, since between some of them a loop
-    evaluates or saves.
+    Own time is that from one request for a batch to the next, by the median batch, since between
+    some of them a loop evaluates or saves.
     """
 
     division: Shares

@@ -10,6 +10,7 @@ may need long to tell, it gets the whole ring with a sign of life, as soon as it
 """
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -20,9 +21,10 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import ENOSPC
+from importlib.util import find_spec
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -55,6 +57,17 @@ _pwrite = ctypes.PyDLL(None).pwrite64
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
 _pwrite.restype = ctypes.c_ssize_t
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+# Beginnings of files in which a call is not the user's, and of those in which it need not be.
+INTERNAL = (
+    *(
+        os.path.dirname(spec.origin) + os.sep
+        for spec in map(find_spec, ("mntrain", "zero", "torch"))
+        if spec is not None and spec.origin is not None
+    ),
+    contextlib.__file__,
+    "<frozen",  # the interpreter's own modules, such as runpy
+)
+LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
 class _CallTimeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`; tickets are of `comm`
@@ -67,17 +80,14 @@ class _CallTimeline(Protocol):  # a `mntrain.timeline.event_log.EventLog`; ticke
 class Recorder:
     """Records the events of one rank. All methods are local, and none raises.
 
-    Methods may be called by any thread and in signal handlers; one takes 2 to 5 us. `internal` are
-    the beginnings of the names of files that are not the user's. The thread that constructs it is
-    the one that trains. `timeline` is that of one that is recorded, else None.
+    Methods may be called by any thread and in signal handlers; one takes 2 to 5 us. The thread that
+    constructs it is the one that trains. `timeline` is that of one that is recorded, else None.
     """
 
-    def __init__(self, rank: int, size: int, internal: Sequence[str] = ()) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.timeline: _CallTimeline | None = None
         self._thread = threading.get_ident()
-        libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-        self._not_own = [(*internal, *libraries), tuple(internal)]
         self._ring = bytearray(RING_BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._ring))
         self._file = -1  # descriptor
@@ -195,7 +205,7 @@ class Recorder:
         """Record an exception that ends the world, with the user's innermost line."""
         shared = not _SHARED_ERRORS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
         frames = reversed(traceback.extract_tb(error.__traceback__))
-        site = self._site((frame.filename, frame.lineno) for frame in frames)
+        site = _site_or_first((frame.filename, frame.lineno) for frame in frames)
         kind = Kind.SHARED_ERROR if shared else Kind.ERROR
         self._write(kind, (0, ALL_RANKS), "", f"{type(error).__name__}: {error}", site)
 
@@ -297,16 +307,34 @@ class Recorder:
             stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
         except AttributeError:  # the thread has run in between: in Python 3.11, f_back is no frame
             return ""
-        return self._site(stack)
+        return _site_or_first(stack)
 
-    def _site(self, stack: Iterable[tuple[str, int | None]]) -> str:
-        """Return file:line of the first frame outside of libraries, or of the first one at all."""
-        frames = [(file, line) for file, line in stack if not file.startswith("<frozen ")]
-        for beginnings in self._not_own:
-            for file, line in frames:
-                if not file.startswith(beginnings):
-                    return f"{file}:{line}"
-        return "{}:{}".format(*frames[0]) if frames else ""
+
+def site_of(stack: Iterable[tuple[str, int | None]]) -> str:
+    """Return "file:line" of the user's innermost frame; "" if there is none.
+
+    `stack` has the file and the line of each frame, the innermost first. Frames of libraries count
+    where no other is the user's.
+    """
+    of_library = ""
+    for file, line in stack:
+        if not file.startswith(INTERNAL):
+            if not file.startswith(LIBRARIES):
+                return f"{file}:{line}"
+            of_library = of_library or f"{file}:{line}"
+    return of_library
+
+
+def _site_or_first(stack: Iterable[tuple[str, int | None]]) -> str:
+    """Return what `site_of` does, or the innermost line where no frame is the user's."""
+    frames = list(stack)
+    return site_of(frames) or "".join(f"{file}:{line}" for file, line in frames[:1])
+
+
+def call_site() -> str:
+    """Return the line of the user that the calling thread runs, as `site_of`."""
+    stack = traceback.walk_stack(sys._getframe(1))
+    return site_of((frame.f_code.co_filename, line) for frame, line in stack)
 
 
 def boot_id() -> str:

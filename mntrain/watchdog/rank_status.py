@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,14 +13,12 @@ from typing import Any, NamedTuple
 
 from mntrain.comm import engine
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.ticket import INTERNAL
-from mntrain.recorder.events import read_process
+from mntrain.recorder.events import INTERNAL, LIBRARIES, read_process
 from mntrain.recorder.late_ranks import Wait
 from mntrain.watchdog.unanswered import call_for
 
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
-_LIBRARIES = [sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")]
-_NOT_USERS = (*INTERNAL, *_LIBRARIES, "<")  # beginnings of file names
+_NOT_USERS = (*INTERNAL, *LIBRARIES, "<")  # beginnings of file names
 _MAX_FRAMES = 30
 READ_S = 1.0  # for the files of source code, whose file system may be what hangs
 _COMM = str(Path(engine.__file__).parent)
@@ -125,9 +122,9 @@ def print_stack(pid: int) -> None:
 def _wait_of(progress: ProgressEngine, stalled_s: float) -> Wait | None:
     if (awaited := progress.awaited()) is None:
         return None
-    stream, _, message = awaited
-    if message is not None:
-        call = message.what, message.site, stalled_s, None, message.peers, True, message.may_end()
+    stream, _, own = awaited
+    if own is not None and own.peers is not None and own.may_end is not None:
+        call = str(own.signature), own.site, stalled_s, None, own.peers, True, own.may_end()
         return Wait(stream.name, 0, *call)
     if (ticket := stream.oldest) is None:  # the stack shows it
         return Wait(stream.name, stream.begun, START, "", stalled_s, None, stream.ranks)

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from worlds import RANKS, Worlds
 
 from mntrain.comm import algorithms
-from mntrain.comm.peer_memory import PeerMemory
+from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.ticket import AlgorithmChoice
 
 RANK = MPI.COMM_WORLD.rank
@@ -62,7 +62,8 @@ class Arena:
 def out_of_reach():
     """Let no rank copy from another's private memory, as where the kernel does not allow it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerMemory, "__bool__", lambda _: False)
+        none = property(lambda memory: [], lambda memory, pids: None)
+        patch.setattr(NodeSharedMemory, "pids", none, raising=False)
         yield
 
 

@@ -6,14 +6,14 @@ import random
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroupGloo
 
 from mntrain.comm.nccl import shared_store
-from mntrain.comm.staging import StreamOrderedWork
+from mntrain.comm.staging import DeviceCopy, StreamOrderedWork
 from zero.kernels import add
 
 
@@ -68,13 +68,13 @@ class TimedStreamEvent(StreamEvent):
         return 1e3 * (end._at - self._at)
 
 
-class LateDevice:
-    """A `DeviceCopy` whose memory is the host's, but is written and read late.
+class LateDevice(DeviceCopy):
+    """One whose memory is the host's, but is written and read late.
 
     `to_host` and `to_device` count the elements copied.
     """
 
-    warning = ""
+    device, warning = torch.device("cpu"), ""
 
     def __init__(self, seed=0):
         self._tensors = []  # all tensors of the device, kept so that their addresses stay valid
@@ -216,7 +216,7 @@ class LateGlooGroup(GlooGroup):
 
         self._stream.add(run)
         end = StreamEvent(self._stream)
-        return StreamOrderedWork(self._device, lambda: end)
+        return StreamOrderedWork(self._device, nullcontext, lambda: [end])
 
     def shutdown(self):
         self._stream.close()

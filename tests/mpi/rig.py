@@ -3,15 +3,13 @@
 from contextlib import ExitStack
 
 import pytest
-import torch
 from devices import GlooGroup, LateGlooGroup, PromptDevice, late_add
 
 import mntrain
 from mntrain.comm import nccl, transport
-from mntrain.comm.staging import Devices
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.transport import TransportContext, select_transport
-from mntrain.comm.world_collectives import Members, WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from zero.kernels import add
 
 BUFFER_BYTES = 4096
@@ -25,14 +23,15 @@ class Rig:
         self.world = mntrain.init(ranks_per_node=ranks_per_node)
         self.device, self.progress = device, self.world._engine
         self.late = not isinstance(device, PromptDevice)
-        sums = late_add(device) if self.late else add
-        self.devices = Devices(torch.device("cpu"), device, sums, buffer_bytes=BUFFER_BYTES)
+        device.add, device.buffer_bytes = late_add(device) if self.late else add, BUFFER_BYTES
         self.comm = self.on_thread(lambda: self.world._comm.split(0, self.world.rank, "test"))
         self.collectives = self.on_thread(
             lambda: WorldCollectives(
-                Members(self.comm, self.world._node, self.world.topology),
+                self.comm,
+                self.world._node,
+                self.world.topology,
                 self.progress,
-                self.devices,
+                self.device,
                 choice=AlgorithmChoice("lanes"),
             )
         )
@@ -58,7 +57,7 @@ class Rig:
             self.world._node,
             self.world.topology,
             self.progress,
-            self.devices,
+            self.device,
             gpus or [f"gpu {rank}" for rank in range(self.world.size)],
             self.resources,
         )

@@ -228,7 +228,7 @@ def cost(world, algorithm, verb, tensor, *, piece_bytes=PIECE, **given):
 
 
 def reached(world):
-    return all(world.gather(bool(world.collectives.memory.private)))
+    return all(world.gather(bool(world.collectives.memory.pids)))
 
 
 VERBS = [

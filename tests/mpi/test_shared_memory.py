@@ -182,7 +182,7 @@ def test_memory_that_takes_the_place_of_what_is_gone_is_not_taken_for_it():
 @several_a_node
 def test_private_memory_lives_until_all_ranks_have_left_it():
     with make_world() as world:
-        if not all(world.gather(bool(world.collectives.memory.private))):
+        if not all(world.gather(bool(world.collectives.memory.pids))):
             pytest.skip("the kernel lets no process copy from another's memory")
         flags = world.collectives._host.flags
         tensor = torch.zeros(20011)

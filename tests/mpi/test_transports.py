@@ -159,7 +159,7 @@ def test_slots_are_pinned_until_the_collectives_are_freed(rig):
     assert one.device.pinned_bytes == DEPTH * BUFFER_BYTES
     stream = one.collectives.add_stream("another")
     assert one.device.pinned_bytes == 2 * DEPTH * BUFFER_BYTES
-    one.collectives = one.devices = stream = None  # noqa: F841 - it is freed
+    one.collectives = stream = None  # noqa: F841 - it is freed
     assert one.device.pinned_bytes == 0
 
 

@@ -31,10 +31,11 @@ from mntrain.comm import clock, engine, peer_memory, shared_memory
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.mpi import Communicator
-from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket, call_site
+from mntrain.comm.ticket import AlgorithmChoice, Signature, Ticket
 from mntrain.comm.topology import Topology
-from mntrain.comm.world_collectives import Members, WorldCollectives
+from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.errors import AgreedError
+from mntrain.recorder.events import call_site
 
 
 class SimulationError(AssertionError):
@@ -56,8 +57,9 @@ class Rank:
         if ranks.watched:
             make_error = partial(AgreedError, rank=number)
             self.engine.watch = DisagreementWatch(comm, self.engine.streams, make_error)
-        members = Members(comm, self.node, topology)
-        made = partial(WorldCollectives, members, self.engine, choice=ranks.choice)
+        made = partial(
+            WorldCollectives, comm, self.node, topology, self.engine, choice=ranks.choice
+        )
         self.collectives: WorldCollectives = self.engine.call(made).wait()
 
     def gather(self, value: Any) -> list[Any]:
@@ -89,21 +91,22 @@ class _SteppedEngine(ProgressEngine):
 
     def drive_until(self, future: Future[Any]) -> None:
         """Progress collectives until a future is done, as the library's engine does."""
-        if not self.stepped or future.done:
+        if not self.stepped or future.ended:
             super().drive_until(future)
             return
 
         def step() -> bool:
-            while not future.done and self._test_all():
+            while not future.ended and self._test_all():
                 pass
-            if not future.done:
+            if not future.ended:
                 self._rest(moved=False)
-            return future.done
+            return future.ended
 
         waiter = future, clock.now()
         self._waiters.append(waiter)
         self.time.take_steps(step)
         self._waiters.remove(waiter)
+        self.count_wait(*waiter)
 
 
 class SimulatedRanks:

@@ -22,6 +22,7 @@ from mntrain.comm import mpi
 from mntrain.comm.disagreement import DisagreementWatch
 from mntrain.comm.engine import ProgressEngine
 from mntrain.comm.mpi import Communicator, MpiLibrary
+from mntrain.comm.waits import OwnClock
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 
@@ -50,8 +51,8 @@ def _start_engine(world: Ranks) -> None:
     make_error = partial(AgreedError, rank=world.rank)
     engine.watch = DisagreementWatch(world._comm, engine.streams, make_error)
     world._resources.callback(engine.close)
-    world.waits = engine.waits
-    world.waits.observe = world.recorder.span
+    world.waits = OwnClock(engine)
+    engine.observe = world.recorder.span
 
 
 class SimulatedWorlds(SimulatedRanks):

@@ -9,7 +9,6 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
-import pytest
 from drawn_calls import SPOILS, Call, draw_call, end_calls, run_calls, spoil, start_calls
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -18,18 +17,9 @@ from search import searched
 from simulated_ranks import SimulatedRanks
 from virtual_time import Thread
 
-from mntrain.comm import chunk_plan
 from mntrain.errors import AgreedError
 
 SIZES = [0, 1, 2, 7, 64, 1000, 4099, 9000]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def scattered():
-    """Let broadcasts of few bytes travel in parts, too, where there are more than four nodes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_plan, "SCATTERED_BYTES", 4 << 10)
-        yield
 
 
 @dataclass(frozen=True)

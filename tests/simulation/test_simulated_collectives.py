@@ -9,63 +9,11 @@ from drawn_calls import VERBS, Call, run_calls
 from network import NetworkModel
 from simulated_ranks import SimulatedRanks, SimulationError
 
-from mntrain.comm import algorithms, chunk_plan
+from mntrain.comm import algorithms
 from mntrain.comm.link import Link
 from mntrain.comm.ticket import AlgorithmChoice
 
 MORE = pytest.mark.thorough
-
-
-@pytest.mark.parametrize("private", [True, False])
-@pytest.mark.parametrize(
-    "nodes",
-    [[1] * 5, [2, 1, 2, 3, 1, 1, 2], *(pytest.param([1] * n, marks=MORE) for n in (8, 17))],
-    ids=lambda nodes: "+".join(map(str, nodes)),
-)
-def test_a_broadcast_from_any_rank_in_parts_reaches_all(nodes, private, monkeypatch):
-    """Also to ranks whose memory their node's others cannot reach, and where parts are empty."""
-    monkeypatch.setattr(chunk_plan, "SCATTERED_BYTES", 0)
-    size, choice = sum(nodes), AlgorithmChoice("lanes")
-    calls = [
-        Call("broadcast", numel, dtype, choice, root=root)
-        for root in {1, size - 1}
-        for numel, dtype in [(3, torch.float32), (40_009, torch.float32), (5003, torch.bfloat16)]
-    ]
-    plan = algorithms.load("lanes").plan(SimulatedRanks(nodes).topology, 0)
-    assert any(
-        len(chunk.parts) == len(nodes)
-        for chunk in plan.broadcast(40_009, 4, chunk_plan.Lengths(512 << 10))
-    )
-    late = NetworkModel(late_s=20e-6, eager_bytes=1 << 10)
-    ranks = SimulatedRanks(nodes, seed=1, network=late, private=private)
-    ranks.run(partial(run_calls, calls=calls))
-    assert not ranks.job.unreceived()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "kib", "most"),
-    [(16, 4, 256, 1.7), pytest.param(16, 4, 1024, 1.9, marks=MORE)],
-)
-def test_broadcasts_of_middle_sizes_take_about_twice_their_bytes_and_latencies(
-    nodes, per_node, kib, most
-):
-    model = NetworkModel(message_s=1e-6)
-    ranks = SimulatedRanks(
-        [per_node] * nodes, network=model, watched=False, threads=False, switches=0
-    )
-
-    def program(rank):
-        rank.engine.stepped = True
-        tensor = torch.full((kib << 8,), float(rank.rank))
-        rank.comm.as_mpi4py.Barrier()
-        begun_s = rank.ranks.time.local_now()
-        rank.collectives.broadcast(tensor, root=5).wait()
-        assert tensor.unique().tolist() == [5.0]
-        return begun_s, rank.ranks.time.local_now()
-
-    begun, ended = zip(*ranks.run(program), strict=True)
-    tree_s = (nodes - 1).bit_length() * model.between.latency_s
-    assert max(ended) - max(begun) < most * (tree_s + (kib << 10) / model.between.rate)
 
 
 @pytest.mark.parametrize(

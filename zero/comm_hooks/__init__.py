@@ -11,6 +11,8 @@ returns the `Work` that leaves the sum in it. As in DDP, a hook may cast or comp
         yield bucket.collectives.all_gather(encoded)     # exchange
         bucket.gradients.copy_(...)                      # decode
 
+The plain sum of a bucket is `super().__call__(bucket)`.
+
 In a group of one rank no hook is called. A hook that treats traffic between nodes unlike that
 within them sets `between_nodes`: it has the collectives of both levels as `levels` then
 (`zero.comm_hooks.between_nodes`).
@@ -80,13 +82,6 @@ class ReducibleBucket:
         start, stop = self.layout.shard(self.collectives.slot(self.collectives.rank))
         return self.gradients[start:stop]
 
-    def reduce(self, wire: torch.dtype | None = None) -> Work:
-        """Start the all-reduce or reduce-scatter that the bucket needs. Collective."""
-        collectives = self.collectives.named(f"gradient bucket {self.index}")
-        if self.sharded:
-            return collectives.reduce_scatter(self.gradients, self.layout.bounds, wire=wire)
-        return collectives.all_reduce(self.gradients, wire=wire)
-
 
 class CommHook:
     """The hook that sums buckets, and base class of others, which may have a state on every rank.
@@ -113,7 +108,10 @@ class CommHook:
         collectives once the first has finished returns a `ChainedWork`.
         """
         wire = self.wire_dtype and narrower(self.wire_dtype, bucket.gradients.dtype)
-        return bucket.reduce(wire)
+        collectives = bucket.collectives.named(f"gradient bucket {bucket.index}")
+        if bucket.sharded:
+            return collectives.reduce_scatter(bucket.gradients, bucket.layout.bounds, wire=wire)
+        return collectives.all_reduce(bucket.gradients, wire=wire)
 
     def bind(self, size: int, levels: NodeLevels | None, *, scheduled: bool) -> None:
         """Let the hook serve an optimizer on so many ranks, at least 2. Local.

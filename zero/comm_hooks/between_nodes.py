@@ -102,7 +102,7 @@ class BetweenNodesHook(CommHook):
     def __call__(self, bucket: ReducibleBucket) -> Work:
         """Start to sum a bucket; what crosses nodes is compressed."""
         if not self.several_nodes or bucket.gradients.is_complex():
-            return bucket.reduce()
+            return super().__call__(bucket)
         return ChainedWork(self._steps(bucket))
 
     def note(self, nodes: int, *, sharded: bool) -> str:

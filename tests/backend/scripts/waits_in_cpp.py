@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mntrain.torch_backend  # noqa: F401 - registers the backend
 from mntrain.comm.engine import ProgressEngine
-from mntrain.comm.world_collectives import CollectiveWork
 from mntrain.torch_backend.work import Call
 from zero.collectives import CompletedWork
 
@@ -37,7 +36,7 @@ def failing_call(tensor, fails=True):
             raise LostError("a rank is lost")
         return CompletedWork()
 
-    return Call([CollectiveWork(ENGINE, [ENGINE.submit(steps())])], [tensor])
+    return Call([ENGINE.submit(steps())], [tensor])
 
 
 class Checkpointed(torch.nn.Linear):

@@ -18,7 +18,7 @@ from mntrain.comm import engine as module
 from mntrain.comm.engine import Pipelined, ProgressEngine, UnorderedStream
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import Signature, Ticket
-from mntrain.comm.world_collectives import CollectiveWork, expect, when_done
+from mntrain.comm.world_collectives import expect, when_done
 from zero.collectives import CompletedWork
 
 WINDOW = 5
@@ -103,24 +103,45 @@ def test_the_waiting_thread_alone_progresses_an_operation_that_wakes_nobody(engi
     assert engine.busy_s > before
 
 
+@pytest.mark.parametrize("of_objects", [False, True])
+def test_a_wait_is_counted_and_told_once_also_if_it_raises(engine, of_objects):
+    told, due = [], time.monotonic() + 0.1
+    engine.observe = lambda name, start: told.append(name)
+
+    def steps():
+        yield lambda: time.monotonic() > due
+        raise OSError("no way")
+
+    future = engine.submit(steps())
+    future.of_objects = of_objects
+    for _ in range(2):
+        with pytest.raises(OSError, match="no way"):
+            future.wait()
+    waited_s, other_s = engine.waited_s, engine.gathered_s
+    if of_objects:
+        waited_s, other_s = other_s, waited_s
+    assert 0.0 < waited_s < 60.0
+    assert other_s == 0.0
+    assert told == ["wait"]
+
+
 def test_work_that_is_asked_for_progresses_without_a_wait_and_after_waits_for_other_work(engine):
     gate, stream = threading.Event(), engine.add_stream("other")
-    first = CollectiveWork(engine, [engine.submit(Steps([], "a").work, wake=False)])
+    first = engine.submit(Steps([], "a").work, wake=False)
     behind = engine.submit(Steps([], "b", chunk=gate.is_set).work, wake=False)
-    second = CollectiveWork(engine, [behind])
     assert not first.done()
     until(first.done)
-    assert not second.done()
+    assert not behind.done()
     assert engine.submit(Steps([], "c").work, wake=False, stream=stream).wait() == "c"
     gate.set()
-    until(lambda: behind.done)
-    assert second.done()
+    until(lambda: behind.ended)
+    assert behind.done()
     assert behind.wait() == behind.wait() == "b"
 
 
 def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
     never = threading.Event()
-    work = CollectiveWork(engine, [engine.submit(Steps([], "a", chunk=never.is_set).work)])
+    work = engine.submit(Steps([], "a", chunk=never.is_set).work)
     assert not work.done()
     engine.stop(ValueError("rank 3 has failed"))
     with pytest.raises(ValueError, match="rank 3 has failed"):
@@ -131,8 +152,8 @@ def test_asking_for_work_raises_the_error_that_has_ended_communication(engine):
 def test_a_thread_that_turns_to_another_engine_wakes_the_thread_of_the_first(engine, wakes):
     other = ProgressEngine()
     small = engine.submit(Steps([], "a").work, wake=False)
-    other.submit(Steps([], "b", chunk=lambda: small.done).work, wake=wakes).wait()
-    assert small.done
+    other.submit(Steps([], "b", chunk=lambda: small.ended).work, wake=wakes).wait()
+    assert small.ended
     other.close()
 
 
@@ -150,7 +171,7 @@ def test_what_wakes_no_thread_is_left_until_somebody_waits(engine, chunked):
     assert first.wait() == "a"
     gate.set()
     time.sleep(0.05)
-    assert not second.done
+    assert not second.ended
     assert second.wait() == "b"
     assert of(log, "enter") == ["a", "b"]
 
@@ -172,19 +193,19 @@ def test_what_gathers_is_left_to_who_waits_or_begins_with_what_does_not_gather(e
     assert threads == {threading.get_ident()}
     gathered = engine.submit(alone(log, "e", test), gather=True)
     time.sleep(0.05)
-    assert not gathered.done
+    assert not gathered.ended
     last = engine.submit(alone(log, "f", test))
-    until(lambda: last.done)
+    until(lambda: last.ended)
     assert of(log, "enter") == [*"abcdef"]
-    assert gathered.done
+    assert gathered.ended
 
 
 def test_what_gathers_begins_after_a_while_without_a_caller(engine, monkeypatch):
     monkeypatch.setattr(module, "GATHER_S", 0.05)
     for _ in range(3):
         futures = [engine.submit(alone([], name, lambda: True), gather=True) for name in "abc"]
-        assert not futures[0].done
-        until(lambda futures=futures: futures[-1].done)
+        assert not futures[0].ended
+        until(lambda futures=futures: futures[-1].ended)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +361,7 @@ def test_a_stream_does_not_wait_for_another_one(engine):
     later = engine.submit(alone(log, "b"))
     assert engine.submit(Steps(log, "c", count=3).work, stream=other).wait() == "c"
     assert engine.submit(alone(log, "d"), wake=False, stream=other).wait() == "d"
-    assert [first.done, later.done] == [False, False]
+    assert [first.ended, later.ended] == [False, False]
     gate.set()
     assert (first.wait(), later.wait()) == ("a", "b")
     until(lambda: engine.idle)
@@ -468,7 +489,7 @@ def test_what_an_error_or_interrupt_ends_keeps_the_memory_that_others_write_to(e
     until(lambda: len(kept) == (1 if kind == "alone" else 2))
     gate.set()
     driver.join(120)
-    assert futures[0].done
+    assert futures[0].ended
     engine.stop(OSError("no way"))
     futures.clear()
     gc.collect()
@@ -528,8 +549,8 @@ def test_close_finishes_what_is_queued_and_ends_the_thread():
     futures = [engine.submit(slow(name)) for name in range(3 * DEPTH)]
     elsewhere = engine.submit(alone([], "a", lambda: time.monotonic() > end), stream=other)
     engine.close()
-    assert elsewhere.done
-    assert all(future.done for future in futures)
+    assert elsewhere.ended
+    assert all(future.ended for future in futures)
     assert of(log, "finish") == list(range(3 * DEPTH))
     assert [future.wait() for future in futures] == list(range(3 * DEPTH))
     assert threading.active_count() == before
@@ -593,10 +614,7 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
         yield lambda: gates[number]
 
     streams = [engine.add_stream(f"stream {number}") for number in range(2)]
-    works = [
-        CollectiveWork(engine, [engine.submit(steps(number), stream=stream)])
-        for number, stream in enumerate(streams)
-    ]
+    works = [engine.submit(steps(number), stream=stream) for number, stream in enumerate(streams)]
     when_done([CompletedWork(), *works], called.set)
     gates[1] = True
     assert not called.wait(0.2)
@@ -609,7 +627,7 @@ def test_what_follows_several_works_waits_for_all_of_them_in_any_order(engine):
 @pytest.mark.parametrize("before", [True, False])
 def test_what_follows_a_work_is_called_once_when_communication_ends_or_has_ended(engine, before):
     called, never = [], threading.Event()
-    work = CollectiveWork(engine, [engine.submit(alone([], "a", never.is_set))])
+    work = engine.submit(alone([], "a", never.is_set))
     if before:
         when_done([work], lambda: called.append("before"))
     engine.stop(OSError("rank 3 has failed"))
@@ -630,7 +648,7 @@ def test_an_expected_work_counts_as_waited_for_until_its_end(engine, end):
 
     stream = engine.add_stream("another")
     engine.submit(Steps([], "before", enter=gate.is_set).work)
-    work = CollectiveWork(engine, [engine.submit(steps(), stream=stream, wake=False)])
+    work = engine.submit(steps(), stream=stream, wake=False)
     assert engine.awaited() is None
     before = time.monotonic()
     expect([CompletedWork(), work])

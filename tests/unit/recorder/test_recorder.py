@@ -196,7 +196,7 @@ def test_the_end_of_the_interpreter_is_a_clean_end(opened, tmp_path):
 
 
 def test_an_error_has_the_innermost_line_of_the_user_and_its_phase_does_not_end(tmp_path):
-    recorder = Recorder(0, 1, internal=(str(Path(__file__).parent / "no such folder"),))
+    recorder = Recorder(0, 1)
     recorder.open(tmp_path, "job")
     with recorder.phase("data", 1):
         pass

@@ -142,7 +142,7 @@ def test_another_world_of_a_process_ends_the_watch_over_the_exit_of_one_that_is_
 def test_what_wakes_no_thread_is_done_at_the_exit(job):
     short = job.engine.submit(steps_of(lambda: "sent"), wake=False)
     job.ranks[2].arrive_at_exit()
-    assert short.done
+    assert short.ended
     assert job.ranks[2]._idle
 
 
