@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import TorchWorld, run_tests
 
 import zero
-from mntrain.compression.int8 import Int8Hook
 from zero.comm_hooks import CommHook
+from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.ddp import DDPHook
 
 
