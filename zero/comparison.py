@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import AllRanksError, Collectives, gather_objects
@@ -33,7 +33,7 @@ from zero.shard import OptimizerShard, ParamGroup
 
 SAMPLED = 16  # elements of a gradient, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
-CYCLE = 16  # steps after which the same elements are sampled again
+PLAIN = str | Real | torch.dtype  # options, and attributes of options, that ranks share
 LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
 
@@ -93,6 +93,28 @@ def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> 
     reports = gather_objects(ranks, Report(ranks.rank, 0, facts, {}, ""))
     if difference := _difference(reports, frozenset()):
         raise ValueError(difference)
+
+
+def describe_model(
+    model: nn.Module, options: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """Return what ranks must share: of each option, and of each tensor of a model."""
+    tensors = [
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        + ("" if tensor.requires_grad else " frozen")
+        + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return {name: _describe_option(option) for name, option in options.items()}, tensors
+
+
+def _describe_option(option: object) -> object:
+    """Return plain options and None as they are, and others by class and what all ranks share."""
+    if option is None or isinstance(option, PLAIN):
+        return option
+    attributes = getattr(option, "__dict__", {}).items()
+    plain = [(n, v) for n, v in attributes if isinstance(v, PLAIN) and n[0] != "_"]
+    return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"
 
 
 def describe_optimizer(
@@ -163,7 +185,7 @@ class StepComparison:
         self._over_replicas: int | None = None  # the latest step of one over all replicas
         self._unlike = False  # whether ranks round differently, so that bits say nothing
         self.checks, self.checks_s = 0, 0.0  # such comparisons, and the seconds that they took
-        self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
+        self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by bucket
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
         self.own_limit: float | None = None  # of the norm of each rank's own gradient
@@ -369,13 +391,12 @@ class StepComparison:
         """Yield a few elements of every gradient at stage 0; a step takes others than the last."""
         owned = self._owned
         for index, bucket in enumerate(owned.buckets):
-            (flat,), key = owned.gradients.kept(index), (step % CYCLE, index)
-            if key not in self._places:
-                start, offset, size = _places(bucket, flat.device)
-                for turn in range(CYCLE):
-                    self._places[turn, index] = start + (offset + turn * STRIDE) % size
+            (flat,) = owned.gradients.kept(index)
+            if index not in self._places:
+                self._places[index] = _places(bucket, flat.device)
+            start, offset, size = self._places[index]
             counts = {e.spec.name: min(e.numel, SAMPLED) for e in bucket.entries}
-            yield counts, flat.index_select(0, self._places[key])
+            yield counts, flat.index_select(0, start + (offset + step * STRIDE) % size)
 
     def begin_anew(self) -> None:
         """Note that a state was loaded, or parameters were added, which all ranks do. Local."""

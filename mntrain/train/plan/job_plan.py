@@ -24,7 +24,7 @@ from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.codes import FP32
 from zero.layout import Bucket, ParameterSpec, lay_out
 from zero.memory import Memory
-from zero.param_groups import by_name, check_trainable, name_parameters
+from zero.param_groups import as_groups, by_name, check_trainable
 from zero.prediction import predict
 from zero.trials import choose_partition
 
@@ -131,7 +131,7 @@ class JobPlan:
         """Return the named groups of trained parameters, and what makes the optimizer of groups."""
         model = self._model(dtype)
         _, bound = choose_optimizer(self._task, model, self._options.optim, _CPU)
-        named = name_parameters(model, bound.args[0])
+        named = as_groups(bound.args[0], model)
         groups = check_trainable(named, sharded=False)
         return groups, partial(bound.func, **bound.keywords)
 
