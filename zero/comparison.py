@@ -30,6 +30,7 @@ from zero.layout import Bucket
 from zero.param_groups import hyperparameters
 from zero.parameter_watch import dense_parts, is_trained
 from zero.shard import OptimizerShard, ParamGroup
+from zero.step_message import StepMessage
 
 SAMPLED = 16  # elements of a gradient, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
@@ -198,8 +199,8 @@ class StepComparison:
         self._warned = False  # of such
         self.constant = False  # whether ranks had equal buffers beside those of the state dict
 
-    def figures(self, without: frozenset[str], step: int) -> Tensor:
-        """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
+    def put(self, message: StepMessage, without: frozenset[str], step: int) -> None:
+        """Put digests of all numbers, and of what is updated, for `alike`. Local."""
         frozen = [name for name, p in self._owned.named.items() if not p.requires_grad]
         words = [str(self._begun_anew), *sorted(without), "", *sorted(frozen)]
         words += repr(self.gradient_factor), repr(self.own_limit)
@@ -212,8 +213,14 @@ class StepComparison:
             updated += _digest_of_samples(self._gradients(step))
         _, buffers = self._owned.watch.buffers()
         constants = int(checksum([*map(without_repeats, buffers)])) if buffers else 0
-        halves = constants & 0xFFFFFFFF, constants >> 32 & 0xFFFFFFFF
-        return _addends((_digest(self._numbers), updated, *halves), step)
+        digests = {
+            "numbers": _digest(self._numbers),
+            "updated": updated,
+            "constants, low": constants & 0xFFFFFFFF,
+            "constants, high": constants >> 32 & 0xFFFFFFFF,
+        }
+        for name, digest in digests.items():
+            message.put_same(name, partial(_bits, digest, step))
 
     def _due(self, step: int) -> bool:
         """Return whether ranks compare all bits of the weights after so many steps.
@@ -223,10 +230,10 @@ class StepComparison:
         first = step < self._every and step & (step - 1) == 0
         return bool(self._every) and (first or step % self._every == 0)
 
-    def alike(self, sums: Tensor) -> bool:
-        """Return whether sums over ranks, of `figures`, are of equal digests; note `constant`."""
-        self.constant = agree(torch.cat([sums[:1], sums[-4:]]))
-        return agree(sums[:-4])
+    def alike(self, message: StepMessage) -> bool:
+        """Return whether ranks had equal digests in a message that was read; note `constant`."""
+        self.constant = message.same("constants, low") and message.same("constants, high")
+        return message.same("numbers") and message.same("updated")
 
     def begin_step(self, groups: Iterable[ParamGroup]) -> None:
         """Note the numbers of groups, and which parameters ranks may train each for itself. Local.
@@ -257,10 +264,10 @@ class StepComparison:
             for name, parameter in self._left.items()
         }
 
-    def figures_of_replica(
-        self, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
-    ) -> Tensor:
-        """Return the same for other replicas, for `agree`. Local; gradients and states differ.
+    def put_of_replica(
+        self, message: StepMessage, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
+    ) -> None:
+        """Put a digest for other replicas, "replica". Local; gradients and states differ.
 
         Their weights are alike where they are `in_sync`, which may be in few steps.
         """
@@ -268,7 +275,7 @@ class StepComparison:
         if self._every and in_sync and (last is None or step - last >= self._every):
             self._over_replicas = step
             digest += self._digest_of_weights(step)
-        return _addends((digest,), step)
+        message.put_same("replica", partial(_bits, digest, step))
 
     def compare(
         self,
@@ -404,13 +411,6 @@ class StepComparison:
         self._begun_anew += 1
 
 
-def agree(sums: Tensor) -> bool:
-    """Return whether sums over ranks, of `_addends`, are of equal digests."""
-    ranks, *several = sums.tolist()
-    pairs = zip(several[::2], several[1::2], strict=True)
-    return all(ranks * squares == total * total for total, squares in pairs)
-
-
 def _digest(given: Mapping[Place, Any], without: Set[Place] = frozenset()) -> int:
     numbers, texts = array("d"), []
     for place, value in given.items():
@@ -424,13 +424,9 @@ def _digest(given: Mapping[Place, Any], without: Set[Place] = frozenset()) -> in
     return zlib.crc32(",".join(texts).encode(), zlib.crc32(numbers.tobytes()))
 
 
-def _addends(digests: Iterable[int], step: int) -> Tensor:
-    """Return 1, and of each digest 16 bits, in each step others, and their square."""
-    addends = [1.0]
-    for digest in digests:
-        bits = float((digest * (2 * step + 1) & 0xFFFFFFFF) >> (32 - DIGEST_BITS))
-        addends += [bits, bits * bits]
-    return torch.tensor(addends, dtype=torch.float64, device="cpu")
+def _bits(digest: int, step: int) -> float:
+    """Return 16 bits of a digest, in each step others."""
+    return float((digest * (2 * step + 1) & 0xFFFFFFFF) >> (32 - DIGEST_BITS))
 
 
 def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,6 +62,7 @@ from zero.state import (
     whole_unnamed_state,
 )
 from zero.state_view import StateByParameter
+from zero.step_message import StepMessage
 from zero.sync_batchnorm import layers_below
 from zero.sync_schedule import EveryStep
 from zero.trials import check_drivable, check_partition, choose_partition, works_by_element
@@ -831,17 +832,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         sharding = self._shard.sharding  # each of the group's has the whole mean
         step, groups = self.accumulation.steps, self.param_groups
-        figures = None
-        if without is not None and sharding.size > 1:
-            figures = self._comparison.figures(without, step)
-        norm = self._shard.norm(norm_type, figures) / self._scale.value
-        differ = figures is not None and not self._comparison.alike(figures)
+        begins, names = without is not None, without or frozenset()
+        largest, message = math.isinf(norm_type), StepMessage()
+        message.put("powers", self._shard.powers(norm_type), "max" if largest else "sum")
+        if compares := begins and sharding.size > 1:
+            self._comparison.put(message, names, step)
+        message.send(sharding)
+        powers = message.read()["powers"]
+        norm = (powers if largest else math.pow(powers, 1 / norm_type)) / self._scale.value
+        differ = compares and not self._comparison.alike(message)
         if self.replicas is not None and self.group.size > sharding.size:
-            if without is not None:
-                self.replicas.compare(groups, without, step, differ=differ)
+            if begins:
+                self.replicas.compare(groups, names, step, differ=differ)
         elif differ:
             whole = sharding.size == self._collectives.size
-            names = without or frozenset()
             self._comparison.compare(sharding, groups, names, step, in_sync=False, all_ranks=whole)
         return norm
 

@@ -27,11 +27,13 @@ def as_groups(given: Iterable[Any], model: nn.Module | None = None) -> list[dict
     of the model. Raises ValueError for parameters without names, and with a model for a tensor that
     is none of its parameters.
     """
-    names = {} if model is None else {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {}
+    if model is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
     groups = list(given)
     if not groups or not all(isinstance(group, dict) for group in groups):
         groups = [{"params": groups}]
-    named_groups = []
+    made = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if model is not None:
@@ -47,8 +49,8 @@ def as_groups(given: Iterable[Any], model: nn.Module | None = None) -> list[dict
                 'or groups whose "params" are such pairs'
             )
         options = {key: value for key, value in group.items() if key != "param_names"}
-        named_groups.append({**options, "params": params})
-    return named_groups
+        made.append({**options, "params": params})
+    return made
 
 
 def check_trainable(
