@@ -103,11 +103,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     sync schedule is not closed so, since its replicas may differ: ValueError asks for `exchange`
     and `close`.
 
-    A mean is over the samples of all ranks. A rank states what its gradient stands for in one of
-    three ways: `loss.backward()` alone gives every rank the same weight, or that of the batch that
-    was drawn (`Accumulation.expect`); `share(n)` before it declares the accumulated gradient a mean
-    over n samples; `backward(loss, weight=n)`, once a micro-batch, declares each loss a mean over
-    n.
+    A mean is over the samples of all ranks. `loss.backward()` alone gives every rank the same
+    weight, or that of the batch that was drawn (`Accumulation.expect`); `share` and `backward`
+    state another.
 
     - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
