@@ -1,17 +1,14 @@
 """Descriptions of how nodes exchange parameters, if not the gradients of every step.
 
 A node is one replica: its ranks average gradients in every step. `world.optimizer(sync=...)` binds
-a description to the ranks of a job. Importing this module needs neither torch nor MPI. Fields with
-a `description` are options of a mode; what modes say of one field makes up its help.
+a description to the ranks of a job. Importing this module needs neither torch nor MPI.
 """
 
 from dataclasses import field, fields
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
 
 from mntrain.options.types import STRICT, OrNone
 
@@ -43,18 +40,9 @@ class LocalSGD:
     arXiv 1805.09767). Raises pydantic's ValidationError, a ValueError, for numbers that cannot be.
     """
 
-    every: Positive = Field(
-        description="steps between exchanges, if not after every step. none: not given"
-    )
-    warmup: Whole = Field(
-        default=0, description="synchronous steps at the start of the run, if exchanges are rarer"
-    )
-    max_staleness: Whole = Field(
-        default=0,
-        kw_only=True,
-        description="rounds (of --sync.every steps) by which a node may be ahead of what the "
-        "others have sent, before it waits for them. 0: every node waits in each exchange",
-    )
+    every: Positive
+    warmup: Whole = 0
+    max_staleness: Whole = field(default=0, kw_only=True)
     weighted: bool = field(default=False, kw_only=True)
 
     mode: ClassVar[str] = "local-sgd"
@@ -87,14 +75,8 @@ class DiLoCo(LocalSGD):
     Source: DiLoCo (Douillard et al., 2023, arXiv 2311.08105), with its outer optimizer's defaults.
     """
 
-    outer_lr: Rate = Field(
-        default=0.7,
-        description="learning rate of the outer optimizer of diloco (none: 0.7)",
-    )
-    outer_momentum: Part = Field(
-        default=0.9,
-        description="Nesterov momentum of the outer optimizer of diloco. none: 0.9",
-    )
+    outer_lr: Rate = 0.7
+    outer_momentum: Part = 0.9
 
     mode: ClassVar[str] = "diloco"
     summary: ClassVar[str] = "by a step of an outer optimizer"
@@ -115,11 +97,8 @@ class SparseLoCo(LocalSGD):
     Source: SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706).
     """
 
-    outer_lr: Rate = Field(default=1.0, description="of sparseloco (none: 1)")
-    density: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=64 / 4096,
-        description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096",
-    )
+    outer_lr: Rate = 1.0
+    density: Annotated[float, Field(gt=0, le=1)] = 64 / 4096
 
     mode: ClassVar[str] = "sparseloco"
     summary: ClassVar[str] = "by the largest changes in 2 bits"
@@ -134,27 +113,12 @@ class SparseLoCo(LocalSGD):
 _DESCRIPTIONS = {kind.mode: kind for kind in (LocalSGD, DiLoCo, SparseLoCo)}
 
 
-def _options(mode: str) -> dict[str, FieldInfo]:
-    """Return the options that have an effect in a mode, by name."""
-    declared = vars(_DESCRIPTIONS[mode])["__pydantic_fields__"]
-    return {name: info for name, info in declared.items() if info.description}
-
-
-def _with_options(section: Any) -> Any:
-    """Add the options of all modes to a section: None if unset, or 0 if all have this default."""
-    by_mode = [_options(mode) for mode in _DESCRIPTIONS]
-    declared = {name: [o[name] for o in by_mode if name in o] for name in chain(*by_mode)}
-    for name, infos in sorted(declared.items(), key=lambda item: bool(item[1][0].kw_only)):
-        kind: Any = int if infos[0].is_required() else type(infos[0].default)
-        unset = 0 if all(info.default == 0 for info in infos) else None
-        about = ", and ".join(dict.fromkeys(str(info.description) for info in infos)) + "."
-        section.__annotations__[name] = kind if unset == 0 else OrNone[kind]  # type: ignore[misc]
-        setattr(section, name, Field(default=unset, description=about))
-    return section
+def _names(mode: str) -> set[str]:
+    """Return the names of a description's fields, of which those of `SyncConfig` are options."""
+    return {one.name for one in fields(_DESCRIPTIONS[mode])}
 
 
 @dataclass(frozen=True, config=STRICT)
-@_with_options
 class SyncConfig:
     """Exchanges between nodes: the gradients of every step, or parameters every few steps."""
 
@@ -164,12 +128,37 @@ class SyncConfig:
         "each node, and every --sync.every steps exchange parameters between nodes: "
         f"{', '.join(f'{mode} {kind.summary}' for mode, kind in _DESCRIPTIONS.items())}.",
     )
+    every: OrNone[int] = Field(
+        default=None,
+        description="steps between exchanges, if not after every step. none: not given.",
+    )
+    warmup: int = Field(
+        default=0, description="synchronous steps at the start of the run, if exchanges are rarer."
+    )
+    outer_lr: OrNone[float] = Field(
+        default=None,
+        description="learning rate of the outer optimizer of diloco (none: 0.7), and of sparseloco "
+        "(none: 1).",
+    )
+    outer_momentum: OrNone[float] = Field(
+        default=None,
+        description="Nesterov momentum of the outer optimizer of diloco. none: 0.9.",
+    )
+    density: OrNone[float] = Field(
+        default=None,
+        description="part of the elements that sparseloco sends. none: 0.015625, 64 of 4096.",
+    )
+    max_staleness: int = Field(
+        default=0,
+        description="rounds (of --sync.every steps) by which a node may be ahead of what the "
+        "others have sent, before it waits for them. 0: every node waits in each exchange.",
+    )
 
     @model_validator(mode="after")
     def _check_mode(self) -> "SyncConfig":
         for name in (one.name for one in fields(self)):
             value = getattr(self, name)
-            modes = [mode for mode in _DESCRIPTIONS if name in _options(mode)]
+            modes = [mode for mode in _DESCRIPTIONS if name in _names(mode)]
             if name == "mode" or value == getattr(SyncConfig, name) or self.mode in modes:
                 continue
             others = " or ".join(filter(None, [", ".join(modes[:-1]), modes[-1]]))
@@ -177,7 +166,7 @@ class SyncConfig:
                 f"--sync.{name.replace('_', '-')} {value}: has no effect in --sync.mode "
                 f"{self.mode}; give --sync.mode {others}, or leave it out"
             )
-        if self.mode != "every-step" and vars(self)["every"] is None:
+        if self.mode != "every-step" and self.every is None:
             raise ValueError(
                 f"--sync.mode {self.mode}: needs the steps between exchanges; give --sync.every, "
                 "such as 50"
@@ -195,5 +184,5 @@ class SyncConfig:
         """The argument `sync` of `world.optimizer`; None for every-step."""
         if self.mode == "every-step":
             return None
-        options = {name: getattr(self, name) for name in _options(self.mode)}
+        options = {name: value for name, value in vars(self).items() if name in _names(self.mode)}
         return _DESCRIPTIONS[self.mode](**{n: v for n, v in options.items() if v is not None})

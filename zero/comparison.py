@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero.collectives import AllRanksError, Collectives, gather_objects
@@ -30,10 +30,11 @@ from zero.layout import Bucket
 from zero.param_groups import hyperparameters
 from zero.parameter_watch import dense_parts, is_trained
 from zero.shard import OptimizerShard, ParamGroup
+from zero.step_message import StepMessage
 
 SAMPLED = 16  # elements of a gradient, in each step others
 STRIDE = 7919  # a prime, by which the sampled elements move from step to step
-CYCLE = 16  # steps after which the same elements are sampled again
+PLAIN = str | Real | torch.dtype  # options, and attributes of options, that ranks share
 LARGEST = 64  # elements of a tensor in a group that is compared
 TOLERANCE = 1e-4  # relative, of gradients: processors of other types round differently
 
@@ -93,6 +94,28 @@ def expect_alike(ranks: Collectives, values: Mapping[str, object], fix: str) -> 
     reports = gather_objects(ranks, Report(ranks.rank, 0, facts, {}, ""))
     if difference := _difference(reports, frozenset()):
         raise ValueError(difference)
+
+
+def describe_model(
+    model: nn.Module, options: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """Return what ranks must share: of each option, and of each tensor of a model."""
+    tensors = [
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        + ("" if tensor.requires_grad else " frozen")
+        + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return {name: _describe_option(option) for name, option in options.items()}, tensors
+
+
+def _describe_option(option: object) -> object:
+    """Return plain options and None as they are, and others by class and what all ranks share."""
+    if option is None or isinstance(option, PLAIN):
+        return option
+    attributes = getattr(option, "__dict__", {}).items()
+    plain = [(n, v) for n, v in attributes if isinstance(v, PLAIN) and n[0] != "_"]
+    return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"
 
 
 def describe_optimizer(
@@ -163,7 +186,7 @@ class StepComparison:
         self._over_replicas: int | None = None  # the latest step of one over all replicas
         self._unlike = False  # whether ranks round differently, so that bits say nothing
         self.checks, self.checks_s = 0, 0.0  # such comparisons, and the seconds that they took
-        self._places: dict[tuple[int, int], Tensor] = {}  # by step of the cycle and bucket
+        self._places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by bucket
         self._begun_anew = 0
         self.gradient_factor = 1.0  # by which the gradient of the step was multiplied
         self.own_limit: float | None = None  # of the norm of each rank's own gradient
@@ -176,8 +199,8 @@ class StepComparison:
         self._warned = False  # of such
         self.constant = False  # whether ranks had equal buffers beside those of the state dict
 
-    def figures(self, without: frozenset[str], step: int) -> Tensor:
-        """Return what ranks add up, for `alike`: of all numbers, and of what is updated. Local."""
+    def put(self, message: StepMessage, without: frozenset[str], step: int) -> None:
+        """Put digests of all numbers, and of what is updated, for `alike`. Local."""
         frozen = [name for name, p in self._owned.named.items() if not p.requires_grad]
         words = [str(self._begun_anew), *sorted(without), "", *sorted(frozen)]
         words += repr(self.gradient_factor), repr(self.own_limit)
@@ -190,8 +213,14 @@ class StepComparison:
             updated += _digest_of_samples(self._gradients(step))
         _, buffers = self._owned.watch.buffers()
         constants = int(checksum([*map(without_repeats, buffers)])) if buffers else 0
-        halves = constants & 0xFFFFFFFF, constants >> 32 & 0xFFFFFFFF
-        return _addends((_digest(self._numbers), updated, *halves), step)
+        digests = {
+            "numbers": _digest(self._numbers),
+            "updated": updated,
+            "constants, low": constants & 0xFFFFFFFF,
+            "constants, high": constants >> 32 & 0xFFFFFFFF,
+        }
+        for name, digest in digests.items():
+            message.put_same(name, partial(_bits, digest, step))
 
     def _due(self, step: int) -> bool:
         """Return whether ranks compare all bits of the weights after so many steps.
@@ -201,10 +230,10 @@ class StepComparison:
         first = step < self._every and step & (step - 1) == 0
         return bool(self._every) and (first or step % self._every == 0)
 
-    def alike(self, sums: Tensor) -> bool:
-        """Return whether sums over ranks, of `figures`, are of equal digests; note `constant`."""
-        self.constant = agree(torch.cat([sums[:1], sums[-4:]]))
-        return agree(sums[:-4])
+    def alike(self, message: StepMessage) -> bool:
+        """Return whether ranks had equal digests in a message that was read; note `constant`."""
+        self.constant = message.same("constants, low") and message.same("constants, high")
+        return message.same("numbers") and message.same("updated")
 
     def begin_step(self, groups: Iterable[ParamGroup]) -> None:
         """Note the numbers of groups, and which parameters ranks may train each for itself. Local.
@@ -235,10 +264,10 @@ class StepComparison:
             for name, parameter in self._left.items()
         }
 
-    def figures_of_replica(
-        self, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
-    ) -> Tensor:
-        """Return the same for other replicas, for `agree`. Local; gradients and states differ.
+    def put_of_replica(
+        self, message: StepMessage, groups: Iterable[ParamGroup], step: int, *, in_sync: bool
+    ) -> None:
+        """Put a digest for other replicas, "replica". Local; gradients and states differ.
 
         Their weights are alike where they are `in_sync`, which may be in few steps.
         """
@@ -246,7 +275,7 @@ class StepComparison:
         if self._every and in_sync and (last is None or step - last >= self._every):
             self._over_replicas = step
             digest += self._digest_of_weights(step)
-        return _addends((digest,), step)
+        message.put_same("replica", partial(_bits, digest, step))
 
     def compare(
         self,
@@ -369,25 +398,17 @@ class StepComparison:
         """Yield a few elements of every gradient at stage 0; a step takes others than the last."""
         owned = self._owned
         for index, bucket in enumerate(owned.buckets):
-            (flat,), key = owned.gradients.kept(index), (step % CYCLE, index)
-            if key not in self._places:
-                start, offset, size = _places(bucket, flat.device)
-                for turn in range(CYCLE):
-                    self._places[turn, index] = start + (offset + turn * STRIDE) % size
+            (flat,) = owned.gradients.kept(index)
+            if index not in self._places:
+                self._places[index] = _places(bucket, flat.device)
+            start, offset, size = self._places[index]
             counts = {e.spec.name: min(e.numel, SAMPLED) for e in bucket.entries}
-            yield counts, flat.index_select(0, self._places[key])
+            yield counts, flat.index_select(0, start + (offset + step * STRIDE) % size)
 
     def begin_anew(self) -> None:
         """Note that a state was loaded, or parameters were added, which all ranks do. Local."""
         self._versions = {}
         self._begun_anew += 1
-
-
-def agree(sums: Tensor) -> bool:
-    """Return whether sums over ranks, of `_addends`, are of equal digests."""
-    ranks, *several = sums.tolist()
-    pairs = zip(several[::2], several[1::2], strict=True)
-    return all(ranks * squares == total * total for total, squares in pairs)
 
 
 def _digest(given: Mapping[Place, Any], without: Set[Place] = frozenset()) -> int:
@@ -403,13 +424,9 @@ def _digest(given: Mapping[Place, Any], without: Set[Place] = frozenset()) -> in
     return zlib.crc32(",".join(texts).encode(), zlib.crc32(numbers.tobytes()))
 
 
-def _addends(digests: Iterable[int], step: int) -> Tensor:
-    """Return 1, and of each digest 16 bits, in each step others, and their square."""
-    addends = [1.0]
-    for digest in digests:
-        bits = float((digest * (2 * step + 1) & 0xFFFFFFFF) >> (32 - DIGEST_BITS))
-        addends += [bits, bits * bits]
-    return torch.tensor(addends, dtype=torch.float64, device="cpu")
+def _bits(digest: int, step: int) -> float:
+    """Return 16 bits of a digest, in each step others."""
+    return float((digest * (2 * step + 1) & 0xFFFFFFFF) >> (32 - DIGEST_BITS))
 
 
 def _places(bucket: Bucket, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

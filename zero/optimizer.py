@@ -4,11 +4,10 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 from zero.accumulation import Accumulation
 from zero.collectives import Collectives, broadcast_from_rank_0
 from zero.comm_hooks import CommHook, NodeLevels, make_hook
-from zero.comparison import StepComparison, expect_alike
+from zero.comparison import StepComparison, describe_model, expect_alike
 from zero.exchange.exchange import Exchange
 from zero.exchange.replicas import Replicas
 from zero.layout import Bucket, ParameterSpec, lay_out
@@ -63,6 +62,7 @@ from zero.state import (
     whole_unnamed_state,
 )
 from zero.state_view import StateByParameter
+from zero.step_message import StepMessage
 from zero.sync_batchnorm import layers_below
 from zero.sync_schedule import EveryStep
 from zero.trials import check_drivable, check_partition, choose_partition, works_by_element
@@ -103,11 +103,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     sync schedule is not closed so, since its replicas may differ: ValueError asks for `exchange`
     and `close`.
 
-    A mean is over the samples of all ranks. A rank states what its gradient stands for in one of
-    three ways: `loss.backward()` alone gives every rank the same weight, or that of the batch that
-    was drawn (`Accumulation.expect`); `share(n)` before it declares the accumulated gradient a mean
-    over n samples; `backward(loss, weight=n)`, once a micro-batch, declares each loss a mean over
-    n.
+    A mean is over the samples of all ranks. `loss.backward()` alone gives every rank the same
+    weight, or that of the batch that was drawn (`Accumulation.expect`); `share` and `backward`
+    state another.
 
     - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
@@ -580,7 +578,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The slices must cover what this rank owns; others are ignored. "comm_hook", "steps",
         "in_sync" and "sync_weights" may be absent. Raises ValueError, before anything is changed,
-        for a state that does not fit.
+        for a state that does not fit, and RuntimeError as `wait_for_parameters`.
         """
         self._check_open()
         own_groups = groups_of_names(self.param_groups, self._named)
@@ -592,11 +590,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             parts = {"slices": [s._asdict() for s in slices], "param_groups": groups}
             state_dict = usual | parts | {"unnamed_state": unnamed}
         groups = check_groups(state_dict, own_groups)
-        self.load_slices(
+        self._shard.watch.check()
+        load_slices(
+            self._shard,
+            self._inner,
             (StateSlice(**piece) for piece in state_dict["slices"]),
-            groups,
-            state_dict.get("unnamed_state", {}),
+            self._shapes(),
+            None if self.replicas is None else self.replicas.sync_schedule.load_state,
+            options=map(hyperparameters, groups),
+            unnamed=state_dict.get("unnamed_state", {}),
         )
+        if self.replicas is not None:
+            self.replicas.sync_schedule.begin_anew()
+        self._take_groups()
         self._comparison.begin_anew()
         self._scale.load_state_dict(state_dict["loss_scale"])
         self.accumulation.load_hook_state(state_dict.get("comm_hook"))
@@ -640,35 +646,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._shard.watch.check()
         of_replica = None if self.replicas is None else self.replicas.state
         return own_slices(self._shard, self._inner.state, of_replica)
-
-    def load_slices(
-        self,
-        slices: Iterable[StateSlice],
-        groups: Sequence[dict[str, Any]] | None = None,
-        unnamed: Mapping[Any, Any] = MappingProxyType({}),
-    ) -> None:
-        """Load the state of what this rank owns from slices of any extent, in any order. Local.
-
-        And the hyperparameters of `groups`, if given, as the torch optimizer loads them, and the
-        `unnamed` state, under keys that are no parameters.
-
-        Raises ValueError, before anything is changed, if they are of another model or do not cover
-        what this rank owns, and RuntimeError as `wait_for_parameters`.
-        """
-        self._shard.watch.check()
-        options = [hyperparameters(group) for group in groups or self.param_groups]
-        load_slices(
-            self._shard,
-            self._inner,
-            slices,
-            self._shapes(),
-            None if self.replicas is None else self.replicas.sync_schedule.load_state,
-            options=options,
-            unnamed=unnamed,
-        )
-        if self.replicas is not None:
-            self.replicas.sync_schedule.begin_anew()
-        self._take_groups()
 
     @property
     def weight_checks(self) -> tuple[int, float]:
@@ -853,17 +830,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         sharding = self._shard.sharding  # each of the group's has the whole mean
         step, groups = self.accumulation.steps, self.param_groups
-        figures = None
-        if without is not None and sharding.size > 1:
-            figures = self._comparison.figures(without, step)
-        norm = self._shard.norm(norm_type, figures) / self._scale.value
-        differ = figures is not None and not self._comparison.alike(figures)
+        begins, names = without is not None, without or frozenset()
+        largest, message = math.isinf(norm_type), StepMessage()
+        message.put("powers", self._shard.powers(norm_type), "max" if largest else "sum")
+        if compares := begins and sharding.size > 1:
+            self._comparison.put(message, names, step)
+        message.send(sharding)
+        powers = message.read()["powers"]
+        norm = (powers if largest else math.pow(powers, 1 / norm_type)) / self._scale.value
+        differ = compares and not self._comparison.alike(message)
         if self.replicas is not None and self.group.size > sharding.size:
-            if without is not None:
-                self.replicas.compare(groups, without, step, differ=differ)
+            if begins:
+                self.replicas.compare(groups, names, step, differ=differ)
         elif differ:
             whole = sharding.size == self._collectives.size
-            names = without or frozenset()
             self._comparison.compare(sharding, groups, names, step, in_sync=False, all_ranks=whole)
         return norm
 
@@ -914,29 +894,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _expect_alike(self, named: Mapping[str, Parameter]) -> None:
         """Raise ValueError on all ranks if they make different optimizers. Collective."""
-        model, collectives = self._model, self._collectives
-        if model is None or collectives.size == 1:
+        model = self._model
+        if model is None or self._collectives.size == 1:
             return
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        alike = {
-            "the stage": self._shard.stage,
-            "comm_hook": type(self._hook).__name__,
-            "the wire dtype": str(self._hook.wire_dtype),
-            "gather_dtype": str(self.options.gather_dtype),
-            "max_grad_norm": self.options.max_grad_norm,
-            "norm_type": float(self.options.norm_type),
-            "skipping of steps": self.options.skips,
-            "loss_scale": self._scale.value,
-            "check_every": self.options.check_every,
-            "the number of tensors": len(tensors),
-            **{
-                f"tensor {number}": f"{name} of {t.dtype}, shape {tuple(t.shape)}, "
-                + ("trained" if t.requires_grad else "not trained")
-                for number, (name, t) in enumerate(tensors)
-            },
-            "the bounds of shards": [bucket.bounds for bucket in self._lay_out(named)],
-        }
-        self._expect_same(alike)
+        alike, tensors = describe_model(model, {**vars(self.options), "comm_hook": self._hook})
+        alike |= {f"tensor {number}": text for number, text in enumerate(tensors)}
+        bounds = [bucket.bounds for bucket in self._lay_out(named)]
+        self._expect_same({**alike, "the bounds of shards": bounds})
 
     def _expect_same(self, values: Mapping[str, object]) -> None:
         expect_alike(self._collectives, values, "make the optimizer alike on all ranks")

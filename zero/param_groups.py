@@ -19,21 +19,38 @@ OWN_MEMORY = "make them one Parameter (as tied weights are), or give each its ow
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
-def as_groups(parameters: Iterable[Named] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_groups(given: Iterable[Any], model: nn.Module | None = None) -> list[dict[str, Any]]:
     """Return parameter groups whose "params" are lists of pairs (name, parameter).
 
-    Raises ValueError for parameters without names.
+    `given` are pairs, or groups of them. With a `model`, also what torch's optimizers take, as a
+    single tensor or parameters; names, which may be those within a part of the model, become those
+    of the model. Raises ValueError for parameters without names, and with a model for a tensor that
+    is none of its parameters.
     """
-    given = list(parameters)
-    groups = [{**g, "params": list(g["params"])} for g in given if isinstance(g, dict)]
-    if not groups or len(groups) < len(given):
-        groups = [{"params": given}]
-    if not all(_is_pair(pair) for group in groups for pair in group["params"]):
-        raise ValueError(
-            "parameters are needed with their names: give model.named_parameters(), "
-            'or groups whose "params" are such pairs'
-        )
-    return groups
+    names: dict[Tensor, str] = {}
+    if model is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = list(given)
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        groups = [{"params": groups}]
+    made = []
+    for group in groups:
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if model is not None:
+            params = [pair[1] if _is_pair(pair) else pair for pair in params]
+            if not all(isinstance(p, Tensor) and p in names for p in params):
+                raise ValueError(
+                    "a parameter group holds a tensor that is no parameter of the model"
+                )
+            params = [(names[p], p) for p in params]
+        elif not all(map(_is_pair, params)):
+            raise ValueError(
+                "parameters are needed with their names: give model.named_parameters(), "
+                'or groups whose "params" are such pairs'
+            )
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        made.append({**options, "params": params})
+    return made
 
 
 def check_trainable(
@@ -211,28 +228,3 @@ def unnamed(group: dict[str, Any]) -> dict[str, Any]:
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def name_parameters(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """Return torch's parameter groups with each parameter replaced by (name, parameter).
-
-    `groups` are what torch's optimizers take: groups, parameters, or pairs (name, parameter), whose
-    names may be those within a part of the model. None means one group of all parameters. Raises
-    ValueError for a tensor that is none of them.
-    """
-    if groups is None:
-        return [{"params": list(model.named_parameters())}]
-    given = list(groups)
-    if not any(isinstance(group, dict) for group in given):
-        given = [{"params": given}]
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    named_groups = []
-    for group in given:
-        params = group["params"]  # torch accepts a single tensor, too
-        params = [params] if isinstance(params, Tensor) else list(params)
-        params = [pair[1] if _is_pair(pair) else pair for pair in params]
-        if any(parameter not in names for parameter in params):
-            raise ValueError("a parameter group holds a tensor that is no parameter of the model")
-        options = {key: value for key, value in group.items() if key != "param_names"}
-        named_groups.append({**options, "params": [(names[p], p) for p in params]})
-    return named_groups

@@ -12,7 +12,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 SC 2020 (arXiv 1910.02054).
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,22 +198,13 @@ class OptimizerShard:
         for index, piece in self._shards:
             yield piece.spec.name, self.gradients.reduced(index, piece)
 
-    def norm(self, p: float, beside: Tensor | None = None) -> float:
-        """Return the p-norm of the mean over ranks; p may be infinite. Collective in `sharding`.
+    def powers(self, p: float) -> Tensor:
+        """Return the sum of p-th powers of the mean in this rank's shards, or the maximum. Local.
 
-        Powers are summed in fp64, so it depends on the number of ranks by rounding only. `beside`,
-        a flat fp64 tensor, travels with them, and becomes its sum over ranks. Waits for the device.
+        In fp64, so a norm depends on the number of ranks by rounding only. Does not wait for the
+        device.
         """
-        ranks, largest = self.sharding, math.isinf(p)
-        # Collectives sum, so for a maximum every rank writes into an element of its own.
-        total = torch.zeros(ranks.size if largest else 1, dtype=torch.float64, device="cpu")
-        total[ranks.rank if largest else 0] = power_sum((part for _, part in self.shards()), p)
-        message = total if beside is None else torch.cat([total, beside])
-        ranks.all_reduce(message).wait()
-        if beside is not None:
-            beside.copy_(message[len(total) :])
-        total = message[: len(total)]
-        return float(total.max()) if largest else math.pow(float(total), 1 / p)
+        return power_sum((part for _, part in self.shards()), p)
 
     def find_non_finite(self, group: Collectives, rank: int, flag: float | Tensor) -> str:
         """Describe which parameters are not finite, and on which ranks, alike on all. Collective.

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mntrain.sync
 from mntrain.bench.candidates import rendezvous
-from mntrain.compression.int8 import Int8Hook
+from zero.comm_hooks.between_nodes import Int8Hook
 
 
 class Variant(NamedTuple):

@@ -24,7 +24,6 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Versions that decide about results and messages; others that differ are a warning.
 _DECISIVE = ("mntrain", "torch", "MPI")
 _CLOCK_LIMIT_S = 1.0
-_MOST_HOSTS = 4  # that a finding lists
 _ROUNDING = 1e-6  # of sums of shares
 
 
@@ -322,26 +321,7 @@ def hosts_apart(facts: Facts) -> list[str]:
     ]
 
 
-def names(facts: Facts) -> Finding:
-    """Find hosts of one name, which reports cannot tell apart."""
-    by_name: dict[str, list[list[int]]] = {}
-    for ranks in by_host(facts):
-        by_name.setdefault(facts[ranks[0]].host, []).append(ranks)
-    for name, hosts in by_name.items():
-        if len(hosts) > 1:
-            listed = "; ".join(naming("rank", ranks) for ranks in hosts[:_MOST_HOSTS])
-            more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
-            return Finding(
-                "warn",
-                f"{len(hosts)} hosts have the name {name} ({listed}{more}): errors and reports "
-                "name hosts, and do not tell these apart",
-                "give each host a name of its own (hostnamectl hostname NAME); or, if this is one "
-                "host, let its ranks share memory (one container for all of them)",
-            )
-    return passed("each host has a name of its own")
-
-
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (versions, names, cores, threads, gpus, clocks)
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (versions, cores, threads, gpus, clocks)
 """All checks over the facts of the ranks, in the order of the report."""
 
 

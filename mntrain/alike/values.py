@@ -2,17 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from numbers import Real
 from operator import itemgetter
 from typing import Any, Protocol
-
-import torch
-from torch import nn
 
 from mntrain.alike.naming import difference
 from mntrain.errors import AgreedError
 
-_PLAIN = str | Real | torch.dtype  # attributes of an option that ranks share
 _SHOWN = 5  # names that the error about a difference lists
 
 
@@ -48,23 +43,3 @@ def same_texts(ranks: Peers, values: Mapping[str, object]) -> bool:
     """Return True if the texts (`repr`) of the values are the same on all ranks. Collective."""
     digest = hashlib.sha256(repr(sorted(values.items(), key=itemgetter(0))).encode()).digest()
     return len(set(ranks.gather(digest))) == 1
-
-
-def describe(model: nn.Module, options: Mapping[str, object]) -> dict[str, object]:
-    """Return all properties of a model and of options that ranks must share, for `compare`."""
-    tensors = [
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        + ("" if tensor.requires_grad else " frozen")
-        + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    ]
-    return {**{name: _describe_option(v) for name, v in options.items()}, "the model": tensors}
-
-
-def _describe_option(option: object) -> object:
-    """Return text, numbers and None as they are, and others by class and what all ranks share."""
-    if option is None or isinstance(option, str | Real):
-        return option
-    attributes = getattr(option, "__dict__", {}).items()
-    plain = [(n, v) for n, v in attributes if isinstance(v, _PLAIN) and n[0] != "_"]
-    return f"{type(option).__qualname__}({', '.join(f'{n}={v!r}' for n, v in plain)})"

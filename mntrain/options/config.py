@@ -276,7 +276,7 @@ class CommConfig:
         description="dtype in which gradients travel between nodes. Sums accumulate in fp32; "
         "parameters keep their dtype.",
     )
-    compress: Literal["none", *compression.names()] = Field(  # type: ignore[valid-type]
+    compress: Literal["none", *compression.NAMES] = Field(  # type: ignore[valid-type]
         default="none",
         description="compression of gradients between nodes, for slow links, with error feedback: "
         "see docs/slow-links.md.",

@@ -11,21 +11,17 @@ import torch
 from torch import nn
 
 from mntrain import compression
-from mntrain.alike.values import compare, describe
+from mntrain.alike.values import compare
 from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.ranks import TRAVEL_DTYPES, Ranks
 from mntrain.run.other_libraries import check_model, lone_accelerator
 from mntrain.sync import LocalSGD
 from zero.comm_hooks import CommHook, make_hook
-from zero.comparison import describe_optimizer
+from zero.comparison import describe_model, describe_optimizer
 from zero.exchange.exchange import Exchange
 from zero.optimizer import ZeroOptimizer
 from zero.options import Options
-from zero.param_groups import (
-    by_name,
-    check_trainable,
-    name_parameters,
-)
+from zero.param_groups import as_groups, by_name, check_trainable
 from zero.parameter_watch import check_free
 from zero.sync_batchnorm import SyncBatchNorm
 from zero.trials import check_arguments, check_partition
@@ -55,11 +51,12 @@ def make_optimizer(
     with world.agreement():
         checked = _check_request(world, model, optimizer_class, sync, options)
     make = partial(optimizer_class, **kwargs)
-    compare(world, describe(model, {**vars(checked), "comm_hook": comm_hook, "sync": sync}))
+    alike, tensors = describe_model(model, {**vars(checked), "comm_hook": comm_hook, "sync": sync})
+    compare(world, {**alike, "the model": tensors})
     with world.agreement():
         given = compression.select_hook(world.settings.compress, comm_hook)
         hook = make_hook(given, TRAVEL_DTYPES[world.settings.wire_dtype])
-        named = name_parameters(model, groups)
+        named = as_groups(model.named_parameters() if groups is None else groups, model)
         trainable = _check_parameters(model, named, make, checked)
         if sync and len(world.topology.nodes) > 1:
             check_exchanged(by_name(trainable).values())

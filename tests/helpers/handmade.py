@@ -71,52 +71,6 @@ class Lamb(Optimizer):
         p.sub_(group["lr"] * trust * update)
 
 
-class Late(Optimizer):
-    """Descent along the gradient, and after step `start` by its spectral norm, as a matrix.
-
-    As optimizers do that begin to precondition after some steps.
-    """
-
-    def __init__(self, params, lr=0.01, start=10):
-        super().__init__(params, {"lr": lr, "start": start})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, update = self.state[p], p.grad
-                state["step"] = state.get("step", 0) + 1
-                if state["step"] > group["start"] and p.dim() == 2:
-                    update = update / torch.linalg.matrix_norm(update, 2)
-                p.sub_(update, alpha=group["lr"])
-
-
-class Projected(Optimizer):
-    """Descent whose update loses its radial part where gradient and weights are nearly orthogonal.
-
-    As AdamP's (Heo et al., arXiv 2006.08217), behind layers that normalize.
-    """
-
-    def __init__(self, params, lr=0.02, delta=0.1):
-        super().__init__(params, {"lr": lr, "delta": delta})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                update = mean.lerp_(p.grad, 0.1).clone()
-                cosine = torch.cosine_similarity(p.grad.flatten(), p.flatten(), dim=0).abs()
-                if p.dim() > 1 and cosine < group["delta"] / p.numel() ** 0.5:
-                    unit = p / p.norm()
-                    update -= unit * (unit * update).sum()
-                p.sub_(update, alpha=group["lr"])
-
-
 class Row(list):
     """A list of a class of its own."""
 

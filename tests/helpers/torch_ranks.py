@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import zero
-from zero.param_groups import name_parameters
+from zero.param_groups import as_groups
 
 
 class TorchWorld:
@@ -26,7 +26,7 @@ class TorchWorld:
         options = {"bucket_bytes": int(bucket_mb * (1 << 20)), **options}
         if groups is None:
             return zero.ZeroOptimizer(model, kind, zero.TorchCollectives(self.group), **options)
-        named = name_parameters(model, groups)
+        named = as_groups(groups, model)
         collectives = zero.TorchCollectives(self.group)
         return zero.ZeroOptimizer(named, kind, collectives, model=model, **options)
 

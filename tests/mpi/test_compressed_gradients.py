@@ -19,9 +19,9 @@ from worlds import DEALT, RANKS, refusal
 
 import mntrain
 from mntrain import checkpoint
-from mntrain.compression.int8 import Int8Hook
 from zero import precision
 from zero.comm_hooks import CommHook, ReducibleBucket
+from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.codes import BlockCode
 from zero.comm_hooks.ddp import DDPHook
 from zero.layout import ParameterSpec, lay_out

@@ -36,7 +36,8 @@ def test_training_goes_on_at_another_stage_partition_and_algorithm(worlds):
         world = worlds(ALGORITHMS[step % len(ALGORITHMS)])
         optimizer = world.optimizer(model, ADAMW, **mode_of(place))
         if pieces is not None:
-            optimizer.load_slices(pieces)
+            slices = [piece._asdict() for piece in pieces]
+            optimizer.load_state_dict({**optimizer.state_dict(), "slices": slices})
         pieces, weights = train(world, model, optimizer, [step])
         model = empty_like(model)
         model.load_state_dict(weights)

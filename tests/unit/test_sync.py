@@ -3,13 +3,9 @@
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
-from mntrain import sync
 from mntrain.options.command_line import parse
 from mntrain.options.config import CommConfig, Config, TrainConfig
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo, SyncConfig
@@ -92,30 +88,6 @@ def test_wrong_arguments_of_a_description_are_refused(kind, options, error):
         ValueError, match=f"for {kind.__name__}\n{name}\n  Input should be {error} "
     ):
         kind(**{"every": 5, **options})
-
-
-def test_a_description_brings_its_options(monkeypatch):
-    @dataclass(frozen=True)
-    class Halved(LocalSGD):
-        part: float = Field(default=0.5, description="a part")
-        outer_lr: float = Field(default=1.5, description="of halved (none: 1.5)")
-        mode: ClassVar[str] = "halved"
-
-    monkeypatch.setitem(sync._DESCRIPTIONS, "halved", Halved)
-
-    @dataclass(frozen=True)
-    @sync._with_options
-    class MoreOptions:
-        """Options made as those of `SyncConfig`."""
-
-    options = MoreOptions.__pydantic_fields__
-    assert options.keys() - SyncConfig.__pydantic_fields__.keys() == {"part"}
-    assert (options["part"].annotation, options["part"].default) == (float | None, None)
-    assert options["part"].description == "a part."
-    assert options["outer_lr"].description.endswith(", and of halved (none: 1.5).")
-    assert MoreOptions(every=5, part="none") == MoreOptions(every=5)
-    with pytest.raises(ValueError, match=r"give --sync.mode local-sgd, diloco, .* or halved, or"):
-        SyncConfig(every=5)
 
 
 def test_descriptions_need_no_torch_and_are_an_attribute_of_the_package():

@@ -1,4 +1,4 @@
-"""Communication hooks that compress what crosses nodes, and nothing within a node.
+"""A communication hook that compresses what crosses nodes, and nothing within a node.
 
     reduce-scatter in the node   | encode, exchange, decode  | all-gather in the node, if a rank
     each lane owner has the sum  | with the lane's owners on | needs other parts of the sum
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero.collectives import Collectives, CompletedWork, Work
 from zero.comm_hooks import ChainedWork, CommHook, ReducibleBucket
-from zero.comm_hooks.codes import Code, aligned
+from zero.comm_hooks.codes import BlockCode, Code, aligned
 from zero.kernels import sum_dtype
 
 
@@ -85,16 +85,20 @@ class Residual:
         self.of_step = self._latest = self._latest if taken else self.of_step
 
 
-class BetweenNodesHook(CommHook):
-    """Base class of hooks that send codes between nodes. An instance serves one optimizer.
+class Int8Hook(CommHook):
+    """Exchanges node sums as integers of 8 bits with a scale for each block: 1.016 bytes each.
+
+    A block with a NaN or an infinity is decoded to NaN. So are fp64 sums beyond the range of fp32.
+    A subclass with another `code` sends that.
 
     With M nodes, the owner of a lane receives M - 1 codes. An all-reduce without compression sends
-    2 (M - 1) / M times the lane, and a reduce-scatter half of it, so these hooks are for few nodes.
-    On a single node, and for complex gradients, sums travel as they are.
+    2 (M - 1) / M times the lane, and a reduce-scatter half of it, so this is for few nodes. On a
+    single node, and for complex gradients, sums travel as they are. An instance serves one
+    optimizer.
     """
 
     between_nodes = True
-    code: Code  # of the sums, in fp32 or fp64
+    code: Code = BlockCode()  # of the sums, in fp32 or fp64
 
     def __init__(self) -> None:
         self._residuals: dict[int, Residual] = {}  # by bucket

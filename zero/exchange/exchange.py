@@ -6,12 +6,6 @@
 
 Each node is a replica: its ranks average gradients in every step, and state is sharded over them.
 
-    outer            none: nodes send their parameters, which become the mean. Otherwise nodes send
-                     outer gradients: the parameters after the last exchange minus those now, which
-                     are small, and lose less to rounding
-    code             of what is sent; what it lacks is kept
-    max_staleness    rounds by which a node may be ahead of what others have sent
-
 Sources: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv 1808.07217),
 for the warm-up; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv
 1805.09767); Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
@@ -137,9 +131,11 @@ class Exchange(EveryStep):
     proportion to the weights of its steps since the last exchange, such as its samples; else all
     nodes count the same.
 
-    With an `outer` optimizer, nodes keep the parameters after the last exchange, with the same bits
-    on all of them. A `code` encodes outer gradients together with `RESIDUAL` times what it has
-    lacked before, which is kept under the key `zero.state.UNSENT`.
+    Without an `outer` optimizer, nodes send their parameters, which become the mean. With one, they
+    keep the parameters after the last exchange, with the same bits on all of them, and send outer
+    gradients: these minus the parameters now, which are small, and lose less to rounding. A `code`
+    encodes outer gradients together with `RESIDUAL` times what it has lacked before, which is kept
+    under the key `zero.state.UNSENT`.
 
     With a `max_staleness`, which needs an outer optimizer, no node waits for an exchange, up to a
     bound. After its round r, a node sends its outer gradient of that round alone,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from zero.collectives import AllRanksError, Collectives, broadcast_from_rank_0
-from zero.comparison import StepComparison, agree
+from zero.comparison import StepComparison
 from zero.exchange.exchange import Exchange
 from zero.kernels import checksum
 from zero.parameter_watch import BUFFERS, dense_parts
 from zero.precision import LossScale
 from zero.shard import NonFiniteGradientError, OptimizerShard, ParamGroup
 from zero.state import LOCAL
+from zero.step_message import StepMessage
 
 
 class Replicas:
@@ -97,10 +98,11 @@ class Replicas:
         `differ`.
         """
         ranks, in_sync = self._collectives, self.in_sync
-        own = self._comparison.figures_of_replica(groups, step, in_sync=in_sync)
-        totals = torch.cat([own.new_tensor([differ]), own])
-        ranks.all_reduce(totals).wait()
-        if totals[0] or not agree(totals[1:]):
+        message = StepMessage()
+        message.put("differ", differ)
+        self._comparison.put_of_replica(message, groups, step, in_sync=in_sync)
+        message.send(ranks)
+        if message.read()["differ"] or not message.same("replica"):
             self._comparison.compare(ranks, groups, without, step, in_sync=in_sync)
 
     def before_update(self, step: int) -> None:

@@ -20,11 +20,11 @@ from mntrain.train.optimization import choose_optimizer
 from mntrain.train.plan import activations, traffic
 from mntrain.train.plan.plan_options import PlanOptions
 from mntrain.train.plan.traffic import SentBytes
-from zero.comm_hooks.between_nodes import BetweenNodesHook
+from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.codes import FP32
 from zero.layout import Bucket, ParameterSpec, lay_out
 from zero.memory import Memory
-from zero.param_groups import by_name, check_trainable, name_parameters
+from zero.param_groups import as_groups, by_name, check_trainable
 from zero.prediction import predict
 from zero.trials import choose_partition
 
@@ -131,7 +131,7 @@ class JobPlan:
         """Return the named groups of trained parameters, and what makes the optimizer of groups."""
         model = self._model(dtype)
         _, bound = choose_optimizer(self._task, model, self._options.optim, _CPU)
-        named = name_parameters(model, bound.args[0])
+        named = as_groups(bound.args[0], model)
         groups = check_trainable(named, sharded=False)
         return groups, partial(bound.func, **bound.keywords)
 
@@ -192,7 +192,7 @@ class JobPlan:
     def _hook(self, plan: Sequence[Bucket], topology: Topology) -> int:
         """Return the most that a rank's hook keeps: what it has not sent yet."""
         hook = compression.select_hook(self._options.comm.compress, None)
-        if not isinstance(hook, BetweenNodesHook) or len(topology.nodes) == 1:
+        if not isinstance(hook, Int8Hook) or len(topology.nodes) == 1:
             return 0
         return max(
             sum(2 * (b.bounds[high] - b.bounds[low]) * max(FP32, b.dtype.itemsize) for b in plan)

@@ -9,7 +9,7 @@ from mntrain.comm import algorithms, world_collectives
 from mntrain.comm.topology import Topology
 from mntrain.options.config import CommConfig
 from mntrain.ranks import TRAVEL_DTYPES
-from zero.comm_hooks.between_nodes import BetweenNodesHook
+from zero.comm_hooks.between_nodes import Int8Hook
 from zero.comm_hooks.codes import Code, aligned
 from zero.layout import Bucket
 
@@ -70,7 +70,7 @@ def step(
     A rank has so many `micro_batches` in a step; at stage 2 the gradients of each are sent.
     """
     hook = compression.select_hook(comm.compress, None)
-    code = hook.code if isinstance(hook, BetweenNodesHook) and len(topology.nodes) > 1 else None
+    code = hook.code if isinstance(hook, Int8Hook) and len(topology.nodes) > 1 else None
     times = micro_batches if stage == 2 else 1
     node = cross = 0.0
     for bucket in plan:

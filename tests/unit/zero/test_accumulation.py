@@ -184,15 +184,6 @@ def test_one_batch_weighs_every_backward_until_the_next(stage, world):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("weigh", [("share", 2), ("expect", 2, 4)])
-@WORLDS
-@STAGES
-def test_a_mean_in_fp16_is_not_taken_to_the_weights_of_one_over_all_samples(stage, world, weigh):
-    model, optimizer = one_weight(stage, world, torch.float16)
-    play(model, optimizer, [("weighted", 8, 3), ("step",), ("zero_grad",), weigh, ("backward", 3)])
-    assert optimizer.step().grad_norm == 3.0
-
-
 PASS = [("expect", 7, 14), ("backward", 3), ("step",), ("zero_grad",)]
 
 
@@ -279,14 +270,22 @@ def test_an_assigned_gradient_is_not_weighed_and_zero_grad_forgets_it(stage, wor
     assert model.weight.grad is None
 
 
-@pytest.mark.parametrize(("before", "weight", "value"), [(2**20, 1, 1e-3), (1, 2**20, 3.0)])
+@pytest.mark.parametrize(
+    ("before", "steps", "value"),
+    [
+        (8, [("share", 2), ("backward", 3)], 3.0),
+        (8, [("expect", 2, 4), ("backward", 3)], 3.0),
+        (2**20, [("backward", 1e-3)], 1e-3),
+        (1, [("weighted", 2**20, 3.0)], 3.0),
+    ],
+)
+@WORLDS
 @STAGES
 def test_a_mean_in_fp16_neither_vanishes_nor_overflows_by_the_weight_of_the_one_before(
-    stage, before, weight, value
+    stage, world, before, steps, value
 ):
-    model, optimizer = one_weight(stage, FirstOfTwo, torch.float16)
-    play(model, optimizer, [("weighted", before, 3), ("step",), ("zero_grad",)])
-    play(model, optimizer, [("backward", value) if weight == 1 else ("weighted", weight, value)])
+    model, optimizer = one_weight(stage, world, torch.float16)
+    play(model, optimizer, [("weighted", before, 3), ("step",), ("zero_grad",), *steps])
     assert optimizer.step().grad_norm == pytest.approx(value, rel=1e-3)
 
 
@@ -480,27 +479,17 @@ def test_the_loss_scale_of_another_optimizer_is_refused_where_the_gradient_is_us
     assert second.step().grad_norm == 4.0
 
 
-# Several threads, each with a model of its own.
-
-
-def in_two_threads(body):
-    """Run `body(number, meet)` in each of two threads; `meet`, a hook, waits for the other one."""
-    barrier = threading.Barrier(2, timeout=60)
-
-    def meet(_):
-        barrier.wait()
-
-    with ThreadPoolExecutor(2) as threads:
-        return [*threads.map(lambda number: body(number, meet), range(2))]
-
-
 @STAGES
 def test_two_threads_that_train_two_models_weigh_each_loss_by_its_own_loader(stage):
+    barrier = threading.Barrier(2, timeout=60)
     shards = ShardRegistry(Alone(), optimizers := [], lambda *_: None)
     pairs = [one_weight(stage, FirstOfTwo) for _ in range(2)]
     optimizers += [optimizer for _, optimizer in pairs]
 
-    def body(number, meet):
+    def meet(_):
+        barrier.wait()
+
+    def body(number):
         (model, optimizer), norms = pairs[number], []
         size = [4, 6][number]
         data = torch.arange(1.0, 2 * size + 1).view(-1, 1)
@@ -515,23 +504,8 @@ def test_two_threads_that_train_two_models_weigh_each_loss_by_its_own_loader(sta
             optimizer.zero_grad()
         return norms
 
-    assert in_two_threads(body) == [[2.5, 6.5], [3.5, 9.5]]
-
-
-@WORLDS
-@STAGES
-def test_a_loss_scale_of_others_is_refused_beside_a_thread_that_scales_its_own_loss(stage, world):
-    def body(number, meet):
-        model, optimizer = one_weight(stage, world, loss_scale=8.0 + number)
-        other, second = one_weight(stage, world)
-        loss = mean(model, 3) + mean(other, 5)
-        loss.register_hook(meet)  # both losses were scaled
-        optimizer.scale(loss).backward()
-        with pytest.raises(RuntimeError, match="the loss scale of another optimizer"):
-            second.step()
-        return optimizer.step().grad_norm
-
-    assert in_two_threads(body) == [3.0, 3.0]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(body, range(2))] == [[2.5, 6.5], [3.5, 9.5]]
 
 
 @WORLDS

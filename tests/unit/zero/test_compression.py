@@ -8,9 +8,8 @@ import torch
 from first_of_two import FirstOfTwo, zero
 from torch import nn
 
-from mntrain.compression.int8 import Int8Hook
 from zero.comm_hooks import CommHook, NodeLevels
-from zero.comm_hooks.between_nodes import Residual, Unsent
+from zero.comm_hooks.between_nodes import Int8Hook, Residual, Unsent
 
 # Residuals.
 

@@ -138,27 +138,6 @@ def check_closed_form(place, stage, dtypes, kind, micro_batches=1, *, rounded=Fa
     assert replace(found, buckets=expected.buckets) == expected
 
 
-# Bytes a parameter on two ranks with Adam; at stage 2 of 16 bits, in the update.
-PER_PARAMETER = {
-    (torch.float32, 0): 4 + 4 + 8,
-    (torch.float32, 1): 4 + 4 + 8 / 2,
-    (torch.float32, 2): 4 + 12 / 2,
-    (torch.bfloat16, 0): 2 + 6 + 12,
-    (torch.bfloat16, 1): 2 + 2 + 12 / 2,
-    (torch.bfloat16, 2): 2 + 16 / 2,
-}
-
-
-@pytest.mark.parametrize(("dtype", "stage"), PER_PARAMETER, ids=str)
-def test_adams_bytes_a_parameter_are_those_of_the_table(dtype, stage):
-    model = LayersOfDtypes(dtype)
-    model.scale.requires_grad_(False)
-    model.layers = nn.ModuleList([nn.Linear(9, 10).to(dtype)])  # one bucket, of two equal shards
-    found = measured(model, ADAM, FirstOfTwo, stage=stage)
-    besides = found.total - found.buckets - PER_PARAMETER[dtype, stage] * 100
-    assert 0 < besides <= 4 * 2  # a step count for each piece
-
-
 def test_rows_and_columns_of_adafactor_and_parameters_that_are_added_count():
     model = nn.Sequential(nn.Linear(9, 20))
     found = measured(model, torch.optim.Adafactor, stage=1)

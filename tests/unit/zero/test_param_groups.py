@@ -13,7 +13,7 @@ from torch import nn
 
 from zero import NonFiniteGradientError, SingleProcessCollectives, ZeroOptimizer
 from zero.kernels import nan_unless_finite
-from zero.param_groups import name_parameters
+from zero.param_groups import as_groups
 from zero.precision import master_dtype, narrower
 
 
@@ -46,23 +46,23 @@ def test_groups_may_have_names_and_get_those_of_the_model(params):
         {"params": params(model[0])},
         {"params": params(model[2]), "lr": 0.2, "name": "head"},
     ]
-    found = name_parameters(model, groups)
+    found = as_groups(groups, model)
     assert named(found) == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
     assert all(p is model.get_parameter(name) for group in found for name, p in group["params"])
     assert (found[1]["lr"], found[1]["name"]) == (0.2, "head")
-    assert named(name_parameters(model, params(model[2]))) == [["2.weight", "2.bias"]]
+    assert named(as_groups(params(model[2]), model)) == [["2.weight", "2.bias"]]
 
 
 def test_groups_of_another_optimizer_of_torch_may_be_given_but_no_tensor_of_another_model():
     model = net()
     plain = torch.optim.SGD(model.named_parameters(), lr=0.3)
-    (found,) = name_parameters(model, plain.param_groups)
+    (found,) = as_groups(plain.param_groups, model)
     assert "param_names" not in found
     assert found["lr"] == 0.3
     assert named([found]) == [[name for name, _ in model.named_parameters()]]
     for stranger in (nn.Parameter(torch.ones(1)), ("0.weight", torch.ones(1))):
         with pytest.raises(ValueError, match="no parameter of the model"):
-            name_parameters(model, [{"params": [stranger]}])
+            as_groups([{"params": [stranger]}], model)
 
 
 def step(model, optimizer):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from first_of_two import STAGES, zero
 from handmade import DAdapting, Decaying, Lamb, Lion, Listed, Normalized, Row
-from optimizers import BY_PARAMETER
+from optimizers import BY_PARAMETER, ELEMENTWISE
 from torch import nn, optim
 
 from zero.trials import BY_ELEMENT, check_partition
@@ -62,45 +62,20 @@ def test_what_a_trial_finds_is_refused(name, partition):
 
 OF_TORCH = {kind for kind in vars(optim).values() if isinstance(kind, type)}
 NOT_BY_ELEMENT = {optim.Adafactor, optim.LBFGS, optim.Muon, optim.Optimizer, optim.SparseAdam}
-OPTIONS = {
-    optim.ASGD: [{"t0": 1, "lambd": 0.1}],
-    optim.Adadelta: [{}],
-    optim.Adagrad: [{"lr_decay": 0.1, "initial_accumulator_value": 0.1}, {"fused": True}],
-    optim.Adam: [
-        {"amsgrad": True, "maximize": True},
-        {"lr": torch.tensor(0.01), "foreach": False},
-        {"fused": True},
-    ],
-    optim.AdamW: [{}, {"fused": True}],
-    optim.Adamax: [{}],
-    optim.NAdam: [{"decoupled_weight_decay": True}],
-    optim.RAdam: [{}],
-    optim.RMSprop: [{"momentum": 0.5, "centered": True}],
-    optim.Rprop: [{}],
-    optim.SGD: [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "fused": True}],
-}
-WAYS = [
-    pytest.param(kind, {**way, **options}, id=f"{kind.__name__} {way}")
-    for kind, chosen in OPTIONS.items()
-    for options in chosen
-    for way in ([{}] if "fused" in options else [{"foreach": False}, {"foreach": True}])
-]
 
 
 def test_every_optimizer_of_torch_is_known():
     assert OF_TORCH == BY_ELEMENT | NOT_BY_ELEMENT
-    assert OPTIONS.keys() == BY_ELEMENT
+    assert {make.func for make in ELEMENTWISE.values()} >= BY_ELEMENT
 
 
-def trained_in_parts(kind, options, dtype, cuts):
+def trained_in_parts(make, dtype, cuts):
     """A matrix and its state after gradients of widely different sizes, updated in flat parts."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(26, 7, 9, generator=generator, dtype=dtype)
     parts = [start.flatten()[low:high].clone() for low, high in pairwise(cuts)]
     parts = parts if len(parts) > 1 else [start.clone()]
-    taken = inspect.signature(kind).parameters
-    decay = {"weight_decay": 0.1} if "weight_decay" in taken else {}
-    optimizers = [kind([part], **decay, **options) for part in parts]
+    optimizers = [make([part]) for part in parts]
     for number, gradient in enumerate(gradients):
         size = 0.0 if number % 7 == 3 else 10.0 ** (number % 5 - 2)
         for part, (low, high), optimizer in zip(parts, pairwise(cuts), optimizers, strict=True):
@@ -114,13 +89,18 @@ def trained_in_parts(kind, options, dtype, cuts):
     return found
 
 
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize(("kind", "options"), WAYS)
-def test_optimizers_by_element_train_parts_as_the_whole(kind, options, dtype):
-    if dtype.is_complex and options.get("fused"):
-        pytest.skip("torch's fused kernels are of real numbers")
-    whole = trained_in_parts(kind, options, dtype, [0, 63])
-    cut = trained_in_parts(kind, options, dtype, [0, 1, 17, 40, 63])
+@pytest.mark.parametrize("name", [n for n in ELEMENTWISE if ELEMENTWISE[n].func in BY_ELEMENT])
+def test_optimizers_by_element_train_parts_as_the_whole(name, dtype, foreach):
+    make = ELEMENTWISE[name]
+    if "fused" in make.keywords and (foreach or dtype.is_complex):
+        pytest.skip("torch's fused kernels take real numbers, and exclude foreach")
+    ways = {"weight_decay": 0.1, "foreach": None if "fused" in make.keywords else foreach}
+    taken = inspect.signature(make.func).parameters
+    make = partial(make, **{key: value for key, value in ways.items() if key in taken})
+    whole = trained_in_parts(make, dtype, [0, 63])
+    cut = trained_in_parts(make, dtype, [0, 1, 17, 40, 63])
     assert whole.keys() == cut.keys()
     for key, value in whole.items():
         assert torch.allclose(cut[key], value, rtol=1e-12, atol=1e-14), key
