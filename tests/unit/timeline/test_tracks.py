@@ -3,12 +3,14 @@
 import threading
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sharding import Clock
 
 from mntrain.comm.ticket import Signature, Ticket
+from mntrain.errors import AgreedError
 from mntrain.rank_info import Place
 from mntrain.timeline import StepTimeline, event_log
 from mntrain.timeline.clocks import ClockReading, to_master
@@ -168,3 +170,16 @@ def test_a_job_records_only_steps_that_its_run_has(tmp_path):
     none = StepTimeline(None, tmp_path, None, 9)
     with none:
         none.before_step(1)
+
+
+def test_a_timeline_that_cannot_begin_is_one_warning(tmp_path):
+    warnings = []
+
+    def refuse():
+        raise AgreedError("its folder is gone", 0)
+
+    world = SimpleNamespace(agreement=refuse, output=SimpleNamespace(warn=warnings.append))
+    timeline = StepTimeline(world, tmp_path, "2:4", 9)
+    for step in range(1, 7):
+        timeline.before_step(step)
+    assert warnings == ["its folder is gone"]
