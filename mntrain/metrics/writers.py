@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain.comm.forked import call_in_child
-from mntrain.metrics.copies import Copy, make_copies
+from mntrain.metrics.copies import COPIES, Copy
 from mntrain.metrics.files import (
     METRICS_FILE,
     REPORT_FILE,
@@ -57,9 +57,10 @@ class MetricsFiles:
         self._error = ""  # why the record cannot be written
         self._retry_at = self._warned_at = -math.inf
         self._copies: dict[str, Copy] = {}
-        for name, make in make_copies(run_dir, log).items():
-            with self._guarded(name):
-                self._copies[name] = make()
+        for option, (name, kind) in COPIES.items():
+            if getattr(log, option) not in (None, False):
+                with self._guarded(name):
+                    self._copies[name] = kind(run_dir, log)
         call_in_child(self._leave_to_parent)
 
     def write(self, line: Line) -> None:

@@ -283,8 +283,8 @@ def test_a_forked_child_does_not_end_the_copies_of_its_parent(tmp_path, monkeypa
     """The child leaves blocks that close them; their servers would take the run for ended."""
     ended = tmp_path / "ended"
     copy = SimpleNamespace(write=lambda line: None, close=lambda succeeded: ended.touch())
-    monkeypatch.setattr(writers, "make_copies", lambda *_: {"a server": lambda: copy})
-    files = MetricsFiles(tmp_path, NONE, print)
+    monkeypatch.setattr(writers, "COPIES", {"wandb": ("a server", lambda *_: copy)})
+    files = MetricsFiles(tmp_path, WANDB, print)
     disk.full = True
     files.write(line(1))
     disk.full = False
