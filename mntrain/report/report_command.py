@@ -166,7 +166,7 @@ def _speed(runs: Sequence[RunFiles]) -> Section:
             METRICS[name].label if name in METRICS else name: [m[name] for m in timed.values()]
             for name in (*PHASES, "other")
         }
-        chart = charts.phases(list(timed), parts)
+        chart = charts.by_rank(parts, "s", labels=list(timed))
         section.charts.append(("mean seconds of a step, by phase", chart))
         cells = [
             {_PHASE_NAMES.get(n, n): text_of("_s", s) for n, s in means.items()}
