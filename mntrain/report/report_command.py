@@ -238,7 +238,7 @@ def _add_communication(section: Section, run: RunFiles, of: str) -> None:
 
 def _add_ranks(section: Section, run: RunFiles, of: str) -> None:
     """Add the speed of each rank, and which are slow."""
-    ranks, slow = run.summary.get("ranks", []), run.slow_ranks()
+    ranks, slow = run.summary.get("ranks", []), run.summary.get("stragglers", [])
     if ranks and all(rank.get("own_s") and rank.get("samples") for rank in ranks):
         values = [rank["own_s"] / rank["samples"] for rank in ranks]
         chart = charts.by_rank({"": values}, "s", [one["rank"] for one in slow])
