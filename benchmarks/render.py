@@ -29,7 +29,6 @@ PUBLISHERS = {
     "local": local_checkpoints.publish,
     "outage": outage.publish,
     "scale": scale.publish,
-    "scale-emulated": scale.publish_emulated,
     "slow": slow_links.publish,
     "step": step.publish,
     "unequal": unequal.publish,

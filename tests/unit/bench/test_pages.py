@@ -4,7 +4,6 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -36,32 +35,6 @@ def test_commands_of_all_modes_can_be_parsed(bench):
         assert (config.run.seed, config.train.steps, config.model.context) == (2, 1000, 64), name
         assert config.sync.warmup == (mode.warmup if config.sync.every else 0), name
         assert (config.sync.every or 1) == mode.every, name
-
-
-def test_formulas_of_collectives_are_those_of_their_rounds(bench):
-    model = bench("scale_model")
-    call = model.Call(nodes=4, per_node=2, nbytes=8000, latency_s=1.0, rate=1000.0)
-    verbs = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-    assert [call.bound_s(verb) for verb in verbs] == [2 + 12, 2 + 6, 2 + 6, 2 + 8]
-    # Seven steps of a latency and an eighth of the tensor; a broadcast is scattered before.
-    assert [call.ring_s(verb) for verb in verbs] == [28, 14, 14, 8 + 14]
-    # Two ranks of a node send to other nodes, but in an all-reduce and a scatter.
-    assert [call.halving_s(verb) for verb in verbs] == [16, 14, 14, 8 + 14]
-    assert [call.mpich_s(verb) for verb in verbs] == [16, 14, 14, 2 + 2 * 8]
-    small, large = replace(call, nbytes=2000), replace(call, nbytes=1 << 20, rate=1 << 20)
-    assert small.mpich_s("all_reduce") == 2 + 2 * 2 * 2
-    assert large.mpich_s("reduce_scatter") == 7 + 2 * 0.75
-    assert large.mpich_s("all_gather") == large.ring_s("all_gather") == 7 + 7 / 8
-
-
-def test_a_step_exposes_what_backward_and_forward_do_not_cover(bench):
-    step = bench("scale_model").Step(forward_s=4.0, backward_s=8.0, buckets=4)
-    assert step.reduced_s(1.0) == 1.0  # of the last bucket
-    assert step.reduced_s(3.0) == 2 + 4 * 3 - 8
-    assert step.exposed_s(1.0, 0.5) == 1.0 + 4 * 0.5
-    assert step.exposed_s(1.0, 0.5, overlap_forward=True) == 1.0 + 0.5  # of the first one
-    assert step.exposed_s(1.0, 2.0, overlap_forward=True) == 1.0 + 4 * 2 + 1 - 4
-    assert step.share(4.0) == 0.25
 
 
 @pytest.mark.thorough
