@@ -4,8 +4,8 @@
 
 Each number of ranks is one job on this machine, in which all methods take turns in changing order.
 Every save ends when its data is on the disk of --folder; it is then removed. Prints
-tables, and writes them and all figures to docs/results/. Takes about 10 minutes, and needs 10 GB of
-memory with 4 ranks.
+tables, and writes them to docs/results/. Takes about 10 minutes, and needs 10 GB of memory with 4
+ranks.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         lines += ["", f"## {count}, mntrain stage {job['stage']}", "", *table(["", *COLUMNS], rows)]
         lines += ["", *(f"- {what}: {words}." for what, words in job["ways"].items())]
         lines += [f"- {what} is not available: {why}." for what, why in job["absent"].items()]
-    write(output, name, page, lines)
+    write(output, name, lines)
 
 
 def of(job: dict[str, Any], what: str, key: str) -> list[Any]:

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--quick] [--parts step transports kernels] [--ranks 2 4]
 
-Needs one GPU, which several ranks share; with more GPUs, each rank has its own. Writes tables and
-all figures to docs/results/. Takes about 8 minutes; with `--quick` about 3.
+Needs one GPU, which several ranks share; with more GPUs, each rank has its own. Writes tables
+to docs/results/. Takes about 8 minutes; with `--quick` about 3.
 
     python benchmarks/gpu.py --device cpu --tiny
 
@@ -80,8 +80,8 @@ def job(part: str, given: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
-    """Write the page and its figures."""
-    write(output, name, page, report(page))
+    """Write the page."""
+    write(output, name, report(page))
 
 
 def report(page: dict[str, Any]) -> list[str]:

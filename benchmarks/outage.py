@@ -369,7 +369,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         f"Each run went on after each of {len(losses)} losses. Without a spare node, some steps "
         "are taken by fewer ranks, and differ by rounding."
     )
-    write(output, name, page, lines)
+    write(output, name, lines)
 
 
 def _spread(values: Sequence[float | None]) -> str:

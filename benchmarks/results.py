@@ -79,11 +79,12 @@ def save(output: Path, name: str, page: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(text + "\n")
 
 
-def write(output: Path, name: str, page: dict[str, Any], lines: Sequence[str]) -> None:
-    """Write a page and its figures to output/results, and print the page."""
-    save(output, name, page)
+def write(output: Path, name: str, lines: Sequence[str]) -> None:
+    """Write a page to output/results, and print it."""
     text = "\n".join(lines) + "\n"
-    (output / "results" / f"{name}.md").write_text(text)
+    folder = output / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text)
     print(text, flush=True)
 
 

@@ -241,7 +241,7 @@ def publish(page: dict[str, Any], name: str, output: Any) -> None:
     for link, per_node in OTHERS:
         lines += [f"## Other collectives on nodes of {per_node} ranks, {link.name}", ""]
         lines += [*times(page, link, per_node, [*VERBS][1:]), ""]
-    write(output, name, page, [*lines, "## What is left out", *LEFT_OUT.rstrip().splitlines()])
+    write(output, name, [*lines, "## What is left out", *LEFT_OUT.rstrip().splitlines()])
 
 
 def times(page: dict[str, Any], link: Link, per_node: int, verbs: list[str]) -> list[str]:

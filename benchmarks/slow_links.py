@@ -102,6 +102,7 @@ def main() -> int:
                     timed[variant] = running.run("step.py", ["--what", variant, *TIMED])
                     save(options.output, options.name, page)
                     print(f"{link}, {variant}: done", file=sys.stderr, flush=True)
+    save(options.output, options.name, page)
     publish(page, options.name, options.output)
     return 0
 
@@ -159,7 +160,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
     ]
     for link in page["links"]:
         lines += ["", *time_table(page, link)]
-    write(output, name, page, lines)
+    write(output, name, lines)
 
 
 def loss_table(page: dict[str, Any]) -> list[str]:

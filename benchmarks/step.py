@@ -7,8 +7,8 @@ A layout is the number of ranks on each node. Nodes are network namespaces conne
 given rate; a single node has no network. Every variant is a job of its own, so that its memory peak
 is its own. In the job it alternates with as many ranks that only compute, and its step time is
 given as a multiple of theirs, because the machine's speed differs between jobs. Layout 1 compares a
-single process with a plain torch loop, in turns in one job. Prints tables, writes them and all
-figures to docs/results/, and plots to docs/img/. Takes about 25 minutes.
+single process with a plain torch loop, in turns in one job. Prints tables, writes them to
+docs/results/, and plots to docs/img/. Takes about 25 minutes.
 
 With `--computing`, micro-batches are so large that a step computes for about so many times the
 seconds in which its gradients travel at the rate of the link; on one node, where nothing says how
@@ -237,7 +237,7 @@ def compared(rows: list[dict[str, Any]], alone_s: float) -> list[dict[str, Any]]
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
-    """Write the page of a layout, or of several regimes, as Markdown and JSON, and its plot."""
+    """Write the page of a layout, or of several regimes, and its plot."""
     first, title = page.get("regimes", [page])[0], f"A training step, {page.get('layout')}"
     about = MODEL.format(first["gradient_bytes"] / 4e6, first["gradient_bytes"] / 1e6)
     if "regimes" in page:
@@ -249,7 +249,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
             for way, it in page["ways"].items()
         ]
         lines += [SOLO.format(page["steps"]), ""]
-        write(output, name, page, [*lines, *table(["", "step, s", "× plain torch"], rows)])  # noqa: RUF001
+        write(output, name, [*lines, *table(["", "step, s", "× plain torch"], rows)])  # noqa: RUF001
         return
     lines.append(METHOD.format(**first))
     if "regimes" in page:
@@ -257,9 +257,9 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
             title = f"## {regime['layout']}, {computing(regime)}"
             rows = [[row["what"], *cells(row)[:5]] for row in regime["rows"] if "ratio" in row]
             lines += ["", title, "", *table(["", *COLUMNS[:5]], rows)]
-        write(output, name, page, lines)
+        write(output, name, lines)
         return
-    lines[-1] += ALONE.format(page.get("sequences", SEQUENCES), page["alone_s"])
+    lines[-1] += ALONE.format(page["sequences"], page["alone_s"])
     present = [row for row in page["rows"] if "ratio" in row]
     rows = [[row["what"], *cells(row)] for row in present]
     if page["floor_s"]:
@@ -270,7 +270,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
     lines += [f"- {row['what']}: {row['settings']}." for row in present]
     absent = (row for row in page["rows"] if "absent" in row)
     lines += [f"- {row['what']} is not available: {row['absent']}." for row in absent]
-    write(output, name, page, lines)
+    write(output, name, lines)
     panels = {
         "seconds per step": [row["scaled_s"] for row in present],
         "peak memory per node above the model, MiB": [r["node_peak_bytes"] / MIB for r in present],
@@ -284,7 +284,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['ratio']:.3f}",
         "{:.2f} - {:.2f}".format(*row["ratios"]),
         f"{row['scaled_s'] * (1 - 1 / row['ratio']):.3f}",
-        f"{row['extra_cpu_s']:.3f}" if "extra_cpu_s" in row else "",  # not in the oldest pages
+        f"{row['extra_cpu_s']:.3f}",
         f"{row['to_best_peer']:.2f}" if "to_best_peer" in row else "",
         f"{row['scaled_s']:.3f}",
         f"{row['sent_bytes'] / 1e6:.1f}",

@@ -6,7 +6,7 @@
 Two ranks train the built-in task, each bound to a core; processes that compute on rank 1's core
 slow it down. Jobs with `--balance.mode off` and `throughput` take turns. The ideal is the sum of
 what both ranks compute in a second of their own time, in the jobs with equal parts of the same
-round. Writes docs/results/unequal.md and its figures. Takes about 20 minutes.
+round. Writes docs/results/unequal.md. Takes about 20 minutes.
 
 With `--samples`, every way to divide the work trains until it has had so many, beside three such
 processes, and a round is a seed: losses by samples and by time, in docs/results/cadence.md. Both
@@ -148,7 +148,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         of_batch = f"{min(parts)} to {max(parts)} of {page['batch_size']}"
         rows.append([str(competitors), *cells, of_batch])
     lines = heading(page, "Ranks of unequal speed", {"torch": page["torch"]}, about)
-    write(output, name, page, [*lines, *table(head, rows, texts=0)])
+    write(output, name, [*lines, *table(head, rows, texts=0)])
 
 
 def publish_losses(page: dict[str, Any], name: str, output: Path) -> None:
@@ -178,7 +178,7 @@ def publish_losses(page: dict[str, Any], name: str, output: Path) -> None:
     commands = (next(iter(runs.values()))["command"] for runs in page["runs"].values())
     lines = heading(page, "Losses on ranks of unequal speed", {"torch": page["torch"]}, about)
     lines += ["It runs, for each seed:", "", *(f"    {command}" for command in commands), ""]
-    write(output, name, page, [*lines, *table([*head, "loss of equal parts by then"], rows)])
+    write(output, name, [*lines, *table([*head, "loss of equal parts by then"], rows)])
 
 
 def loss_at(points: list[tuple[float, float, float]], seconds: float) -> float:

@@ -1,7 +1,6 @@
-"""The commands of benchmarks/slow_links.py, and what benchmarks/ writes about figures."""
+"""The commands of benchmarks/slow_links.py."""
 
 import shlex
-import shutil
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -35,19 +34,3 @@ def test_commands_of_all_modes_can_be_parsed(bench):
         assert (config.run.seed, config.train.steps, config.model.context) == (2, 1000, 64), name
         assert config.sync.warmup == (mode.warmup if config.sync.every else 0), name
         assert (config.sync.every or 1) == mode.every, name
-
-
-@pytest.mark.thorough
-def test_pages_in_docs_say_what_is_written_about_their_figures(bench, tmp_path, monkeypatch):
-    committed, made = ROOT / "docs" / "results", tmp_path / "results"
-    made.mkdir()
-    for path in committed.glob("*.json"):
-        shutil.copy(path, made)
-    monkeypatch.setattr(sys, "argv", ["render.py", "--output", str(tmp_path)])
-    # To draw takes three times as long as to write, and pictures are not compared.
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
-    assert bench("render").main() == 0
-    pages = sorted(made.glob("*.md"))
-    assert len(pages) == len(list(committed.glob("*.json")))
-    for page in pages:
-        assert page.read_text() == (committed / page.name).read_text(), page.name
