@@ -16,13 +16,11 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def bench(monkeypatch):
     """Return a module of benchmarks/ by name."""
-    matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # restores what emulated.py adds
     for path in (ROOT / "benchmarks").glob("*.py"):  # tests/gpu is a module gpu, too
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
-    with matplotlib.rc_context():
-        yield import_module
+    return import_module
 
 
 def test_commands_of_all_modes_can_be_parsed(bench):
