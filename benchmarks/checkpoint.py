@@ -1,4 +1,4 @@
-"""Benchmark checkpoints of a model with AdamW: mntrain, torch, DeepSpeed, and dd.
+"""Benchmark checkpoints of a model with AdamW: mntrain, torch, and dd.
 
     python benchmarks/checkpoint.py [--ranks 1 2 4] [--millions 50] [--repeats 5] [--folder DIR]
 
@@ -83,7 +83,6 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         rows = [[what, *cells(job, what, disk_s)] for what in job["ways"]]
         lines += ["", f"## {count}, mntrain stage {job['stage']}", "", *table(["", *COLUMNS], rows)]
         lines += ["", *(f"- {what}: {words}." for what, words in job["ways"].items())]
-        lines += [f"- {what} is not available: {why}." for what, why in job["absent"].items()]
     write(output, name, lines)
 
 

@@ -6,8 +6,8 @@ Every mode trains the built-in task on two nodes of one rank, from the same weig
 samples for a seed. Losses depend neither on links nor on times, so for them the nodes are virtual
 ones of one host. Then, unless `--links` is empty, every mode is timed on emulated nodes with links
 of these rates, in turns with computing alone (as in step.py; root). Each result is saved as it
-comes: the same command again goes on where it stopped. Writes docs/results/NAME.md and its figures (NAME.json).
-Takes two hours on 2 cores.
+comes: the same command again goes on where it stopped. Writes docs/results/NAME.md, and
+its figures as NAME.json. Takes two hours on 2 cores.
 """
 
 import argparse
