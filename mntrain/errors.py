@@ -118,7 +118,7 @@ class ExceptionWatch:
         self._process = os.getpid()
         if self not in _watches:
             _watches.append(self)
-        for module, handle in ((sys, _handle_uncaught), (threading, _handle_in_thread)):
+        for module, handle in _HANDLERS.items():
             if module.excepthook is not _hooks.get(module):
                 module.excepthook = _hooks[module] = partial(handle, module.excepthook)
 
@@ -254,6 +254,9 @@ def _handle_in_thread(previous: Callable[..., object], args: threading.ExceptHoo
         if not isinstance(error, SystemExit):
             print(f"mntrain: {watch._place}: an exception ends {thread}", file=sys.stderr)
     previous(args)
+
+
+_HANDLERS: dict[Any, Callable[..., None]] = {sys: _handle_uncaught, threading: _handle_in_thread}
 
 
 def combined_refusals(refusals: Sequence[str | None]) -> str:
