@@ -1,11 +1,11 @@
-"""Benchmark checkpoints of a model with AdamW: mntrain, torch, DeepSpeed, and dd.
+"""Benchmark checkpoints of a model with AdamW: mntrain, torch, and dd.
 
     python benchmarks/checkpoint.py [--ranks 1 2 4] [--millions 50] [--repeats 5] [--folder DIR]
 
 Each number of ranks is one job on this machine, in which all methods take turns in changing order.
 Every save ends when its data is on the disk of --folder; it is then removed. Prints
-tables, and writes them and all figures to docs/results/. Takes about 10 minutes, and needs 10 GB of
-memory with 4 ranks.
+tables, and writes them to docs/results/. Takes about 10 minutes, and needs 10 GB of memory with 4
+ranks.
 """
 
 import argparse
@@ -83,8 +83,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         rows = [[what, *cells(job, what, disk_s)] for what in job["ways"]]
         lines += ["", f"## {count}, mntrain stage {job['stage']}", "", *table(["", *COLUMNS], rows)]
         lines += ["", *(f"- {what}: {words}." for what, words in job["ways"].items())]
-        lines += [f"- {what} is not available: {why}." for what, why in job["absent"].items()]
-    write(output, name, page, lines)
+    write(output, name, lines)
 
 
 def of(job: dict[str, Any], what: str, key: str) -> list[Any]:

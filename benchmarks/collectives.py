@@ -5,8 +5,7 @@
 A layout is the number of ranks on each node. Nodes are network namespaces connected by links of the
 given rate; a single node has no network. Each layout is one job in which all candidates take turns.
 With `--other-python`, the Python of an environment with another MPI, a second job does the same
-there. Prints tables, and writes them and all figures to docs/results/. Takes about 7 minutes per
-MPI.
+there. Prints tables, and writes them to docs/results/. Takes about 7 minutes per MPI.
 """
 
 import argparse
@@ -80,7 +79,7 @@ def measure(layout: Layout, options: argparse.Namespace, *, first: bool) -> dict
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
-    """Write the page as Markdown and JSON."""
+    """Write the page."""
     first = page["jobs"][0]
     lines = heading(page, f"Collectives, {page['layout']}", first["versions"], ABOUT)
     lines.append(f"The limit is {page['limit']}.")
@@ -90,11 +89,10 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         if alone := {copy["mib"]: copy["alone_s"] for copy in first["copies"]}:
             last.append(["*copy by one rank alone*", *(ms(alone[mib]) for mib in sorted(limits))])
         lines += ["", f"## {verb}", "", *of_sizes(page["jobs"], verb, cell, last)]
-        if "cpu_s" in first["rows"][0]:
-            lines += ["", f"CPU milliseconds of a rank for {verb}, of all its threads: the mean "]
-            lines[-1] += "over ranks, the median over turns."
-            lines += ["", *of_sizes(page["jobs"], verb, lambda row: ms(row["cpu_s"]))]
-    write(output, name, page, lines)
+        lines += ["", f"CPU milliseconds of a rank for {verb}, of all its threads: the mean "]
+        lines[-1] += "over ranks, the median over turns."
+        lines += ["", *of_sizes(page["jobs"], verb, lambda row: ms(row["cpu_s"]))]
+    write(output, name, lines)
 
 
 def of_sizes(

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from emulated import Layout, nodes
-from results import TIMES, facts, heading, ms, ratios, size_label, spread, table, write
+from results import TIMES, facts, heading, ms, ratios, save, size_label, spread, table, write
 
 STAGES = tuple(f"mntrain stage {stage}" for stage in (0, 1, 2))
 VARIANTS = (*STAGES, "mntrain stage 0, bf16 wire")
@@ -69,7 +69,8 @@ def main() -> int:
     lines = heading(page, title, versions, f"{about} Rounds: {options.rounds}. {ABOUT}")
     lines += table(head, [row_of(case, **found) for case, found in cases.items()])
     if options.output:
-        write(options.output, "compared", {**page, "cases": cases}, lines)
+        save(options.output, "compared", {**page, "cases": cases})
+        write(options.output, "compared", lines)
     else:
         print("\n".join(lines))
     return 0

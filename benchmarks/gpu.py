@@ -1,9 +1,9 @@
-"""Training on a GPU: a GPT vs. bare torch, all-reduce by transport, CuPy's sum vs. torch's.
+"""Training on a GPU: a GPT vs. bare torch, and all-reduce by transport.
 
-    python benchmarks/gpu.py [--quick] [--parts step transports kernels] [--ranks 2 4]
+    python benchmarks/gpu.py [--quick] [--parts step transports] [--ranks 2 4]
 
-Needs one GPU, which several ranks share; with more GPUs, each rank has its own. Writes tables and
-all figures to docs/results/. Takes about 8 minutes; with `--quick` about 3.
+Needs one GPU, which several ranks share; with more GPUs, each rank has its own. Writes tables
+to docs/results/. Takes about 8 minutes; with `--quick` about 3.
 
     python benchmarks/gpu.py --device cpu --tiny
 
@@ -21,10 +21,10 @@ import torch
 from emulated import on_ranks, report_in
 from results import DOCS, HERE, facts, heading, table, write
 
-PARTS = ("step", "transports", "kernels")
+PARTS = ("step", "transports")
 MIB, QUICK_MIB, TINY_MIB = (1, 4, 16, 64, 256, 1024), (1, 16, 256), (0.25, 1)
 LIMIT_S = 600  # for one job
-SECONDS = {"step": (120, 30, 1), "transports": (6.0, 2.0, 0.3), "kernels": (0, 0, 0)}
+SECONDS = {"step": (120, 30, 1), "transports": (6.0, 2.0, 0.3)}
 OVERHEAD = 0.01  # of a step beside bare torch, at the most
 UTILISATION = 0.45  # of the dense bf16 peak, at the least
 SHARE = (
@@ -57,8 +57,6 @@ def main() -> int:
         assert max(losses) - min(losses) < 1e-3 * max(losses), losses
     if "transports" in given.parts:
         page["transports"] = [job("transports", given, ranks) for ranks in given.ranks]
-    if "kernels" in given.parts:
-        page["kernels"] = job("kernels", given)
     if given.tiny and not given.output:
         print("\n".join(report(page)))
     else:
@@ -80,14 +78,13 @@ def job(part: str, given: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
-    """Write the page and its figures."""
-    write(output, name, page, report(page))
+    """Write the page."""
+    write(output, name, report(page))
 
 
 def report(page: dict[str, Any]) -> list[str]:
     """Return the page as Markdown."""
-    jobs = [page[part] for part in ("step", "kernels") if part in page]
-    used = [*jobs, *page.get("transports", [])][0]
+    used = page["step"] if "step" in page else page["transports"][0]
     on_gpu = page["device"] == "cuda"
     where = f"one {used['gpu']}, CUDA {used['cuda']}" if on_gpu else "the CPU, at toy sizes"
     lines = heading(page, f"On {where}", used["versions"], "")
@@ -95,8 +92,6 @@ def report(page: dict[str, Any]) -> list[str]:
         lines += [*step(page["step"]), ""]
     for found in page.get("transports", []):
         lines += [*transports(found), ""]
-    if "kernels" in page:
-        lines += kernels(page["kernels"])
     return lines
 
 
@@ -148,24 +143,6 @@ def transports(found: dict[str, Any]) -> list[str]:
     for name, why in found["absent"].items():
         lines += ["", f"{name} was not measured: {why}"]
     return lines
-
-
-def kernels(found: dict[str, Any]) -> list[str]:
-    """Return the section about sums by CuPy's kernel and by torch."""
-    lines = ["## Sums of several addends by CuPy's kernel and by torch", ""]
-    if "absent" in found:
-        return [*lines, f"Not measured: {found['absent']}"]
-    rows = [
-        [
-            row["what"],
-            *(f"{row[key] * 1e6:.1f}" for key in ("torch_s", "cupy_s")),
-            f"{row['torch_s'] / row['cupy_s']:.2f}",
-            "yes" if row["same"] else "no",
-        ]
-        for row in found["rows"]
-    ]
-    head = ["sum", "torch, us", f"{found['other']}, us", "x torch's speed", "same bits"]
-    return [*lines, *table(head, rows)]
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@
 
 A run 4+1 is a job on four emulated nodes of one rank, beside one that is spare; without a spare, it
 goes on with fewer nodes and ranks. It saves in the nodes' memory every few steps, and at times in
-the run directory. Nodes are lost one after the other, in several ways and at chosen moments, which
-are seen from outside: in files that are not complete yet, and lines of output. The run is not
-started anew in between: what was stopped or cut comes back. At the end, the losses of all steps are
-compared with those of a run without an outage. Adds to docs/results/outage.md; runs with another
-MPI library, or other runs, from calls before or at the same time, stay in it.
+the run directory. Nodes are lost one after the other, in several ways. The run is not started anew
+in between: what was stopped or cut comes back. At the end, the losses of all steps are compared
+with those of a run without an outage. Writes docs/results/outage-mpich.md, or outage-openmpi.md
+with that library.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import random
@@ -23,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +30,12 @@ import torch
 from emulated import Cluster, is_open_mpi
 from results import DOCS, facts, heading, spread, table, write
 
-# Each kind at each moment once. A node that has ended does not come back.
+# A node that has ended does not come back.
 LOSSES = {
-    "2+1": "rank/any stop/save cut/copy processes/restart cut/local end/any",
-    "4+1": "cut/restart rank/copy processes/save stop/local rank/restart end/save",
-    "3+0": "processes/copy cut/any rank/local stop/restart end/copy",
-    "8+0": "rank/save processes/any stop/copy end/local cut/save processes/local stop/any "
-    "end/restart",
+    "2+1": "rank stop cut processes cut end",
+    "4+1": "cut rank processes stop rank end",
+    "3+0": "processes cut rank stop end",
+    "8+0": "rank processes stop end cut processes stop end",
 }
 KINDS = {
     "rank": "a rank is killed",
@@ -46,13 +43,6 @@ KINDS = {
     "stop": "a node is stopped",
     "cut": "a node's network is cut",
     "end": "a node ends",
-}
-MOMENTS = {
-    "any": "at any time",
-    "save": "while a checkpoint is written to the run directory",
-    "local": "while one is written in the nodes' memory",
-    "copy": "while its copies are sent",
-    "restart": "while the job starts again after a loss",
 }
 LOCAL_EVERY, EVERY, STEPS, TIMEOUT_S = 6, 20, 100_000, 40
 LOCAL = "dev/shm/mntrain-outage"
@@ -142,27 +132,6 @@ class Run:
                     found.append(int(entry.name))
         return found
 
-    def local_steps(self, host: str) -> list[Path]:
-        """Return the steps in the memory of a node, the newest first."""
-        return sorted(
-            Path(f"/proc/{self.cluster.pid(host)}/root", LOCAL).glob("*/node-*/*/step-*"),
-            key=lambda path: path.name,
-            reverse=True,
-        )
-
-    def saves(self) -> bool:
-        """Return whether a checkpoint is being written to the run directory."""
-        return any(self.folder.glob("checkpoints/.step-*"))
-
-    def saves_locally(self, host: str) -> bool:
-        """Return whether one is being written in the memory of a node."""
-        return any(not (path / "manifest.json").exists() for path in self.local_steps(host)[:1])
-
-    def copies(self, host: str) -> bool:
-        """Return whether copies of one are being sent: the one before is there, too."""
-        steps = self.local_steps(host)
-        return len(steps) > 1 and (steps[0] / "manifest.json").exists()
-
 
 def losses_in(metrics: Path) -> dict[int, float]:
     """Return the losses by step."""
@@ -175,33 +144,13 @@ def losses_in(metrics: Path) -> dict[int, float]:
     return found
 
 
-def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random) -> dict[str, Any]:
-    """Do a loss at a moment, and return its figures once the run takes steps again."""
+def lose(run: Run, kind: str, chance: random.Random) -> dict[str, Any]:
+    """Lose a node, and return the figures once the run takes steps again."""
     cluster, host = run.cluster, chance.choice(run.hosts)
     first = run.step()
     run.until(lambda: run.step() > first + LOCAL_EVERY)
-    step = run.step()
-    if moment == "restart":
-        run.until(lambda: len(run.local_steps(host)) == 1 and not run.saves_locally(host))
-        step, began = run.step(), time.time()
-        os.kill(chance.choice(run.ranks(chance.choice(run.hosts))), signal.SIGKILL)
-        run.until(lambda: run.said(r"launch: start \d+ on ", began))
-        time.sleep(chance.uniform(0.05, 0.5) * plain_s)
-        host = chance.choice(run.hosts)
-        run.until(lambda: kind not in ("rank", "processes") or run.ranks(host))
-        if not (caught := not run.said(r"start \d+ trains", began)):
-            step = run.step()
-    else:
-        looks = {"save": run.saves, "copy": lambda: run.copies(host)}
-        looks["local"] = lambda: run.saves_locally(host)
-        if moment == "any":
-            time.sleep(chance.uniform(0, 0.5))
-        else:
-            run.until(lambda: not looks[moment]())
-            run.until(looks[moment])
-        step = run.step()
-        caught = moment == "any" or looks[moment]()
-    at = time.time()
+    time.sleep(chance.uniform(0, 0.5))
+    step, at = run.step(), time.time()
     if kind in ("rank", "processes"):
         for process in run.ranks(host):  # each node has one
             os.kill(process, signal.SIGKILL)
@@ -218,22 +167,13 @@ def lose(run: Run, kind: str, moment: str, plain_s: float, chance: random.Random
     resumed = run.until(lambda: run.said(began, starts[-1]))
     done = int(resumed[0][1][1] or 0)
     report = run.said(r"mntrain: (error: .*(lost|not answer)|warning: .*no rank on)", at)
-    looked = run.said(r"looking at hosts took ([\d.]+) s", at)
-    restored = run.said(r"restored (step|the run's)", at)
     if kind == "cut":
         cluster.link(host, up=True)
     return {
         "kind": kind,
-        "moment": moment,
-        "host": host,
-        "caught": caught,
         "steps_lost": step - done,
-        "memory": bool(restored) and restored[-1][1][1] == "step",
-        "starts": len(starts),
         "report_s": report[0][0] - at if report else None,
-        "looking_s": float(looked[0][1][1]),
         "start_s": starts[0] - at,
-        "step_s": trains - at,
         "begin_s": trains - starts[-1],
     }
 
@@ -248,9 +188,8 @@ def outages(text: str, folder: Path, chance: random.Random) -> dict[str, Any]:
             run.until(run.step)
             plain_s = time.time() - run.began
             run.until(lambda: run.step() > EVERY)
-            for number, loss in enumerate(LOSSES[text].split(), 1):
-                kind, moment = loss.split("/")
-                found.append(lose(run, kind, moment, plain_s, chance))
+            for number, kind in enumerate(LOSSES[text].split(), 1):
+                found.append(lose(run, kind, chance))
                 print(text, number, found[-1], flush=True)
             run.process.send_signal(signal.SIGUSR1)
             run.process.wait(LIMIT_S)
@@ -286,7 +225,7 @@ def outages(text: str, folder: Path, chance: random.Random) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Lose nodes, compare the losses, and add to the page."""
+    """Lose nodes, compare the losses, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seed", type=int, default=0)
@@ -294,34 +233,18 @@ def main() -> None:
     options = parser.parse_args()
     about, chance = facts(), random.Random(options.seed)
     about["versions"] = {"torch": torch.__version__}
-    library = "Open MPI" if is_open_mpi() else "MPICH"
+    library, runs = "Open MPI" if is_open_mpi() else "MPICH", []
     for text in options.runs:
         with tempfile.TemporaryDirectory(prefix=".outage-", dir=".") as name:
-            figures = {"library": library, **outages(text, Path(name).resolve(), chance)}
-        add(figures, about, options.output)
-
-
-def add(figures: dict[str, Any], about: dict[str, Any], output: Path) -> None:
-    """Put the figures of a run into the page, in the place of those of the same run before."""
-    folder = output / "results"
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        runs: list[dict[str, Any]] = []
-        with suppress(OSError):
-            runs = json.loads((folder / "outage.json").read_text())["runs"]
-        runs = [one for one in runs if any(one[key] != figures[key] for key in ("library", "run"))]
-        order = list(LOSSES)
-        runs = sorted([*runs, figures], key=lambda one: (one["library"], order.index(one["run"])))
-        publish({**about, "runs": runs}, "outage", output)
-    finally:
-        os.close(lock)
+            runs.append({"library": library, **outages(text, Path(name).resolve(), chance)})
+    name = f"outage-{library.lower().replace(' ', '')}"
+    publish({**about, "runs": runs}, name, options.output)
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
     """Write the page."""
     runs = page["runs"]
-    losses = [(run, loss) for run in runs for loss in run["losses"]]
+    losses = [loss for run in runs for loss in run["losses"]]
     about = (
         "Emulated nodes of one rank on one machine, some spare; jobs of `mntrain launch` that save "
         f"in the nodes' memory every {LOCAL_EVERY} steps and in the run directory every {EVERY}, "
@@ -333,28 +256,15 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
     )
     lines = heading(page, "What the loss of a node costs", page["versions"], about)
     rows = []
-    for library in dict.fromkeys(run["library"] for run in runs):
-        for kind, words in KINDS.items():
-            those = [
-                (run, loss)
-                for run, loss in losses
-                if run["library"] == library and loss["kind"] == kind
-            ]
-            if those:
-                parts = [
-                    _spread([loss[part] for _, loss in those])
-                    for part in ("report_s", "start_s", "begin_s")
-                ]
-                rows.append([library, words, str(len(those)), _range(those), *parts])
-    head = ["library", "loss", "times", "steps lost", "report, s", "next start, s", "that start, s"]
-    lines += [*table(head, rows, texts=2), ""]
-    rows = []
-    for moment, words in MOMENTS.items():
-        those = [(run, loss) for run, loss in losses if loss["moment"] == moment]
-        if those:
-            counts = [sum(bool(loss[key]) for _, loss in those) for key in ("caught", "memory")]
-            rows.append([words, str(len(those)), *map(str, counts), _range(those)])
-    head = ["moment", "times", "met", "restored from the nodes' memory", "steps lost"]
+    for kind, words in KINDS.items():
+        if those := [loss for loss in losses if loss["kind"] == kind]:
+            steps = [loss["steps_lost"] for loss in those]
+            cells = [words, str(len(those)), f"{min(steps)} to {max(steps)}"]
+            for part in ("report_s", "start_s", "begin_s"):
+                known = [loss[part] for loss in those if loss[part] is not None]
+                cells.append(spread(known, 1) if known else "none")
+            rows.append(cells)
+    head = ["loss", "times", "steps lost", "report, s", "next start, s", "that start, s"]
     lines += [*table(head, rows), ""]
     rows = []
     for run in runs:
@@ -369,17 +279,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
         f"Each run went on after each of {len(losses)} losses. Without a spare node, some steps "
         "are taken by fewer ranks, and differ by rounding."
     )
-    write(output, name, page, lines)
-
-
-def _spread(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return spread(known, 1) if known else "none"
-
-
-def _range(losses: Sequence[tuple[Any, dict[str, Any]]]) -> str:
-    lost = [loss["steps_lost"] for _, loss in losses]
-    return f"{min(lost)} to {max(lost)}"
+    write(output, name, lines)
 
 
 if __name__ == "__main__":

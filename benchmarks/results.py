@@ -1,4 +1,4 @@
-"""Pages of results for all benchmarks: facts of a measurement, tables, a bar chart, files."""
+"""Pages of results for all benchmarks: facts of a measurement, tables, files."""
 
 import json
 import os
@@ -79,33 +79,10 @@ def save(output: Path, name: str, page: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(text + "\n")
 
 
-def write(output: Path, name: str, page: dict[str, Any], lines: Sequence[str]) -> None:
-    """Write a page and its figures to output/results, and print the page."""
-    save(output, name, page)
+def write(output: Path, name: str, lines: Sequence[str]) -> None:
+    """Write a page to output/results, and print it."""
     text = "\n".join(lines) + "\n"
-    (output / "results" / f"{name}.md").write_text(text)
+    folder = output / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text)
     print(text, flush=True)
-
-
-def bar_charts(path: Path, names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> None:
-    """Write horizontal bar charts next to each other as SVG: by title, a value for each name."""
-    import matplotlib as mpl  # noqa: PLC0415 - not needed to measure
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    style = {"svg.hashsalt": "mntrain", "svg.fonttype": "none", "font.size": 9}
-    colors = [
-        "#2563eb" if name.startswith("mntrain") else "#d97706" if "compute" in name else "#94a3b8"
-        for name in names
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(9, 0.8 + 0.22 * len(names)), layout="constrained")
-        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-        for axes, (panel, values) in zip(grid[0], panels.items(), strict=True):
-            axes.bar_label(axes.barh(names, values, color=colors), fmt="{:.3g}", padding=3)
-            axes.margins(x=0.15)
-            axes.set_title(panel, fontsize=9)
-            axes.set_xticks([])
-            axes.spines[["top", "right"]].set_visible(False)
-        grid[0][0].invert_yaxis()
-        figure.savefig(path, format="svg", metadata={"Date": None})

@@ -6,8 +6,8 @@ Every mode trains the built-in task on two nodes of one rank, from the same weig
 samples for a seed. Losses depend neither on links nor on times, so for them the nodes are virtual
 ones of one host. Then, unless `--links` is empty, every mode is timed on emulated nodes with links
 of these rates, in turns with computing alone (as in step.py; root). Each result is saved as it
-comes: the same command again goes on where it stopped. Writes docs/results/NAME.md and its figures.
-Takes two hours on 2 cores.
+comes: the same command again goes on where it stopped. Writes docs/results/NAME.md, and
+its figures as NAME.json. Takes two hours on 2 cores.
 """
 
 import argparse
@@ -102,6 +102,7 @@ def main() -> int:
                     timed[variant] = running.run("step.py", ["--what", variant, *TIMED])
                     save(options.output, options.name, page)
                     print(f"{link}, {variant}: done", file=sys.stderr, flush=True)
+    save(options.output, options.name, page)
     publish(page, options.name, options.output)
     return 0
 
@@ -159,7 +160,7 @@ def publish(page: dict[str, Any], name: str, output: Path) -> None:
     ]
     for link in page["links"]:
         lines += ["", *time_table(page, link)]
-    write(output, name, page, lines)
+    write(output, name, lines)
 
 
 def loss_table(page: dict[str, Any]) -> list[str]:

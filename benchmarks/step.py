@@ -1,14 +1,13 @@
 """Benchmark a training step of a GPT, in time and memory: every stage, torch's and DeepSpeed's.
 
-    sudo python benchmarks/step.py [--layouts 1 2 2,2] [--link 1gbit] [--steps 3] [--turns 5]
+    sudo python benchmarks/step.py [--layouts 2 2,2] [--link 1gbit] [--steps 3] [--turns 5]
     sudo python benchmarks/step.py --computing 1 2 4 --layouts 1,1 2,2 2
 
 A layout is the number of ranks on each node. Nodes are network namespaces connected by links of the
 given rate; a single node has no network. Every variant is a job of its own, so that its memory peak
 is its own. In the job it alternates with as many ranks that only compute, and its step time is
-given as a multiple of theirs, because the machine's speed differs between jobs. Layout 1 compares a
-single process with a plain torch loop, in turns in one job. Prints tables, writes them and all
-figures to docs/results/, and plots to docs/img/. Takes about 25 minutes.
+given as a multiple of theirs, because the machine's speed differs between jobs. Prints tables, and
+writes them to docs/results/. Takes about 25 minutes.
 
 With `--computing`, micro-batches are so large that a step computes for about so many times the
 seconds in which its gradients travel at the rate of the link; on one node, where nothing says how
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from emulated import HEAP, Layout, nodes
-from results import DOCS, MIB, TIMES, bar_charts, facts, heading, ratios, table, write
+from results import DOCS, MIB, TIMES, facts, heading, ratios, table, write
 
 BASELINES = ("compute only", "compute only, barriers")  # each rank trains alone
 SEQUENCES = 4  # of a micro-batch, by default
@@ -73,23 +72,16 @@ ALONE = (
     "only over all jobs. *memory* is the peak above that of the finished model, on the node with "
     "the highest sum; a page that k ranks share counts 1/k for each."
 )
-SOLO = (
-    "All variants take turns in one process: each takes a step on the same batch, in random order, "
-    "{} times. The columns are the median time of a step, and the median ratio to the plain loop's "
-    "step on the same batch. The plain loop runs twice; the difference is noise. mntrain computes "
-    "the gradient norm in every step, so one plain loop computes it as well."
-)
 
 
 def main() -> int:
-    """Measure every variant in every layout, and write pages and plots."""
+    """Measure every variant in every layout, and write pages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layouts", nargs="+", default=["1", "2", "2,2"], metavar="N,N")
+    parser.add_argument("--layouts", nargs="+", default=["2", "2,2"], metavar="N,N")
     parser.add_argument("--link", default="1gbit", help="rate of each node's link, in gbit")
     parser.add_argument("--steps", type=int, default=3, help="per turn, after a warm-up step")
     parser.add_argument("--turns", type=int, default=5, help="of every variant")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of a micro-batch")
-    parser.add_argument("--solo-steps", type=int, default=40, help="steps in layout 1")
     known = [*VARIANTS, *SLOW, *SLOW_PEERS, *BACKEND]
     parser.add_argument("--variants", nargs="+", choices=known, metavar="VARIANT")
     about = "of the time in which the gradients travel, instead of --sequences"
@@ -108,10 +100,7 @@ def main() -> int:
         publish(page, f"step-regimes{suffix}", options.output)
         return 0
     for layout in layouts:
-        if sum(layout.ranks) == 1:
-            page = measure_solo(layout, options.solo_steps)
-        else:
-            page = measure(layout, options)
+        page = measure(layout, options)
         rate = f"-{layout.link}" if layout.link not in (None, "1gbit") else ""
         publish(page, f"step-{layout.name}{rate}{suffix}", options.output)
     return 0
@@ -146,15 +135,6 @@ def travel_s(layout: Layout, nbytes: int) -> float:
     count = len(layout.ranks)
     assert layout.bytes_per_s, "one node has no link"
     return 2 * (count - 1) / count * nbytes / layout.bytes_per_s
-
-
-def measure_solo(layout: Layout, steps: int) -> dict[str, Any]:
-    """Compare a single process with a plain torch loop."""
-    before = facts()
-    with nodes(layout) as running:
-        job = running.run("step.py", ["--solo", "--steps", steps])
-    check_losses([way["loss"] for way in job["ways"].values()])
-    return {**before, "layout": str(layout), "steps": steps, **job}
 
 
 def measure(layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
@@ -237,45 +217,31 @@ def compared(rows: list[dict[str, Any]], alone_s: float) -> list[dict[str, Any]]
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:
-    """Write the page of a layout, or of several regimes, as Markdown and JSON, and its plot."""
+    """Write the page of a layout, or of several regimes."""
     first, title = page.get("regimes", [page])[0], f"A training step, {page.get('layout')}"
     about = MODEL.format(first["gradient_bytes"] / 4e6, first["gradient_bytes"] / 1e6)
     if "regimes" in page:
         title = "A training step where computing takes longer than sending"
     lines = heading(first, title, first["versions"], about)
-    if "ways" in page:
-        rows = [
-            [way, *(f"{it[key]:.4f}" for key in ("median_s", "ratio"))]
-            for way, it in page["ways"].items()
-        ]
-        lines += [SOLO.format(page["steps"]), ""]
-        write(output, name, page, [*lines, *table(["", "step, s", "× plain torch"], rows)])  # noqa: RUF001
-        return
     lines.append(METHOD.format(**first))
     if "regimes" in page:
         for regime in page["regimes"]:
             title = f"## {regime['layout']}, {computing(regime)}"
             rows = [[row["what"], *cells(row)[:5]] for row in regime["rows"] if "ratio" in row]
             lines += ["", title, "", *table(["", *COLUMNS[:5]], rows)]
-        write(output, name, page, lines)
+        write(output, name, lines)
         return
-    lines[-1] += ALONE.format(page.get("sequences", SEQUENCES), page["alone_s"])
+    lines[-1] += ALONE.format(page["sequences"], page["alone_s"])
     present = [row for row in page["rows"] if "ratio" in row]
     rows = [[row["what"], *cells(row)] for row in present]
     if page["floor_s"]:
         floor = ["", "", "", "", "", f"{page['floor_s']:.3f}", "", "", ""]
         rows.append(["fp32 all-reduce at line rate", *floor])
     lines += ["", agreement(page), "", *table(["", *COLUMNS], rows), ""]
-    lines += [f"![seconds per step and peak memory of each variant](../img/{name}.svg)", ""]
     lines += [f"- {row['what']}: {row['settings']}." for row in present]
     absent = (row for row in page["rows"] if "absent" in row)
     lines += [f"- {row['what']} is not available: {row['absent']}." for row in absent]
-    write(output, name, page, lines)
-    panels = {
-        "seconds per step": [row["scaled_s"] for row in present],
-        "peak memory per node above the model, MiB": [r["node_peak_bytes"] / MIB for r in present],
-    }
-    bar_charts(output / "img" / f"{name}.svg", [row["what"] for row in present], panels)
+    write(output, name, lines)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -284,7 +250,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['ratio']:.3f}",
         "{:.2f} - {:.2f}".format(*row["ratios"]),
         f"{row['scaled_s'] * (1 - 1 / row['ratio']):.3f}",
-        f"{row['extra_cpu_s']:.3f}" if "extra_cpu_s" in row else "",  # not in the oldest pages
+        f"{row['extra_cpu_s']:.3f}",
         f"{row['to_best_peer']:.2f}" if "to_best_peer" in row else "",
         f"{row['scaled_s']:.3f}",
         f"{row['sent_bytes'] / 1e6:.1f}",

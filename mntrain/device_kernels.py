@@ -227,7 +227,7 @@ def can_add(addends: Sequence[torch.dtype], total: torch.dtype) -> bool:
     """Return True for at most 128 addends of floating dtypes no wider than the accumulator.
 
     But for two: they are one launch of torch's too, which was 3 to 5 times faster
-    (docs/results/gpu-figures.md).
+    (docs/results/gpu.md).
     """
     return (
         len(addends) <= MAX_ADDENDS

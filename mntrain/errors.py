@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mntrain.alike.naming import by_value, naming
@@ -98,20 +99,16 @@ def advise(error: BaseException) -> None:
 
 
 class ExceptionWatch:
-    """Hooks for uncaught exceptions, which abort the whole job. One per world.
+    """A watch for uncaught exceptions, which aborts the whole job. One per world.
 
-    The user's own hooks, which were installed before, still report the exceptions. In a forked
-    child of the rank, and after `uninstall`, they alone do.
+    The user's own hooks still report the exceptions. In a forked child of the rank, and after
+    `uninstall`, they alone do.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
-        self._hooks: dict[Any, Callable[..., None]] = {
-            sys: self._handle_uncaught,
-            threading: self._handle_in_thread,
-        }
-        self._previous: dict[Any, Callable[..., object]] = {}
-        self._process = 0  # the process that installed the hooks; 0: they are not installed
+        self._process = 0  # the process that installed it
+        self._handled: BaseException | None = None
         # Is told of an exception that ends the world, before anything else is done about it.
         self.on_error: Callable[[BaseException], None] = lambda error: None
         self.others: Watchdog | None = None
@@ -119,33 +116,26 @@ class ExceptionWatch:
     def install(self) -> None:
         """Replace the interpreter's hooks for uncaught exceptions of all threads."""
         self._process = os.getpid()
-        for module, hook in self._hooks.items():
-            if not self._is_below(module.excepthook, module):
-                self._previous[module] = module.excepthook
-                module.excepthook = hook
+        if self not in _watches:
+            _watches.append(self)
+        for module, handle in _HANDLERS.items():
+            if module.excepthook is not _hooks.get(module):
+                module.excepthook = _hooks[module] = partial(handle, module.excepthook)
 
     def uninstall(self) -> None:
-        """Restore the hooks that `install` replaced, unless others have replaced these since.
+        """Restore the hooks if this is the last watch, unless others have replaced them since.
 
         What stays in place only passes exceptions on.
         """
-        self._process = 0
-        for module, hook in self._hooks.items():
-            if module.excepthook == hook:
-                module.excepthook = self._previous[module]
-                below = getattr(self._previous[module], "__self__", None)
-                if isinstance(below, ExceptionWatch) and not below._process:
-                    below.uninstall()
-
-    def _is_below(self, hook: Any, module: Any) -> bool:
-        """Return whether a hook is this watch's, or that of another one which calls it."""
-        watch = getattr(hook, "__self__", None)
-        if not isinstance(watch, ExceptionWatch):
-            return False
-        return watch is self or self._is_below(watch._previous[module], module)
+        if self in _watches:
+            _watches.remove(self)
+        for module, hook in _hooks.items():
+            if not _watches and module.excepthook is hook:
+                (module.excepthook,) = hook.args
 
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
+        self._handled = error
         self.on_error(error)
         advise(error)
         code = 1
@@ -184,23 +174,16 @@ class ExceptionWatch:
     def _place(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.host}"
 
-    @property
-    def _user_hook(self) -> Callable[..., object] | None:
-        """The hook that the user has installed in place of the interpreter's, if any."""
-        hook = self._previous[sys]
-        while isinstance(watch := getattr(hook, "__self__", None), ExceptionWatch):
-            hook = watch._previous[sys]
-        return hook if hook is not sys.__excepthook__ else None
-
     def _report_failure(self, error: BaseException) -> None:
         """Print which rank failed; the user's hook, if any, reports the error itself."""
         line, text = f"mntrain: {self._place} failed:\n", "".join(traceback.format_exception(error))
-        if self._user_hook is None:
+        (user_hook,) = _hooks[sys].args
+        if user_hook is sys.__excepthook__:
             print(line + text, file=sys.stderr)
             return
         print(line, end="", file=sys.stderr, flush=True)
         try:
-            self._user_hook(type(error), error, error.__traceback__)
+            user_hook(type(error), error, error.__traceback__)
         except Exception:
             print(text, file=sys.stderr)
 
@@ -218,23 +201,6 @@ class ExceptionWatch:
         first = None if self.others is None else self.others.communication_error
         return first if first is not None and str(first) in str(error) else error
 
-    def _handle_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
-        error = self._unwrapped(error)
-        of_all = isinstance(error, AllRanksError)  # rank 0 alone prints it
-        if self._process != os.getpid():
-            self._previous[sys](kind, error, trace)
-            return
-        if self.size > 1 and not of_all:
-            self.end_job(error)
-        self.on_error(error)
-        if isinstance(error, AgreedError):
-            error.report()
-            self._report_before(error)
-            if self.rank == 0 and self._user_hook is not None:
-                self._user_hook(kind, error, trace)
-        elif self.rank == 0 or not of_all:
-            self._previous[sys](kind, error, trace)
-
     def _report_before(self, error: AgreedError) -> None:
         """Print what this rank had raised, if other ranks had not: by then their calls differed."""
         first = None if self.others is None else self.others.communication_error
@@ -244,16 +210,53 @@ class ExceptionWatch:
             text = str(before) if of_all else "\n" + "".join(traceback.format_exception(before))
             print(f"mntrain: error: {self._place} had raised: {text}", file=sys.stderr)
 
-    def _handle_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        """End the job for threads of this package; let others end with a report, as Python does."""
-        error = args.exc_value or args.exc_type()
-        thread = args.thread.name if args.thread else ""
-        if self._process == os.getpid() and self.size > 1:
-            if thread.startswith(OWN_THREAD):
-                self.end_job(error)
-            if not isinstance(error, SystemExit):
-                print(f"mntrain: {self._place}: an exception ends {thread}", file=sys.stderr)
-        self._previous[threading](args)
+
+_watches: list[ExceptionWatch] = []  # that are installed, the newest last
+# The newest hooks of this module, by their places; the argument of each is what it has replaced.
+_hooks: dict[Any, partial[None]] = {}
+
+
+def _own_watches() -> list[ExceptionWatch]:
+    """Return the watches of this process, the newest first."""
+    return [watch for watch in reversed(_watches) if watch._process == os.getpid()]
+
+
+def _handle_uncaught(
+    previous: Callable[..., object], kind: Any, error: BaseException, trace: Any
+) -> None:
+    for watch in _own_watches():
+        error = watch._unwrapped(error)
+        of_all = isinstance(error, AllRanksError)  # rank 0 alone prints it
+        if watch._handled is not error:  # else a user's hook has passed it on to this one
+            if watch.size > 1 and not of_all:
+                watch.end_job(error)
+            watch._handled = error
+            watch.on_error(error)
+            if isinstance(error, AgreedError):
+                error.report()
+                watch._report_before(error)
+        if of_all and watch.rank:
+            return
+        if isinstance(error, AgreedError):
+            if previous is sys.__excepthook__:
+                return
+            break
+    previous(kind, error, trace)
+
+
+def _handle_in_thread(previous: Callable[..., object], args: threading.ExceptHookArgs) -> None:
+    """End the job for threads of this package; let others end with a report, as Python does."""
+    error = args.exc_value or args.exc_type()
+    thread = args.thread.name if args.thread else ""
+    for watch in [watch for watch in _own_watches() if watch.size > 1][:1]:
+        if thread.startswith(OWN_THREAD):
+            watch.end_job(error)
+        if not isinstance(error, SystemExit):
+            print(f"mntrain: {watch._place}: an exception ends {thread}", file=sys.stderr)
+    previous(args)
+
+
+_HANDLERS: dict[Any, Callable[..., None]] = {sys: _handle_uncaught, threading: _handle_in_thread}
 
 
 def combined_refusals(refusals: Sequence[str | None]) -> str:

@@ -15,14 +15,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch and mntrain count the cores
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import AbsentError, report, versions
+from common import report, versions
 from gpt import ADAMW, Batch, plain_step
 from mpi4py import MPI
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-from variants import gloo, gloo_and_deepspeed
+from variants import gloo
 
 import mntrain
 from mntrain.checkpoint import DirectorySaver, Manifest, Saved
@@ -32,7 +31,6 @@ from zero.layout import split
 COMM = MPI.COMM_WORLD
 CONTEXT, LAYERS = 16, 6
 PROGRESS = Manifest(1, {"task": "none"}, samples=1, skipped_steps=0, eval_loss=None)
-TAG = "state"  # of DeepSpeed's directory
 
 # Seconds until training continues, and of later calls that are made when they need not wait; None:
 # training waits for the whole save.
@@ -55,20 +53,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    make, absent = partial(model_of, options.millions), {}
+    make = partial(model_of, options.millions)
     parameters = sum(p.numel() for p in make().parameters())
     nbytes = 3 * 4 * parameters  # with both moments of AdamW
     with ExitStack() as stack:
         world = stack.enter_context(mntrain.init(device="cpu"))
-        try:
-            package = stack.enter_context(gloo_and_deepspeed())
-        except AbsentError as reason:
-            absent["DeepSpeed stage 1"] = str(reason)
-            stack.enter_context(gloo())
+        stack.enter_context(gloo())
         methods = mntrain_methods(options.folder, world, options.stage, make())
-        methods |= {"torch.save on rank 0": torch_save(make()), **sharded(make())}
-        if not absent:
-            methods["DeepSpeed stage 1"] = deepspeed(make(), package)
+        methods |= {"torch.save on rank 0": torch_save(make()), "DCP save": sharded(make())}
         for count in sorted({COMM.size, 1}, reverse=True):
             methods[f"dd, {count} at once" if count > 1 else "dd, one"] = disk(nbytes, count)
         names, turns = list(methods), []
@@ -81,7 +73,7 @@ def main() -> None:
     if COMM.rank == 0:
         ways = {name: method.settings for name, method in methods.items()}
         found = {"parameters": parameters, "state_bytes": nbytes, "turns": turns}
-        report({**found, "ways": ways, "absent": absent, "versions": versions(["deepspeed"])})
+        report({**found, "ways": ways, "versions": versions()})
 
 
 def take_turn(method: Method, path: Path) -> dict[str, Any]:
@@ -182,66 +174,20 @@ def torch_save(model: nn.Module) -> Method:
     return Method(save, "model and optimizer, then fsync of file and folder")
 
 
-def sharded(model: nn.Module) -> dict[str, Method]:
-    """Return torch.distributed.checkpoint of an FSDP2 model, blocking and asynchronous."""
+def sharded(model: nn.Module) -> Method:
+    """Return torch.distributed.checkpoint of an FSDP2 model."""
     mesh, tokens = dist.init_device_mesh("cpu", (COMM.size,)), batch(model)
     for block in (*model.blocks, model):
         fully_shard(block, mesh=mesh)
     optimizer = stepped(model, tokens)
-    # One stager for all saves, so that its buffers exist from the second save on.
-    stager = DefaultStager(StagingOptions(False, False, False, False))
 
-    def arguments(path: Path) -> dict[str, Any]:
+    def save(path: Path) -> Pause:
         parts = zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
-        return {
-            "state_dict": dict(parts),
-            "storage_writer": dcp.FileSystemWriter(path, sync_files=True),
-        }
-
-    def save(path: Path) -> Pause:
-        dcp.save(**arguments(path))
+        dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(path, sync_files=True))
         sync(path)
         return None
 
-    def begin(path: Path) -> Pause:
-        start = time.perf_counter()
-        written = dcp.async_save(**arguments(path), async_stager=stager)
-        pause_s = time.perf_counter() - start
-        written.result()
-        sync(path)
-        return pause_s, 0.0
-
-    settings = "of FSDP2's shards, sync_files=True, fsync of the folder"
-    return {
-        "DCP save": Method(save, settings),
-        "DCP async_save": Method(begin, "the same, in a thread, with a persistent stager"),
-    }
-
-
-def deepspeed(model: nn.Module, package: Any) -> Method:
-    """Return DeepSpeed with torch's AdamW. DeepSpeed does not call fsync."""
-    inputs, targets = batch(model)
-    engine, *_ = package.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-        },
-    )
-    engine.backward(nn.functional.cross_entropy(engine(inputs).flatten(0, 1), targets.flatten()))
-    engine.step()
-
-    def save(path: Path) -> Pause:
-        engine.save_checkpoint(str(path), tag=TAG)
-        dist.barrier()
-        sync(*[path / "latest", *sorted((path / TAG).iterdir())][COMM.rank :: COMM.size])
-        if COMM.rank == 0:
-            sync(path / TAG, path)
-        return None
-
-    return Method(save, "save_checkpoint, then fsync of its files by all ranks")
+    return Method(save, "of FSDP2's shards, sync_files=True, fsync of the folder")
 
 
 def disk(nbytes: int, count: int) -> Method:

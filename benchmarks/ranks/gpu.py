@@ -4,7 +4,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,11 +18,9 @@ from torch import Tensor, nn
 import mntrain
 from mntrain import AgreedError
 from mntrain.bench.candidates import Pattern, library_candidate, rendezvous
-from mntrain.device_kernels import DeviceKernels
 from mntrain.tasks.transformer import Transformer
 from mntrain.train.ending import peak_flops
 from mntrain.train.forward import check_compiler, compile_regions
-from zero.kernels import Add, add
 
 MIB = 2**20
 GPT = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50304}
@@ -38,8 +36,6 @@ ROUNDS = (4, 30)  # fewest and most
 SEQUENCE_BYTES, MODEL_BYTES, MOST_SEQUENCES = 1.2e9, 2.1e9, 32
 TRANSPORTS = ("host", "cuda-aware", "nccl")
 PIECE = 32 * MIB  # of the copies that show the limit
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-SUM_S = 4e-4  # of a turn of a kernel
 
 Step = Callable[[Tensor], Tensor]
 
@@ -47,7 +43,7 @@ Step = Callable[[Tensor], Tensor]
 def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=["step", "transports", "kernels"], required=True)
+    parser.add_argument("--part", choices=["step", "transports"], required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy model, not compiled")
     parser.add_argument("--micro-batch", type=int, default=0, help="0: what the memory holds")
@@ -55,7 +51,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16])
     given = parser.parse_args()
     device = torch.device(given.device)
-    found = {"step": step, "transports": transports, "kernels": kernels}[given.part](given, device)
+    found = {"step": step, "transports": transports}[given.part](given, device)
     on_gpu = device.type == "cuda"
     found |= {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "",
@@ -252,42 +248,6 @@ def copy_seconds(comm: MPI.Intracomm, memory: Tensor) -> float:
         settle(memory)
         took.append(comm.allreduce(time.perf_counter() - start, MPI.MAX))
     return min(took)
-
-
-def kernels(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure the sum of several addends by CuPy's kernel and by torch, or by torch twice."""
-    own = DeviceKernels(device)
-    if device.type == "cuda" and own.name != "cupy":
-        return {"absent": own.why}
-    generator = torch.Generator(device).manual_seed(0)
-    rows = []
-    for numel in (1 << 16, 1 << 22):
-        wide = [torch.randn(numel, device=device, generator=generator) for _ in range(4)]
-        narrow = [addend.bfloat16() for addend in wide]
-        for addends in (narrow[:2], narrow[:3], narrow, wide[:3], wide, [wide[0], *narrow[1:3]]):
-            names = " + ".join(NAMES[addend.dtype] for addend in addends)
-            totals = [torch.empty_like(addends[0]) for _ in range(2)]
-            pairs = list(zip((add, own.add), totals, strict=True))
-            repeats = [max(1, int(SUM_S / sum_s(*pair, addends, 1))) for pair in pairs]
-            turns = [
-                [sum_s(*pair, addends, count) for pair, count in zip(pairs, repeats, strict=True)]
-                for _ in range(5)
-            ]
-            torch_s, cupy_s = map(statistics.median, zip(*turns, strict=True))
-            what = f"{names} of {numel >> 10} Ki elements"
-            figures = {"torch_s": torch_s, "cupy_s": cupy_s, "same": torch.equal(*totals)}
-            rows.append({"what": what, **figures})
-    return {"other": own.name, "rows": rows}
-
-
-def sum_s(way: Add, total: Tensor, addends: Sequence[Tensor], repeats: int) -> float:
-    """Return the seconds of one sum, of `repeats` in a row."""
-    settle(total)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        way(addends, total)
-    settle(total)
-    return (time.perf_counter() - start) / repeats
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from common import AbsentError, report, versions
 from gpt import LARGE, MICRO_BATCH, MODELS, Batch, data, gpt
 from memory import Peak
 from mpi4py import MPI
-from variants import STAGES, VARIANTS, Variant, compute_only, mntrain_stage
+from variants import VARIANTS, Variant, compute_only
 
-import mntrain
-from mntrain.bench.candidates import rendezvous, turn_order
+from mntrain.bench.candidates import rendezvous
 
 WARM_UP = 2
 UNITS = "_s", "_cpu_s"  # of a clock, and of the processor
@@ -27,8 +25,7 @@ UNITS = "_s", "_cpu_s"  # of a clock, and of the processor
 def main() -> None:
     """Train, and report step times, peak memory and the loss."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--what", choices=VARIANTS)
-    parser.add_argument("--solo", action="store_true", help="a single process and plain torch")
+    parser.add_argument("--what", choices=VARIANTS, required=True)
     parser.add_argument("--model", choices=MODELS, default=LARGE)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5)
@@ -37,17 +34,14 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     row: dict[str, Any] = {"what": options.what}
-    if options.solo:
-        row["ways"] = solo(options.steps)
+    try:
+        local = measure(options)
+    except AbsentError as reason:
+        row["absent"] = str(reason)
     else:
-        try:
-            local = measure(options)
-        except AbsentError as reason:
-            row["absent"] = str(reason)
-        else:
-            by_rank = comm.gather(local)
-            if by_rank is not None:
-                row |= summary(by_rank)
+        by_rank = comm.gather(local)
+        if by_rank is not None:
+            row |= summary(by_rank)
     nbytes = 4 * sum(p.numel() for p in gpt(options.model).parameters())
     row |= {"gradient_bytes": nbytes, "versions": versions(["deepspeed"])}
     if comm.rank == 0:
@@ -124,35 +118,6 @@ def summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
             found[key] = [combine(turn) for turn in zip(*of_all[key], strict=True)]
     sent, loss = max(of_all["sent_bytes"]), statistics.mean(of_all["loss"])
     return {**found, "sent_bytes": sent, "loss": loss, "peak_bytes": of_all["peak_bytes"]}
-
-
-def solo(steps: int) -> dict[str, dict[str, Any]]:
-    """Train every stage in a single process, in turns with plain torch loops.
-
-    Every round takes one step of each on the same batch, in random order. A second plain loop shows
-    the noise; a third one computes the gradient norm, as mntrain does.
-    """
-    plain = "plain torch"
-    with mntrain.init(device="cpu") as world:
-        makers = {plain: compute_only}
-        makers |= {f"mntrain stage {stage}": mntrain_stage(stage) for stage in STAGES}
-        makers[f"{plain} with the gradient norm"] = partial(compute_only, norm=True)
-        makers[f"{plain}, repeated"] = compute_only
-        variants = {name: make(gpt(), world) for name, make in makers.items()}
-        names = list(variants)
-        found: dict[str, dict[str, Any]] = {name: {"step_s": []} for name in names}
-        for number, batch in enumerate(data(0, WARM_UP + steps)):
-            for index in turn_order(len(names), number):
-                start = time.perf_counter()
-                loss = variants[names[index]].step(batch)
-                if number >= WARM_UP:
-                    found[names[index]]["step_s"].append(time.perf_counter() - start)
-                found[names[index]]["loss"] = loss.item()
-    for way in found.values():
-        pairs = zip(way["step_s"], found[plain]["step_s"], strict=True)
-        way["median_s"] = statistics.median(way["step_s"])
-        way["ratio"] = statistics.median(own / other for own, other in pairs)
-    return found
 
 
 def bytes_sent() -> int:

@@ -1,7 +1,7 @@
 """The built-in task on ranks that are bound to one core each, one of which others compete for.
 
 COMPETITORS (of this process's environment): `RANK:PROCESSES`. So many processes compute on the core
-of that rank. SAMPLES: the run ends after the step in which all ranks together have had so many.
+of that rank.
 """
 
 import os
@@ -13,7 +13,6 @@ from mntrain.tasks.lm import LanguageModel
 
 OWN = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 RANK, PROCESSES = map(int, os.environ["COMPETITORS"].split(":"))
-SAMPLES = int(os.environ.get("SAMPLES", sys.maxsize))
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100000))"
 
 
@@ -21,7 +20,6 @@ class UnequalTask(LanguageModel):
     """The built-in language model."""
 
     _bound = False
-    _samples = 0
 
     def on_step(self, record: StepRecord) -> str | None:
         """Bind this rank to its core, and start the processes that compete for it."""
@@ -31,7 +29,4 @@ class UnequalTask(LanguageModel):
             self._bound = True
             for _ in range(PROCESSES if OWN == RANK else 0):  # until this process ends
                 subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())])
-        self._samples += record.samples
-        if self._samples >= SAMPLES:
-            return "enough samples"
         return super().on_step(record)

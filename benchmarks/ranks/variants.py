@@ -32,16 +32,9 @@ class Variant(NamedTuple):
     finish: Callable[[], None] | None = None  # waits for what a step leaves in progress
 
 
-def compute_only(model: nn.Module, _: None, *, norm: bool = False) -> Variant:
-    """Forward, backward and update without communication; with the gradient norm on request."""
+def compute_only(model: nn.Module, _: None) -> Variant:
+    """Forward, backward and update without communication."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    parameters = list(model.parameters())
-
-    def add_norm(*_: object) -> None:
-        float(nn.utils.get_total_norm([p.grad for p in parameters]))
-
-    if norm:
-        optimizer.register_step_pre_hook(add_norm)
     return Variant(plain_step(model, optimizer), "as many ranks, each for itself")
 
 

@@ -1,6 +1,7 @@
 """Copies of metrics.jsonl for other tools: TensorBoard, Weights & Biases, MLflow, Prometheus.
 
-An exception ends a copy (`mntrain.metrics.writers`).
+Each takes the lines of a run, with their steps, and the end of a job. An exception ends a copy
+(`mntrain.metrics.writers`).
 """
 
 import io
@@ -12,12 +13,11 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from itertools import count
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from mntrain.metrics.files import (
     CONFIG_FILE,
@@ -79,30 +79,6 @@ def expect_installed(log: LogConfig, option: str = "--log.{}") -> None:
                 ) from error
 
 
-class Copy(Protocol):
-    """A copy of metrics.jsonl. Its methods may raise anything."""
-
-    def write(self, line: Line) -> None:
-        """Take a line, with its step."""
-
-    def close(self, *, succeeded: bool) -> None:
-        """Write what is left, and the end of the job."""
-
-
-def make_copies(run_dir: Path, log: LogConfig) -> dict[str, Callable[[], Copy]]:
-    """Return what makes each copy that is asked for, by the name of its tool."""
-    makers: dict[str, Callable[[], Copy]] = {}
-    if log.tensorboard:
-        makers["TensorBoard"] = partial(_Events, run_dir)
-    if log.wandb is not None:
-        makers["W&B"] = partial(_WandbRun, run_dir, log.wandb)
-    if log.mlflow is not None:
-        makers["MLflow"] = partial(_MlflowRun, run_dir, log.mlflow)
-    if log.prometheus:
-        makers["Prometheus"] = partial(_PrometheusFile, run_dir)
-    return makers
-
-
 class _Events:
     """Event files in RUN/tensorboard: a scalar for each number, and config.toml as text.
 
@@ -113,7 +89,7 @@ class _Events:
 
     _numbers = count()  # in the names of this process's files
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, log: LogConfig) -> None:
         events = import_module("tensorboard.compat.proto.event_pb2")
         self._event = events.Event
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
@@ -156,13 +132,13 @@ class _WandbRun:
     W&B keeps the first values that it got of a step. A run that starts over is a new one there.
     """
 
-    def __init__(self, run_dir: Path, project: str) -> None:
+    def __init__(self, run_dir: Path, log: LogConfig) -> None:
         wandb = import_module("wandb")
         path = run_dir / WANDB_ID_FILE
         if not path.exists():
             write_whole(path, secrets.token_hex(8).encode())
         self._run = wandb.init(
-            project=project,
+            project=log.wandb,
             name=run_dir.resolve().name,
             id=path.read_text().strip(),
             resume="allow",
@@ -187,16 +163,16 @@ class _MlflowRun:
     its first values, as options do. A run that starts over is a new one there.
     """
 
-    def __init__(self, run_dir: Path, experiment: str) -> None:
+    def __init__(self, run_dir: Path, log: LogConfig) -> None:
         mlflow = _load("mlflow")
         self._entities = import_module("mlflow.entities")
         self._client = client = mlflow.MlflowClient()
         path = run_dir / MLFLOW_ID_FILE
         if not path.exists():
-            if client.get_experiment_by_name(experiment) is None:
+            if client.get_experiment_by_name(log.mlflow) is None:
                 with suppress(mlflow.MlflowException):  # another job has made it meanwhile
-                    client.create_experiment(experiment)
-            found = client.get_experiment_by_name(experiment)
+                    client.create_experiment(log.mlflow)
+            found = client.get_experiment_by_name(log.mlflow)
             made = client.create_run(found.experiment_id, run_name=run_dir.resolve().name)
             write_whole(path, made.info.run_id.encode())
         self._id = path.read_text().strip()
@@ -248,7 +224,7 @@ class _PrometheusFile:
     It is replaced as a whole, at most once a second. Evaluations stay until the next one.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, log: LogConfig) -> None:
         self._client = import_module("prometheus_client")
         self._path, self._run = run_dir / PROMETHEUS_FILE, run_dir.resolve().name
         self._values: dict[str, Any] = {}
@@ -277,6 +253,16 @@ class _PrometheusFile:
                     gauge.labels(self._run, *([inner] if len(labels) > 1 else [])).set(number)
         write_whole(self._path, self._client.generate_latest(registry))
         self._written_at = time.monotonic()
+
+
+Copy: TypeAlias = _Events | _WandbRun | _MlflowRun | _PrometheusFile
+# By option: the name of the tool, and its copy.
+COPIES: dict[str, tuple[str, Callable[[Path, LogConfig], Copy]]] = {
+    "tensorboard": ("TensorBoard", _Events),
+    "wandb": ("W&B", _WandbRun),
+    "mlflow": ("MLflow", _MlflowRun),
+    "prometheus": ("Prometheus", _PrometheusFile),
+}
 
 
 def _prometheus_name(name: str, unit: str) -> str:

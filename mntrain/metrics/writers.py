@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mntrain.comm.forked import call_in_child
-from mntrain.metrics.copies import Copy, make_copies
+from mntrain.metrics.copies import COPIES, Copy
 from mntrain.metrics.files import (
     METRICS_FILE,
     REPORT_FILE,
@@ -27,7 +27,6 @@ from mntrain.metrics.files import (
 )
 from mntrain.options.config import LogConfig
 
-WAITING = 10_000  # lines that wait in memory at most
 WARN_EVERY_S, RETRY_S = 60.0, 1.0  # while the record cannot be written
 
 
@@ -53,13 +52,13 @@ class MetricsFiles:
         with suppress(OSError):  # the first line waits
             append_whole(self._path, b"")
         self._waiting: deque[Line] = deque()  # lines that the record lacks
-        self._lost = 0  # the oldest lines, for which there was no place in memory
         self._error = ""  # why the record cannot be written
         self._retry_at = self._warned_at = -math.inf
         self._copies: dict[str, Copy] = {}
-        for name, make in make_copies(run_dir, log).items():
-            with self._guarded(name):
-                self._copies[name] = make()
+        for option, (name, kind) in COPIES.items():
+            if getattr(log, option) not in (None, False):
+                with self._guarded(name):
+                    self._copies[name] = kind(run_dir, log)
         call_in_child(self._leave_to_parent)
 
     def write(self, line: Line) -> None:
@@ -68,9 +67,6 @@ class MetricsFiles:
         self._waiting.append(line)
         if now >= self._retry_at:
             self._flush(now)
-        if len(self._waiting) > WAITING:
-            self._waiting.popleft()
-            self._lost += 1
         for name, copy in list(self._copies.items()):
             with self._guarded(name, f" at step {line['step']}"):
                 copy.write(line)
@@ -82,7 +78,7 @@ class MetricsFiles:
         self._open = False
         self._flush(time.monotonic())
         why = f" ({self._error})" if self._error else ""
-        if number := self._lost + len(self._waiting):
+        if number := len(self._waiting):
             self.missing.append(f"{number} line{'s' * (number != 1)} of {METRICS_FILE}{why}")
         for name, copy in list(self._copies.items()):
             with self._guarded(name):
@@ -123,15 +119,14 @@ class MetricsFiles:
                 self._waiting.popleft()
         except OSError as error:
             self._error, self._retry_at = error.strerror or str(error), now + RETRY_S
-        older = f"; {self._lost} older ones are lost" if self._lost else ""
         if self._error and now >= self._warned_at + WARN_EVERY_S:
             self._warned_at = now
             self._warn(
-                f"{METRICS_FILE} cannot be written: {self._error}. Training continues, and up to "
-                f"{WAITING} lines wait in memory until there is space{older}"
+                f"{METRICS_FILE} cannot be written: {self._error}. Training continues, and "
+                "lines wait in memory until there is space"
             )
         elif failed and not self._error:
-            self._warn(f"all lines of metrics that waited are written{older}")
+            self._warn("all lines of metrics that waited are written")
 
     @contextmanager
     def _guarded(self, name: str, when: str = "") -> Iterator[None]:

@@ -124,7 +124,13 @@ class Autopsy:
         behind, silent = sorted(find_culprits(awaited)), self._earliest()
         if behind:
             behind = [rank for rank in behind if rank in silent] or behind
-            return behind, any(map(self._is_stalled, behind))
+            late = {*behind}
+            return behind, any(
+                wait.seconds > APART_S
+                for waits in self.waits.values()
+                for wait, ranks in waits
+                if ranks & late
+            )
         if self.missing:
             return self.missing, False
         unended = [rank for rank, end in ends.items() if not end.ended]
@@ -146,26 +152,6 @@ class Autopsy:
         early = {rank: time for rank, time in seen.items() if time < latest - APART_S}
         earliest = min(early.values(), default=0.0)
         return [rank for rank, time in early.items() if time < earliest + APART_S]
-
-    def _is_stalled(self, late: int) -> bool:
-        """Return False if a rank may be behind only because all ranks were ended at one time."""
-        end, process = self.recordings[late], self.processes.get(late)
-        for rank, waits in self.waits.items():
-            other = self.recordings[rank]
-            seconds = max((wait.seconds for wait, ranks in waits if late in ranks), default=None)
-            if seconds is None:
-                continue
-            told = _TERMINATING & {*other.signals} and not _TERMINATING & {*end.signals}
-            if (
-                end.ended
-                or told
-                or process == "stopped"
-                or (process == "gone" and self.processes.get(rank) in ("runs", "stopped"))
-                or seconds > APART_S
-                or other.last_seen - end.last_seen > APART_S
-            ):
-                return True
-        return False
 
     def _ended_by_signal(self) -> bool:
         """Return whether all ranks had a signal to end before any had waited long for `first`."""
@@ -249,27 +235,11 @@ class Autopsy:
                 "another branch",
                 f"on {header.host}: py-spy dump --pid {header.pid}; {_SAME_CALLS}",
             )
-        ends = self.recordings.items()
-        others = max((end.last_seen for rank, end in ends if rank not in self.first), default=0.0)
-        together = others - max(end.last_seen for end in known) < APART_S
-        if together and not self.sure:
-            return (
-                "it was killed (SIGKILL) or crashed, and the launcher ended the others; or the job "
-                "was killed as a whole",
-                _OUTPUT,
-            )
-        told = any(end.signals for _, end in ends) and not any(end.signals for end in known)
-        if together and self.waits and not told:
-            return (
-                "it ran on, but did not call what the others waited for: it was slow, hung, or "
-                "took another branch, until the job was killed; or it was killed or crashed "
-                "itself, and the launcher ended the others",
-                f"{_SAME_CALLS}; {_OUTPUT}",
-            )
         return (
-            "its process was killed (SIGKILL), crashed or hung in native code, or was stopped "
-            "(SIGSTOP), or its node was lost: it noted no exception and no signal",
-            _OUTPUT,
+            "its process was killed (SIGKILL), crashed, hung in native code or was stopped "
+            "(SIGSTOP), its node was lost, or it was slow or took another branch until the job was "
+            "killed as a whole: it noted no exception",
+            f"{_OUTPUT}; {_SAME_CALLS}",
         )
 
 

@@ -137,10 +137,9 @@ class Recorder:
             return f"{folder}: {getattr(error, 'strerror', error)}"
         self._file = descriptor
         self._write_missing()  # events that have come meanwhile
-        with suppress(RuntimeError):  # no more threads
-            signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
-            signs.start()
-            self._signs = signs
+        signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
+        signs.start()
+        self._signs = signs
         end = WeakMethod(self.close)
         atexit.register(lambda: (method := end()) and method())
         return ""

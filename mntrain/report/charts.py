@@ -116,7 +116,7 @@ def by_rank_and_step(curves: Mapping[str, Curve], unit: str) -> Markup:
             axes.plot(*curve, label=label, color=colour, linewidth=0.8)
         axes.set(xlabel="step")
         axes.locator_params(axis="x", integer=True)
-        _finish(axes, "y", unit, legend=True)
+        _finish(axes, unit, legend=True)
 
     return _draw(draw)
 
@@ -125,8 +125,12 @@ def by_rank(
     parts: Mapping[str, Sequence[float]],
     unit: str,
     slow: Sequence[int] = (),
+    labels: Sequence[str] | None = None,
 ) -> Markup:
-    """Return a bar for each rank, of parts that add up. Bars of `slow` ranks are red."""
+    """Return a bar for each rank, of parts that add up. Bars of `slow` ranks are red.
+
+    With `labels`, the bars are those of runs with these names.
+    """
 
     def draw(axes: "Axes") -> None:
         bottom = np.zeros(len(next(iter(parts.values()))))
@@ -135,38 +139,24 @@ def by_rank(
             colours = [_SLOW if rank in slow else f"C{number}" for rank in at]
             axes.bar(at, values, bottom=bottom, label=name, color=colours)
             bottom += values
-        axes.set(xlabel="rank")
-        axes.locator_params(axis="x", integer=True)
-        _finish(axes, "y", unit, legend=len(parts) > 1)
+        if labels is None:
+            axes.set(xlabel="rank")
+            axes.locator_params(axis="x", integer=True)
+        else:
+            axes.set_xticks(range(len(labels)), list(map(_short, labels)), rotation=30, ha="right")
+        _finish(axes, unit, legend=len(parts) > 1)
 
     return _draw(draw)
 
 
-def phases(labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Markup:
-    """Return a horizontal bar for each run, of the mean seconds of phases of a step."""
-
-    def draw(axes: "Axes") -> None:
-        left = np.zeros(len(labels))
-        at = range(len(labels))
-        for name, values in parts.items():
-            axes.barh(at, values, left=left, label=name, height=0.6)
-            left += values
-        axes.set_yticks(at, list(map(_short, labels)))
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        _finish(axes, "x", "s", legend=True)
-
-    return _draw(draw, height=1.5 + 0.3 * len(labels))
-
-
-def _draw(draw: Callable[["Axes"], None], height: float = _HEIGHT) -> Markup:
+def _draw(draw: Callable[["Axes"], None]) -> Markup:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     content = io.BytesIO()
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # in the names of runs
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         draw(figure.subplots())
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(content, format="svg", metadata=none)
@@ -180,12 +170,11 @@ def _short(label: str) -> str:
     return f"\N{HORIZONTAL ELLIPSIS}{printable[1 - _LABEL :]}" if long else printable
 
 
-def _finish(axes: "Axes", along: str, unit: str, *, legend: bool) -> None:
+def _finish(axes: "Axes", unit: str, *, legend: bool) -> None:
     from matplotlib.ticker import EngFormatter
 
-    axis = axes.yaxis if along == "y" else axes.xaxis
-    axis.set_major_formatter(EngFormatter(unit=unit))
-    axes.grid(axis=along, alpha=0.25)  # type: ignore[arg-type]
+    axes.yaxis.set_major_formatter(EngFormatter(unit=unit))
+    axes.grid(axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
         place: dict[str, Any] = {"loc": "outside upper center"}

@@ -18,7 +18,6 @@ from rich.filesize import decimal
 from mntrain.metrics.registry import count_text, short_time
 
 _BYTES = re.compile(r"(^|_)(bytes|memory)$")
-_NUMBER = re.compile(r"-?[\d.,]+( \S+|%)?$|\N{EN DASH}$")
 _SHARE = re.compile(r"(^|_)(share|efficiency)$|^utilisation$")
 
 
@@ -29,12 +28,6 @@ class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: str = ""
-
-    @property
-    def numbers(self) -> set[int]:
-        """The columns of numbers alone."""
-        columns = enumerate(zip(*self.rows, strict=True))
-        return {at for at, cells in columns if all(map(_NUMBER.match, cells))}
 
 
 @dataclass

@@ -166,7 +166,7 @@ def _speed(runs: Sequence[RunFiles]) -> Section:
             METRICS[name].label if name in METRICS else name: [m[name] for m in timed.values()]
             for name in (*PHASES, "other")
         }
-        chart = charts.phases(list(timed), parts)
+        chart = charts.by_rank(parts, "s", labels=list(timed))
         section.charts.append(("mean seconds of a step, by phase", chart))
         cells = [
             {_PHASE_NAMES.get(n, n): text_of("_s", s) for n, s in means.items()}
@@ -238,7 +238,7 @@ def _add_communication(section: Section, run: RunFiles, of: str) -> None:
 
 def _add_ranks(section: Section, run: RunFiles, of: str) -> None:
     """Add the speed of each rank, and which are slow."""
-    ranks, slow = run.summary.get("ranks", []), run.slow_ranks()
+    ranks, slow = run.summary.get("ranks", []), run.summary.get("stragglers", [])
     if ranks and all(rank.get("own_s") and rank.get("samples") for rank in ranks):
         values = [rank["own_s"] / rank["samples"] for rank in ranks]
         chart = charts.by_rank({"": values}, "s", [one["rank"] for one in slow])

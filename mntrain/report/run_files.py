@@ -122,26 +122,18 @@ class RunFiles:
                 yield f"step {line['step']}", str(line["error"])
         what: dict[str, dict[int, float]] = {}
         for end in self.recordings:
-            own = [(0.0, f"job of {end.header.size} ranks began")]
-            own += [(event.time, text) for event in end.events if (text := _text_of(event))]
-            for seconds, text in own:
-                what.setdefault(text, {}).setdefault(end.header.rank, end.header.wall + seconds)
+            for event in end.events:
+                if event.kind in _ERRORS:
+                    text = f"{event.text}{f', at {event.site}' if event.site else ''}"
+                elif event.kind == Kind.SIGNAL:
+                    text = f"got {event.text}"
+                else:
+                    continue
+                at = end.header.wall + event.time
+                what.setdefault(text, {}).setdefault(end.header.rank, at)
         for text, times in sorted(what.items(), key=lambda item: min(item[1].values())):
-            at = datetime.fromtimestamp(min(times.values()), UTC)
-            yield f"{at:%Y-%m-%d %H:%M:%S} UTC", f"{naming('rank', list(times))}: {text}"
-
-    def slow_ranks(self) -> list[dict[str, Any]]:
-        """Return the slow ranks: those of summary.json, or else of the steps that name them."""
-        if "stragglers" in self.summary:
-            return list(self.summary["stragglers"])
-        found: dict[str, dict[str, Any]] = {}
-        for line in self.lines:
-            for name in line:
-                if name.startswith("slow_ranks/"):
-                    _, rank, phase = name.split("/", 2)
-                    one = found.setdefault(name, {"rank": int(rank), "since": line["step"]})
-                    one |= {"until": line["step"], "ratio": line[name], "phase": phase}
-        return list(found.values())
+            date = datetime.fromtimestamp(min(times.values()), UTC)
+            yield f"{date:%Y-%m-%d %H:%M:%S} UTC", f"{naming('rank', list(times))}: {text}"
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
@@ -166,14 +158,3 @@ def differing(runs: Sequence[RunFiles]) -> list[dict[str, str | None]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def _text_of(event: Any) -> str:
-    """Return an event in words, "" for one that a page does not show."""
-    if event.kind in _ERRORS:
-        return f"{event.text}{f', at {event.site}' if event.site else ''}"
-    if event.kind == Kind.SIGNAL:
-        return f"got {event.text}"
-    if event.kind == Kind.PEER_ENDED:
-        return f"saw rank {event.number} end without a word"
-    return "ended" if event.kind == Kind.END else ""

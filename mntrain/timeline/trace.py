@@ -1,8 +1,8 @@
 """The timeline of some steps: recorded by all ranks, and written by rank 0 as one file.
 
     begin     compare clocks | each rank logs its events
-    end       compare clocks | each rank writes its events as JSON, by the clock of rank 0, and
-              sends them to rank 0 | rank 0 writes the file
+    end       compare clocks | gather the events of each rank as JSON, by the clock of rank 0 |
+              rank 0 writes the file
 
 The file is in the Trace Event Format, which `mntrain.timeline.tracks` makes.
 """
@@ -17,12 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from mntrain._version import __version__
-from mntrain.comm.engine import Steps
-from mntrain.comm.mpi import Communicator
-from mntrain.comm.ticket import Ticket
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.metrics.files import json_text, write_whole
 from mntrain.ranks import Ranks
@@ -92,8 +87,7 @@ class Timeline:
             "lacks_events": log.lacks,
             "clock_error_us": 1e6 * max(self._begun.error, last.error),
         }
-        by_rank = world.gather((len(packed), facts))
-        pieces = self._to_rank_0(packed, [length for length, _ in by_rank])
+        by_rank = world.gather((packed, facts))
         about = {
             "mntrain": __version__,
             "start": self._date.isoformat(),
@@ -101,29 +95,11 @@ class Timeline:
         }
         with world.agreement():
             if world.master:
-                parts = _content(about, pieces)
+                parts = _content(about, [piece for piece, _ in by_rank])
                 write_whole(self._path, _gzipped(parts) if self._path.suffix == ".gz" else parts)
         lacking = sum(other["lacks_events"] for _, other in by_rank)
         if lacking:
             world.output.warn(f"{self._path} lacks the last {lacking:,} events: record fewer steps")
-
-    def _to_rank_0(self, own: bytes, lengths: list[int]) -> list[bytes]:
-        """Return the bytes of every rank, of these lengths, on rank 0. Collective. Not counted."""
-        pieces = [own]
-
-        def steps(comm: Communicator, ticket: Ticket) -> Steps[None]:
-            tag = comm.tag(ticket.digest)
-            if comm.rank:
-                data = np.frombuffer(own, np.uint8)
-                yield comm.send(0, data, tag, counted=False).test
-            else:
-                for peer, length in list(enumerate(lengths))[1:]:
-                    room = np.empty(length, np.uint8)
-                    yield comm.receive(peer, room, tag).test
-                    pieces.append(room.tobytes())
-
-        self._world.collectives.exchange(steps, "world.timeline").wait()
-        return pieces
 
 
 class StepTimeline:
@@ -152,6 +128,7 @@ class StepTimeline:
         elif self._timeline.records:
             self._world.recorder.span(f"step {self._step}", self._start)
         elif self._first <= step:
+            self._first = self._last + 1  # one attempt: it is collective, and a warning
             with self._warning():
                 self._timeline.__enter__()
         self._step, self._start = step, time.perf_counter()

@@ -6,8 +6,6 @@
     within the node   of each of them, from the first message or copy of a level to the last
     between nodes
 
-A counter shows how many collectives are queued.
-
 Source: Trace Event Format,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -47,7 +45,6 @@ def trace_events(log: EventLog, place: Place, clock: Clock) -> Iterator[dict[str
         yield {"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": number}}
         for piece in slices:
             yield {"ph": "X", **thread, **piece}
-    yield from _queue(log, rank, clock)
 
 
 def _slice(start: int, end: int, name: str, args: dict[str, Any] | None = None) -> Slice:
@@ -119,13 +116,3 @@ def _name_of(one: Collective) -> str:
 
 def _sent(use: LevelUse) -> dict[str, int]:
     return {"messages": use.messages, "bytes": use.bytes}
-
-
-def _queue(log: EventLog, rank: dict[str, int], clock: Clock) -> Iterator[dict[str, Any]]:
-    """Yield the number of collectives that were called and have not begun, after each change."""
-    changes = [(clock(max(one.ticket.queued, log.start)), 1) for one in log.collectives]
-    changes += [(clock(one.start), -1) for one in log.collectives]
-    queued = 0
-    for at, change in sorted(changes, key=lambda change: (change[0], -change[1])):
-        queued += change
-        yield {"ph": "C", **rank, "ts": at, "name": "queued", "args": {"collectives": queued}}

@@ -34,7 +34,6 @@ from namespaces import TOOLS, Namespaces, run
 _DIRECTORY = "mntrain-nodes-"  # then the owner's pid: in the temporary directory
 _INTERFACE = "mn"  # then the owner's pid: at most 15 characters in all
 
-FAR = str(Path(__file__).with_name("late_packets.py"))
 
 _serial = itertools.count()  # of the clusters of this process
 
@@ -170,27 +169,6 @@ class Cluster:
         self._switch.network("ip", f"link set v{index} {'up' if up else 'down'}")
         down = self._directory / f"{host}.down"
         down.unlink(missing_ok=True) if up else down.touch()
-
-    @contextlib.contextmanager
-    def far(self, milliseconds: float) -> Iterator[None]:
-        """Let what each node sends arrive so much later, inside; the links have no rate then."""
-        with contextlib.ExitStack() as stack:
-            for i, node in enumerate(self._nodes.values(), 1):
-                node.network("ip", "link set eth0 down", "link set eth0 name near0")
-                pids = str(node.pid), str(self._switch.pid)
-                words = [sys.executable, FAR, *pids, "eth0", f"far{i}", str(milliseconds)]
-                passing = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE))
-                stack.callback(passing.kill)
-                assert passing.stdout is not None
-                assert passing.stdout.readline() == b"ready\n"
-                node.network(
-                    "ip",
-                    "address flush dev near0",
-                    f"address add {self._net}.{i}/24 dev eth0",
-                    "link set eth0 mtu 9000 up",
-                )
-                self._switch.network("ip", f"link set far{i} mtu 9000 master br0 up")
-            yield
 
     def crash(self, host: str, *, soft: bool = False) -> None:
         """End all processes of the node at once, as a loss of power does; it does not come back.

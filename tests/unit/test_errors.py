@@ -27,6 +27,7 @@ def own_hooks(monkeypatch):
     monkeypatch.setattr(errors.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(errors, "_watches", [])
 
 
 @pytest.fixture
@@ -52,53 +53,45 @@ def leave_uncaught(error):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_worlds_closed_in_any_order_leave_the_hooks_as_they_were(order):
+def test_a_users_hook_is_called_once_by_two_worlds_and_is_back_when_both_are_closed(told, order):
     before = sys.excepthook, threading.excepthook
     watches = installed(), installed()
-    for index in order:
+    watches[order[1]].install()
+    errors = KeyError("of two"), KeyError("after the first")
+    for error, index in zip(errors, order, strict=True):
+        with pytest.raises(AbortedError):
+            leave_uncaught(error)
         watches[index].uninstall()
+    assert told == list(errors)
     assert (sys.excepthook, threading.excepthook) == before
 
 
-def test_a_users_hook_is_called_once_by_two_worlds_and_when_the_earlier_one_is_closed(told):
-    first, second = installed(), installed()
-    errors = KeyError("of two"), KeyError("after the first")
-    for error in errors:
-        with pytest.raises(AbortedError):
-            leave_uncaught(error)
-        if error is errors[0]:
-            first.uninstall()
-    assert told == list(errors)
-    second.uninstall()
-
-
-def test_hooks_that_are_installed_again_call_each_other_in_no_circle(told):
-    first, second = installed(size=1), installed(size=1)
-    second.install()
-    first.uninstall()
-    first.install()
-    error = KeyError()
-    sys.excepthook(KeyError, error, None)
-    assert told == [error]
-    first.uninstall()
-    second.uninstall()
-    sys.excepthook(KeyError, error, None)
-    assert told == [error, error]
-
-
-def test_a_hook_that_was_installed_later_stays_and_reaches_the_one_before(told):
-    watch = installed()
-    beneath = sys.excepthook
+@pytest.mark.parametrize("of_all", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_hook_that_was_installed_later_and_calls_the_one_before_is_called_once(
+    told, again, of_all, capsys
+):
+    watch, beneath, called = installed(rank=0), sys.excepthook, []
 
     def mine(*exception):  # as error reporters do
+        called.append(exception[1])
         beneath(*exception)
 
     sys.excepthook = mine
+    if again:
+        watch.install()  # as the end of a world does
+    error = AgreedError("all ranks know", 0) if of_all else KeyError("a bug")
+    with contextlib.nullcontext() if of_all else pytest.raises(AbortedError):
+        leave_uncaught(error)
+    assert called == told == [error]
+    said = (
+        "mntrain: error: all ranks know\n" if of_all else "mntrain: rank 0 of 4 on host failed:\n"
+    )
+    assert capsys.readouterr().err == said
     watch.uninstall()
     assert sys.excepthook is mine
-    error = KeyError("after the world")
     leave_uncaught(error)
-    assert told == [error]
+    assert called == told == [error, error]
 
 
 def test_a_hook_that_was_installed_later_and_reaches_none_before_comes_below(monkeypatch, capsys):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mntrain.checks import local_folder
 from mntrain.checks.local_folder import (
     ATTEMPTS_FILE,
-    Attempts,
     examine,
     new_attempts,
     prepare,
@@ -88,12 +87,6 @@ def test_what_a_run_has_left_is_removed_without_torch(tmp_path, capsys):
     assert local_folder.main([str(folder)]) == 2
     assert local_folder.main([str(folder), str(folder)]) == 1
     assert f"{folder} has no .attempts.json, or a damaged one: give" in capsys.readouterr().err
-
-
-def test_the_attempts_are_those_of_the_file():
-    attempts = Attempts("a", (("x", 0), ("y", 4)))
-    assert [attempts.valid("x", step) for step in (0, 1, 4, 5)] == [False, True, True, False]
-    assert [attempts.valid("y", step) for step in (4, 5, 900)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

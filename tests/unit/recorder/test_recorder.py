@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -250,83 +249,6 @@ def test_a_full_disk_does_not_end_the_process_and_leaves_no_file_of_an_earlier_j
     assert done.stdout == f"['', '{tmp_path}: No space left on device'] []\n"
 
 
-CUT = """
-import os, sys
-from pathlib import Path
-from mntrain.recorder.events import Recorder
-recorder = Recorder(0, 1)
-print(repr(recorder.open(Path(sys.argv[1]), "job")), flush=True)
-os.truncate(Path(sys.argv[1], "rank-00000.bin"), int(sys.argv[2]))
-for number in range(2000):
-    recorder.collective_ends("s", number)
-recorder.close()
-"""
-
-
-@pytest.mark.parametrize("length", [0, HEADER_BYTES, FILE_BYTES - 1])
-def test_a_recording_that_somebody_cuts_does_not_end_the_process(tmp_path, length):
-    done = run("-c", CUT, tmp_path, length)
-    assert (done.returncode, done.stdout) == (0, "''\n"), done.stderr
-    if length:  # else it has lost its header
-        found = events(tmp_path, 0)
-        assert [event.number for event in found[:-1]] == list(range(1001, 2000))
-
-
-FULL_COPY_ON_WRITE = """
-import os, sys, time
-from contextlib import suppress
-from pathlib import Path
-from mntrain.recorder.events import Recorder
-recorder = Recorder(0, 1)
-print(repr(recorder.open(Path(sys.argv[1]), "job")), flush=True)
-os.sync()
-
-def sync():
-    with suppress(OSError), open(Path(sys.argv[1], "rank-00000.bin")) as file:
-        os.fsync(file)
-
-filler = open(Path(sys.argv[1], "filler"), "wb", buffering=0)
-for size in (1 << 20, 4096, 4096):
-    try:
-        while True:
-            filler.write(bytes(size))
-    except OSError:
-        sync()
-for turn in range(2):
-    for number in range(2000):
-        recorder.collective_ends("s", 2000 * turn + number)
-    sync()
-filler.close()
-Path(sys.argv[1], "filler").unlink()
-os.sync()
-time.sleep(2.5)  # two signs of life
-recorder.close()
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mkfs.btrfs") is None, reason="needs root and mkfs.btrfs"
-)
-def test_a_full_disk_that_copies_on_write_does_not_end_the_process(tmp_path):
-    """The file gets what it lacks when there is space again."""
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    with image.open("wb") as file:
-        file.truncate(120 << 20)
-    subprocess.run(["mkfs.btrfs", "-q", "--mixed", image], check=True)
-    command = ["mount", "-o", "loop", image, mount]
-    if (mounted := subprocess.run(command, capture_output=True, check=False)).returncode:
-        pytest.skip(f"cannot mount btrfs: {mounted.stderr.decode().strip()}")
-    try:
-        done = run("-c", FULL_COPY_ON_WRITE, mount)
-        assert (done.returncode, done.stdout) == (0, "''\n"), done.stderr
-        found = events(mount, 0)
-        assert [event.number for event in found[:-1]] == list(range(3001, 4000))
-    finally:
-        subprocess.run(["umount", mount], check=True)
-
-
 def test_what_a_file_has_not_taken_is_written_with_the_next_sign_of_life(opened, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES + 2 * RECORD_BYTES, limits[1]))
@@ -340,17 +262,6 @@ def test_what_a_file_has_not_taken_is_written_with_the_next_sign_of_life(opened,
     while len(events(tmp_path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [event.number for event in events(tmp_path)] == [1, 2, 3, 4]
-
-
-def test_without_a_thread_for_signs_of_life_events_are_recorded(recorder, tmp_path, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert recorder.open(tmp_path, "job") == ""
-    recorder.begin_phase("forward")
-    recorder.close()
-    assert [event.kind for event in events(tmp_path)] == [Kind.PHASE_BEGINS, Kind.END]
 
 
 def test_a_new_job_replaces_the_file_of_an_earlier_one_that_still_writes(tmp_path):
