@@ -131,10 +131,9 @@ gather of what every rank tells of its host, by which all ranks compare these. M
 within its collective calls are not counted: an `MPI_Allgather` of P ranks has log2 P or P - 1. The
 step's bytes are those of gradients and parameters, which do not grow with the job.
 
-Beside MPI, rank 0 is connected to the first rank of each other host and to all of its own. A
-connection takes one file descriptor, and some 200 bytes when it is made. On {nodes:,} nodes of four
-ranks, rank 0 has {first:,} of them and rank 1 has {second:,}, of the 65,536 files that `ulimit -n`
-often allows.
+Beside MPI, ranks 0 and 1 are connected to all ranks. A connection takes one file descriptor, and
+some 200 bytes when it is made. On {nodes:,} nodes of four ranks, each of the two has
+{connections:,} of them, of the 65,536 files that `ulimit -n` often allows.
 
 The run directory has one recording a rank (`recorder/`, of a fixed size), so that `autopsy` can
 read what a rank did whose node is gone. All else is written by few: rank 0 writes metrics and the
@@ -543,8 +542,6 @@ def us(seconds: float) -> str:
 
 def of_rank_0(page: dict[str, Any]) -> list[str]:
     """Return the table of what rank 0 receives in a job, and its words."""
-    from mntrain.watchdog.relays import Routes  # noqa: PLC0415 - the page needs it alone
-
     head = ["nodes of 4 ranks", "part of the job", "bytes over MPI", "for each rank of the job"]
     head += ["messages sent", "peers so far", "bytes beside MPI", "connections beside MPI"]
     rows = []
@@ -556,12 +553,8 @@ def of_rank_0(page: dict[str, Any]) -> list[str]:
             own += [f"{peers}", f"{told - before[3]:,}", f"{connections}"]
             rows.append([f"{found['nodes']}", part, *own])
             before = [received, messages, peers, told, connections]
-    routes = Routes([rank // 4 for rank in range(4 * STEP_NODES)])
     text = RANK_0.format(
-        nodes=STEP_NODES,
-        first=len(routes.below(0)),
-        second=len(routes.below(1)) + 1,
-        files=page["jobs"][0]["files"],
+        nodes=STEP_NODES, connections=4 * STEP_NODES - 1, files=page["jobs"][0]["files"]
     )
     return [*table(head, rows, texts=2), *text.rstrip().splitlines()]
 

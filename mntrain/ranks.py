@@ -47,13 +47,12 @@ from mntrain.output import Output
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import Recorder
 from mntrain.recorder.launch_notes import LaunchNotes
-from mntrain.watchdog.monitor import Limits
-from mntrain.watchdog.relays import MONITORS, Routes
+from mntrain.watchdog.monitor import MONITORS, Limits
 from mntrain.watchdog.side_channel import (
-    LOOPBACK,
     LOST_S,
     SideChannel,
     address_towards,
+    allow_files,
     listen,
     own_addresses,
 )
@@ -248,12 +247,10 @@ class Ranks:
                 if host != self.hosts[rank]
             }
             towards = address_towards(others.values())
-        elif Routes(self.hosts).below(rank):
-            towards = LOOPBACK
         with errors.agreement(comm.gather, rank):
             if towards:
-                ports = port_numbers(self.settings.port_range) if rank in MONITORS else (0,)
-                listener = listen(towards, ports)
+                allow_files(comm.size)
+                listener = listen(towards, port_numbers(self.settings.port_range))
                 address = listener.getsockname()[:2]
         addresses = {r: a for r, a in enumerate(comm.gather(address)) if a is not None}
         engine = self._engine = ProgressEngine(partial(_select_gpu, self.device))
