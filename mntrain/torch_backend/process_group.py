@@ -390,7 +390,13 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Send each input to the rank of its number, and receive each output. Sizes may differ."""
         return _call_of([self._swap(outputs, inputs, opts)], list(outputs))
 
-    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Started:
+    def _swap(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+        what: str = "all_to_all",
+    ) -> Started:
         self._expect_number(outputs, "outputs")
         self._expect_number(inputs, "inputs")
         _expect_one_dtype([*outputs, *inputs])
@@ -400,7 +406,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.exchange(comm, sent, received, tags[0])
 
-        work = self._exchange("all_to_all", inputs[0].dtype, steps, opts)
+        work = self._exchange(what, inputs[0].dtype, steps, opts)
         return work, list(zip(outputs, received, strict=True))
 
     @_collective
@@ -424,20 +430,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     ) -> Call:
         """Copy every rank's tensor to the output of its number on the root."""
         root, (own,) = self._root(opts), inputs
-        rows: Sequence[Tensor] = ()
-        if self._rank == root:
-            (rows,) = outputs
-            self._expect_number(rows, "outputs")
-            _expect_one_dtype([*rows, own])
-            for row in rows:
-                _expect_fit(own, row, "an output")
-        sent, received = _on_host(own), [_like_on_host(row) for row in rows]
-
-        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
-            return verbs.gather(comm, sent, received, root, tags[0])
-
-        work = self._exchange(f"gather of {own.numel()} to rank {root}", own.dtype, steps, opts)
-        return Call([work], list(rows), list(zip(rows, received, strict=True)))
+        nothing = own.new_empty(0)
+        rows = [*outputs[0]] if self._rank == root else []
+        for row in rows:
+            _expect_fit(own, row, "an output")
+        received = rows if self._rank == root else [nothing] * self._size
+        sent = [own if rank == root else nothing for rank in range(self._size)]
+        work, copies = self._swap(received, sent, opts, f"gather of {own.numel()} to rank {root}")
+        return Call([work], rows, copies)
 
     @_collective
     def scatter(
@@ -445,20 +445,16 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     ) -> Call:
         """Copy each input of the root to the output of the rank of its number."""
         root, (own,) = self._root(opts), outputs
-        rows: Sequence[Tensor] = ()
-        if self._rank == root:
-            (rows,) = inputs
-            self._expect_number(rows, "inputs")
-            _expect_one_dtype([own, *rows])
-            for row in rows:
-                _expect_fit(own, row, "an input")
-        sent, received = [_apart(_on_host(row), [own]) for row in rows], _like_on_host(own)
-
-        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
-            return verbs.scatter(comm, sent, received, root, tags[0])
-
-        work = self._exchange(f"scatter of {own.numel()} from rank {root}", own.dtype, steps, opts)
-        return Call([work], [own], [(own, received)])
+        nothing = own.new_empty(0)
+        rows = [*inputs[0]] if self._rank == root else []
+        for row in rows:
+            _expect_fit(own, row, "an input")
+        sent = rows if self._rank == root else [nothing] * self._size
+        received = [own if rank == root else nothing for rank in range(self._size)]
+        work, copies = self._swap(
+            received, sent, opts, f"scatter of {own.numel()} from rank {root}"
+        )
+        return Call([work], [own], copies)
 
     @_collective
     def barrier(self, opts: Any = None) -> Call:
