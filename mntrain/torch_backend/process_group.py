@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -461,43 +460,6 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Wait for all ranks of the group."""
         token = torch.zeros(1, dtype=torch.float32, device="cpu")
         return Call([self._start(opts, "barrier").all_reduce(token)], [token])
-
-    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks of the group; raise RuntimeError if one has not come in time.
-
-        It names the first rank that is late, or with `wait_all_ranks` all of them, on every rank
-        that has come. No message of MPI is used, and training can go on after an error. After
-        torch's `ProcessGroupGloo`.
-        """
-        self._check_open()
-        key = f"monitored barrier {self._store.add('monitored barriers', 0)}"
-        deadline = time.monotonic() + timeout.total_seconds()
-
-        def has_come(event: str) -> bool:
-            while not self._store.check([event]):  # `wait` would print that it was in vain
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.01)
-            return True
-
-        if self._rank:
-            self._store.set(f"{key}, rank {self._rank}", "")
-            said = "rank 0 failed to pass monitoredBarrier"
-            if has_come(key):
-                said = self._store.get(key).decode()
-        else:
-            late: list[str] = []
-            for rank in range(1, self._size):
-                if not has_come(f"{key}, rank {rank}"):
-                    late.append(str(rank))
-                    if not wait_all_ranks:
-                        break
-            who = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(late)}"
-            said = f"{who} failed to pass monitoredBarrier" if late else ""
-            self._store.add("monitored barriers", 1)  # a late rank joins the next one
-            self._store.set(key, said)
-        if said:
-            raise RuntimeError(f"{said} in {timeout.total_seconds() * 1e3:.0f} ms")
 
     # Older torch's names of the same.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
