@@ -294,8 +294,8 @@ class CheckedRequests(Requests):
 class FoundMessage:
     """A message to this rank, whose sender and size are known once it has arrived.
 
-    A `peer` of None is any; it and the `tag` may be set before. `source` and `nbytes` are valid
-    after that; a long message has several parts, and `nbytes` is of the first.
+    A `peer` of None is any. `source` and `nbytes` are valid after that; a long message has several
+    parts, and `nbytes` is of the first.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
