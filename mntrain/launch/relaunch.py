@@ -15,7 +15,7 @@ from mntrain.launch.answers import SILENT, Hosts
 from mntrain.launch.evidence import Evidence
 from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
-from mntrain.launch.starts import Keeper, Signals, Start
+from mntrain.launch.starts import Signals, Start
 from mntrain.launch.verdict import EndCause, choose, judge
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 
@@ -44,10 +44,9 @@ class Launch:
         least: int,
         folder: Path,
         signals: Signals,
-        keeper: Keeper,
     ) -> None:
         self._command, self._full, self._least = command, full, least
-        self._folder, self._signals, self._keeper = folder.resolve(), signals, keeper
+        self._folder, self._signals = folder.resolve(), signals
         self._notes = LaunchNotes(self._folder)
         self._answering = Hosts(command.hosts, os.environ, command.agent)
         self._open_mpi = command.kind == "mpirun" and _is_open_mpi(command.words[0])
@@ -145,8 +144,7 @@ class Launch:
         environment = {**os.environ, VARIABLE: str(self._folder)}
         if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
             environment["SLURM_OVERLAP"] = "1"
-        # It names itself before it begins, so that it ends with `launch` at any moment.
-        start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
+        start = Start(self._words(as_given=as_given), environment)
         self._signals.direct(start.process)
         met, lost = False, EndCause(None, "")
         self._steps = None
@@ -170,7 +168,6 @@ class Launch:
         code = start.wait(look)
         self._answering.watch_no_more()
         self._signals.direct(None)
-        self._keeper.keep(None)
         self._look_at_steps()
         evidence = Evidence.of(self._notes.run)
         said = judge(code, start.output, evidence.summary)
