@@ -2,16 +2,20 @@
 
 Messages of one tag from one rank to another arrive in the order in which they were sent. Ranks do
 not compare them: a receive without a send waits, until the watchdog ends the job.
+
+A long message has several parts, of which all but the last have the most bytes that a part has. So
+its receiver knows the end of one of any length, and leaves no part to the next receive.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from mntrain.comm.engine import Future, MessageCall, ProgressEngine, Steps, UnorderedStream
-from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
+from mntrain.comm.mpi import Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.ticket import call_site
 from mntrain.comm.world_collectives import CollectiveWork
@@ -51,7 +55,7 @@ class Messages:
         data = as_bytes(tensor)
 
         def steps() -> Steps[None]:
-            yield self._comm.send(peer, data, tag, empty=True).test
+            yield self._comm.send(peer, data, tag, ended=True).test
 
         to = self._ranks[peer]
         what = f"send of {data.nbytes} bytes to rank {to}, tag {tag}"
@@ -71,14 +75,25 @@ class Messages:
 
         def steps() -> Steps[None]:
             yield self._looked_for(found)
-            if found.nbytes != min(data.nbytes, MESSAGE_BYTES):
-                # MPI would hold back later ones of this sender.
-                yield found.receive(np.empty(found.nbytes, np.uint8)).test
+            nbytes = 0  # of the parts so far
+            while True:
+                part = data[nbytes : nbytes + found.nbytes]
+                nbytes += found.nbytes
+                fits = nbytes == data.nbytes if found.is_last else nbytes <= data.nbytes
+                # MPI would hold back later messages of this sender: none stays.
+                taken = found.receive(part if fits else np.empty(found.nbytes, np.uint8))
+                if found.is_last:
+                    break
+                yield taken.test
+                yield partial(found.arrived, found.source)
+            found.complete = True
+            self._missing.remove(found)
+            yield taken.test
+            if nbytes != data.nbytes:
                 raise RuntimeError(
-                    f"rank {found.source} of the group has sent {found.nbytes} bytes with tag "
-                    f"{tag}, and this rank receives {data.nbytes}: give tensors of one size"
+                    f"rank {found.source} of the group has sent {nbytes} bytes with tag {tag}, and "
+                    f"this rank receives {data.nbytes}: give tensors of one size"
                 )
-            yield found.receive(data).test
 
         others = (r for r in range(self._comm.size) if r != self._comm.rank)
         sources = [self._ranks[r] for r in (others if peer is None else [peer])]
@@ -100,9 +115,9 @@ class Messages:
         self._missing.append(found)
 
         def here() -> bool:
-            while earlier and earlier[-1].source >= 0:
+            while earlier and earlier[-1].complete:
                 earlier.pop()
-            taken = {other.peer for other in earlier if other.source < 0}  # by earlier receives
+            taken = {other.peer for other in earlier if not other.complete}  # by earlier receives
             if taken and (found.peer is not None or None in taken):
                 return False
             if not taken:
@@ -111,7 +126,6 @@ class Messages:
 
         def arrived() -> bool:
             if here():
-                self._missing.remove(found)
                 return True
             if self._ended:
                 self._missing.remove(found)

@@ -1,5 +1,6 @@
 """Random calls of torch's verbs on process groups of simulated ranks, against closed forms."""
 
+import itertools
 import multiprocessing
 import random
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 from virtual_time import Threading, current
+
+from mntrain.comm import mpi
 
 SIZES = [0, 1, 3, 64, 1003, 9000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
@@ -289,6 +292,34 @@ def test_a_receive_without_a_message_ends_with_its_group(process_group):
         for work in works:
             with pytest.raises(RuntimeError, match="this process group was destroyed"):
                 work.wait()
+
+    run(process_group, program, hosts=(0, 1))
+
+
+def test_a_message_of_several_parts_leaves_none_to_the_next_receive(process_group, monkeypatch):
+    """A part has four numbers at most."""
+    numbers = torch.arange(9.0)
+
+    def program(group):
+        group.barrier().wait()  # the worlds are made
+        monkeypatch.setattr(mpi, "MESSAGE_BYTES", 16)
+        for sent, received in itertools.product((0, 1, 4, 5, 8, 9), repeat=2):
+            if group.rank() == 0:
+                for numel in (sent, received, 3):
+                    group.send([numbers[:numel]], 1).wait()
+                continue
+            outputs = [torch.zeros(numel) for numel in (received, received, 3)]
+            first, *works = [group.recv([output], 0) for output in outputs]
+            if sent == received:
+                first.wait()
+                assert torch.equal(outputs[0], numbers[:sent])
+            else:
+                wrong = f"sent {4 * sent} bytes with tag 0, and this rank receives {4 * received}:"
+                with pytest.raises(RuntimeError, match=wrong):
+                    first.wait()
+            for output, work in zip(outputs[1:], works, strict=True):
+                work.wait()
+                assert torch.equal(output, numbers[: len(output)])
 
     run(process_group, program, hosts=(0, 1))
 
