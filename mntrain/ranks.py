@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, fields
 from functools import partial
 from io import BytesIO
-from numbers import Complex
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -48,13 +47,12 @@ from mntrain.output import Output
 from mntrain.rank_info import Place, Usage, describe_device, device_memory, memory_room, peak_memory
 from mntrain.recorder.events import INTERNAL, Recorder
 from mntrain.recorder.launch_notes import LaunchNotes
-from mntrain.watchdog.monitor import Limits
-from mntrain.watchdog.relays import MONITORS, Routes
+from mntrain.watchdog.monitor import MONITORS, Limits
 from mntrain.watchdog.side_channel import (
-    LOOPBACK,
     LOST_S,
     SideChannel,
     address_towards,
+    allow_files,
     listen,
     own_addresses,
 )
@@ -66,6 +64,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+Number = TypeVar("Number", float, Tensor)
+REAL = "give real ones, such as torch.view_as_real of them"
 
 TRAVEL_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: their own
 
@@ -78,15 +78,11 @@ def _select_gpu(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def wide_dtype(values: Any) -> torch.dtype:
-    """Return complex128 if a number, tensor, array or list has complex values, or else float64."""
+def is_complex(values: Any) -> bool:
+    """Return whether a number, tensor, array or list has complex values."""
     if isinstance(values, list | tuple):
-        found = any(wide_dtype(value).is_complex for value in values)
-    elif isinstance(values, Tensor):
-        found = values.is_complex()
-    else:
-        found = np.iscomplexobj(values)
-    return torch.complex128 if found else torch.float64
+        return any(map(is_complex, values))
+    return values.is_complex() if isinstance(values, Tensor) else bool(np.iscomplexobj(values))
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -100,11 +96,6 @@ def named_by_shape(name: str, value: object) -> str:
     if isinstance(value, Tensor) and value.ndim > 1:
         return f"{name} of shape {tuple(value.shape)}"
     return name
-
-
-def as_reals(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor flat, and complex numbers as two elements each. A view."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 
 class Ranks:
@@ -249,12 +240,10 @@ class Ranks:
                 if host != self.hosts[rank]
             }
             towards = address_towards(others.values())
-        elif Routes(self.hosts).below(rank):
-            towards = LOOPBACK
         with errors.agreement(comm.gather, rank):
             if towards:
-                ports = port_numbers(self.settings.port_range) if rank in MONITORS else (0,)
-                listener = listen(towards, ports)
+                allow_files(comm.size)
+                listener = listen(towards, port_numbers(self.settings.port_range))
                 address = listener.getsockname()[:2]
         addresses = {r: a for r, a in enumerate(comm.gather(address)) if a is not None}
         engine = self._engine = ProgressEngine(partial(_select_gpu, self.device))
@@ -512,40 +501,29 @@ class Ranks:
             print(*values, **{"flush": True, **options})
 
     @overload
-    def sum(self, values: float) -> float: ...
-
-    @overload
-    def sum(self, values: complex) -> complex: ...
-
-    @overload
-    def sum(self, values: Tensor) -> Tensor: ...
+    def sum(self, values: Number) -> Number: ...
 
     @overload
     def sum(self, values: Sequence[float]) -> list[float]: ...
 
-    @overload
-    def sum(self, values: Sequence[complex]) -> list[Any]: ...
-
-    def sum(self, values: complex | Tensor | Sequence[complex]) -> Any:
+    def sum(self, values: float | Tensor | Sequence[float]) -> Any:
         """Return the sum over all ranks, in fp64. Collective.
 
         Of a number a float; of a list, of the same length on all ranks, a list, elementwise; of a
-        tensor, of the same shape on all ranks, a new one, elementwise, and dense. Of complex
-        numbers, on all ranks, complex ones: a complex128 tensor of a tensor. Raises TypeError for
-        anything else.
+        tensor, of the same shape on all ranks, a new one, elementwise, and dense. Raises TypeError
+        for anything else, such as complex numbers.
         """
-        dtype = wide_dtype(values)
+        if is_complex(values):
+            raise TypeError(f"world.sum of complex numbers: {REAL}")
         if isinstance(values, Tensor):
-            totals = dense(values).to(dtype, copy=True).contiguous()
+            totals = dense(values).to(torch.float64, copy=True).contiguous()
         else:
             try:
-                totals = torch.tensor(values, dtype=dtype, device="cpu")
+                totals = torch.tensor(values, dtype=torch.float64, device="cpu")
             except (TypeError, ValueError) as error:
                 raise TypeError(
                     f"world.sum of {values!r}: give a number, a list of numbers or a tensor"
                 ) from error
         name = named_by_shape("world.sum", values)
-        self.collectives.named(name).all_reduce(as_reals(totals)).wait()
-        if isinstance(values, Tensor):
-            return totals
-        return totals.item() if isinstance(values, Complex) else totals.tolist()
+        self.collectives.named(name).all_reduce(totals.view(-1)).wait()
+        return totals if isinstance(values, Tensor) else totals.tolist()

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar
 from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mntrain import errors
 from mntrain.checkpoint import Saved, Stateful
@@ -23,7 +23,7 @@ from mntrain.data.loader import ShardedLoader, ShardOptions, ShardRegistry
 from mntrain.data.source import Divider
 from mntrain.errors import AgreedError
 from mntrain.options.config import WorldConfig
-from mntrain.ranks import Ranks
+from mntrain.ranks import Number, Ranks
 from mntrain.recorder.events import call_site
 from mntrain.run.batch_norms import convert_batch_norms
 from mntrain.run.distributed_optimizer import make_optimizer
@@ -361,22 +361,12 @@ class World(Ranks):
         """
         return self.own_loop.stop_requested(max_minutes, grace, reason)
 
-    @overload
-    def mean(self, value: float, weight: float = 1.0) -> float: ...
-
-    @overload
-    def mean(self, value: complex, weight: float = 1.0) -> complex: ...
-
-    @overload
-    def mean(self, value: Tensor, weight: float = 1.0) -> Tensor: ...
-
-    def mean(self, value: complex | Tensor, weight: float = 1.0) -> complex | Tensor:
+    def mean(self, value: Number, weight: float = 1.0) -> Number:
         """Return the mean over all ranks, in fp64, weighted for example by samples. Collective.
 
         For a number a float; for a tensor, of the same shape on all ranks, a new one, elementwise.
-        Of complex numbers, on all ranks, complex ones: a complex128 tensor of a tensor.
         A rank of weight 0 does not count, whatever its value. Raises AgreedError (a ValueError) on
-        all ranks for what is no number, for a weight below 0 or not finite, and if all are 0.
+        all ranks for what is no real number, for a weight below 0 or not finite, and if all are 0.
         """
         return weighted_mean(self.collectives, value, weight)
 

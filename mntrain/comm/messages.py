@@ -3,25 +3,24 @@
 Messages of one tag from one rank to another arrive in the order in which they were sent. Ranks do
 not compare them: a receive without a send waits, until the watchdog ends the job.
 
-MPI may have fewer tags than torch. The lower half of MPI's are the caller's own. A message with a
-higher one has a tag of MPI's upper half, the next for each, and a header before it that names both.
-All headers have the last tag of MPI.
+A long message has several parts, of which all but the last have the most bytes that a part has. So
+its receiver knows the end of one of any length, and leaves no part to the next receive.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from mntrain.comm.engine import Future, ProgressEngine, Steps, UnorderedStream
-from mntrain.comm.mpi import MESSAGE_BYTES, Communicator, FoundMessage, Requests, tag_count
+from mntrain.comm.mpi import Communicator, FoundMessage, Requests, tag_count
 from mntrain.comm.resources import as_bytes
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import call_site
 
 T = TypeVar("T")
-TAGS = 1 << 31  # that torch has
 
 
 class Messages:
@@ -45,10 +44,6 @@ class Messages:
         self._missing: list[FoundMessage] = []  # in the order of the receives
         self._ended = ""  # why they wait no longer
         self._last_tag = tag_count() - 1
-        self._half = (self._last_tag + 1) // 2
-        self._sent = 0  # messages that have a header
-        # Of messages that are not received yet: the source, the tag, and that of MPI.
-        self._headers: list[tuple[int, int, int]] = []
         engine.streams.append(self._stream)
 
     def send(self, tensor: Tensor, peer: int, tag: int, *, wake: bool = True) -> Future[None]:
@@ -56,18 +51,11 @@ class Messages:
 
         `wake`: as of `ProgressEngine.submit`; False for a caller that waits at once.
         """
-        _check_tag(tag)
+        self._check_tag(tag)
         data = as_bytes(tensor)
 
         def steps() -> Steps[None]:
-            header, own = [], tag
-            if tag >= self._half:
-                own = self._half + self._sent % (self._half - 1)
-                self._sent += 1
-                words = np.array([tag, own]).view(np.uint8)
-                header.append(self._comm.send(peer, words, self._last_tag, counted=False))
-            sent = self._comm.send(peer, data, own, empty=True)
-            yield (Requests.of(*header, sent) if header else sent).test
+            yield self._comm.send(peer, data, tag, ended=True).test
 
         to = self._ranks[peer]
         what = f"send of {data.nbytes} bytes to rank {to}, tag {tag}"
@@ -82,19 +70,30 @@ class Messages:
         `wait` raises RuntimeError for a message of another size. The message has its `source` when
         the work is done.
         """
-        _check_tag(tag)
+        self._check_tag(tag)
         data, found = as_bytes(tensor), FoundMessage(self._comm.as_mpi4py, peer, tag)
 
         def steps() -> Steps[None]:
             yield self._looked_for(found)
-            if found.nbytes != min(data.nbytes, MESSAGE_BYTES):
-                # MPI would hold back later ones of this sender.
-                yield found.receive(np.empty(found.nbytes, np.uint8)).test
+            nbytes = 0  # of the parts so far
+            while True:
+                part = data[nbytes : nbytes + found.nbytes]
+                nbytes += found.nbytes
+                fits = nbytes == data.nbytes if found.is_last else nbytes <= data.nbytes
+                # MPI would hold back later messages of this sender: none stays.
+                taken = found.receive(part if fits else np.empty(found.nbytes, np.uint8))
+                if found.is_last:
+                    break
+                yield taken.test
+                yield partial(found.arrived, found.source)
+            found.complete = True
+            self._missing.remove(found)
+            yield taken.test
+            if nbytes != data.nbytes:
                 raise RuntimeError(
-                    f"rank {found.source} of the group has sent {found.nbytes} bytes with tag "
-                    f"{tag}, and this rank receives {data.nbytes}: give tensors of one size"
+                    f"rank {found.source} of the group has sent {nbytes} bytes with tag {tag}, and "
+                    f"this rank receives {data.nbytes}: give tensors of one size"
                 )
-            yield found.receive(data).test
 
         others = (r for r in range(self._comm.size) if r != self._comm.rank)
         sources = [self._ranks[r] for r in (others if peer is None else [peer])]
@@ -114,27 +113,19 @@ class Messages:
         """
         earlier = [other for other in self._missing if other.overlaps(found)]
         self._missing.append(found)
-        headed, named = found.tag >= self._half, False
 
         def here() -> bool:
-            nonlocal named
-            if named:
-                return found.arrived()
-            while earlier and earlier[-1].source >= 0:
+            while earlier and earlier[-1].complete:
                 earlier.pop()
-            taken = {other.peer for other in earlier if other.source < 0}  # by earlier receives
+            taken = {other.peer for other in earlier if not other.complete}  # by earlier receives
             if taken and (found.peer is not None or None in taken):
                 return False
-            if headed:
-                named = self._header_of(found, taken)
-                return named and found.arrived()
             if not taken:
                 return found.arrived()
             return any(found.arrived(r) for r in range(self._comm.size) if r not in taken)
 
         def arrived() -> bool:
             if here():
-                self._missing.remove(found)
                 return True
             if self._ended:
                 self._missing.remove(found)
@@ -146,24 +137,6 @@ class Messages:
     def end(self, why: str) -> None:
         """Let receives whose message is not here raise RuntimeError with a reason. Local."""
         self._ended = why
-
-    def _header_of(self, found: FoundMessage, taken: Container[int | None]) -> bool:
-        """Give a message the source and MPI's tag that its header names; return whether it has.
-
-        Of sources that are not `taken`.
-        """
-        header = FoundMessage(self._comm.as_mpi4py, None, self._last_tag)
-        while header.arrived():
-            words = np.empty(2, np.int64)
-            header.receive(words.view(np.uint8)).wait()
-            tag, own = words.tolist()
-            self._headers.append((header.source, tag, own))
-        for place, (source, tag, own) in enumerate(self._headers):
-            if tag == found.tag and found.peer in (None, source) and source not in taken:
-                found.peer, found.tag = source, own
-                del self._headers[place]
-                return True
-        return False
 
     def meet(self, others: Sequence[int], tag: int, then: Callable[[], T]) -> Future[T]:
         """Call a function when these ranks have come to it, too, with the same tag."""
@@ -180,6 +153,12 @@ class Messages:
         ticket = Ticket(start, call_site(), peers=peers, may_end=lambda: False)
         return self._engine.submit(steps(), stream=self._stream, ticket=ticket)
 
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag <= self._last_tag:
+            raise ValueError(
+                f"the tag of a message is {tag}: give one from 0 to {self._last_tag}, which MPI has"
+            )
+
     def _work(
         self,
         steps: Steps[None],
@@ -191,8 +170,3 @@ class Messages:
     ) -> Future[None]:
         ticket = Ticket(Signature(what), call_site(), peers=peers, may_end=may_end)
         return self._engine.submit(steps, wake=wake, stream=self._stream, ticket=ticket)
-
-
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag < TAGS:
-        raise ValueError(f"the tag of a message is {tag}: give one from 0 to {TAGS - 1}")

@@ -111,15 +111,19 @@ class Communicator:
         *,
         counted: bool = True,
         empty: bool = False,
+        ended: bool = False,
         ratio: float = 1,
     ) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
 
         A message matches the receive with the same tag. It counts in `traffic` if `counted`, each
         byte for `ratio` without compression. No bytes are a message if both sides give `empty`, and
-        none by default.
+        none by default. With `ended`, they are one, and the last part has less than MESSAGE_BYTES:
+        a `FoundMessage` needs it.
         """
         parts = _messages(data) or [data] * empty
+        if ended and data.nbytes % MESSAGE_BYTES == 0:
+            parts.append(data[:0])
         if counted:
             self.traffic.count(self.levels[peer], data.nbytes, len(parts), ratio)
         ends = self.traffic.at_end(self.levels[peer])
@@ -294,8 +298,9 @@ class CheckedRequests(Requests):
 class FoundMessage:
     """A message to this rank, whose sender and size are known once it has arrived.
 
-    A `peer` of None is any; it and the `tag` may be set before. `source` and `nbytes` are valid
-    after that; a long message has several parts, and `nbytes` is of the first.
+    A `peer` of None is any. `source` and `nbytes` are valid after that. A long message has several
+    parts, which are found one after the other; `nbytes` is of the part that was found last. Whoever
+    receives the parts sets `complete` with the last one.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
@@ -306,6 +311,12 @@ class FoundMessage:
         self._status, self._byte = MPI.Status(), MPI.BYTE
         self._message: MPI.Message | None = None
         self.source, self.nbytes = -1, -1
+        self.complete = False
+
+    @property
+    def is_last(self) -> bool:
+        """True if the part that was found ends the message."""
+        return self.nbytes < MESSAGE_BYTES
 
     def overlaps(self, other: FoundMessage) -> bool:
         """Return whether one message could be both of these, of one communicator."""
@@ -313,7 +324,7 @@ class FoundMessage:
         return self.tag == other.tag and (any_peer or self.peer == other.peer)
 
     def arrived(self, peer: int | None = None) -> bool:
-        """Return whether the first part is here, from one peer if given. Lets MPI progress."""
+        """Return whether the next part is here, from one peer if given. Lets MPI progress."""
         peer = self.peer if peer is None else peer
         peer = self._any if peer is None else peer
         self._message = self._comm.Improbe(peer, self.tag, self._status)
@@ -324,14 +335,9 @@ class FoundMessage:
         return True
 
     def receive(self, data: Bytes) -> Requests:
-        """Start to receive the parts into `data`. `test` raises for others than of its length."""
+        """Start to receive the part that was found into `data`, of as many bytes."""
         assert self._message is not None
-        first, *others = _messages(data) or [data]
-        requests = [self._message.Irecv(first)]
-        if not others and self.nbytes == data.nbytes:
-            return Requests(requests)
-        requests += [self._comm.Irecv(part, self.source, self.tag) for part in others]
-        return CheckedRequests([Requests(requests)], [data.nbytes], Requests([]))
+        return Requests([self._message.Irecv(data)])
 
 
 def tag_count() -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mntrain.checks import launcher
 from mntrain.launch.launcher_command import LauncherCommand
 from mntrain.launch.relaunch import Launch
-from mntrain.launch.starts import Keeper, Signals
+from mntrain.launch.starts import Signals
 from mntrain.options.arguments import CommandParser
 
 
@@ -81,11 +81,8 @@ def run(words: Sequence[str]) -> int:
         tempfile.TemporaryDirectory(
             prefix=".mntrain-launch-", dir=shared, ignore_cleanup_errors=True
         ) as folder,
-        Keeper(folder) as keeper,
     ):
-        launch = Launch(
-            command, full=full, least=least, folder=Path(folder), signals=signals, keeper=keeper
-        )
+        launch = Launch(command, full=full, least=least, folder=Path(folder), signals=signals)
         return launch.run(as_given=options.spares is None and options.nodes is None)
 
 

@@ -136,8 +136,9 @@ class LauncherCommand:
                 count = 2 if self.kind == "mpirun" and name in _TWO else int(name in ones)
                 if not count and at + 1 < len(self.words):
                     after = self.words[at + 1]
-                    unknown = not after.startswith("-") and not shutil.which(after)
-                    count = int(unknown and not Path(after).exists() and at + 2 < len(self.words))
+                    program = shutil.which(after) or shutil.which(os.path.join(".", after))
+                    is_value = not (after.startswith("-") or program)
+                    count = int(is_value and at + 2 < len(self.words))
                 found.append(Option(name, tuple(self.words[at + 1 : at + 1 + count]), at))
                 at += 1 + count
         self._program = at

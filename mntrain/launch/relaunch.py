@@ -15,16 +15,15 @@ from mntrain.launch.answers import SILENT, Hosts
 from mntrain.launch.evidence import Evidence
 from mntrain.launch.hosts import Host
 from mntrain.launch.launcher_command import LauncherCommand
-from mntrain.launch.starts import Keeper, Signals, Start
+from mntrain.launch.starts import Signals, Start
 from mntrain.launch.verdict import EndCause, choose, judge
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 
 AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
 _VERSION_S = 20.0  # for mpirun to say whose it is
-_MOST_IDLE = 2  # starts in a row without a step
-# Starts in a row that are not known to have come beyond the steps of all before, and after which
-# every host answers: what has ended them may be in the program, at the same point each time.
-_MOST_ALIKE = 5
+# Starts in a row that are not known to have come beyond the steps of all before: what has ended
+# them may be in the program, at the same point each time.
+_MOST_ALIKE = 3
 _FORWARDED = ("-x", VARIABLE)  # Open MPI passes variables of other names to no other host
 _OWN = "launch"  # whose word a verdict is
 SIGNALLED_S = 60.0  # after a signal, for the job to end by itself: a last save may take long
@@ -45,15 +44,14 @@ class Launch:
         least: int,
         folder: Path,
         signals: Signals,
-        keeper: Keeper,
     ) -> None:
         self._command, self._full, self._least = command, full, least
-        self._folder, self._signals, self._keeper = folder.resolve(), signals, keeper
+        self._folder, self._signals = folder.resolve(), signals
         self._notes = LaunchNotes(self._folder)
         self._answering = Hosts(command.hosts, os.environ, command.agent)
         self._open_mpi = command.kind == "mpirun" and _is_open_mpi(command.words[0])
         self._hosts = command.hosts[:full]  # of the present start
-        self._number = self._idle = self._alike = 0
+        self._number = self._alike = 0
         self._highest = 0  # step in the metrics of all starts
         self._steps: int | None = None  # of the present start, as last seen
         self._step_at: float | None = None  # when a step of any start was last seen, monotonic
@@ -72,7 +70,7 @@ class Launch:
     def _run(self, *, as_given: bool) -> int:
         why = ""
         while True:
-            code, verdict, gets_on = self._start(why, as_given=as_given)
+            code, verdict, further = self._start(why, as_given=as_given)
             if self._signals.first and verdict.by == _OWN:  # what was told to end did not
                 _say(f"ended by force: {verdict.what}")
                 self._answering.free(str(self._folder), enough=0)
@@ -89,7 +87,7 @@ class Launch:
                 return code or 1
             reasons = [f"no answer from {silent}" if silent else "", verdict.fault and verdict.said]
             why = "; ".join(filter(None, reasons))
-            if stuck := self._stuck(gets_on, silent):
+            if stuck := self._stuck(further, silent):
                 _say(f"not started again: {stuck}; the last: {why}")
                 return code or 1
             blamed = {host for host in free if {host.name, free[host]} & {*verdict.hosts}}
@@ -106,16 +104,16 @@ class Launch:
             self._hosts = chosen if self._command.hosts else []
             why += f"; looking at hosts took {time.monotonic() - ended:.1f} s"
 
-    def _stuck(self, gets_on: bool | None, silent: str) -> str:
-        """Count the starts that do not get on; return in words that there are too many, or ""."""
-        self._idle = self._idle + 1 if gets_on is False else 0
-        self._alike = self._alike + 1 if gets_on is None and not silent else 0
-        if self._idle == _MOST_IDLE:
-            return f"none of {_MOST_IDLE} starts in a row took a step"
-        if self._alike == _MOST_ALIKE:
-            further = f"came beyond step {self._highest}" if self._highest else "ended well"
-            return f"none of {_MOST_ALIKE} starts in a row {further}, and every host answers"
-        return ""
+    def _stuck(self, further: bool, silent: str) -> str:
+        """Count the starts that do not get on; return in words that there are too many, or "".
+
+        One that took steps, and lost a host, is not to blame.
+        """
+        self._alike = 0 if further or (silent and self._steps) else self._alike + 1
+        if self._alike < _MOST_ALIKE:
+            return ""
+        missed = f"came beyond step {self._highest}" if self._highest else "ended well"
+        return f"none of {_MOST_ALIKE} starts in a row {missed}"
 
     @property
     def _signalled(self) -> int:
@@ -132,10 +130,10 @@ class Launch:
         silent = len(verdict.hosts) if verdict.silent else 0
         return max(self._least, (len(self._hosts) or self._full) - silent)
 
-    def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool | None]:
-        """Run the command once; return its exit code, the verdict, and whether it gets on.
+    def _start(self, why: str, *, as_given: bool) -> tuple[int, EndCause, bool]:
+        """Run the command once; return its exit code, the verdict, and whether it came further.
 
-        That is None if it took steps that are not known to be beyond those of all starts before.
+        That is, whether it took steps that are known to be beyond those of all starts before.
         """
         self._number += 1
         number = self._number
@@ -146,8 +144,7 @@ class Launch:
         environment = {**os.environ, VARIABLE: str(self._folder)}
         if number > 1:  # Slurm keeps what a former step had until it has given up its lost node
             environment["SLURM_OVERLAP"] = "1"
-        # It names itself before it begins, so that it ends with `launch` at any moment.
-        start = Start(self._words(as_given=as_given), environment, self._keeper.keep_own)
+        start = Start(self._words(as_given=as_given), environment)
         self._signals.direct(start.process)
         met, lost = False, EndCause(None, "")
         self._steps = None
@@ -171,7 +168,6 @@ class Launch:
         code = start.wait(look)
         self._answering.watch_no_more()
         self._signals.direct(None)
-        self._keeper.keep(None)
         self._look_at_steps()
         evidence = Evidence.of(self._notes.run)
         said = judge(code, start.output, evidence.summary)
@@ -184,7 +180,7 @@ class Launch:
             return code, verdict, False
         before = self._highest
         self._highest = max(before, evidence.last_step)
-        return code, verdict, self._highest > before or None
+        return code, verdict, self._highest > before
 
     def _look_at_steps(self) -> None:
         """Note when the number of steps has changed, and tell of the first step of a later start.

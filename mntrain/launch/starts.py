@@ -1,5 +1,6 @@
 """One start of the command: its processes, its output, and the signals that are passed on to it."""
 
+import ctypes
 import math
 import os
 import signal
@@ -23,13 +24,8 @@ SIGNALS = (*_OF_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING_S, _TERMINATING_S = 2.0, 1.0
 _LINES = 4000  # of the output that are kept
 _DRAIN_S = 2.0  # for output after the end, of which other processes may hold the pipe
-# Ends the last process group that it was told of when its input ends: with this process, in any
-# way. $0: a folder to remove.
-_KEEPER = """
-while read -r next; do group=$next; done
-[ "$group" ] && kill -s TERM -- "-$group" && sleep 5 && kill -s KILL -- "-$group"
-rm -rf "$0"
-"""
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Signals:
@@ -68,53 +64,14 @@ class Signals:
             _send(self._command, number, group=number in _OF_TERMINAL)
 
 
-class Keeper:
-    """A small process that ends the command if this one ends in any way. A context manager.
-
-    It then removes a folder, too.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = os.path.abspath(folder)
-
-    def __enter__(self) -> "Keeper":
-        self._process = subprocess.Popen(
-            ["sh", "-c", _KEEPER, self._folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        return self
-
-    def keep(self, group: int | None) -> None:
-        """Name the process group that is to end with this process; None for none any more."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            os.write(self._process.stdin.fileno(), f"{group or ''}\n".encode())
-
-    def keep_own(self) -> None:
-        """Name the calling process's group: in a child, before its program begins."""
-        self.keep(os.getpid())
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
 class Start:
     """A start of a command, in a process group of its own. Its output is passed on unchanged.
 
-    Where the command fails within a line of stderr, that is ended. `begin` is called in the process
-    of the command, before that begins.
+    Where the command fails within a line of stderr, that is ended. It gets SIGTERM if this process
+    ends before it in any way, on Linux. Made by the main thread, whose end the kernel looks at.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        begin: Callable[[], None],
-    ) -> None:
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._within_line = False  # of stderr
         self._lost_at: float | None = None  # when the ranks have reported a loss
@@ -129,7 +86,7 @@ class Start:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=begin,  # noqa: PLW1509 - it writes to a pipe, and needs no lock
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - it needs no lock
         )
         pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
         self._threads = [
@@ -200,6 +157,12 @@ class Start:
             self._lost_at = time.monotonic()
         if silent := silent_hosts(text):
             self.silent_at, self.silent = time.monotonic(), silent
+
+
+def _end_with_parent() -> None:
+    """Let the calling process get SIGTERM when its parent ends (man prctl)."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _write(target: int, data: bytes) -> None:

@@ -14,7 +14,6 @@ import os
 
 import mntrain.torch_backend  # noqa: F401 - it sets the variables that are read here
 from mntrain.checks import launcher
-from mntrain.errors import start_mpi
 
 try:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -34,17 +33,3 @@ class MpiEnvironment(TorchElasticEnvironment):
     def detect() -> bool:
         """Return whether a launcher of MPI has started this process. Local."""
         return launcher.first_number(os.environ, launcher.RANK_VARIABLES) is not None
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise ValueError if `devices` and `num_nodes` do not fit MPI's ranks. Collective."""
-        size, comm = self.world_size(), start_mpi()[0]
-        found = comm.gather([int(os.environ[n]) for n in ("LOCAL_WORLD_SIZE", "GROUP_RANK")])
-        comm.free()
-        largest, nodes = max(local for local, _ in found), len({node for _, node in found})
-        fits = num_devices * num_nodes == size and num_devices >= largest
-        if not fits or (largest * nodes == size and num_nodes != nodes):
-            raise ValueError(
-                f"devices={num_devices} and num_nodes={num_nodes} for {size} ranks of MPI, up to "
-                f"{largest} of them on each of {nodes} nodes: give devices={largest} and "
-                f"num_nodes={nodes}"
-            )

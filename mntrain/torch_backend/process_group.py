@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -390,7 +389,13 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         """Send each input to the rank of its number, and receive each output. Sizes may differ."""
         return _call_of([self._swap(outputs, inputs, opts)], list(outputs))
 
-    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Started:
+    def _swap(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+        what: str = "all_to_all",
+    ) -> Started:
         self._expect_number(outputs, "outputs")
         self._expect_number(inputs, "inputs")
         _expect_one_dtype([*outputs, *inputs])
@@ -400,7 +405,7 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
         def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
             return verbs.exchange(comm, sent, received, tags[0])
 
-        work = self._exchange("all_to_all", inputs[0].dtype, steps, opts)
+        work = self._exchange(what, inputs[0].dtype, steps, opts)
         return work, list(zip(outputs, received, strict=True))
 
     @_collective
@@ -424,20 +429,14 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     ) -> Call:
         """Copy every rank's tensor to the output of its number on the root."""
         root, (own,) = self._root(opts), inputs
-        rows: Sequence[Tensor] = ()
-        if self._rank == root:
-            (rows,) = outputs
-            self._expect_number(rows, "outputs")
-            _expect_one_dtype([*rows, own])
-            for row in rows:
-                _expect_fit(own, row, "an output")
-        sent, received = _on_host(own), [_like_on_host(row) for row in rows]
-
-        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
-            return verbs.gather(comm, sent, received, root, tags[0])
-
-        work = self._exchange(f"gather of {own.numel()} to rank {root}", own.dtype, steps, opts)
-        return Call([work], list(rows), list(zip(rows, received, strict=True)))
+        nothing = own.new_empty(0)
+        rows = [*outputs[0]] if self._rank == root else []
+        for row in rows:
+            _expect_fit(own, row, "an output")
+        received = rows if self._rank == root else [nothing] * self._size
+        sent = [own if rank == root else nothing for rank in range(self._size)]
+        work, copies = self._swap(received, sent, opts, f"gather of {own.numel()} to rank {root}")
+        return Call([work], rows, copies)
 
     @_collective
     def scatter(
@@ -445,63 +444,22 @@ class MpiProcessGroup(cast("Any", ProcessGroup)):  # type: ignore[misc]
     ) -> Call:
         """Copy each input of the root to the output of the rank of its number."""
         root, (own,) = self._root(opts), outputs
-        rows: Sequence[Tensor] = ()
-        if self._rank == root:
-            (rows,) = inputs
-            self._expect_number(rows, "inputs")
-            _expect_one_dtype([own, *rows])
-            for row in rows:
-                _expect_fit(own, row, "an input")
-        sent, received = [_apart(_on_host(row), [own]) for row in rows], _like_on_host(own)
-
-        def steps(comm: Communicator, tags: Sequence[int]) -> Steps[None]:
-            return verbs.scatter(comm, sent, received, root, tags[0])
-
-        work = self._exchange(f"scatter of {own.numel()} from rank {root}", own.dtype, steps, opts)
-        return Call([work], [own], [(own, received)])
+        nothing = own.new_empty(0)
+        rows = [*inputs[0]] if self._rank == root else []
+        for row in rows:
+            _expect_fit(own, row, "an input")
+        sent = rows if self._rank == root else [nothing] * self._size
+        received = [own if rank == root else nothing for rank in range(self._size)]
+        work, copies = self._swap(
+            received, sent, opts, f"scatter of {own.numel()} from rank {root}"
+        )
+        return Call([work], [own], copies)
 
     @_collective
     def barrier(self, opts: Any = None) -> Call:
         """Wait for all ranks of the group."""
         token = torch.zeros(1, dtype=torch.float32, device="cpu")
         return Call([self._start(opts, "barrier").all_reduce(token)], [token])
-
-    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks of the group; raise RuntimeError if one has not come in time.
-
-        It names the first rank that is late, or with `wait_all_ranks` all of them, on every rank
-        that has come. No message of MPI is used, and training can go on after an error. After
-        torch's `ProcessGroupGloo`.
-        """
-        self._check_open()
-        key = f"monitored barrier {self._store.add('monitored barriers', 0)}"
-        deadline = time.monotonic() + timeout.total_seconds()
-
-        def has_come(event: str) -> bool:
-            while not self._store.check([event]):  # `wait` would print that it was in vain
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.01)
-            return True
-
-        if self._rank:
-            self._store.set(f"{key}, rank {self._rank}", "")
-            said = "rank 0 failed to pass monitoredBarrier"
-            if has_come(key):
-                said = self._store.get(key).decode()
-        else:
-            late: list[str] = []
-            for rank in range(1, self._size):
-                if not has_come(f"{key}, rank {rank}"):
-                    late.append(str(rank))
-                    if not wait_all_ranks:
-                        break
-            who = f"Rank {late[0]}" if len(late) == 1 else f"Ranks {', '.join(late)}"
-            said = f"{who} failed to pass monitoredBarrier" if late else ""
-            self._store.add("monitored barriers", 1)  # a late rank joins the next one
-            self._store.set(key, said)
-        if said:
-            raise RuntimeError(f"{said} in {timeout.total_seconds() * 1e3:.0f} ms")
 
     # Older torch's names of the same.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single

@@ -106,33 +106,3 @@ def all_reduce(
     parts = [tensor[low:high] for low, high in pairwise(bounds)]
     own = yield from reduce_parts(comm, parts, operation, tags[0])
     yield from exchange(comm, [own] * comm.size, parts, tags[1])
-
-
-def gather(
-    comm: Communicator, own: Tensor, rows: Sequence[Tensor], root: int, tag: int
-) -> Steps[None]:
-    """Copy every rank's tensor to the root's `rows`, which are empty on others."""
-    if comm.rank != root:
-        yield comm.send(root, as_bytes(own), tag, empty=True).test
-        return
-    rows[root].copy_(own)
-    yield Requests.of(
-        *[
-            comm.receive(p, as_bytes(row), tag, empty=True)
-            for p, row in enumerate(rows)
-            if p != root
-        ]
-    ).test
-
-
-def scatter(
-    comm: Communicator, rows: Sequence[Tensor], own: Tensor, root: int, tag: int
-) -> Steps[None]:
-    """Copy the root's `rows`, which are empty on others, one to each rank's tensor."""
-    if comm.rank != root:
-        yield comm.receive(root, as_bytes(own), tag, empty=True).test
-        return
-    own.copy_(rows[root])
-    yield Requests.of(
-        *[comm.send(p, as_bytes(row), tag, empty=True) for p, row in enumerate(rows) if p != root]
-    ).test

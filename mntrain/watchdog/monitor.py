@@ -13,15 +13,13 @@ from mntrain.alike.rank_facts import RankFacts
 from mntrain.recorder.late_ranks import Wait, find_culprits, late_ranks
 from mntrain.recorder.launch_notes import VARIABLE
 from mntrain.watchdog.rank_status import EXIT, RankStatus, print_stack, process_state
-from mntrain.watchdog.relays import RelayedChannel
-from mntrain.watchdog.side_channel import Message
+from mntrain.watchdog.side_channel import Message, SideChannel
 
+MONITORS = (0, 1)
 ANSWER_S = 3.0  # for the ranks to answer
 UNCONNECTED = "there is no TCP connection to it"
-CUT_OFF = "nor do the ranks of its host that pass messages on to it"
 HELD = "its node does, so its process is stopped, or held in C code"
 TAKE_OVER_S = 5.0  # until rank 1 asks, too, and acts if rank 0 does not answer
-_UNKNOWN = (UNCONNECTED, CUT_OFF)  # why nothing is known of a rank
 EXIT_S = 5.0  # at the exit, for ranks without a connection
 UNREACHED_S = 45.0  # for all ranks to connect to rank 0, which they try several times
 
@@ -72,7 +70,7 @@ class Inquiry:
             self.asked <= self.statuses.keys() or now > self.at + ANSWER_S
         )
 
-    def close(self, monitor: int, channel: RelayedChannel) -> None:
+    def close(self, monitor: int, channel: SideChannel) -> None:
         """Note the ranks that have not answered, and why, as far as `monitor` knows.
 
         The node of a rank has acknowledged the question by now, or is lost.
@@ -87,8 +85,6 @@ class Inquiry:
                 why = UNCONNECTED
             elif not channel.acknowledged(rank):
                 why = "nor does its node: the link to it may be down, or the node lost"
-            elif (relays := channel.relays(rank)) and relays.isdisjoint(self.statuses):
-                why = CUT_OFF
             else:
                 why = HELD
             self.silent[rank] = why
@@ -115,7 +111,7 @@ class Inquiry:
         begun = {rank: status.begun for rank, status in self.statuses.items()}
         absent = set(self.silent) | (set() if self.at_exit else set(self.left))
         late = {rank: late_ranks(wait, begun, absent) for rank, wait in self.waits.items()}
-        return find_culprits(late, {r for r, why in self.silent.items() if why in _UNKNOWN})
+        return find_culprits(late, {r for r, why in self.silent.items() if why == UNCONNECTED})
 
     @cached_property
     def silent_hosts(self) -> list[str]:
@@ -124,7 +120,7 @@ class Inquiry:
         for key in dict.fromkeys(self.facts[rank].host_key for rank in culprits):
             ranks = [r for r, one in enumerate(self.facts) if one.host_key == key]
             why = {self.silent.get(rank, "") for rank in ranks if rank not in self.left}
-            if HELD in why <= {HELD, CUT_OFF}:
+            if why == {HELD}:
                 found.append(self.facts[ranks[0]].host)
         return found
 
@@ -154,7 +150,7 @@ class Inquiry:
             have += " for each other" if len(culprits) > 1 else " for a message of its own"
         elif culprits:
             have += f" for {self.name(culprits)}"
-            if all(self.silent.get(rank, UNCONNECTED) not in _UNKNOWN for rank in culprits):
+            if all(self.silent.get(rank, UNCONNECTED) != UNCONNECTED for rank in culprits):
                 have += f", which {'do' if len(culprits) > 1 else 'does'} not answer"
         else:
             have += " in what all ranks have begun: messages between them do not arrive"
@@ -232,7 +228,7 @@ class Monitor:
         self,
         rank: int,
         facts: Sequence[RankFacts],
-        channel: RelayedChannel,
+        channel: SideChannel,
         limits: Limits,
         *,
         own_status: Callable[[], RankStatus],

@@ -1,7 +1,6 @@
 """Messages between the ranks of a job beside MPI, over TCP: they arrive while MPI is stuck.
 
-`mntrain.watchdog.relays` decides which rank connects to which. Here, a monitor is a rank to which
-others connect. The state of a connection tells of its peer:
+A monitor is a rank to which the others connect. The state of a connection tells of its peer:
 
     closed              the process has ended
     not acknowledged    the node or its network is lost, or down for a while: lost after a limit
@@ -16,7 +15,7 @@ job (HMAC-SHA256), which the ranks exchange over MPI:
     monitor     {"proof": of C}
 
 Before its proof, a peer is a stranger, of which a monitor keeps STRANGERS at most: the oldest gives
-way. Once all of its ranks are connected, the monitor stops listening.
+way. Once all ranks are connected, the monitor stops listening.
 """
 
 import errno
@@ -52,7 +51,7 @@ _MAX_GREETING, _MAX_LINE = 512, 1 << 20  # bytes
 _PROBE_S, _MAX_PROBES, _MAX_S = 5, 127, 1e6  # of keep-alive; the last one bounds a time limit
 _SURE_S = 2.0  # between the first look at a connection that may be lost and the last
 _TCP_INFO = struct.Struct("=3xB20xI28xI")  # of linux/tcp.h: probes, unacked, last_ack_recv
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 # In which users name the interfaces of MPI.
 _INTERFACE_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
 
@@ -359,6 +358,15 @@ class _Connection:
         return _parse(line)
 
 
+def allow_files(count: int) -> None:
+    """Let this process open some files more than its limit says, as far as it may. Local."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= 0:  # not infinite
+        more = soft + count if hard < 0 else min(soft + count, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+
+
 def listen(address: str, ports: Sequence[int] = (0,)) -> socket.socket:
     """Return a socket that listens at the first of some ports that is free; 0 is any. Local.
 
@@ -408,8 +416,8 @@ def address_towards(
         for address in set(addresses.values()) - set(own.values()):  # not of a bridge on each host
             votes[_source(address)] += 1
     if not votes:
-        return LOOPBACK
-    return max(usable, key=lambda address: votes[address], default=LOOPBACK)
+        return _LOOPBACK
+    return max(usable, key=lambda address: votes[address], default=_LOOPBACK)
 
 
 def _source(address: str) -> str:

@@ -1,7 +1,6 @@
 """The watchdog of a rank: a thread that finds hangs and losses, and ends the job with a report.
 
     on every rank       tells the monitors when it waits too long, and answers their questions
-    on some             passes messages of its host on (`mntrain.watchdog.relays`)
     on the monitors     ask all ranks, find out who waits for whom, and report it once
 
 A job is ended in one way: a monitor prints its report, tells all ranks the exit code, and calls
@@ -33,7 +32,14 @@ from mntrain.comm.engine import Future, ProgressEngine
 from mntrain.comm.forked import call_in_child
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import Recorder
-from mntrain.watchdog.monitor import ANSWER_S, TAKE_OVER_S, Limits, Monitor, relaunch_hint
+from mntrain.watchdog.monitor import (
+    ANSWER_S,
+    MONITORS,
+    TAKE_OVER_S,
+    Limits,
+    Monitor,
+    relaunch_hint,
+)
 from mntrain.watchdog.rank_status import (
     EXIT,
     STACK_SIGNAL,
@@ -42,14 +48,13 @@ from mntrain.watchdog.rank_status import (
     print_stack,
     unread_output,
 )
-from mntrain.watchdog.relays import MONITORS, RelayedChannel, Routes
 from mntrain.watchdog.side_channel import Address, Message, SideChannel
 from mntrain.watchdog.start_timer import limited_end
 from mntrain.watchdog.unanswered import SURE_S, Connection, Unanswered, call_for, describe
 
 ABORT_S = 5.0  # until a rank ends itself, which MPI_Abort should have ended
 PRINT_S = 2.0  # for the report and the summary, of which a hung file system keeps neither back
-RECONNECT_S = 10.0  # between attempts to connect to other ranks
+RECONNECT_S = 10.0  # between attempts to connect to monitors
 ATTEMPTS = 4
 MAX_TICK_S = 1.0
 REPEAT_S = 10.0  # until the end of a job that hangs is asked for again
@@ -73,7 +78,7 @@ class _ExpectedSignals:
 class Watchdog:
     """Watches a world from a thread of its own, on one rank.
 
-    Owns `channel`, and connects it to others, at `addresses` by rank. `fail` makes communication
+    Owns `channel`, and connects it to monitors, at `addresses` by rank. `fail` makes communication
     raise the error of a rank that has failed, whose report it gets. The `recorder` is told of a
     rank whose process has ended without a word, and tells when this one has last taken part in
     anything. A rank that waits without progress is warned of at the limit, or after SURE_S if
@@ -95,9 +100,8 @@ class Watchdog:
         recorder: Recorder,
     ) -> None:
         self._rank, self._size, self._engine = rank, len(facts), engine
-        routes = Routes([one.host_key for one in facts])
-        self._channel = RelayedChannel(channel, rank, routes)
-        self._addresses, self._fail, self._limits = addresses, fail, limits
+        self._channel, self._addresses = channel, addresses
+        self._fail, self._limits = fail, limits
         self.at_end: list[Callable[[str, str], None]] = []
         """Functions that rank 0 calls, or rank 1 once rank 0 is lost, before the job ends, with the
         status and the reason of its end; by any thread. Code that appends one removes it when the
@@ -108,7 +112,7 @@ class Watchdog:
             self._monitor = Monitor(
                 rank,
                 facts,
-                self._channel,
+                channel,
                 limits,
                 own_status=self._own_status,
                 warn=lambda text: call_for(PRINT_S, lambda: _print(f"warning: {text}")),
@@ -118,7 +122,6 @@ class Watchdog:
         self._recorder, self._connect_at, self._attempts = recorder, -math.inf, 0
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # for the monitors
         self._left: set[int] = set()  # peers
-        self._lost_monitor = False  # since the last look
         self._mark: tuple[str, float] | None = None  # of the current wait: the last progress
         self._stalled_s, self._told = 0.0, 0  # without progress; how urgently it was told
         self._asked_at = -math.inf  # when a monitor has asked this rank
@@ -128,9 +131,6 @@ class Watchdog:
         self._monitors_hosts = dict.fromkeys(hosts[monitor] for monitor in monitors)
         self._early_s = channel.lost_after / 2
         self._tells_early = rank in (*monitors, _first_elsewhere(facts))
-        relays = {*routes.above(rank)} - {*MONITORS}
-        self._through = f" through {naming('rank', relays, hosts)}" if relays else ""
-        self._reached: set[int] = set()  # monitors, at the last look
         self._unanswered = Unanswered([os.getpid()])  # connections, since the last progress
         self._active_at, self._idle_s, self._idle_limit = recorder.active_at, 0.0, limits.warn_after
         self._unread, self._unread_s = "", 0.0  # output, and the time for which it was
@@ -287,40 +287,31 @@ class Watchdog:
                 self._connect(time.monotonic())
                 for peer, message in channel.poll(self._tick):
                     self._on_message(peer, message)
-                self._tell_reached()
                 left = self._left_world
                 while not self._outbox.empty():
                     self._tell_monitors(self._outbox.get())
                 if left:
                     self._leave_told.set()
                 self._look(time.monotonic())
-                if self._at_exit and not (self._monitor or channel.peers) and self._settled:
+                if self._at_exit and not (self._monitor or channel.peers):
                     self._all_at_exit.set()  # nobody can tell
             channel.send_to_all({"kind": "closed"})
         finally:
             channel.close()
 
     def _connect(self, now: float) -> None:
-        """Connect to ranks that are missing, a few times; in the end to the monitors themselves."""
-        if self._attempts == ATTEMPTS or now < self._connect_at:
-            return
-        missing = self._channel.missing(directly=self._attempts >= ATTEMPTS // 2)
-        if not missing and self._channel.peers:
+        """Connect to the monitors below this rank that are missing, a few times."""
+        missing = [m for m in self._addresses if m < self._rank and m not in self._channel.peers]
+        if not missing or self._attempts == ATTEMPTS or now < self._connect_at:
             return
         self._attempts += 1
-        for rank in missing:
+        for monitor in missing:
             with suppress(OSError):  # tried again, and told with the report of a hang
-                self._channel.connect(rank, self._addresses[rank])
+                self._channel.connect(monitor, self._addresses[monitor])
+                for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
+                    if so_far:
+                        self._channel.send(monitor, {"kind": kind, "idle": self._idle})
         self._connect_at = time.monotonic() + RECONNECT_S
-
-    def _tell_reached(self) -> None:
-        """Tell monitors that are reached from now on what this rank has told before."""
-        reached = {*self._channel.peers} & {*MONITORS}
-        for monitor in reached - self._reached:
-            for kind, so_far in (("left", self._left_world), ("at exit", self._at_exit)):
-                if so_far:
-                    self._channel.send(monitor, {"kind": kind, "idle": self._idle})
-        self._reached = reached
 
     def _look(self, now: float) -> None:
         """Compare the times with their limits."""
@@ -328,7 +319,6 @@ class Watchdog:
         self._looked_at = now
         self._look_at_own_wait(now, passed)
         self._look_at_output(passed)
-        self._look_at_monitors()
         if self._rank == 0 and not self.alone:
             self._look_at_idleness(passed)
         signals = self._signals
@@ -395,7 +385,7 @@ class Watchdog:
         if self._monitor is None and (self._channel.peers or tried):
             why = "do not answer" if self._channel.peers else "cannot be reached beside MPI"
             reason = f"rank {self._rank} has waited {self._stalled_s:.0f} s, and "
-            reason += f"{self._monitors_named} {why}{self._through}"
+            reason += f"{self._monitors_named} {why}"
             self._end_job(reason, reason, "stalled", 1)
 
     def _look_at_output(self, passed: float) -> None:
@@ -506,20 +496,7 @@ class Watchdog:
             self._recorder.peer_ended(peer)
         if self._monitor is not None:
             self._monitor.on_disconnected(peer, error)
-        else:
-            self._lost_monitor = True
-
-    @property
-    def _settled(self) -> bool:
-        """True if it is known which monitors this rank reaches, or it has been tried for long."""
-        return self._channel.settled or self._attempts == ATTEMPTS
-
-    def _look_at_monitors(self) -> None:
-        """End the job if this rank has lost the monitors, and neither has left on purpose."""
-        if not (self._lost_monitor and self._settled):
-            return
-        self._lost_monitor = False
-        if not (self._channel.peers or self._left_world or self._left & {*MONITORS}):
+        elif peer not in self._left and not (self._channel.peers or self._left_world):
             reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
             if self._limits.timeout is None:
                 _print(f"warning: {reason}")

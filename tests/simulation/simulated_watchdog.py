@@ -27,7 +27,7 @@ from mntrain import World, errors
 from mntrain.comm import mpi
 from mntrain.errors import ExceptionWatch
 from mntrain.ranks import Ranks
-from mntrain.watchdog import monitor, rank_status, relays, thread
+from mntrain.watchdog import monitor, rank_status, thread
 from mntrain.watchdog.side_channel import LOST_S, Message
 
 MESSAGE_S = 50e-6  # of virtual time, from one watchdog to another
@@ -88,7 +88,7 @@ class SimulatedChannel:
         self.woken = False
         while self.inbox:
             peer, message = self.inbox.pop(0)
-            if message.get("kind") == "disconnected":
+            if message["kind"] == "disconnected":
                 if peer not in self.open:
                     continue
                 self.open.remove(peer)
@@ -102,7 +102,7 @@ class SimulatedChannel:
         if self.waiting is not None:
             self.waiting.time.wake(self.waiting)
 
-    def close(self, *, in_child: bool) -> None:
+    def close(self) -> None:
         self.worlds.disconnect(self.rank, None)
 
 
@@ -260,7 +260,7 @@ class WatchedWorlds(SimulatedWorlds):
                 self.time.note(target, "is told", *message.values(), "by", source)
                 channel.wake()
 
-        if source not in self.unreached or message.get("kind") == "disconnected":
+        if source not in self.unreached or message["kind"] == "disconnected":
             before = self._arrived.get((source, target), 0.0)
             when = max(self.time.now + MESSAGE_S, math.nextafter(before, math.inf))
             self._arrived[source, target] = when
@@ -295,7 +295,7 @@ class WatchedWorlds(SimulatedWorlds):
         }.items():
             patch.setattr(mntrain.ranks, name, value)
         virtual = SimpleNamespace(monotonic=self.time.local_now, sleep=self.time.sleep)
-        for module in (errors, thread, monitor, relays):
+        for module in (errors, thread, monitor):
             patch.setattr(module, "time", virtual)
         patch.setattr(thread, "threading", Threading())
         patch.setattr(thread, "os", SimpleNamespace(getpid=lambda: 0, _exit=self.exit))

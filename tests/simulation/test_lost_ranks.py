@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import pytest
-import torch
 from drawn_calls import draw_call, run_calls
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -168,60 +166,3 @@ def test_no_rank_receives_more_than_4_kib_a_rank_of_the_job_at_the_start():
     assert all(end.finished for end in ends)
     assert min(at_start.values()) > 500 * worlds.size  # of hosts, at least
     assert max(at_start.values()) <= 4096 * worlds.size
-
-
-@pytest.mark.parametrize("how", ["stops", "vanishes", "raises"])
-@pytest.mark.parametrize(
-    "odd", [(4,), (5,), (6,), (4, 5), (0,), (1,), (0, 5), (1, 4)], ids=lambda odd: f"ranks {odd}"
-)
-def test_ranks_that_pass_messages_on_are_named_themselves(how, odd):
-    if how != "stops" and len(odd) > 1:
-        pytest.skip("the first one ends the job")
-    worlds = WatchedWorlds([4, 4, 4], seed=3, options=LIMITS)
-    if how != "raises":
-        worlds.harm(how, odd, when=1.0)
-    connected = {}
-
-    def program(world):
-        current().time.sleep(0.5)
-        connected[world.rank] = {*worlds.channels[world.rank].peers}
-        current().time.sleep(1.0)
-        if how == "raises" and world.rank in odd:
-            raise OSError("the disk is full")
-        world.sum(1.0)
-        world.sum(1.0)
-
-    ends = worlds.run_to_end(program)
-    assert connected[0] == {1, 2, 3, 4, 8}  # of other hosts the first rank alone
-    assert connected[1] == {0, 2, 3, 5, 9}
-    assert connected[4] == {0, 5, 6, 7}
-    assert connected[5] == {1, 4, 6, 7}
-    assert connected[7] == {4, 5}
-    others = [end for rank, end in enumerate(ends) if rank not in odd]
-    said = [text for _, text in worlds.printed if text.startswith("error: ")]
-    if how == "raises":
-        assert all(isinstance(end.error, RemoteRankError) for end in others)
-        assert not said
-        return
-    assert len(said) == 1, said
-    found = LOST.match(said[0]) or WAITED_FOR.search(said[0])
-    assert ranks_in(found[1].removesuffix(", which do not answer")) == {*odd}, said
-
-
-def test_ranks_whose_messages_nobody_passes_on_end_the_job_where_they_wait_alone():
-    """Both of their host that would are stopped, and no other rank waits for these."""
-    worlds = WatchedWorlds([2, 4], seed=5, options=LIMITS)
-    worlds.harm("stops", [2, 3], when=1.0)
-
-    def program(world):
-        node = world.group_collectives("node")
-        current().time.sleep(2.0)
-        if world.rank < 2:
-            current().time.sleep(200.0)
-        node.all_reduce(torch.ones(4)).wait()
-
-    worlds.run_to_end(program)
-    said = [text for _, text in worlds.printed if text.startswith("error: ")]
-    assert said
-    for text in said:
-        assert "ranks 0, 1 on node0 do not answer through ranks 2, 3 on node1" in text

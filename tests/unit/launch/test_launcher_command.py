@@ -35,6 +35,7 @@ def on(line, names, environment=None, *, full=2, open_mpi=False):
         ("mpirun -np 6 --host a:2,b:2,c:2 python t.py", {}, "a b c", 6, 3),
         ("mpirun --mca btl self,tcp -H a,b --oversubscribe -np 4 python t.py", {}, "a b", 4, 2),
         ("mpirun -ppn 2 -n 4 -hosts a,b,c -genv A 1 python -c x", {}, "a b c", 4, 2),
+        ("mpirun --output-directory / -H a:2,b:2 -n 2 python t.py", {}, "a b", 2, 1),
         ("mpirun --host=a,,b, -n 2 python t.py", {}, "a b", 2, 2),
         ("mpirun -n 4 python t.py", {}, "", 4, 1),
         ("mpirun -n 4 -hosts", {}, "", 4, 1),

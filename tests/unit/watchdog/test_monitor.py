@@ -20,7 +20,6 @@ class KeptMessages:
 
     def __init__(self, peers):
         self.peers, self.sent, self.listens, self.cut = list(peers), [], True, set()
-        self.passing = {}  # by rank: those through which alone it is reached
 
     def send(self, peer, message):
         if peer in self.peers:
@@ -28,9 +27,6 @@ class KeptMessages:
 
     def stop_listening(self):
         self.listens = False
-
-    def relays(self, peer):
-        return self.passing.get(peer, set())
 
     def acknowledged(self, peer):
         return peer not in self.cut
@@ -477,19 +473,6 @@ def test_a_process_that_ends_after_the_world_is_lost_once_all_others_are_at_the_
     come(world, 0)
     said = "rank 2 on b is lost: its process has ended without the end of MPI"
     assert world.ends[0][1][0] == said
-
-
-def test_a_rank_is_not_blamed_while_those_that_pass_its_messages_on_do_not_answer(make):
-    world = make(0, keys=(0, 1, 1))
-    world.monitor._facts[1].pid_namespace = world.monitor._facts[2].pid_namespace = "b"
-    world.channel.passing = {2: {1}}
-    world.waits = {0: 100.0}
-    world.hear(0, "waiting", ends=True)
-    assert world.channel.taken("ask") == [1, 2]
-    world.pass_time(ANSWER_S + 0.1)
-    report, _ = world.ends[0]
-    assert report.startswith("rank 0 on a has waited 100 s for rank 1 on a, which does not answer")
-    assert "rank 2" not in report
 
 
 def test_a_host_of_which_no_rank_answers_is_told_early_to_those_who_start_the_job(make):

@@ -4,6 +4,7 @@ import contextlib
 import hmac
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from mntrain.watchdog import side_channel, unanswered
-from mntrain.watchdog.side_channel import SideChannel, address_towards
+from mntrain.watchdog.side_channel import SideChannel, address_towards, allow_files
 
 SECRET = b"s" * 32
 
@@ -399,3 +400,15 @@ def test_a_signal_and_a_call_of_another_thread_end_a_wait():
         signal.set_wakeup_fd(previous)
         signal.signal(signal.SIGUSR1, handler)
         channel.close()
+
+
+def test_a_monitor_may_open_a_file_for_every_rank_as_far_as_the_hard_limit_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        allow_files(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, before[1])
+        allow_files(1 << 40)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
