@@ -308,22 +308,11 @@ def _unequal_ranks(by_rank: Sequence[RankSteps]) -> str:
         return (
             f"{naming('rank', same)} train on the same samples: give each its part, by world.shard"
         )
-    for optimizer in {step.optimizer for rank in training.values() for step in rank.steps}:
-        local = {
-            rank: [step.local for step in its.steps if step.optimizer == optimizer]
-            for rank, its in training.items()
-        }
-        if same := _alike(local):
-            which = f" with optimizer {optimizer + 1}" if optimizer else ""
-            return (
-                f"{naming('rank', same)} train on the same samples{which}, since their gradients "
-                "before the mean are the same: give each its part, by world.shard"
-            )
     return ""
 
 
 def _alike(by_rank: dict[int, list[Any]]) -> list[int]:
-    """Return the first ranks whose lists are equal, and not empty or 0; [] if there are none."""
+    """Return the first ranks whose lists are equal, and not empty; [] if there are none."""
     groups = by_value(by_rank)
     return next((ranks for digests, ranks in groups if len(ranks) > 1 and any(digests)), [])
 
@@ -355,10 +344,8 @@ def _compared(first: RecordedRun, left_out: Sequence[str]) -> list[str]:
         missing.append(f"{_parameters(len(without))} without a gradient: {first_names(without, 3)}")
     if idle := sorted(with_gradient - updated):
         missing.append(f"{_parameters(len(idle))} without an update: {first_names(idle, 3)}")
-    missing += [
-        f"{_parameters(count)} that {kind} trains, which world.optimizer has not made"
-        for kind, count in first.beside.items()
-    ]
+    if not any(step.inputs for step in first.steps):
+        missing.append("samples of ranks, which may be the same: no module was called to train")
     if first.dropout:
         missing.append(f"layers of dropout, which did nothing meanwhile: {first.dropout}")
     lines = [f"compared in {len(first.steps)} steps: {', '.join(what)}"]
