@@ -10,7 +10,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,13 +57,6 @@ class RecordedStep:
     digests: dict[str, int] = field(default_factory=dict)  # of weights and buffers
     inputs: list[int] = field(default_factory=list)  # digests of what modules were called with
     closure: bool = False  # which makes the gradients in the step, so that they are not recorded
-
-
-class RankSteps(NamedTuple):
-    """The steps of a rank, as it tells the others."""
-
-    steps: list[RecordedStep]  # with digests alone
-    samples: int  # that `world.shard` has handed out
 
 
 class RecordedRun:
@@ -223,11 +216,6 @@ class RecordedRun:
         self._step.digests = {n: int(checksum([t])) for n, t in {**named, **buffers}.items()}
         self.steps.append(self._step)
         self._step = RecordedStep()
-
-    def to_ranks(self) -> RankSteps:
-        """Return what other ranks are to know."""
-        steps = [replace(step, gradients={}, weights={}, distances={}) for step in self.steps]
-        return RankSteps(steps, self.samples)
 
     @property
     def closures(self) -> bool:

@@ -13,7 +13,7 @@ trained on the same samples.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +22,6 @@ from mntrain.comm import mpi
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.train.verify.recorded_steps import (
     Distance,
-    RankSteps,
     RecordedRun,
     RecordedWorld,
     Run,
@@ -39,6 +38,9 @@ ORDERS = 3
 STAGES = (0, 1, 2)
 # One rounding to the wire dtype, if it is more than that of the parameters' dtype.
 _ROUNDING = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
+
+# Of each step of a rank the digests and the inputs (`RecordedStep`); and its samples.
+_RankSteps: TypeAlias = tuple[list[tuple[dict[str, int], list[int]]], int]
 
 
 class Verdict(NamedTuple):
@@ -100,7 +102,7 @@ def examine(
     wrong there, and what it could not compare. Without it, parts of batches are to be unequal.
     """
     options = {**options, "compress": "none", "gather_dtype": "fp32"}
-    alone: _Alone | None = None  # on rank 0
+    alone: list[RecordedRun] = []  # on rank 0, of one process: the first run, those in other orders
     wrong, left_out = "", list[str]()
     patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
     with init(comm, **patient) as world:
@@ -115,11 +117,10 @@ def examine(
                 alone, wrong = _run_alone(run, options)
                 if also is not None and not wrong:
                     with _one_process(options) as single:
-                        wrong, unseen = also(single, alone.first)
+                        wrong, unseen = also(single, alone[0])
                         left_out += [unseen] if unseen else []
         wrong = world.gather(wrong)[0]
-    orders = alone.orders if alone else ()
-    outcomes = [_Outcome(_row("one process, other orders", *orders))]
+    outcomes = [_Outcome(_row("one process, other orders", *alone[1:]))]
     for stage in () if wrong else STAGES:
         outcomes.append(_compare(run, stage, comm, options, alone))
         if stage == 0 and outcomes[-1].refused:
@@ -136,20 +137,13 @@ def examine(
     return Verdict(not wrong, text)
 
 
-class _Alone(NamedTuple):
-    """The runs of one process, on rank 0: the first one, and those in other orders."""
-
-    first: RecordedRun
-    orders: list[RecordedRun]
-
-
 def _one_process(options: dict[str, Any]) -> RecordedWorld:
     return RecordedWorld(mpi.comm_of_one(), **{**options, "ranks_per_node": None})
 
 
-def _run_alone(run: Run, options: dict[str, Any]) -> tuple[_Alone, str]:
+def _run_alone(run: Run, options: dict[str, Any]) -> tuple[list[RecordedRun], str]:
     """Run the steps once, and then in other orders; return the runs, and what is wrong. Local."""
-    alone = _Alone(first := RecordedRun(keeps=True), [])
+    alone = [first := RecordedRun(keeps=True)]
     with _one_process(options) as world:
         try:
             first.record(run, world, 0)
@@ -159,11 +153,11 @@ def _run_alone(run: Run, options: dict[str, Any]) -> tuple[_Alone, str]:
             eps = max(eps, _ROUNDING[options.get("wire_dtype", "fp32")])
             for order in range(1, ORDERS + 1):
                 world.order = order
-                alone.orders.append(other := RecordedRun(first, jitter=eps))
+                alone.append(other := RecordedRun(first, jitter=eps))
                 other.record(run, world, 0)
         except NonFiniteGradientError as error:
-            return _Alone(first, []), f"one process alone: {error}"
-        for other in alone.orders:
+            return [first], f"one process alone: {error}"
+        for other in alone[1:]:
             distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
             if not distance.relative <= eps**0.5:  # more than half of the digits
                 return alone, (
@@ -192,11 +186,11 @@ def _nothing(first: RecordedRun) -> str:
     return ""
 
 
-def _limits(alone: _Alone) -> Iterator[dict[str, float]]:
+def _limits(alone: Sequence[RecordedRun]) -> Iterator[dict[str, float]]:
     """Yield, for each step, the largest distance by name that is right."""
     largest: dict[str, float] = {}
-    for number in range(len(alone.first.steps)):
-        steps = [run.steps[number] for run in alone.orders if number < len(run.steps)]
+    for number in range(len(alone[0].steps)):
+        steps = [run.steps[number] for run in alone[1:] if number < len(run.steps)]
         for name, distance in (item for step in steps for item in step.distances.items()):
             largest[name] = max(largest.get(name, 0.0), *distance)
         yield {name: MARGIN * value for name, value in largest.items()}
@@ -207,15 +201,16 @@ def _compare(
     stage: int,
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
-    alone: _Alone | None,
+    alone: Sequence[RecordedRun],
 ) -> _Outcome:
     """Run a stage on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
-    name, recorded = f"stage {stage}", RecordedRun(alone.first if alone else None)
+    name, recorded = f"stage {stage}", RecordedRun(alone[0] if alone else None)
     try:
         with RecordedWorld(comm, **options) as world:
             try:
                 recorded.record(run, world, stage)
-                by_rank = world.gather(recorded.to_ranks())
+                steps = [(step.digests, step.inputs) for step in recorded.steps]
+                by_rank = world.gather((steps, recorded.samples))
             except AllRanksError:
                 raise
             except Exception as error:
@@ -228,7 +223,7 @@ def _compare(
                         or _unequal_ranks(by_rank)
                         or _wrong(recorded, _limits(alone))
                     )
-                    uneven = len({rank.samples for rank in by_rank}) > 1
+                    uneven = len({samples for _, samples in by_rank}) > 1
                     found = _Outcome(_row(name, recorded), wrong, uneven=uneven)
                 outcome = world.gather(found)[0]
                 assert outcome is not None, "rank 0 has made it"
@@ -290,20 +285,23 @@ def _batch_norm_hint(recorded: RecordedRun) -> str:
     )
 
 
-def _unequal_ranks(by_rank: Sequence[RankSteps]) -> str:
+def _unequal_ranks(by_rank: Sequence[_RankSteps]) -> str:
     """Return how ranks differ in what must be equal, or are equal in their samples; "" if not."""
-    for number, steps in enumerate(zip(*(rank.steps for rank in by_rank), strict=False), 1):
-        for name in steps[0].digests:
-            digests = {rank: step.digests.get(name, 0) for rank, step in enumerate(steps)}
+    for number, steps in enumerate(zip(*(steps for steps, _ in by_rank), strict=False), 1):
+        for name in steps[0][0]:
+            digests = {rank: found.get(name, 0) for rank, (found, _) in enumerate(steps)}
             if ranks := odd_ranks(digests):
                 return (
                     f"after step {number}, {name} of {naming('rank', ranks)} differs from that of "
                     "the others"
                 )
     # A rank without a sample of world.shard has stand-ins, as others may have.
-    sharded = any(rank.samples for rank in by_rank)
-    training = {r: rank for r, rank in enumerate(by_rank) if rank.samples or not sharded}
-    seen = {rank: [step.inputs for step in its.steps] for rank, its in training.items()}
+    sharded = any(samples for _, samples in by_rank)
+    seen = {
+        rank: [inputs for _, inputs in steps]
+        for rank, (steps, samples) in enumerate(by_rank)
+        if samples or not sharded
+    }
     if same := _alike(seen):
         return (
             f"{naming('rank', same)} train on the same samples: give each its part, by world.shard"
@@ -357,7 +355,7 @@ def _parameters(count: int) -> str:
 
 
 def _text(
-    outcomes: Sequence[_Outcome], wrong: str, alone: _Alone | None, left_out: Sequence[str]
+    outcomes: Sequence[_Outcome], wrong: str, alone: Sequence[RecordedRun], left_out: Sequence[str]
 ) -> str:
     """Return the table and the verdict."""
     head = ("largest difference, relative", "loss", "gradients", "weights")
@@ -374,7 +372,7 @@ def _text(
         "rounding"
     )
     if alone and len(outcomes) > 1:
-        lines += _compared(alone.first, left_out)
+        lines += _compared(alone[0], left_out)
     but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
     right = f"right: all ranks train as one process does{but}"
     lines.append(f"wrong:\n{wrong}" if wrong else right)
