@@ -178,7 +178,8 @@ class RecordedRun:
             for other in [expected.gradients.get(name)]
             if gradient is not None or other is not None
         }
-        whole, eps = math.hypot(*(float(there.norm()) for _, there in pairs.values())), 0.0
+        whole = math.hypot(*(float(there.norm()) for _, there in pairs.values()))
+        coarsest = max((torch.finfo(self.start[name].dtype).eps for name in pairs), default=0.0)
         for name, (here, there) in pairs.items():
             difference = float((here - there).norm())
             eps = torch.finfo(self.start[name].dtype).eps
@@ -187,7 +188,7 @@ class RecordedRun:
             self._step.distances[f"gradient of {name}"] = Distance(difference / norm, eps)
             total, products = math.hypot(total, difference), products + float(here.dot(there))
             squares += float(here.dot(here))
-        self._step.distances["whole gradient"] = Distance(total / max(whole, 1e-300), eps)
+        self._step.distances["whole gradient"] = Distance(total / max(whole, 1e-300), coarsest)
         if products > 0 and products**2 > 0.999 * squares * whole**2:
             self._step.factor = math.sqrt(squares) / whole
 
