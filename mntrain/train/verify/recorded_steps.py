@@ -78,6 +78,8 @@ class RecordedRun:
         self.stages: set[int] = set()  # of the optimizers
         self.batch_norms: set[str] = set()  # layers that normalize this rank's samples alone
         self.samples = 0  # that `world.shard` has handed out here
+        self.left_out: list[str] = []  # what the run says that it does not compare
+        self.autocast = 0.0  # one rounding of the dtype that modules compute in, if it is another
         self._draws = torch.Generator().manual_seed(1)
         self._step = RecordedStep()
         self._optimizers: list[ZeroOptimizer] = []
@@ -123,6 +125,10 @@ class RecordedRun:
                     alone = isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
                     if alone and layer.training:
                         self.batch_norms.add(path or type(layer).__name__)
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    eps = torch.finfo(torch.get_autocast_dtype(device)).eps
+                    self.autocast = max(self.autocast, eps)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if tensors and len(self._step.inputs) < _CALLS and module.training:
                 self._step.inputs.append(int(checksum(tensors)))

@@ -3,7 +3,7 @@
     one process          the steps, alone on rank 0
     other orders         the same three times, with the samples of a batch in another order and each
                          gradient off by up to one rounding: what fp32 sums in another order give,
-                         or what a 16-bit wire dtype does
+                         or what a 16-bit wire dtype or autocast does
     all ranks            the same at each stage
 
 A loss, gradient or weight of all ranks is right if its distance from one process is at most
@@ -94,16 +94,17 @@ def examine(
     run: Run,
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
-    also: Callable[[RecordedWorld, RecordedRun], tuple[str, str]] | None = None,
+    *,
+    uneven: bool = True,
+    hint: str = "",
 ) -> Verdict:
     """Run and compare all stages, and return the verdict. Collective.
 
-    `also` is called on rank 0 in the world of one process with the first run, and returns what is
-    wrong there, and what it could not compare. Without it, parts of batches are to be unequal.
+    If parts of batches are to be `uneven`, a line says if none was. A difference ends with `hint`.
     """
     options = {**options, "compress": "none", "gather_dtype": "fp32"}
     alone: list[RecordedRun] = []  # on rank 0, of one process: the first run, those in other orders
-    wrong, left_out = "", list[str]()
+    wrong = ""
     patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
     with init(comm, **patient) as world:
         if world.size == 1:
@@ -115,24 +116,21 @@ def examine(
         with world.agreement():
             if world.master:
                 alone, wrong = _run_alone(run, options)
-                if also is not None and not wrong:
-                    with _one_process(options) as single:
-                        wrong, unseen = also(single, alone[0])
-                        left_out += [unseen] if unseen else []
         wrong = world.gather(wrong)[0]
     outcomes = [_Outcome(_row("one process, other orders", *alone[1:]))]
     for stage in () if wrong else STAGES:
-        outcomes.append(_compare(run, stage, comm, options, alone))
+        outcomes.append(_compare(run, stage, comm, options, alone, hint=hint))
         if stage == 0 and outcomes[-1].refused:
             outcomes[-1] = outcomes[-1]._replace(wrong=outcomes[-1].refused)
-    if also is None and not any(outcome.uneven for outcome in outcomes):
-        left_out.append("batches that do not divide among the ranks: world.shard gave none")
+    if alone and uneven and not any(outcome.uneven for outcome in outcomes):
+        text = "batches that do not divide among the ranks: world.shard gave none"
+        alone[0].left_out.append(text)
     if not wrong:
         wrong = "\n".join(
             f"{outcome.row[0]}: {outcome.wrong}" for outcome in outcomes if outcome.wrong
         )
     with World(comm, **options) as world:
-        text = world.gather(_text(outcomes, wrong, alone, left_out))[0]
+        text = world.gather(_text(outcomes, wrong, alone))[0]
         world.print(text)
     return Verdict(not wrong, text)
 
@@ -150,7 +148,7 @@ def _run_alone(run: Run, options: dict[str, Any]) -> tuple[list[RecordedRun], st
             if wrong := _nothing(first):
                 return alone, wrong
             eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
-            eps = max(eps, _ROUNDING[options.get("wire_dtype", "fp32")])
+            eps = max(eps, first.autocast, _ROUNDING[options.get("wire_dtype", "fp32")])
             for order in range(1, ORDERS + 1):
                 world.order = order
                 alone.append(other := RecordedRun(first, jitter=eps))
@@ -202,6 +200,8 @@ def _compare(
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
     alone: Sequence[RecordedRun],
+    *,
+    hint: str,
 ) -> _Outcome:
     """Run a stage on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
     name, recorded = f"stage {stage}", RecordedRun(alone[0] if alone else None)
@@ -221,7 +221,7 @@ def _compare(
                     wrong = (
                         _another_stage(recorded, stage)
                         or _unequal_ranks(by_rank)
-                        or _wrong(recorded, _limits(alone))
+                        or _wrong(recorded, _limits(alone), hint)
                     )
                     uneven = len({samples for _, samples in by_rank}) > 1
                     found = _Outcome(_row(name, recorded), wrong, uneven=uneven)
@@ -250,8 +250,8 @@ def _another_stage(recorded: RecordedRun, stage: int) -> str:
     )
 
 
-def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
-    """Return what is wrong first; "" if nothing is."""
+def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]], hint: str) -> str:
+    """Return what is wrong first, and the `hint` behind a difference; "" if nothing is."""
     first = recorded.first
     assert first is not None, "rank 0 has run alone"
     if len(recorded.steps) != len(first.steps):
@@ -262,15 +262,15 @@ def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
         for name, distance in step.distances.items():
             limit = allowed.get(name, MARGIN * distance.rounding)
             if not distance.relative <= limit:
-                hint = _batch_norm_hint(recorded)
+                hints = _batch_norm_hint(recorded)
                 if abs(step.factor - 1) > 0.01:
-                    hint += (
+                    hints += (
                         f"; the whole gradient is {step.factor:.3g} times as long, in the same "
                         "direction: a sum in place of a mean, or a division by another count?"
                     )
                 return (
                     f"in step {number}, the difference in the {name} is {distance.relative:.1e}, "
-                    f"and {limit:.1e} is allowed{hint}"
+                    f"and {limit:.1e} is allowed{hints}{hint}"
                 )
     return ""
 
@@ -326,14 +326,14 @@ def _row(name: str, *runs: RecordedRun) -> tuple[str, ...]:
     return (name, *cells)
 
 
-def _compared(first: RecordedRun, left_out: Sequence[str]) -> list[str]:
+def _compared(first: RecordedRun) -> list[str]:
     """Return lines about what of a run of one process was compared, and what was not."""
     names, with_gradient, updated = set(first.start), first.with_gradient, first.updated
     what = [f"the gradients of {_parameters(len(with_gradient))}"] if with_gradient else []
     what.append(f"the updates of {_parameters(len(updated))}")
     if first.losses:
         what.insert(0, f"{len(first.losses)} losses")
-    missing = [*left_out]
+    missing = [*first.left_out]
     if not first.losses:
         missing.append("losses, since train returned none")
     if first.closures:
@@ -354,9 +354,7 @@ def _parameters(count: int) -> str:
     return f"{count} parameter" + "s" * (count != 1)
 
 
-def _text(
-    outcomes: Sequence[_Outcome], wrong: str, alone: Sequence[RecordedRun], left_out: Sequence[str]
-) -> str:
+def _text(outcomes: Sequence[_Outcome], wrong: str, alone: Sequence[RecordedRun]) -> str:
     """Return the table and the verdict."""
     head = ("largest difference, relative", "loss", "gradients", "weights")
     rows = [head, *(outcome.row for outcome in outcomes)]
@@ -372,7 +370,7 @@ def _text(
         "rounding"
     )
     if alone and len(outcomes) > 1:
-        lines += _compared(alone[0], left_out)
+        lines += _compared(alone[0])
     but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
     right = f"right: all ranks train as one process does{but}"
     lines.append(f"wrong:\n{wrong}" if wrong else right)
