@@ -100,7 +100,7 @@ def _take_steps(
     )
     trainer = Trainer(world, config)
     data, steps = trainer.job.data, min(STEPS, trainer.job.last_step)
-    batch_norm = any(isinstance(m, _BatchNorm) for m in trainer.job.trained.model.modules())
+    batch_norm = any(isinstance(m, _BatchNorm) for m in trainer.job.model.modules())
     if world.size == 1:
         samples = (
             given.train.batch_size if data.stream else min(given.train.batch_size, data.samples)
