@@ -119,7 +119,9 @@ class Job:
             self.sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
             """How nodes exchange; None: every step is synchronous."""
             seed_process(config.run.seed)
-            self.model = model = tasks.make_model(task).to(world.device, precision.parameters)
+            with tasks.errors_of_task(task, "model() fails"):
+                self.model = model = task.model()
+            model.to(world.device, precision.parameters)
             freeze(model, config.init.freeze)
             name, bound = choose_optimizer(task, model, config.optim, world.device)
             if config.train.compile:
